@@ -1,0 +1,110 @@
+"""The dtypes of the safetensors format: names, widths, and how many bytes a tensor of them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from stio.errors import FormatError
+
+__all__ = ["BITS", "DTYPES", "MAX_ELEMENTS", "WHOLE_BYTES", "WRITE_RANK", "DtypeName", "bits", "tensor_nbytes"]
+
+DtypeName = Literal[
+    "U64",
+    "I64",
+    "F64",
+    "C64",
+    "F32",
+    "U32",
+    "I32",
+    "BF16",
+    "F16",
+    "U16",
+    "I16",
+    "F8_E5M2FNUZ",
+    "F8_E4M3FNUZ",
+    "F8_E8M0",
+    "F8_E4M3",
+    "F8_E5M2",
+    "I8",
+    "U8",
+    "F6_E3M2",
+    "F6_E2M3",
+    "F4",
+    "BOOL",
+]
+"""A dtype as the header spells it, in the order in which a writer lays out the data."""
+
+DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)
+
+# Four widths cannot be read off the name: both complex halves count in C64, and BOOL has none.
+_WIDTH_OF_NAME = {"C64": 64, "BOOL": 8}
+
+BITS: dict[str, int] = {name: _WIDTH_OF_NAME.get(name) or int(name.split("_")[0].lstrip("BFUI")) for name in DTYPES}
+"""Bits of one element, by dtype name."""
+
+WHOLE_BYTES: dict[str, int] = {name: width // 8 for name, width in BITS.items() if width % 8 == 0}
+"""Bytes of one element; the dtypes packed below a byte are absent."""
+
+WRITE_RANK: dict[str, int] = {name: rank for rank, name in enumerate(DTYPES)}
+"""Position of a dtype in the writing order."""
+
+MAX_ELEMENTS = 2**63 - 1
+"""Most elements a tensor library can stride. The format's own bound is 2**64 - 1; stio is stricter."""
+
+_U64_MAX = 2**64 - 1
+
+
+def bits(name: str) -> int:
+    """Return the bits of one element of a dtype.
+
+    Raises:
+        FormatError: The format has no dtype of this name.
+    """
+    width = BITS.get(name)
+    if width is None:
+        raise FormatError("unknown dtype", expected="a dtype of the format, such as 'F32'", found=name)
+    return width
+
+
+def tensor_nbytes(dtype: str, shape: Sequence[int], *, path: str | None = None) -> int:
+    """Return the bytes that a tensor's data takes in a file.
+
+    The product is checked from the left, as the format's reference reader does: `[2**32, 2**32, 0]` overflows
+    although the tensor would be empty.
+
+    Args:
+        dtype: Name as in the header.
+        shape: Dimensions as in the header (for F4 the last one counts elements, not pairs).
+        path: File to name in errors.
+
+    Raises:
+        FormatError: Unknown dtype, negative dimension, overflow of a u64, more than `MAX_ELEMENTS` elements when
+            empty dimensions are left out (no library can stride those), or a size that is not whole bytes.
+    """
+    width = bits(dtype)
+    count, strided = 1, 1
+    for dimension in shape:
+        if not 0 <= dimension <= _U64_MAX:
+            # Not shown: turning thousands of digits into text is slow, and refused by the interpreter.
+            raise FormatError("a dimension is negative or overflows 64 bits", path=path, expected="0 to 2**64 - 1")
+        count *= dimension
+        strided *= dimension or 1
+        if count > _U64_MAX:
+            raise FormatError("the shape overflows 64 bits", path=path, found=list(shape))
+        # Checked inside the loop, so that a shape of many large dimensions cannot grow a huge integer.
+        if strided > MAX_ELEMENTS:
+            raise FormatError(
+                "the shape has more elements than a tensor can have",
+                path=path,
+                expected=f"at most {MAX_ELEMENTS}",
+                found=list(shape),
+            )
+    if count * width > _U64_MAX:
+        raise FormatError("the tensor's size overflows 64 bits", path=path, found=f"{dtype} {list(shape)}")
+    nbytes, rest = divmod(count * width, 8)
+    if rest:
+        raise FormatError(
+            f"{dtype} is packed below a byte, and this shape does not fill whole bytes", path=path, found=list(shape)
+        )
+    return nbytes

@@ -1,0 +1,296 @@
+"""An index, as `tensor[...]` takes it, to byte ranges: only the bytes that it asks for are read.
+
+Each dimension selects rows: an int, a range or a list. From the innermost dimension outwards, full dimensions merge
+into one contiguous chunk, up to the first that is not full; the rows further out say where the chunks start. All
+chunks have one length, and chunk `i` goes to byte `i * chunk_bytes` of a compact buffer. What reading cannot do is
+left to the tensor library: `tensor = compact.view(read_shape)[post].flip(flip)`.
+
+Left to it are negative steps (read forward, then flipped: torch indexes by no negative step), lists out of order or
+with repetitions (each row is read once), and steps inside rows so short that skipping costs more than reading.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from types import EllipsisType
+from typing import Any, Literal, NoReturn, TypeAlias
+
+from stio.errors import SliceError, printable
+
+__all__ = ["Index", "Rows", "Selection", "select"]
+
+Index: TypeAlias = Any
+"""What basic indexing takes: int, slice, Ellipsis, None, at most one list of ints, or a tuple of those."""
+
+Rows: TypeAlias = "range | list[int]"
+"""Rows of one dimension, ascending and distinct; a list only where no range fits."""
+
+SMALL_CHUNK_BYTES = 512
+"""Chunks shorter than this are widened where that is cheap: a disk's sector, and less than a call costs to copy."""
+
+PAGE_BYTES = 4096
+"""Rows up to this size are read whole rather than in small chunks: the page would be touched in any case."""
+
+WORTHWHILE_STRIDE_BYTES = 16 * 1024
+"""Small chunks this far apart, or nearer, are read with what is between them: 4 us of a read at 4 GB/s, about one
+request."""
+
+MANY_CHUNKS = 1_000_000
+"""More chunks than this are merged wherever they can be: each costs about 36 bytes and a microsecond to plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which bytes of a tensor to read, and what makes the answer of them.
+
+    `compact.view(read_shape)`, indexed by `post` unless that is None, then flipped along the dimensions `flip`
+    (of the indexed tensor), is what the index asks for. `post` holds only what torch and numpy both take and both
+    answer alike: ints of 0 and above, slices with positive steps, None, at most one list.
+    """
+
+    starts: Sequence[int]
+    """First byte of each chunk, relative to the tensor's first byte, ascending; a `range` where they are regular.
+    Chunks touch only where a list asks for neighbours among others, since all chunks have one length."""
+    chunk_bytes: int
+    """Length of every chunk; 0 where nothing is read."""
+    read_shape: tuple[int, ...]
+    """Shape of the compact bytes, in C order."""
+    post: tuple[Any, ...] | None
+    """Index to apply to the compact tensor, None where it needs none."""
+    flip: tuple[int, ...]
+    """Dimensions to reverse after that, none in most cases."""
+    shape: tuple[int, ...]
+    """Shape of the answer."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return len(self.starts) * self.chunk_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """One part of an index after normalization."""
+
+    dim: int
+    """Dimension of the tensor, -1 for a new one."""
+    rows: range | list[int]
+    """The rows asked for, in order; empty for a new dimension."""
+    kind: Literal["int", "slice", "list", "new"]
+    """What the caller gave; `new` is a new dimension."""
+
+
+def select(index: Index, shape: Sequence[int], itemsize: int) -> Selection:
+    """Return what to read for `tensor[index]`.
+
+    Args:
+        index: As `numpy.s_[...]` gives it: ints, slices of any step, Ellipsis, None, at most one 1-D sequence of ints
+            (list, range, tuple inside the tuple, array), or a tuple of these.
+        shape: The tensor's dimensions.
+        itemsize: Bytes of one element.
+
+    Returns:
+        The selection; its answer equals both numpy's and torch's.
+
+    Raises:
+        SliceError: The index is of another kind (masks and floats are), out of range, longer than the shape, or one
+            that numpy and torch answer with differently ordered dimensions (`[:, 0, :, [1, 2]]`).
+    """
+    shape = tuple(shape)
+    terms = _normalize(index, shape)
+    _refuse_ambiguous(terms, index, shape)
+    answer_shape = tuple(1 if term.kind == "new" else len(term.rows) for term in terms if term.kind != "int")
+    if 0 in answer_shape or 0 in shape:
+        return Selection((), 0, answer_shape, None, (), answer_shape)
+    wanted = {term.dim: term for term in terms if term.kind != "new"}
+    read = [_ascending(wanted[dim].rows) for dim in range(len(shape))]
+    starts, chunk_bytes = _chunks(read, shape, itemsize)
+    outcome = [term for term in terms if term.kind != "int"]
+    flip = tuple(k for k, term in enumerate(outcome) if isinstance(term.rows, range) and term.rows.step < 0)
+    post = tuple(_post_item(term, read) for term in terms)
+    if all(item is None or item == 0 or item == slice(None) for item in post) and all(
+        len(read[term.dim]) == 1 for term in terms if term.kind == "int"
+    ):
+        return Selection(starts, chunk_bytes, answer_shape, None, flip, answer_shape)
+    return Selection(starts, chunk_bytes, tuple(map(len, read)), post, flip, answer_shape)
+
+
+def _normalize(index: Index, shape: tuple[int, ...]) -> list[_Term]:
+    """Turn an index into one term for each dimension, in order, and those for new dimensions."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    num_ellipses = sum(isinstance(item, EllipsisType) for item in items)
+    num_dims = sum(item is not None for item in items) - num_ellipses
+    if num_ellipses > 1:
+        _refuse("more than one Ellipsis", index, shape)
+    if num_dims > len(shape):
+        _refuse("more indices than dimensions", index, shape)
+    if not num_ellipses:
+        items.append(...)
+    terms: list[_Term] = []
+    dim = 0
+    for item in items:
+        if item is None:
+            terms.append(_Term(-1, [], "new"))
+        elif isinstance(item, EllipsisType):
+            for _ in range(len(shape) - num_dims):
+                terms.append(_Term(dim, range(shape[dim]), "slice"))
+                dim += 1
+        else:
+            terms.append(_term(item, dim, index, shape))
+            dim += 1
+    if sum(term.kind == "list" for term in terms) > 1:
+        _refuse("more than one list", index, shape)
+    return terms
+
+
+def _term(item: Any, dim: int, index: Index, shape: tuple[int, ...]) -> _Term:
+    length = shape[dim]
+    if isinstance(item, slice):
+        try:
+            return _Term(dim, range(length)[item], "slice")
+        except (TypeError, ValueError) as problem:  # bounds that are no integers, a step of zero
+            _refuse(str(problem), index, shape)
+    dtype = str(getattr(item, "dtype", "int"))
+    # In torch uint8 is a mask, in numpy it is not. Neither `bool` is an index, though torch's would turn into one.
+    if "int" not in dtype or dtype == "torch.uint8" or isinstance(item, (bool, str, bytes)):
+        _refuse("neither masks nor floats nor text can be indices", index, shape)
+    try:
+        return _Term(dim, range(_row(operator.index(item), length, index, shape), length)[:1], "int")
+    except TypeError:
+        pass
+    values = item.tolist() if hasattr(item, "tolist") else item
+    if not isinstance(values, (list, tuple, range)):
+        _refuse(f"an index of type {type(item).__name__}", index, shape)
+    rows = []
+    for value in values:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            _refuse("a list may hold nothing but integers", index, shape)
+        try:
+            rows.append(_row(operator.index(value), length, index, shape))
+        except TypeError:
+            _refuse("a list may hold nothing but integers", index, shape)
+    return _Term(dim, rows, "list")
+
+
+def _row(value: int, length: int, index: Index, shape: tuple[int, ...]) -> int:
+    if not -length <= value < length:
+        _refuse(f"{printable(value)} is out of range for a dimension of {length}", index, shape)
+    return value + length if value < 0 else value
+
+
+def _refuse(reason: str, index: Index, shape: tuple[int, ...]) -> NoReturn:
+    # The text of the index, not the index: an error shall not keep the caller's arrays alive.
+    raise SliceError(
+        f"the index does not fit the tensor: {reason}", expected=f"one for shape {shape}", found=repr(index)
+    )
+
+
+def _refuse_ambiguous(terms: list[_Term], index: Index, shape: tuple[int, ...]) -> None:
+    """Refuse what numpy and torch answer differently.
+
+    Beside a list, numpy takes ints for lists as well, and where something stands between them it puts the list's
+    dimension first; torch leaves it in its place. Both agree where its place is the first.
+    """
+    if all(term.kind != "list" for term in terms):
+        return
+    parts: list[str] = [term.kind for term in terms]
+    # An Ellipsis that stands for no dimension separates too, for numpy. Only the index itself still shows it.
+    if isinstance(index, tuple) and len(index) == len(terms) + 1:
+        place = next((k for k, item in enumerate(index) if isinstance(item, EllipsisType)), len(parts))
+        parts.insert(place, "ellipsis")
+    places = [place for place, kind in enumerate(parts) if kind in ("int", "list")]
+    separated = places[-1] - places[0] + 1 != len(places)
+    if separated and any(kind in ("slice", "new") for kind in parts[: parts.index("list")]):
+        _refuse(
+            "numpy and torch order its dimensions differently (index by the int and the list in turn)", index, shape
+        )
+
+
+def _ascending(rows: range | list[int]) -> Rows:
+    """Return the distinct rows in order, as a range if they are evenly spaced."""
+    if isinstance(rows, range):
+        return rows if rows.step > 0 else rows[::-1]
+    distinct = sorted(set(rows))
+    step = distinct[1] - distinct[0] if len(distinct) > 1 else 1
+    regular = range(distinct[0], distinct[-1] + 1, step)
+    return regular if len(regular) == len(distinct) and list(regular) == distinct else distinct
+
+
+def _span(rows: Rows) -> range:
+    return range(rows[0], rows[-1] + 1)
+
+
+def _chunks(read: list[Rows], shape: tuple[int, ...], itemsize: int) -> tuple[Sequence[int], int]:
+    """Return starts and length of the chunks. Widens rows in `read` where that pays."""
+    chunk_bytes = row_bytes = itemsize
+    dim = len(shape) - 1
+    base = 0
+    while dim >= 0:
+        num_outer = prod(map(len, read[:dim]))
+        read[dim] = rows = _widened(read[dim], shape[dim], row_bytes, num_outer)
+        row_bytes *= shape[dim]
+        if len(rows) > 1 and rows[-1] - rows[0] + 1 != len(rows):
+            break  # not contiguous: this dimension's rows are chunks
+        base += rows[0] * (row_bytes // shape[dim])
+        chunk_bytes *= len(rows)
+        dim -= 1
+        if len(rows) != shape[dim + 1]:
+            break
+    starts: Sequence[int] = range(base, base + 1)
+    stride = itemsize * prod(shape[dim + 1 :])
+    for outer in range(dim, -1, -1):
+        starts = _repeat(starts, read[outer], stride)
+        stride *= shape[outer]
+    return starts, chunk_bytes
+
+
+def _widened(rows: Rows, length: int, row_bytes: int, num_outer: int) -> Rows:
+    """Return the rows to read of a dimension whose rows are contiguous: those asked for, or some more.
+
+    Args:
+        rows: The rows asked for.
+        length: Size of the dimension.
+        row_bytes: Bytes of one row.
+        num_outer: How often the rows are read, once for each combination of rows further out.
+    """
+    span = _span(rows)
+    if len(span) != len(rows):
+        near = len(span) * row_bytes <= WORTHWHILE_STRIDE_BYTES * len(rows)
+        if (row_bytes >= SMALL_CHUNK_BYTES or not near) and len(rows) * num_outer <= MANY_CHUNKS:
+            return rows
+    if num_outer > 1 and len(span) * row_bytes < SMALL_CHUNK_BYTES and length * row_bytes <= PAGE_BYTES:
+        return range(length)
+    return span
+
+
+def _repeat(starts: Sequence[int], rows: Rows, stride: int) -> Sequence[int]:
+    """Return the starts for each row further out; a range as long as the steps go on evenly."""
+    if isinstance(starts, range) and isinstance(rows, range):
+        first, step = starts[0] + rows[0] * stride, rows.step * stride
+        if len(rows) == 1:
+            return range(first, first + (starts[-1] - starts[0]) + 1, starts.step)
+        if len(starts) == 1 or starts.step * len(starts) == step:
+            step = starts.step if len(starts) > 1 else step
+            return range(first, first + step * len(starts) * len(rows), step)
+    return [row * stride + start for row in rows for start in starts]
+
+
+def _post_item(term: _Term, read: list[Rows]) -> Any:
+    """Return what picks a term's rows from those that are read (a flip comes later)."""
+    if term.kind == "new":
+        return None
+    got = read[term.dim]
+    if term.kind == "int":
+        return term.rows[0] - got[0]
+    if isinstance(term.rows, range):
+        rows = _ascending(term.rows)
+        if len(rows) == len(got):
+            return slice(None)
+        return slice(rows[0] - got[0], rows[-1] - got[0] + 1, rows[1] - rows[0] if len(rows) > 1 else 1)
+    if len(got) == len(term.rows) and list(got) == term.rows:
+        return slice(None)
+    place = {row: k for k, row in enumerate(got)}
+    return [place[row] for row in term.rows]

@@ -1,0 +1,185 @@
+"""Every error that stio raises on purpose.
+
+    StioError
+    ├── FormatError (ValueError)             the file is wrong: header, sizes, offsets
+    │   ├── TruncatedError                   fewer bytes than the header promises
+    │   └── LimitError                       a limit of the caller's (or the format's) is exceeded
+    ├── IndexFormatError (ValueError)        the shard index is wrong, or does not fit its shards
+    ├── UnsafePathError (ValueError)         a shard name leads out of the checkpoint's root
+    ├── CheckpointNotFoundError (FileNotFoundError)    nothing to load at this path
+    ├── AmbiguousCheckpointError (ValueError)          several candidates and no index
+    ├── TensorNotFoundError (KeyError)       the caller asks for a name the checkpoint lacks
+    ├── SliceError (IndexError)              the caller's index does not fit the tensor
+    ├── MismatchError (ValueError)           a module and a checkpoint do not fit each other
+    ├── UnsupportedDtypeError (TypeError)    a dtype that torch (or this torch) has no type for
+    ├── ClosedError (RuntimeError)           the checkpoint or stream was closed
+    ├── StorageError (OSError)               the operating system refused a read; carries errno
+    │   └── ChangedDuringReadError           the file is another one than the one that was planned
+    └── DeviceError (RuntimeError)           the device refused an allocation or a copy
+        └── DeviceMemoryError                out of memory there; carries needed and free bytes
+
+"Your call is wrong" and "the file is wrong" never share a class. Each error carries what is known of
+path, offset, expected and found, and survives pickling (workers of a process pool raise them too).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "AmbiguousCheckpointError",
+    "ChangedDuringReadError",
+    "CheckpointNotFoundError",
+    "ClosedError",
+    "DeviceError",
+    "DeviceMemoryError",
+    "FormatError",
+    "IndexFormatError",
+    "LimitError",
+    "MismatchError",
+    "SliceError",
+    "StioError",
+    "StorageError",
+    "TensorNotFoundError",
+    "TruncatedError",
+    "UnsafePathError",
+    "UnsupportedDtypeError",
+]
+
+SHOWN_CHARACTERS = 120
+
+
+def printable(value: object) -> str:
+    """Return untrusted text for a message: control characters escaped, cut to a line's length."""
+    text = value if isinstance(value, str) else repr(value)
+    if len(text) > SHOWN_CHARACTERS:
+        text = f"{text[:SHOWN_CHARACTERS]}... ({len(text):,} characters)"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+class StioError(Exception):
+    """Root of all errors that stio raises.
+
+    Args:
+        message: What went wrong, and what to do about it.
+        path: The file or directory it happened in.
+        offset: Byte offset in that file.
+        expected: What the format, the plan or the caller asked for.
+        found: What was there instead.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        offset: int | None = None,
+        expected: object = None,
+        found: object = None,
+        **details: object,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = path
+        self.offset = offset
+        self.expected = expected
+        self.found = found
+        self._details = details
+
+    def __str__(self) -> str:
+        text = self.message
+        notes = []
+        if self.offset is not None:
+            notes.append(f"at byte {self.offset:,}")
+        if self.expected is not None:
+            notes.append(f"expected {printable(self.expected)}")
+        if self.found is not None:
+            notes.append(f"found {printable(self.found)}")
+        if notes:
+            text += f" ({', '.join(notes)})"
+        return f"{printable(self.path)}: {text}" if self.path is not None else text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = {"path": self.path, "offset": self.offset, "expected": self.expected, "found": self.found}
+        return _rebuild, (type(self), self.message, {**fields, **self._details})
+
+
+def _rebuild(cls: type[StioError], message: str, fields: dict[str, Any]) -> StioError:
+    return cls(message, **fields)
+
+
+class FormatError(StioError, ValueError):
+    """The file is not what the safetensors format says."""
+
+
+class TruncatedError(FormatError):
+    """The file ends before the bytes that its header promises."""
+
+
+class LimitError(FormatError):
+    """The file exceeds a limit: header size, number of tensors, rank."""
+
+
+class IndexFormatError(StioError, ValueError):
+    """The shard index is malformed or does not fit the shards."""
+
+
+class UnsafePathError(StioError, ValueError):
+    """A shard name or link leads out of the checkpoint's root."""
+
+
+class CheckpointNotFoundError(StioError, FileNotFoundError):
+    """There is no checkpoint at this path."""
+
+
+class AmbiguousCheckpointError(StioError, ValueError):
+    """A directory holds several candidates and no index that chooses."""
+
+
+class TensorNotFoundError(StioError, KeyError):
+    """The checkpoint has no tensor of this name."""
+
+
+class SliceError(StioError, IndexError):
+    """The index does not fit the tensor's shape."""
+
+
+class MismatchError(StioError, ValueError):
+    """A module and a checkpoint differ in names or shapes."""
+
+
+class UnsupportedDtypeError(StioError, TypeError):
+    """The dtype has no counterpart in this torch."""
+
+
+class ClosedError(StioError, RuntimeError):
+    """The object was closed before this call."""
+
+
+class StorageError(StioError, OSError):
+    """The operating system refused; `errno` says why."""
+
+    def __init__(self, message: str, *, errno: int | None = None, **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.errno = errno
+        self._details["errno"] = errno
+
+
+class ChangedDuringReadError(StorageError):
+    """The file was rewritten or replaced between planning and the end of the read."""
+
+
+class DeviceError(StioError, RuntimeError):
+    """The device refused an allocation or a copy."""
+
+
+class DeviceMemoryError(DeviceError):
+    """The device has too little free memory; `needed_bytes` and `free_bytes` say how much."""
+
+    def __init__(
+        self, message: str, *, needed_bytes: int | None = None, free_bytes: int | None = None, **fields: Any
+    ) -> None:
+        super().__init__(message, **fields)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        self._details |= {"needed_bytes": needed_bytes, "free_bytes": free_bytes}

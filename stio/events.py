@@ -1,0 +1,123 @@
+"""What an operation says of itself while it runs: progress events, spans of a trace, limits it keeps.
+
+Values only. Who records them is the engine; who draws them is a face.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+__all__ = ["Limits", "ProgressEvent", "Span", "Trace"]
+
+_lane = threading.local()
+
+
+def set_lane(name: str) -> None:
+    """Name the calling thread's lane in traces."""
+    _lane.name = name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds on what an untrusted file may ask for, checked before anything is allocated."""
+
+    header_bytes: int = 100_000_000
+    """Largest header, the format's own limit by default."""
+    max_tensors: int = 1_000_000
+    """Most tensors in one file."""
+    max_rank: int = 64
+    """Most dimensions of one tensor (torch's own limit)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressEvent:
+    """How far an operation is. Delivered to `progress=` callables, at most once a group of tensors."""
+
+    done_bytes: int
+    """Bytes of tensors that are where they shall be."""
+    total_bytes: int
+    """Bytes of all tensors that were asked for."""
+    done_tensors: int
+    """Tensors that are complete."""
+    total_tensors: int
+    """Tensors that were asked for."""
+    seconds: float
+    """Time since the operation began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One piece of work on one lane, times in seconds since the trace began."""
+
+    name: str
+    """What was done: `open`, `read`, `populate`, `copy`, `tensors`, `wait`, `consume`."""
+    lane: str
+    """The thread or device queue that did it."""
+    start: float
+    """Begin, seconds."""
+    end: float
+    """End, seconds (half-open)."""
+    num_bytes: int = 0
+    """Bytes moved, 0 where none were."""
+    detail: str = ""
+    """File, way in, or what was waited for."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """Record of the spans of one operation; pass it as `trace=` and read it afterwards.
+
+    Recording costs two clock reads and one append a span, and there is one span a block, not a tensor.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    """All spans, in order of their end."""
+    origin: float = field(default_factory=perf_counter)
+    """`perf_counter()` at the trace's zero."""
+
+    @contextmanager
+    def span(self, name: str, *, num_bytes: int = 0, detail: str = "") -> Iterator[None]:
+        """Record the block under `with` as one span on the current thread's lane."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, start, perf_counter(), num_bytes=num_bytes, detail=detail)
+
+    def add(
+        self, name: str, start: float, end: float, *, num_bytes: int = 0, detail: str = "", lane: str | None = None
+    ) -> None:
+        """Record one span; `start` and `end` are `perf_counter()` readings."""
+        lane = lane or str(getattr(_lane, "name", "caller"))
+        self.spans.append(Span(name, lane, start - self.origin, end - self.origin, num_bytes, detail))
+
+    def save_chrome(self, path: str | Path) -> None:
+        """Write the trace as Chrome/Perfetto JSON (open it in a browser's tracing page)."""
+        lanes = {lane: k for k, lane in enumerate(dict.fromkeys(s.lane for s in self.spans))}
+        events: list[dict[str, object]] = [
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": k, "args": {"name": lane}} for lane, k in lanes.items()
+        ]
+        events += [
+            {
+                "ph": "X",
+                "name": s.name,
+                "pid": 1,
+                "tid": lanes[s.lane],
+                "ts": s.start * 1e6,
+                "dur": (s.end - s.start) * 1e6,
+                "args": {"num_bytes": s.num_bytes, "detail": s.detail},
+            }
+            for s in self.spans
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": events}))
+
+
+def traced(trace: Trace | None, name: str) -> AbstractContextManager[None]:
+    """Return a context that records one span, or nothing where nobody asked for a trace."""
+    return nullcontext() if trace is None else trace.span(name)
