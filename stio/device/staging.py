@@ -1,0 +1,254 @@
+"""Staging: a ring of host slots in front of a device, and the device memory that a group lands in.
+
+A slot is filled by a reader, copied from by the device's queue, and comes back when the event behind that copy
+has passed. The host never waits for a copy except to get a slot back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from stio.codec.dtypes import tensor_nbytes
+from stio.device.base import Accelerator, Event
+from stio.device.tensors import TORCH_DTYPES, torch_shape, typed
+from stio.errors import DeviceError, StioError
+from stio.events import Trace
+from stio.memory import Region
+
+__all__ = ["OWN_ALLOCATION_BYTES", "DeviceImage", "Stage"]
+
+OWN_ALLOCATION_BYTES = 2 << 20
+"""Tensors of this size and above are allocations of their own; smaller ones share one a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    event: Event
+    slot: Region
+    start: float
+    nbytes: int
+
+
+class Stage:
+    """Slots of staging memory for one device.
+
+    Args:
+        accelerator: Makes the memory and does the copies.
+        slot_bytes: Size of a slot, the largest block.
+        num_slots: How many; they are made when first needed.
+        trace: Where spans of copies go: from queueing to when the host saw the end, an upper bound.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, *, slot_bytes: int, num_slots: int, trace: Trace | None = None
+    ) -> None:
+        self._accelerator = accelerator
+        self._trace = trace
+        self.slot_bytes = slot_bytes
+        """Size of a slot."""
+        self._unmade = num_slots
+        self._free: list[Region] = []
+        self._flying: deque[_Flight] = deque()
+        self._landing = 0  # flights that some thread waits for right now
+        self._lost: list[Region] = []
+        self._changed = threading.Condition()
+        self._submitting = threading.Lock()
+
+    def acquire(self, stopped: Callable[[], bool]) -> Region | None:
+        """Return a free slot, waiting for the oldest copy if there is none; None once `stopped()`.
+
+        Raises:
+            DeviceError: That copy failed. Its slot is not given out again.
+            MemoryError: There is no host memory for a slot.
+        """
+        while not stopped():
+            with self._changed:
+                if self._free:
+                    return self._free.pop()
+                make = self._unmade > 0
+                if make:
+                    self._unmade -= 1
+                elif self._flying:
+                    flight = self._take_off()
+                else:
+                    self._changed.wait(0.05)  # all slots are in other readers' hands; `stopped` does not notify
+                    continue
+            if make:
+                return self._make()
+            return self._land(flight)
+        return None
+
+    def submit(self, slot: Region, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
+        """Queue the copies out of a slot; it comes back by itself when they are done, at once if they are refused."""
+        with self._submitting:  # one submitter a device: copies and their event stay together in its queue
+            try:
+                event = self._accelerator.copy(pairs)
+            except BaseException:
+                self.give_back(slot)
+                raise
+            with self._changed:
+                self._flying.append(_Flight(event, slot, perf_counter(), sum(region.nbytes for _, region in pairs)))
+                self._changed.notify()
+        return event
+
+    def give_back(self, slot: Region) -> None:
+        """Return a slot that no copy uses."""
+        with self._changed:
+            self._free.append(slot)
+            self._changed.notify()
+
+    def drain(self) -> None:
+        """Wait until no copy reads a slot any more, whatever happens to some of them.
+
+        Raises:
+            DeviceError: A copy failed (the first one that did); all others have ended too.
+        """
+        failure: BaseException | None = None
+        while True:
+            with self._changed:
+                if not self._flying:
+                    self._changed.wait_for(lambda: not self._landing or self._flying)
+                    if not self._flying:
+                        break
+                flight = self._take_off()
+            try:
+                self.give_back(self._land(flight))
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Drain, and let go of the slots at once: a thread that is about to end may hold this object a while longer.
+
+        Raises:
+            DeviceError: See `drain`.
+        """
+        try:
+            self.drain()
+        finally:
+            with self._changed:
+                self._unmade += len(self._free)
+                self._free.clear()
+                self._lost.clear()  # the allocator that pinned it waits for what it knows to be under way
+
+    def _make(self) -> Region:
+        try:
+            return self._accelerator.staging(self.slot_bytes)
+        except BaseException:
+            with self._changed:
+                self._unmade += 1
+                self._changed.notify()
+            raise
+
+    def _take_off(self) -> _Flight:
+        """Take the oldest flight, under the lock; who took it must `_land` it."""
+        self._landing += 1
+        return self._flying.popleft()
+
+    def _land(self, flight: _Flight) -> Region:
+        try:
+            flight.event.synchronize()
+        except BaseException as error:
+            with self._changed:
+                # Whether the device still reads it nobody knows: it is kept, but never filled again, and another
+                # one may be made in its stead.
+                self._lost.append(flight.slot)
+                self._unmade += 1
+            if isinstance(error, StioError) or not isinstance(error, Exception):
+                raise
+            raise DeviceError(f"copying to {self._accelerator.device} failed: {error}") from error
+        finally:
+            with self._changed:
+                self._landing -= 1
+                self._changed.notify_all()
+        if self._trace is not None:
+            self._trace.add("copy", flight.start, perf_counter(), num_bytes=flight.nbytes, lane="copy")
+        return flight.slot
+
+
+@dataclass(slots=True)
+class _Piece:
+    start: int
+    stop: int
+    target: torch.Tensor  # 1-D uint8 on the device; its first byte is the image's byte `start`
+
+
+@dataclass(slots=True)
+class DeviceImage:
+    """The device memory of one group: an allocation for each large tensor, one for each run of small ones."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The group's tensors, filled when the events have passed."""
+    shared: list[torch.Tensor] = field(default_factory=list)
+    """Allocations that small tensors lie in."""
+    events: list[Event] = field(default_factory=list)
+    """Behind the copies that were queued for it."""
+    _pieces: list[_Piece] = field(default_factory=list)
+
+    @classmethod
+    def allocate(
+        cls,
+        accelerator: Accelerator,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        offsets: Sequence[int],
+    ) -> DeviceImage:
+        """Allocate for a group's tensors; `offsets` are their places in the group's image, ascending.
+
+        Raises:
+            DeviceMemoryError: The device is full; what was allocated is free again.
+        """
+        image = cls()
+        small: list[tuple[str, str, tuple[int, ...], int, int]] = []
+        for name, dtype, shape, start in zip(names, dtypes, shapes, offsets, strict=True):
+            nbytes = tensor_nbytes(dtype, shape)
+            if 0 < nbytes < OWN_ALLOCATION_BYTES:
+                small.append((name, dtype, shape, start, start + nbytes))
+                continue
+            image._carve_small(accelerator, small)
+            small = []
+            flat = accelerator.empty(nbytes)
+            image.tensors[name] = typed(flat, dtype, torch_shape(dtype, shape))
+            if nbytes:
+                image._pieces.append(_Piece(start, start + nbytes, flat))
+        image._carve_small(accelerator, small)
+        return image
+
+    def pairs(self, start: int, slot: Region) -> list[tuple[torch.Tensor, Region]]:
+        """Return the copies that bring a slot, holding the image's bytes from `start` on, to where they belong."""
+        stop = start + slot.nbytes
+        found = []
+        for piece in self._pieces:
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            if low < high:
+                found.append((piece.target[low - piece.start : high - piece.start], slot.sub(low - start, high - low)))
+        return found
+
+    def _carve_small(self, accelerator: Accelerator, run: list[tuple[str, str, tuple[int, ...], int, int]]) -> None:
+        if not run:
+            return
+        start, stop = run[0][3], run[-1][4]
+        flat = accelerator.empty(stop - start)
+        self.shared.append(flat)
+        self._pieces.append(_Piece(start, stop, flat))
+        for name, dtype, shape, begin, end in run:
+            if (begin - start) % TORCH_DTYPES[dtype].itemsize:  # the file did not align it: a place of its own
+                own = accelerator.empty(end - begin)
+                self.tensors[name] = typed(own, dtype, torch_shape(dtype, shape))
+                self._pieces.append(_Piece(begin, end, own))
+            else:
+                self.tensors[name] = _carved(flat[begin - start : end - start], dtype, shape)
+
+
+def _carved(part: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor on a part of a larger allocation, with a storage of exactly its bytes, by way of DLPack."""
+    # Not `Tensor.__dlpack__`: between streams it would make one wait for the other.
+    return typed(torch._C._from_dlpack(torch._C._to_dlpack(part)), dtype, torch_shape(dtype, shape))

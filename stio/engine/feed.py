@@ -1,0 +1,125 @@
+"""Groups on their way from the workers to one consumer, who may be a task of any loop or a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from stio.device.base import Landed
+from stio.engine.bell import Bell
+from stio.engine.load import LoadRun
+from stio.engine.runtime import Operation
+from stio.plan.read import Group
+
+__all__ = ["Feed"]
+
+
+class Feed:
+    """Hands groups over one by one; taking one gives the budget of the one before back.
+
+    So at most the budget is on the way, the group in the consumer's hands included.
+
+    Args:
+        body: Runs on a thread: makes a run that delivers to `put`, announces it by `attach`, carries it out.
+        name: Name of that thread.
+    """
+
+    def __init__(self, body: Callable[[Operation[None], Feed], None], *, name: str) -> None:
+        self._items: deque[tuple[Group, Landed]] = deque()
+        self._bell = Bell()
+        self._run: LoadRun | None = None
+        self._promoted: set[str] = set()
+        self._held: Group | None = None
+        self.operation: Operation[None] = Operation(self._carry_out(body), name=name, bell=self._bell)
+        """The thread's work; cancelling it ends the feed."""
+
+    def _carry_out(self, body: Callable[[Operation[None], Feed], None]) -> Callable[[Operation[None]], None]:
+        def run(operation: Operation[None]) -> None:
+            try:
+                body(operation, self)
+            except BaseException:
+                self._items.clear()  # nobody will fetch them, and the error's frames would keep us, and us them
+                raise
+            finally:
+                self._run = None  # it delivers to us: a circle, which would keep what nobody fetched
+
+        return run
+
+    def attach(self, run: LoadRun) -> None:
+        """Say whose budget is given back (called by the body)."""
+        self._run = run
+        run.promote(self._promoted)
+
+    def put(self, group: Group, landed: Landed) -> None:
+        """Deliver a group (called by workers)."""
+        self._items.append((group, landed))
+        self._bell.ring()
+
+    async def next(self) -> Landed | None:
+        """Return the next group, None at the end; waits in the current task."""
+        self._give_back()
+        try:
+            await self._bell.wait_for(self._ready)
+        except GeneratorExit:
+            self.operation.cancel()  # the coroutine is thrown away, it must not wait any more
+            raise
+        except BaseException:
+            # The exception at hand goes first; `Task.cancelling` remembers a second cancel.
+            with suppress(asyncio.CancelledError):
+                await self.aclose()
+            raise
+        return self._pick()
+
+    def next_blocking(self) -> Landed | None:
+        """Return the next group, None at the end; waits in this thread."""
+        self._give_back()
+        try:
+            self._bell.wait_for_blocking(self._ready)
+        except BaseException:
+            self.close()
+            raise
+        return self._pick()
+
+    def promote(self, names: set[str]) -> None:
+        """Have the groups of these names read before all that has not begun."""
+        self._promoted |= names
+        run = self._run
+        if run is not None and not self.operation.done:
+            run.promote(names)
+
+    async def aclose(self) -> None:
+        """End the operation, and wait until nothing of it is left."""
+        try:
+            await self.operation.aclose()
+        finally:
+            self._items.clear()
+
+    def close(self) -> None:
+        """End the operation, and wait in this thread until nothing of it is left."""
+        self.operation.close()
+        self._items.clear()
+
+    def _ready(self) -> bool:
+        return bool(self._items) or self.operation.done
+
+    def _pick(self) -> Landed | None:
+        if self.operation.done:
+            try:
+                self.operation.outcome()  # an error withholds what is still in line
+            except BaseException:
+                self._items.clear()
+                raise
+            if not self._items:
+                return None
+        self._give_back()  # of another task that takes from the same feed
+        self._held, landed = self._items.popleft()
+        return landed
+
+    def _give_back(self) -> None:
+        group, self._held = self._held, None
+        run = self._run
+        # Once it is done nobody waits for budget (and in a forked child the run's lock may be held for ever).
+        if group is not None and run is not None and not self.operation.done:
+            run.release(group)

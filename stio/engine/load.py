@@ -1,0 +1,227 @@
+"""The load's scheduler: a plan's blocks to workers, one budget, groups to the consumer.
+
+Long-lived workers take blocks in the plan's order; a group's image is paid for from the budget when its first
+block is taken and given back when the consumer takes the group. The last block of a group makes its tensors and
+hands them over: one hop a group, never one a block or a tensor. Whoever fails or cancels stops the queue; the
+run ends when no worker touches a buffer any more.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
+from typing import Protocol
+
+from stio.device.base import Landed
+from stio.engine.budget import Budget
+from stio.engine.runtime import Cancelled, start_thread
+from stio.events import ProgressEvent, Trace
+from stio.plan.read import Block, Group, ReadPlan
+
+__all__ = ["LoadRun", "Route"]
+
+
+class Route(Protocol):
+    """One way from a file to tensors (see `stio.engine.ways`). Called from several workers at once."""
+
+    label: str
+    """What a trace calls its reads."""
+
+    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
+        """Bring a block's bytes to where its group lands. Blocks; may return early once `stopped()`."""
+
+    def finish(self, group: Group) -> Landed:
+        """Make the tensors of a group whose blocks have all been read."""
+
+    def close(self) -> None:
+        """Wait for copies under way and let go of memory. No worker is inside any more."""
+
+
+class LoadRun:
+    """One load from its first block to its last tensor.
+
+    Args:
+        plan: What to read, in which order.
+        routes: One for each shard.
+        deliver: Called on a worker with a group and its tensors. It may be called by several workers at once.
+        hold: The budget stays taken after delivery, until the consumer calls `release` (streams).
+        budget_bytes: See `Budget`.
+        num_workers: Threads that read, this run's own thread among them.
+        progress: Called with an event at the start and after each group, one call at a time.
+        trace: Where spans go.
+    """
+
+    def __init__(
+        self,
+        plan: ReadPlan,
+        routes: Sequence[Route],
+        *,
+        deliver: Callable[[Group, Landed], None],
+        hold: bool = False,
+        budget_bytes: int,
+        num_workers: int,
+        progress: Callable[[ProgressEvent], object] | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        self._plan = plan
+        self._routes = routes
+        self._deliver = deliver
+        self._hold = hold
+        self.budget = Budget(budget_bytes)
+        self._num_workers = max(1, min(num_workers, plan.num_reads))
+        self._progress = progress
+        self._trace = trace
+        self._started = perf_counter()
+        self._changed = threading.Condition()
+        self._waiting: deque[Group] = deque(plan.groups)
+        self._blocks: deque[Block] = deque()
+        self._left = [max(1, len(group.blocks)) for group in plan.groups]
+        self._workers = 0
+        self._stopped = False
+        self._error: BaseException | None = None
+        self._done_bytes = self._done_tensors = 0
+        self._reporting = threading.Lock()
+
+    def run(self) -> None:
+        """Work until everything is delivered, on this thread and the run's own others.
+
+        Raises:
+            Cancelled: `stop` was called.
+            BaseException: The first error of a worker, as it was raised.
+        """
+        self._report(None)
+        self._workers = 1
+        for k in range(1, self._num_workers):
+            with self._changed:
+                self._workers += 1
+            try:
+                start_thread(self._work, name=f"read-{k}")
+            except RuntimeError:  # the limit of threads: this one can do it all
+                with self._changed:
+                    self._workers -= 1
+                break
+        self._work()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._workers)
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            if self._stopped:
+                raise Cancelled
+        finally:
+            del error
+
+    def stop(self) -> None:
+        """Let workers end after their current piece. Never blocks for long; callable from any thread."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def release(self, group: Group) -> None:
+        """Say that the consumer took a group that was held."""
+        with self._changed:
+            self.budget.release(group.nbytes)
+            self._changed.notify_all()
+
+    def promote(self, names: Iterable[str]) -> None:
+        """Move the groups that hold these names to the front of what has not begun, in the plan's order."""
+        wanted = set(names)
+        with self._changed:
+            first = [group for group in self._waiting if not wanted.isdisjoint(group.names)]
+            chosen = {group.index for group in first}
+            self._waiting = deque([*first, *(group for group in self._waiting if group.index not in chosen)])
+
+    def is_stopped(self) -> bool:
+        """Whether workers should end."""
+        return self._stopped
+
+    def _work(self) -> None:
+        _be_nice()
+        try:
+            while (block := self._take()) is not None:
+                self._bring(block)
+        except BaseException as error:
+            with self._changed:
+                if self._error is None and not isinstance(error, Cancelled):
+                    self._error = error
+                self._stopped = True
+        with self._changed:
+            self._workers -= 1
+            self._changed.notify_all()
+
+    def _take(self) -> Block | None:
+        """Return the next block, waiting for budget if need be; None when there is nothing left to take."""
+        with self._changed:
+            while not self._stopped:
+                if self._blocks:
+                    return self._blocks.popleft()
+                if not self._waiting:
+                    return None
+                group = self._waiting[0]
+                if self.budget.try_acquire(group.nbytes):
+                    self._waiting.popleft()
+                    # A group of empty tensors has no reads; an empty block carries it through the same door.
+                    self._blocks.extend(group.blocks or [Block(group.index, max(group.offset, 0), 0, 0)])
+                    self._changed.notify_all()
+                    continue
+                self._changed.wait()
+        return None
+
+    def _bring(self, block: Block) -> None:
+        group = self._plan.groups[block.group]
+        route = self._routes[group.shard]
+        start = perf_counter()
+        if block.nbytes:
+            route.read(group, block, self.is_stopped)
+        if self._trace is not None:
+            self._trace.add(route.label, start, perf_counter(), num_bytes=block.nbytes, detail=type(route).__name__)
+        with self._changed:
+            if self._stopped:
+                return
+            self._left[block.group] -= 1
+            if self._left[block.group]:
+                return
+        start = perf_counter()
+        landed = route.finish(group)
+        if self._trace is not None:
+            self._trace.add("tensors", start, perf_counter(), num_bytes=group.payload_bytes)
+        self._deliver(group, landed)
+        if not self._hold:
+            self.release(group)
+        self._report(group)
+
+    def _report(self, group: Group | None) -> None:
+        """Tell the progress: None at the start, then each group that was delivered."""
+        if self._progress is None:
+            return
+        with self._reporting:
+            if group is not None:
+                self._done_bytes += group.payload_bytes
+                self._done_tensors += len(group.names)
+            self._progress(
+                ProgressEvent(
+                    done_bytes=self._done_bytes,
+                    total_bytes=self._plan.total_bytes,
+                    done_tensors=self._done_tensors,
+                    total_tensors=self._plan.num_tensors,
+                    seconds=perf_counter() - self._started,
+                )
+            )
+
+
+NICENESS = 5
+"""Added to the readers' priority: a loop's thread that wants its turn gets it first."""
+
+
+def _be_nice() -> None:
+    """Lower the calling thread's priority (Linux: a thread's own; it ends with its operation)."""
+    if sys.platform == "linux":
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+        except OSError:
+            pass  # a sandbox forbids it: a matter of latency only

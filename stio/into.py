@@ -1,0 +1,154 @@
+"""Loading into a module: what fits, what is missing, and putting tensors in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from stio.codec.header import TensorInfo
+from stio.device.tensors import torch_shape
+from stio.errors import MismatchError, printable
+
+__all__ = ["Into", "LoadReport"]
+
+_SHOWN_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What `load_into` found to differ; both empty when everything fitted."""
+
+    missing: tuple[str, ...]
+    """Names that the module has and the checkpoint lacks (tied names with a loaded twin are not missing)."""
+    unexpected: tuple[str, ...]
+    """Names that the checkpoint has and the module lacks; they were not read."""
+
+
+class Into:
+    """A module's tensors as the target of a load.
+
+    Args:
+        module: Its `state_dict()` decides names and shapes.
+        assign: Replace the tensors by the loaded ones instead of copying into them.
+    """
+
+    def __init__(self, module: nn.Module, *, assign: bool) -> None:
+        self._module = module
+        self.assigns = assign
+        """Whether tensors are replaced and not copied into."""
+        self._targets: dict[str, torch.Tensor] = {
+            name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
+        }
+        self._loaded: dict[str, torch.Tensor] = {}
+        self._aliases: Mapping[str, str] = {}
+
+    def match(
+        self, infos: Mapping[str, TensorInfo], aliases: Mapping[str, str], *, strict: bool, path: str
+    ) -> tuple[list[str], LoadReport]:
+        """Hold module and checkpoint against each other, before anything is read.
+
+        Args:
+            infos: What the checkpoint has.
+            aliases: Its tied names.
+            strict: Missing or unexpected names are an error.
+            path: For messages.
+
+        Returns:
+            The names to read, and what differs.
+
+        Raises:
+            MismatchError: A shape differs; or names do, and `strict`.
+        """
+        self._aliases = {alias: target for alias, target in aliases.items() if alias in self._targets}
+        wanted = [name for name in infos if name in self._targets]
+        present = {*wanted, *self._aliases}
+        twins = {_place(self._targets[name]) for name in present}
+        missing = tuple(
+            name for name, target in self._targets.items() if name not in present and _place(target) not in twins
+        )
+        unexpected = tuple(name for name in infos if name not in self._targets)
+        self._require_shapes(infos, path)
+        if not self.assigns and (empty := tuple(name for name in present if self._targets[name].is_meta)):
+            raise MismatchError(
+                f"the module's tensors on 'meta' have no memory to copy into; pass assign=True: {_listed(empty)}",
+                path=path,
+            )
+        if strict and (missing or unexpected):
+            raise MismatchError(
+                "the checkpoint does not fit the module; strict=False loads what fits: "
+                f"missing {_listed(missing)}, unexpected {_listed(unexpected)}",
+                path=path,
+            )
+        read = dict.fromkeys([*wanted, *self._aliases.values()])
+        return list(read), LoadReport(missing, unexpected)
+
+    def _require_shapes(self, infos: Mapping[str, TensorInfo], path: str) -> None:
+        wrong = []
+        for name, target in self._targets.items():
+            info = infos.get(self._aliases.get(name, name))
+            if info is not None and torch_shape(info.dtype, info.shape) != tuple(target.shape):
+                wrong.append(f"{printable(name)} {list(info.shape)} for {list(target.shape)}")
+        if wrong:
+            more = f" and {len(wrong) - _SHOWN_NAMES} others" if len(wrong) > _SHOWN_NAMES else ""
+            raise MismatchError(
+                f"shapes differ, the checkpoint's for the module's: {'; '.join(wrong[:_SHOWN_NAMES])}{more}", path=path
+            )
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether tensors can be put in place on any thread: no device queue orders the copies."""
+        return self.assigns or all(target.device.type in ("cpu", "meta") for target in self._targets.values())
+
+    @property
+    def device(self) -> torch.device:
+        """Device to load to: the module's, if it has just one that holds data."""
+        devices = {target.device for target in self._targets.values()}
+        return devices.pop() if len(devices) == 1 and "meta" not in {d.type for d in devices} else torch.device("cpu")
+
+    def put(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take loaded tensors: copy them into the module's, or keep them for `complete`."""
+        if self.assigns:
+            self._loaded.update(tensors)
+            return
+        sources = {alias: tensors[target] for alias, target in self._aliases.items() if target in tensors}
+        sources |= {name: tensor for name, tensor in tensors.items() if name in self._targets}
+        with torch.no_grad():
+            for name, tensor in sources.items():
+                self._targets[name].copy_(tensor, non_blocking=True)
+
+    def complete(self) -> None:
+        """With `assign`, replace the module's tensors, tied names by one and the same."""
+        if not self.assigns:
+            return
+        found = {name: self._loaded.get(self._aliases.get(name, name)) for name in self._targets}
+        # A checkpoint may hold one of several tied names only, without saying so: the module knows of its ties.
+        twins = {_place(self._targets[name]): new for name, new in found.items() if new is not None}
+        made: dict[int, torch.Tensor] = {}
+        for name, old in self._targets.items():
+            new = found[name] if found[name] is not None else twins.get(_place(old))
+            if new is None:
+                continue
+            owner, _, leaf = name.rpartition(".")
+            submodule = self._module.get_submodule(owner)
+            if isinstance(old, nn.Parameter):
+                made.setdefault(id(new), nn.Parameter(new, requires_grad=old.requires_grad))
+                submodule.register_parameter(leaf, made[id(new)])  # type: ignore[arg-type]
+            else:
+                submodule.register_buffer(leaf, new)
+
+
+def _place(tensor: torch.Tensor) -> object:
+    """Return what two names of one tensor share; unique for tensors without memory."""
+    if tensor.device.type == "meta" or not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.shape
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    if not names:
+        return "nothing"
+    more = f" and {len(names) - _SHOWN_NAMES} others" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(printable(name) for name in names[:_SHOWN_NAMES]) + more

@@ -1,0 +1,182 @@
+"""The bodies of loads: open, plan and carry out on one thread, so that a `load` is two handoffs, there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from stio.device.base import Landed
+from stio.engine.feed import Feed
+from stio.engine.opened import OpenCheckpoint, open_checkpoint
+from stio.engine.route import LoadOptions, prepare
+from stio.engine.runtime import Operation
+from stio.engine.switching import switch_interval as shortened
+from stio.errors import TensorNotFoundError
+from stio.events import traced
+from stio.into import Into, LoadReport
+from stio.plan.read import Group, Names
+from stio.settings import Settings, SourceLike
+
+__all__ = ["IntoLoad", "carry_out_stream", "collect", "start_load"]
+
+
+class _Wish:
+    """Which names of a checkpoint are wanted, and under which names their tensors are shown.
+
+    Args:
+        opened: The checkpoint; aliases are tied names without data of their own.
+        names: The caller's wish.
+    """
+
+    def __init__(self, opened: OpenCheckpoint, names: Names | None) -> None:
+        self.names = names
+        """The wish in names that have data."""
+        self._order = opened.headers
+        self._shown: dict[str, list[str]] = {}
+        if opened.aliases:
+            self._separate(opened, names)
+
+    def _separate(self, opened: OpenCheckpoint, names: Names | None) -> None:
+        if names is None or callable(names):
+            every = [name for header in opened.headers for name in header.names] + list(opened.aliases)
+            listed = every if names is None else [name for name in every if names(name)]
+        else:
+            listed = [names] if isinstance(names, str) else list(names)
+        for name in listed:
+            self._shown.setdefault(opened.aliases.get(name, name), []).append(name)
+        self.names = list(self._shown)
+
+    def dress(self, landed: Landed) -> Landed:
+        """Show a group's tensors under the names that were asked for."""
+        if self._shown:
+            landed.tensors = {shown: tensor for name, tensor in landed.tensors.items() for shown in self._shown[name]}
+        return landed
+
+    def in_order(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors in the order of the checkpoint's data, aliases last."""
+        return {name: tensors[name] for header in self._order for name in header.names if name in tensors} | tensors
+
+
+def collect(
+    operation: Operation[Any], opened: OpenCheckpoint, names: Names | None, options: LoadOptions
+) -> Callable[[], dict[str, torch.Tensor]]:
+    """Load to the end; return a function that hands everything over to the consumer's thread."""
+    wish = _Wish(opened, names)
+    landed: list[Landed] = []
+    _require_known(options.slices, opened)
+    transfer = prepare(opened, wish.names, options, deliver=lambda _, group: landed.append(wish.dress(group)))
+    operation.on_cancel(transfer.run.stop)
+    transfer.carry_out()
+
+    def take() -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        for group in landed:
+            tensors |= group.take()
+        return wish.in_order(tensors)
+
+    return take
+
+
+def carry_out_stream(
+    operation: Operation[None], feed: Feed, opened: OpenCheckpoint, names: Names | None, options: LoadOptions
+) -> None:
+    """Deliver groups to a feed until all are there, at the consumer's pace."""
+    _require_known(options.slices, opened)
+    wish = _Wish(opened, names)
+    transfer = prepare(
+        opened, wish.names, options, deliver=lambda group, landed: feed.put(group, wish.dress(landed)), hold=True
+    )
+    feed.attach(transfer.run)
+    operation.on_cancel(transfer.run.stop)
+    transfer.carry_out()
+
+
+def _require_known(slices: Mapping[str, object], opened: OpenCheckpoint) -> None:
+    for name in slices:
+        if not any(name in header for header in opened.headers):
+            raise TensorNotFoundError("slices= names a tensor that is not there", path=opened.path, found=name)
+
+
+def start_load(
+    source: SourceLike, settings: Settings, names: Names | None, slices: Mapping[str, object] | None
+) -> Operation[Callable[[], dict[str, torch.Tensor]]]:
+    """Begin to open, load and close; the result hands the tensors over."""
+
+    def body(operation: Operation[Any]) -> Callable[[], dict[str, torch.Tensor]]:
+        with shortened(settings.switch_interval):
+            options = settings.load_options(slices)
+            with traced(settings.trace, "open"):
+                opened = open_checkpoint(source, settings.open_options(), check=operation.check)
+            try:
+                return collect(operation, opened, names, options)
+            finally:
+                opened.close()
+
+    return Operation(body, name="load").start()
+
+
+class IntoLoad:
+    """A load into a module: groups that a consumer's thread must put in place come from `feed`."""
+
+    def __init__(
+        self, source: SourceLike | OpenCheckpoint, module: nn.Module, settings: Settings, *, assign: bool
+    ) -> None:
+        self._source = source
+        self.into = Into(module, assign=assign)
+        """The target."""
+        self._settings = settings
+        self.report: LoadReport | None = None
+        """What differed; there once the feed has ended."""
+        self.feed = Feed(self._body, name="load_into")
+        """Groups for the consumer's thread."""
+        self.feed.operation.start()
+
+    def _body(self, operation: Operation[None], feed: Feed) -> None:
+        settings = self._settings
+        with shortened(settings.switch_interval):
+            if isinstance(self._source, OpenCheckpoint):
+                self._carry_out(operation, feed, self._source)
+                return
+            opened = open_checkpoint(
+                self._source, replace(settings.open_options(), strict=False), check=operation.check
+            )
+            try:
+                self._carry_out(operation, feed, opened)
+            finally:
+                opened.close()
+
+    def _carry_out(self, operation: Operation[None], feed: Feed, opened: OpenCheckpoint) -> None:
+        infos = {name: header.info(name) for header in opened.headers for name in header.names}
+        names, report = self.into.match(infos, opened.aliases, strict=self._settings.strict, path=opened.path)
+        settings = self._settings
+        if not self.into.assigns:
+            settings = replace(settings, device=str(self.into.device))  # the copies stay on one device
+        options = settings.load_options()
+        # Where no device queue orders the copies the workers make them, and the consumer's loop may stand still.
+        direct = self.into.on_cpu and isinstance(options.device, torch.device) and options.device.type == "cpu"
+
+        def deliver(group: Group, landed: Landed) -> None:
+            if direct:
+                self.into.put(landed.take())
+            else:
+                feed.put(group, landed)
+
+        transfer = prepare(opened, names, options, deliver=deliver, hold=not direct)
+        feed.attach(transfer.run)
+        operation.on_cancel(transfer.run.stop)
+        transfer.carry_out()
+        self.report = report
+
+    def place(self, landed: Landed) -> None:
+        """Put a group in place on the consumer's thread."""
+        self.into.put(landed.take())
+
+    def complete(self) -> LoadReport:
+        """Finish once the feed has ended."""
+        self.into.complete()
+        assert self.report is not None
+        return self.report

@@ -1,0 +1,164 @@
+"""What the asynchronous and the blocking face share: a checkpoint and a stream, all but the waiting."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from stio.codec.header import TensorInfo
+from stio.device.base import Landed
+from stio.engine.feed import Feed
+from stio.engine.opened import OpenCheckpoint, open_checkpoint
+from stio.engine.runtime import Operation
+from stio.engine.switching import switch_interval as shortened
+from stio.errors import ClosedError
+from stio.loading import IntoLoad, carry_out_stream, collect
+from stio.plan.read import Names
+from stio.settings import Settings, SourceLike
+
+__all__ = ["CheckpointBase", "StreamBase"]
+
+
+class CheckpointBase:
+    """What is known of a checkpoint, and the operations on it; the faces wait for them.
+
+    Args:
+        source: What to open.
+        settings: Keywords of `open`.
+    """
+
+    def __init__(self, source: SourceLike, settings: Settings) -> None:
+        self._source = source
+        self._settings = settings
+        self._opened: OpenCheckpoint | None = None
+        self._operations: weakref.WeakSet[Operation[Any]] = weakref.WeakSet()
+
+    @property
+    def _now(self) -> OpenCheckpoint:
+        if self._opened is None:
+            raise ClosedError("the checkpoint is not open; use it inside its `with` block", path=str(self._source))
+        return self._opened
+
+    def keys(self) -> list[str]:
+        """Return the names of all tensors in the order of their data, aliases last."""
+        opened = self._now
+        return [name for header in opened.headers for name in header.names] + list(opened.aliases)
+
+    def __len__(self) -> int:
+        return sum(len(header) for header in self._now.headers) + len(self._now.aliases)
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in header for header in self._now.headers) or name in self._now.aliases
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Text metadata of the shards, and of the index above it."""
+        return self._now.metadata
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Names that share another tensor's data (tied weights), to that tensor's name."""
+        return self._now.aliases
+
+    def info(self, name: str) -> TensorInfo:
+        """Return what the header says of a tensor.
+
+        Raises:
+            TensorNotFoundError: There is none of this name.
+        """
+        return self._now.info(name)
+
+    def _start_open(self) -> Operation[OpenCheckpoint]:
+        options = self._settings.open_options()
+
+        def body(operation: Operation[Any]) -> OpenCheckpoint:
+            return open_checkpoint(self._source, options, check=operation.check)
+
+        if self._opened is not None:
+            raise RuntimeError("the checkpoint is open already")
+        return Operation(body, name="open", discard=OpenCheckpoint.close).start()
+
+    def _start_load(
+        self, names: Names | None, slices: Mapping[str, object] | None
+    ) -> Operation[Callable[[], dict[str, torch.Tensor]]]:
+        opened, settings = self._now, self._settings
+
+        def body(operation: Operation[Any]) -> Callable[[], dict[str, torch.Tensor]]:
+            with shortened(settings.switch_interval):
+                return collect(operation, opened, names, settings.load_options(slices))
+
+        return self._own(Operation(body, name="load")).start()
+
+    def _feed(self, names: Names | None, slices: Mapping[str, object] | None) -> Feed:
+        """Return a feed of groups, not begun yet."""
+        opened, settings = self._now, self._settings
+
+        def body(operation: Operation[None], feed: Feed) -> None:
+            with shortened(settings.switch_interval):
+                carry_out_stream(operation, feed, opened, names, settings.load_options(slices))
+
+        feed = Feed(body, name="stream")
+        self._own(feed.operation)
+        return feed
+
+    def _one(self, name: str, index: object) -> tuple[str, Mapping[str, object] | None]:
+        return name, None if index is None else {self._now.aliases.get(name, name): index}
+
+    def _into(self, module: nn.Module, *, strict: bool | None, assign: bool) -> IntoLoad:
+        settings = self._settings if strict is None else replace(self._settings, strict=strict)
+        load = IntoLoad(self._now, module, settings, assign=assign)
+        self._own(load.feed.operation)
+        return load
+
+    def _own(self, operation: Operation[Any]) -> Operation[Any]:
+        self._operations.add(operation)
+        return operation
+
+
+class StreamBase:
+    """What both kinds of stream share: the feed, and the group that is being given out.
+
+    Args:
+        feed: Not begun yet.
+    """
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self._batch: dict[str, torch.Tensor] = {}
+        self._names: list[str] = []
+        self._begun = self._closed = False
+
+    def promote(self, names: Iterable[str]) -> None:
+        """Have these tensors read before all that has not begun yet."""
+        self._feed.promote(set(names))
+
+    def _begin(self) -> None:
+        if self._closed:
+            raise ClosedError("the stream was closed")
+        if not self._begun:
+            self._begun = True
+            self._feed.operation.start()
+
+    def _unpack(self, landed: Landed) -> None:
+        self._batch = landed.take()
+        self._names = list(reversed(self._batch))
+
+    def _pop(self) -> tuple[str, torch.Tensor]:
+        name = self._names.pop()
+        return name, self._batch.pop(name)
+
+    def _end(self) -> None:
+        self._closed = True
+        self._batch, self._names = {}, []
+
+    def __del__(self) -> None:
+        if hasattr(self, "_feed"):
+            self._feed.operation.cancel()

@@ -1,0 +1,99 @@
+"""The keywords of `open`, `load` and `load_into`, checked at the call and resolved on the operation's thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias, TypedDict
+
+import torch
+
+from stio.device.base import Accelerator, resolve_device
+from stio.engine.opened import OpenOptions
+from stio.engine.route import LoadOptions, Memory
+from stio.events import Limits, Trace
+from stio.progress import Progress, progress_callback
+from stio.storage.base import AsyncRoot, Root
+
+__all__ = ["DeviceLike", "Keywords", "Memory", "Settings", "SourceLike"]
+
+DeviceLike: TypeAlias = str | int | torch.device | Accelerator
+"""What `torch.device` takes, `"auto"`, or a device of one's own (`stio.testing`)."""
+
+SourceLike: TypeAlias = str | os.PathLike[str] | Root | AsyncRoot
+"""A `.safetensors` file, an index, a directory, or a root of one's own (`stio.testing`)."""
+
+DEFAULT_BUDGET_BYTES = 512 << 20
+_MEMORY = ("auto", "map", "lazy", "copy")
+
+
+class Keywords(TypedDict, total=False):
+    """Keywords that `open`, `load` and `load_into` share; their meaning and defaults stand in `Settings`."""
+
+    device: DeviceLike
+    dtype: torch.dtype | None
+    memory: Memory
+    budget_bytes: int | None
+    strict: bool
+    limits: Limits | None
+    follow_symlinks: bool
+    progress: Progress
+    trace: Trace | None
+    switch_interval: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The keywords of `open`, `load` and `load_into`, as they came; see `stio.load` for what they mean."""
+
+    device: DeviceLike = "cpu"
+    """Where tensors go."""
+    dtype: torch.dtype | None = None
+    """Cast floating tensors to it."""
+    memory: Memory = "auto"
+    """How tensors on the CPU get their memory."""
+    budget_bytes: int | None = None
+    """Most bytes under way."""
+    strict: bool = True
+    """Index and shards, or module and checkpoint, must agree to the name."""
+    limits: Limits | None = None
+    """Bounds on what a file may ask for."""
+    follow_symlinks: bool = False
+    """Let shards be links out of the checkpoint."""
+    progress: Progress = None
+    """Callable, bar or nothing."""
+    trace: Trace | None = None
+    """Record of spans."""
+    switch_interval: float | None = None
+    """Seconds; None leaves the interpreter's alone."""
+
+    def __post_init__(self) -> None:
+        progress_callback(self.progress)  # raises for what it cannot use, before anything begins
+        if self.switch_interval is not None and self.switch_interval <= 0:
+            raise ValueError(f"switch_interval must be positive, not {self.switch_interval}")
+        if self.memory not in _MEMORY:
+            raise ValueError(f"memory= takes one of {', '.join(map(repr, _MEMORY))}, not {self.memory!r}")
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype= takes a torch.dtype, not {self.dtype!r}")
+        if self.budget_bytes is not None and not isinstance(self.budget_bytes, int):
+            raise TypeError(f"budget_bytes takes a number of bytes, not {self.budget_bytes!r}")
+        if self.budget_bytes is not None and self.budget_bytes <= 0:
+            raise ValueError(f"budget_bytes must be positive, not {self.budget_bytes}")
+
+    def open_options(self) -> OpenOptions:
+        """Return what concerns opening."""
+        return OpenOptions(limits=self.limits or Limits(), strict=self.strict, follow_symlinks=self.follow_symlinks)
+
+    def load_options(self, slices: Mapping[str, object] | None = None) -> LoadOptions:
+        """Return what concerns loading, the device resolved (which may start its runtime: on a thread)."""
+        device = self.device if isinstance(self.device, Accelerator) else resolve_device(self.device)
+        return LoadOptions(
+            device=device,
+            dtype=self.dtype,
+            memory=self.memory,
+            budget_bytes=self.budget_bytes or DEFAULT_BUDGET_BYTES,
+            slices=slices or {},
+            progress=progress_callback(self.progress),
+            trace=self.trace,
+        )

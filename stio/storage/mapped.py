@@ -1,0 +1,74 @@
+"""A file as memory: mapped privately, populated in parallel or left to be read at the first touch.
+
+Nothing is copied. Populating through `madvise(MADV_POPULATE_READ)` makes one long call without the GIL where
+faults would make one trap a page; the pages are the page cache's own, so many processes share them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from stio import memory
+from stio.errors import StorageError, TruncatedError
+from stio.memory import Region
+from stio.storage.checks import stat_of
+from stio.storage.local import LocalFile
+
+__all__ = ["MappedFile"]
+
+
+class MappedFile:
+    """A private, writable mapping of a whole file. Writing to it copies the page and leaves the file alone.
+
+    Args:
+        file: The open file. The mapping needs it for `populate`'s checks only and outlives it.
+        lazy: Nothing will be populated: ask for no read-ahead in huge pages, accesses may be sparse.
+
+    Raises:
+        StorageError: The system refuses to map.
+    """
+
+    def __init__(self, file: LocalFile, *, lazy: bool = False) -> None:
+        self._file = file
+        try:
+            self.region: Region = memory.map_file(file.fd, file.identity.nbytes, huge_pages=not lazy)
+        except OSError as error:
+            raise StorageError(f"mapping failed: {error.strerror}", path=file.path, errno=error.errno) from error
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Read `[offset, offset + nbytes)` into the page cache and map it. Blocks, without the GIL.
+
+        Raises:
+            TruncatedError: The file is shorter than it was when it was opened.
+            StorageError: The device failed to read.
+        """
+        # A touch past the end is SIGBUS, which no one can catch: look at the size just before.
+        size = stat_of(self._file.fd, self._file.path).st_size
+        if offset + nbytes > size:
+            raise TruncatedError(
+                "the file shrank while it was being loaded",
+                path=self._file.path,
+                offset=size,
+                expected=f"{self._file.identity.nbytes:,} bytes",
+                found=f"{size:,} bytes",
+            )
+        number = errno.EINTR
+        while number == errno.EINTR:
+            number = memory.populate(self.region.sub(offset, nbytes))
+        if number == errno.EFAULT:
+            # Tell a failing device from a file that was cut: a read names its error where a fault does not.
+            self._read_through(offset, nbytes)
+        elif number == errno.EINVAL:
+            # A kernel before 5.14: a plain read brings the pages into the cache, faults find them there.
+            self._read_through(offset, nbytes)
+        elif number not in (0, errno.EAGAIN):
+            raise StorageError(
+                f"populating failed: {os.strerror(number)}", path=self._file.path, errno=number, offset=offset
+            )
+
+    def _read_through(self, offset: int, nbytes: int) -> None:
+        step = min(nbytes, 1 << 20)
+        scratch = memory.allocate(step)
+        for position in range(offset, offset + nbytes, step):
+            self._file.read_into(position, [scratch.sub(0, min(step, offset + nbytes - position))])

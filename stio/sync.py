@@ -1,0 +1,161 @@
+"""The same names, blocking: for scripts, notebooks and plain training loops.
+
+    tensors = stio.sync.load("model/")
+
+A thin face over the same operations: they run on threads of stio's own, this one only waits. So it works under a
+running event loop too (a notebook's), but blocks it; outside notebooks that earns a warning, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Self, Unpack
+
+import torch
+from torch import nn
+
+from stio.into import LoadReport
+from stio.loading import IntoLoad, start_load
+from stio.plan.read import Names
+from stio.session import CheckpointBase, StreamBase
+from stio.settings import Keywords, Settings, SourceLike
+
+__all__ = ["Checkpoint", "Stream", "load", "load_into", "open"]
+
+_warned = False
+
+
+def load(
+    source: SourceLike,
+    *,
+    names: Names | None = None,
+    slices: Mapping[str, object] | None = None,
+    **keywords: Unpack[Keywords],
+) -> dict[str, torch.Tensor]:
+    """Load a checkpoint; see `stio.load`. A KeyboardInterrupt ends the load before it comes out."""
+    _warn_under_a_loop()
+    take = start_load(source, Settings(**keywords), names, slices).result()
+    return take()
+
+
+def load_into(
+    module: nn.Module, source: SourceLike, *, assign: bool = False, **keywords: Unpack[Keywords]
+) -> LoadReport:
+    """Load a checkpoint into a module; see `stio.load_into`."""
+    _warn_under_a_loop()
+    return _place(IntoLoad(source, module, Settings(**keywords), assign=assign))
+
+
+def _place(load: IntoLoad) -> LoadReport:
+    try:
+        while (landed := load.feed.next_blocking()) is not None:
+            load.place(landed)
+    except BaseException:
+        load.feed.close()  # placing failed: nobody takes what is still to come
+        raise
+    return load.complete()
+
+
+def open(source: SourceLike, **keywords: Unpack[Keywords]) -> Checkpoint:
+    """Return a checkpoint to be opened by `with`; see `stio.open`."""
+    return Checkpoint(source, Settings(**keywords))
+
+
+class Checkpoint(CheckpointBase):
+    """An open checkpoint; the blocking twin of `stio.Checkpoint`."""
+
+    def __enter__(self) -> Self:
+        _warn_under_a_loop()
+        self._opened = self._start_open().result()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End operations under way, and give the descriptors back. Idempotent."""
+        opened, self._opened = self._opened, None
+        if opened is None:
+            return
+        try:
+            for operation in list(self._operations):
+                operation.close()
+        finally:
+            opened.close()
+
+    def load(self, names: Names | None = None, slices: Mapping[str, object] | None = None) -> dict[str, torch.Tensor]:
+        """Load tensors; see `stio.load`."""
+        take = self._start_load(names, slices).result()
+        return take()
+
+    def read(self, name: str, index: object = None) -> torch.Tensor:
+        """Load one tensor, or a part of it; see `stio.Checkpoint.read`."""
+        take = self._start_load(*self._one(name, index)).result()
+        return take()[name]
+
+    def stream(self, names: Names | None = None, slices: Mapping[str, object] | None = None) -> Stream:
+        """Return tensors as they become ready, within the budget; see `Stream`."""
+        return Stream(self._feed(names, slices))
+
+    def load_into(self, module: nn.Module, *, strict: bool | None = None, assign: bool = False) -> LoadReport:
+        """Load into a module; see `stio.load_into`."""
+        return _place(self._into(module, strict=strict, assign=assign))
+
+
+class Stream(StreamBase, Iterator[tuple[str, torch.Tensor]]):
+    """Pairs of name and tensor as they become ready; the blocking twin of `stio.Stream`."""
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        self._begin()
+        while not self._names:
+            landed = self._feed.next_blocking()
+            if landed is None:
+                raise StopIteration
+            self._unpack(landed)
+        return self._pop()
+
+    def __enter__(self) -> Self:
+        self._begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the reading, and wait until nothing of it is left. Idempotent."""
+        self._end()
+        self._feed.close()
+
+
+def _warn_under_a_loop() -> None:
+    """Say once that a running loop stands still meanwhile, unless it is a notebook's, where that is meant."""
+    global _warned
+    if _warned or "ipykernel" in sys.modules:
+        return
+    if not _in_a_loop():
+        return
+    _warned = True
+    warnings.warn(
+        "stio.sync blocks the running event loop until it is done; use the awaitable twin there",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _in_a_loop() -> bool:
+    trio = sys.modules.get("trio")  # who runs it has imported it
+    if trio is not None and trio.lowlevel.in_trio_run():
+        return True
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

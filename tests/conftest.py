@@ -1,0 +1,35 @@
+"""Fixtures and settings of all tests."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+BACKENDS = [
+    pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),
+    pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"),
+    pytest.param(("trio", {}), id="trio"),
+]
+
+
+@pytest.fixture(params=BACKENDS)
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    """Run tests that are marked `anyio` on all loops."""
+    return request.param
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _settle_torch() -> None:
+    """Keep torch from starting threads, which tests that count threads would see, and out of every collection."""
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(1)
+    pytest.importorskip("hypothesis")  # its plugin looks through the collector's objects when it is imported
+    gc.collect()
+    gc.freeze()  # a collection takes 1 ms instead of 100

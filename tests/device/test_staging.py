@@ -1,0 +1,267 @@
+"""The ring of slots: nothing is filled too early, nothing is lost, and whatever fails, everything ends."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from stio.codec.dtypes import tensor_nbytes
+from stio.device.staging import OWN_ALLOCATION_BYTES, DeviceImage, Stage
+from stio.device.tensors import TORCH_DTYPES
+from stio.errors import DeviceError, DeviceMemoryError
+from stio.events import Trace
+from stio.memory import Region
+from stio.testing import POISON, FakeDevice
+
+SLOT = 64
+
+
+def never() -> bool:
+    return False
+
+
+def fill(stage: Stage, device: FakeDevice, data: bytes) -> torch.Tensor:
+    """Send data through a slot, as a reader does."""
+    slot = stage.acquire(never)
+    assert slot is not None
+    slot.write(0, data)
+    target = device.empty(len(data))
+    stage.submit(slot, [(target, slot.sub(0, len(data)))])
+    return target
+
+
+# The ring.
+
+
+def test_slots_are_made_when_needed() -> None:
+    device = FakeDevice()
+    stage = Stage(device, slot_bytes=SLOT, num_slots=3)
+    assert device.num_staging == 0
+    slot = stage.acquire(never)
+    assert slot is not None
+    assert slot.nbytes == SLOT
+    stage.give_back(slot)
+    assert stage.acquire(never) is slot
+    assert device.num_staging == 1
+
+
+def test_a_slot_comes_back_when_its_event_has_passed() -> None:
+    device = FakeDevice(manual=True)
+    stage = Stage(device, slot_bytes=SLOT, num_slots=2)
+    first, second = fill(stage, device, b"1" * SLOT), fill(stage, device, b"2" * SLOT)
+    got: list[Region | None] = []
+    waiter = threading.Thread(target=lambda: got.append(stage.acquire(never)))
+    waiter.start()
+    assert not got
+    assert device.step() == 1
+    waiter.join(30)
+    assert got
+    assert bytes(first.tolist()) == b"1" * SLOT
+    assert bytes(second.tolist()) == bytes([POISON]) * SLOT
+    device.step()
+    stage.drain()
+    assert bytes(second.tolist()) == b"2" * SLOT
+    assert device.num_staging == 2
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 5])
+def test_many_readers(num_slots: int) -> None:
+    """Each sees its own bytes arrive: a slot that is filled before its time would bring another's."""
+    device = FakeDevice(delay_seconds=0.0001)
+    stage = Stage(device, slot_bytes=SLOT, num_slots=num_slots)
+
+    def send(seed: int) -> list[tuple[bytes, torch.Tensor]]:
+        chance = random.Random(seed)
+        sent = []
+        for _ in range(30):
+            data = chance.randbytes(chance.randint(1, SLOT))
+            sent.append((data, fill(stage, device, data)))
+        return sent
+
+    with ThreadPoolExecutor(6) as pool:
+        results = [pair for sent in pool.map(send, range(6)) for pair in sent]
+    stage.drain()
+    assert all(bytes(tensor.tolist()) == data for data, tensor in results)
+    assert device.num_staging == num_slots
+    assert device.peak_staging_bytes == num_slots * SLOT
+    assert (device.num_passed, device.num_pending) == (180, 0)
+
+
+def test_stop_while_waiting_for_a_slot() -> None:
+    device = FakeDevice(manual=True)
+    stage = Stage(device, slot_bytes=SLOT, num_slots=1)
+    slot = stage.acquire(never)
+    assert slot is not None
+    stopped = threading.Event()
+    got: list[Region | None] = []
+    waiter = threading.Thread(target=lambda: got.append(stage.acquire(stopped.is_set)))
+    waiter.start()
+    stopped.set()
+    waiter.join(30)
+    assert got == [None]
+    stage.give_back(slot)
+    assert stage.acquire(never) is slot
+
+
+def test_refused_copy_gives_the_slot_back() -> None:
+    device = FakeDevice(refuse_copy=1)
+    stage = Stage(device, slot_bytes=SLOT, num_slots=1)
+    with pytest.raises(DeviceError, match="refused"):
+        fill(stage, device, b"x")
+    assert bytes(fill(stage, device, b"y").tolist()) in (b"y", bytes([POISON]))
+    stage.drain()
+    assert device.num_staging == 1
+
+
+def test_failed_copy_is_told_to_who_waits_for_its_slot() -> None:
+    """That slot is never filled again, since nobody knows what the device does with it, but the ring stays as wide."""
+    device = FakeDevice(manual=True, fail_copy=1)
+    stage = Stage(device, slot_bytes=SLOT, num_slots=1)
+    lost = stage.acquire(never)
+    assert lost is not None
+    stage.submit(lost, [(device.empty(1), lost.sub(0, 1))])
+    device.step()
+    with pytest.raises(DeviceError, match="failed"):
+        stage.acquire(never)
+    slot = stage.acquire(never)
+    assert slot is not None
+    assert slot.address != lost.address
+    assert device.num_staging == 2
+
+
+def test_drain_ends_everything_whatever_fails() -> None:
+    device = FakeDevice(fail_copy=2)
+    stage = Stage(device, slot_bytes=SLOT, num_slots=4)
+    targets = [fill(stage, device, bytes([k])) for k in range(4)]
+    with pytest.raises(DeviceError, match="copy 2 failed"):
+        stage.drain()
+    assert device.num_pending == 0
+    assert [target.item() for target in targets] == [0, POISON, 2, 3]
+    stage.drain()
+    slots = [stage.acquire(never) for _ in range(4)]
+    assert len({slot.address for slot in slots if slot}) == 4
+    assert device.num_staging == 5
+
+
+def test_drain_waits_for_slots_that_others_wait_for() -> None:
+    device = FakeDevice(manual=True)
+    stage = Stage(device, slot_bytes=SLOT, num_slots=1)
+    fill(stage, device, b"x")
+    acquirer = threading.Thread(target=lambda: stage.acquire(never))
+    acquirer.start()
+    drainer = threading.Thread(target=stage.drain)
+    drainer.start()
+    assert device.num_pending == 1
+    device.step()
+    for thread in (acquirer, drainer):
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_unknown_errors_of_a_device_become_stios() -> None:
+    class Event:
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            raise RuntimeError("illegal address")
+
+    class Device(FakeDevice):
+        def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
+            return Event()
+
+    device = Device()
+    stage = Stage(device, slot_bytes=SLOT, num_slots=1)
+    fill(stage, device, b"x")
+    with pytest.raises(DeviceError, match="illegal address"):
+        stage.drain()
+
+
+def test_no_host_memory_for_a_slot() -> None:
+    device = FakeDevice(refuse_staging=1)
+    stage = Stage(device, slot_bytes=SLOT, num_slots=1)
+    with pytest.raises(MemoryError):
+        stage.acquire(never)
+    assert stage.acquire(never) is not None
+
+
+def test_copies_are_traced() -> None:
+    device, trace = FakeDevice(), Trace()
+    stage = Stage(device, slot_bytes=SLOT, num_slots=1, trace=trace)
+    fill(stage, device, b"abc")
+    stage.drain()
+    assert [(span.name, span.lane, span.num_bytes) for span in trace.spans] == [("copy", "copy", 3)]
+
+
+# The memory of a group.
+
+
+def image_of(device: FakeDevice, layout: list[tuple[str, tuple[int, ...], int]]) -> DeviceImage:
+    """Allocate for tensors given as dtype, shape and unwanted bytes before it."""
+    offsets, at = [], 0
+    for dtype, shape, gap in layout:
+        at += gap
+        offsets.append(at)
+        at += tensor_nbytes(dtype, shape)
+    names = [f"t{k}" for k in range(len(layout))]
+    return DeviceImage.allocate(device, names, [d for d, _, _ in layout], [s for _, s, _ in layout], offsets)
+
+
+LARGE = (OWN_ALLOCATION_BYTES // 4,)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_allocations"),
+    [
+        ([("F32", LARGE, 0), ("F32", LARGE, 0)], 2),
+        ([("F32", (5,), 0), ("BF16", (3, 3), 2), ("U8", (1,), 0)], 1),
+        ([("U8", (3,), 5), ("F32", LARGE, 0), ("F32", (7,), 0), ("I64", (2,), 0)], 3),
+        ([("U8", (1,), 0), ("F64", (4,), 0), ("I16", (2,), 1)], 2),  # misaligned: a place of its own
+        ([("F32", (0, 3), 0), ("F32", (2,), 0), ("F32", (0,), 0)], 1),
+        ([("F4", (2, 6), 0), ("C64", (2,), 2), ("BOOL", (), 0)], 1),
+    ],
+)
+@pytest.mark.parametrize("slot_bytes", [4096, 100_001, 8 << 20])
+def test_image_brings_bytes_where_they_belong(
+    layout: list[tuple[str, tuple[int, ...], int]], num_allocations: int, slot_bytes: int
+) -> None:
+    if any(dtype not in TORCH_DTYPES for dtype, _, _ in layout):
+        pytest.skip("this torch lacks one of the dtypes")
+    device = FakeDevice(manual=True)
+    total = sum(gap + tensor_nbytes(dtype, shape) for dtype, shape, gap in layout)
+    data = random.Random(total).randbytes(total)
+    image = image_of(device, layout)
+    starts = list(range(0, total, slot_bytes))
+    random.Random(0).shuffle(starts)  # workers finish in any order
+    for start in starts:
+        part = data[start : start + slot_bytes]
+        slot = device.staging(len(part))
+        slot.write(0, part)
+        device.copy(image.pairs(start, slot))
+        device.step()
+    at = 0
+    for k, (dtype, shape, gap) in enumerate(layout):
+        at += gap
+        nbytes = tensor_nbytes(dtype, shape)
+        tensor = image.tensors[f"t{k}"]
+        assert tensor.dtype == TORCH_DTYPES[dtype]
+        assert (
+            bytes(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).tolist()) == data[at : at + nbytes]
+        )
+        assert tensor.untyped_storage().nbytes() == nbytes == tensor.nbytes
+        assert not tensor._is_view()
+        at += nbytes
+    assert len({tensor.untyped_storage().data_ptr() for tensor in image.shared}) <= num_allocations
+
+
+def test_image_without_memory_frees_what_it_had() -> None:
+    device = FakeDevice(memory_bytes=3 * OWN_ALLOCATION_BYTES)
+    with pytest.raises(DeviceMemoryError):
+        image_of(device, [("F32", LARGE, 0)] * 4)
+    gc.collect()
+    assert device.used_bytes == 0

@@ -1,0 +1,143 @@
+"""A library that stands between stio and the kernel, and makes reads fail as disks and signals do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+static atomic_int hits;
+int shim_hits(void) { return hits; }
+
+static int mode_is(const char *word) {
+    const char *modes = getenv("SHIM_MODES");
+    return modes && strstr(modes, word);
+}
+
+static int matches(int fd) {
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t n = readlink(link, path, sizeof path - 1);
+    if (n < 0) return 0;
+    path[n] = 0;
+    return strstr(path, "faulty") != NULL;
+}
+
+static ssize_t hooked(int fd, const struct iovec *iov, int count, off64_t offset) {
+    static ssize_t (*real)(int, const struct iovec *, int, off64_t);
+    if (!real) real = dlsym(RTLD_NEXT, "preadv64");
+    if (!matches(fd)) return real(fd, iov, count, offset);
+    int hit = ++hits;
+    int after = getenv("SHIM_AFTER") ? atoi(getenv("SHIM_AFTER")) : 0;
+    if (mode_is("direct") && (fcntl(fd, F_GETFL) & O_DIRECT)) { errno = EINVAL; return -1; }
+    if (mode_is("interrupted") && hit % 2) { errno = EINTR; return -1; }
+    if (mode_is("broken") && hit > after) { errno = EIO; return -1; }
+    if (mode_is("short")) {
+        for (int k = 0; k < count; k++) {
+            if (!iov[k].iov_len) continue;
+            struct iovec one = {iov[k].iov_base, iov[k].iov_len > 700 ? 700 : (iov[k].iov_len + 1) / 2};
+            return real(fd, &one, 1, offset);
+        }
+    }
+    return real(fd, iov, count, offset);
+}
+
+ssize_t preadv(int fd, const struct iovec *iov, int count, off_t offset) { return hooked(fd, iov, count, offset); }
+ssize_t preadv64(int fd, const struct iovec *iov, int count, off64_t offset) { return hooked(fd, iov, count, offset); }
+
+int madvise(void *address, size_t length, int advice) {
+    static int (*real)(void *, size_t, int);
+    if (!real) real = dlsym(RTLD_NEXT, "madvise");
+    if (advice == 22 && mode_is("fault")) { hits++; errno = EFAULT; return -1; }
+    if (advice == 22 && mode_is("oldkernel")) { hits++; errno = EINVAL; return -1; }
+    if (advice == 22 && mode_is("poisoned")) { hits++; errno = EHWPOISON; return -1; }
+    if (advice == 22 && mode_is("signal") && ++hits < 3) { errno = EINTR; return -1; }
+    return real(address, length, advice);
+}
+"""
+
+PRELUDE = """
+import ctypes, errno, os, sys
+from pathlib import Path
+import pytest
+from stio import memory
+from stio.errors import StorageError, TruncatedError
+from stio.storage.local import LocalRoot, open_file
+from stio.storage.mapped import MappedFile
+
+hits = ctypes.CDLL(None).shim_hits if os.environ.get("LD_PRELOAD") else None
+path = sys.argv[1]
+
+def read(source, offset, *lengths):
+    regions = [memory.allocate(length).sub(0, length) for length in lengths]
+    source.read_into(offset, regions)
+    return b"".join(region.tobytes() for region in regions)
+"""
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the library."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("needs Linux and a C compiler for the library that makes reads fail")
+    folder = tmp_path_factory.mktemp("shim")
+    (folder / "shim.c").write_text(SHIM)
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", "shim.so", "shim.c", "-ldl"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        pytest.skip(f"the compiler does not build the library that makes reads fail: {done.stderr[-500:]}")
+    return folder / "shim.so"
+
+
+Script = Callable[..., str]
+
+
+@pytest.fixture
+def run_script() -> Script:
+    """Return a function that runs a script in a process of its own, without torch unless it imports it."""
+
+    def run(body: str, *arguments: object, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", PRELUDE + textwrap.dedent(body), *map(str, arguments)],
+            cwd=REPOSITORY,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def run_faulty(shim: Path, run_script: Script) -> Script:
+    """Return a function that runs a script behind the library; `modes` says what goes wrong."""
+
+    def run(body: str, *arguments: object, modes: str, after: int = 0) -> str:
+        return run_script(body, *arguments, LD_PRELOAD=str(shim), SHIM_MODES=modes, SHIM_AFTER=str(after))
+
+    return run

@@ -1,0 +1,331 @@
+"""Local files: the contract, links and odd files, and what disks, signals and full tables do to reads."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from stio import memory
+from stio.errors import CheckpointNotFoundError, StorageError
+from stio.storage import local
+from stio.storage.base import Root, Source
+from stio.storage.local import LocalFile, LocalRoot, open_file
+from stio.testing import SourceContract, read_guarded
+
+DATA = random.Random(1).randbytes(100_000)
+NAME = "model.safetensors"
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own descriptors and calls")
+
+
+class TestLocalFile(SourceContract):
+    def open(self, path: Path) -> Source:
+        return open_file(str(path))
+
+
+class TestDirectFile(SourceContract):
+    """Reads past the page cache, where the filesystem has them; the same contract where it does not."""
+
+    def open(self, path: Path) -> Source:
+        file = open_file(str(path))
+        file.use_direct()
+        return file
+
+
+class TestFileOfRoot(SourceContract):
+    def open(self, path: Path) -> Source:
+        with LocalRoot(path.parent) as root:
+            return root.open(path.name)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    (directory / NAME).write_bytes(DATA)
+    return directory
+
+
+def content(root: LocalRoot, name: str, *, trusted: bool = False) -> bytes:
+    file = root.open(name, trusted=trusted)
+    try:
+        return read_guarded(file, 0, file.identity.nbytes)
+    finally:
+        file.close()
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# Roots.
+
+
+def test_root_is_a_root(place: Path) -> None:
+    with LocalRoot(place) as root:
+        assert isinstance(root, Root)
+        assert root.listdir() == [NAME]
+        assert content(root, NAME) == DATA
+    root.close()
+
+
+def test_files_outlive_their_root(place: Path) -> None:
+    root = LocalRoot(place)
+    file = root.open(NAME)
+    root.close()
+    assert read_guarded(file, 5, 10) == DATA[5:15]
+    file.close()
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="nowhere"):
+        LocalRoot(tmp_path / "nowhere")
+
+
+def test_root_that_is_a_file(place: Path) -> None:
+    with pytest.raises(StorageError) as caught:
+        LocalRoot(place / NAME)
+    assert caught.value.errno == errno.ENOTDIR
+
+
+@pytest.mark.parametrize("opener", [LocalRoot, open_file])
+def test_path_with_nul(opener: Callable[[str], object]) -> None:
+    with pytest.raises(StorageError, match="null"):
+        opener("a\0b")
+
+
+def test_b80_missing_shard(place: Path) -> None:
+    with LocalRoot(place) as root, pytest.raises(CheckpointNotFoundError) as caught:
+        root.open("other.safetensors")
+    assert caught.value.path == str(place / "other.safetensors")
+
+
+@linux
+@pytest.mark.parametrize(
+    "name", ["with spaces.safetensors", "größe-模型-🙂.safetensors", os.fsdecode(b"raw\xff.safetensors")]
+)
+def test_odd_names(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / "a b" / "ü"
+    directory.mkdir(parents=True)
+    try:
+        (directory / name).write_bytes(DATA)
+    except OSError as error:
+        pytest.skip(f"the filesystem takes no such name: {error}")
+    with LocalRoot(directory) as root:
+        assert root.listdir() == [name]
+        assert content(root, name) == DATA
+
+
+@linux
+def test_directory_swapped_while_open(place: Path) -> None:
+    """Index and shards come from the directory that was opened, whatever stands at its path by now."""
+    with LocalRoot(place) as root:
+        place.rename(place.with_name("moved"))
+        place.mkdir()
+        (place / NAME).write_bytes(b"of another save")
+        assert content(root, NAME) == DATA
+        (place.with_name("moved") / NAME).unlink()
+        with pytest.raises(CheckpointNotFoundError):
+            root.open(NAME)
+
+
+# Reads that go wrong.
+
+
+def test_c88_short_reads(run_faulty: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "faulty.bin"
+    path.write_bytes(DATA)
+    run_faulty(
+        """
+        data, file = Path(path).read_bytes(), open_file(path)
+        assert read(file, 0, len(data)) == data
+        assert read(file, 17, 5, 0, 20_000, 3, 1, 900) == data[17 : 17 + 20_909]
+        with pytest.raises(TruncatedError) as caught:
+            read(file, 99_000, 500, 600)
+        assert caught.value.offset == 100_000
+        assert hits() > 150
+        """,
+        path,
+        modes="short",
+    )
+
+
+def test_c88_interrupted_reads(run_faulty: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "faulty.bin"
+    path.write_bytes(DATA)
+    run_faulty(
+        """
+        data, file = Path(path).read_bytes(), open_file(path)
+        assert read(file, 0, len(data)) == data
+        assert read(file, 1, 2, 3) == data[1:6]
+        if file.use_direct():
+            assert read(file, 4096, 8192) == data[4096:12288]
+            assert not file.direct_refused
+        assert hits() >= 4
+        """,
+        path,
+        modes="interrupted",
+    )
+
+
+def test_c89_disk_error(run_faulty: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "faulty.bin"
+    path.write_bytes(DATA)
+    run_faulty(
+        """
+        file = open_file(path)
+        assert read(file, 0, 10) == Path(path).read_bytes()[:10]
+        for _ in range(2):
+            with pytest.raises(StorageError) as caught:
+                read(file, 4096, 4096)
+            assert (caught.value.errno, caught.value.offset, caught.value.path) == (errno.EIO, 4096, path)
+        file.use_direct()
+        with pytest.raises(StorageError) as caught:
+            read(file, 4096, 4096)
+        assert caught.value.errno == errno.EIO
+        file.close()
+        """,
+        path,
+        modes="broken",
+        after=1,
+    )
+
+
+def test_c89_disk_error_in_a_load(run_faulty: Callable[..., str], tmp_path: Path) -> None:
+    """Through the whole engine: the error comes out as it is, and every descriptor is back."""
+    torch = pytest.importorskip("torch")
+    from stio.testing import write_checkpoint
+
+    directory = write_checkpoint(tmp_path / "faulty", {f"t{k}": torch.arange(50_000) for k in range(20)}, 2)
+    run_faulty(
+        """
+        import stio.sync
+        before = len(os.listdir("/proc/self/fd"))
+        for way in ("copy", "map"):
+            with stio.sync.open(path, memory=way) as checkpoint:
+                assert len(checkpoint) == 20
+                ctypes.CDLL(None).setenv(b"SHIM_MODES", b"broken fault", 1)
+                with pytest.raises(StorageError) as caught:
+                    checkpoint.load()
+                assert caught.value.errno == errno.EIO, way
+            ctypes.CDLL(None).setenv(b"SHIM_MODES", b"", 1)
+        assert len(os.listdir("/proc/self/fd")) == before
+        """,
+        directory,
+        modes="",
+    )
+
+
+def test_c98_direct_io_refused_by_the_read(run_faulty: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "faulty.bin"
+    path.write_bytes(DATA)
+    run_faulty(
+        """
+        data, file = Path(path).read_bytes(), open_file(path)
+        if file.use_direct():
+            assert read(file, 0, 8192) == data[:8192]
+            assert file.direct_refused
+            assert not file.use_direct()
+        assert read(file, 4096, 50_000) == data[4096:54096]
+        """,
+        path,
+        modes="direct",
+    )
+
+
+def test_c98_direct_io_refused_by_the_open(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = open_file(str(place / NAME))
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.EINVAL, "no direct I/O here")
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert not file.use_direct()
+    assert file.direct_refused
+    assert read_guarded(file, 0, 8192) == DATA[:8192]
+    file.close()
+
+
+@linux
+def test_direct_io_is_opened_once(place: Path) -> None:
+    before = num_descriptors()
+    file = open_file(str(place / NAME))
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: file.use_direct(), range(32)))
+    assert len(set(answers)) == 1
+    assert num_descriptors() == before + 1 + answers[0]
+    region = memory.allocate(len(DATA)).sub(0, len(DATA))
+    file.read_into(0, [region])
+    assert region.tobytes() == DATA
+    file.close()
+    assert num_descriptors() == before
+
+
+def test_reads_longer_than_a_call_takes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_READ_MAX_BYTES", 8192)
+    monkeypatch.setattr(local, "_IOV_MAX", 3)
+    file = open_file(str(place / NAME))
+    assert read_guarded(file, 1, 99_999) == DATA[1:]
+    assert read_guarded(file, 1, 5000, 1, 0, 2, 30_000, 5000, 5000) == DATA[1 : 1 + 45_003]
+    file.use_direct()
+    assert read_guarded(file, 4096, 90_000) == DATA[4096:94_096]
+    file.close()
+
+
+@linux
+def test_c99_no_descriptors_left(run_script: Callable[..., str], place: Path) -> None:
+    run_script(
+        """
+        import resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+        root, files = LocalRoot(path), []
+        with pytest.raises(StorageError, match="ulimit -n") as caught:
+            while True:
+                files.append(root.open("model.safetensors"))
+        assert caught.value.errno == errno.EMFILE
+        assert len(files) > 10
+        with pytest.raises(OSError):
+            while True:
+                os.dup(0)
+        assert not files[0].use_direct()  # it would need one more: done without
+        assert read(files[0], 0, 4096) == read(files[-1], 0, 4096)
+        for file in files[:3]:
+            file.close()
+        root.open("model.safetensors").close()
+        """,
+        place,
+    )
+
+
+def test_closed_file(place: Path) -> None:
+    file = open_file(str(place / NAME))
+    file.close()
+    with pytest.raises(StorageError) as caught:
+        file.check_unchanged()
+    assert caught.value.errno == errno.EBADF
+
+
+def test_c91_replaced_file_keeps_its_bytes(place: Path) -> None:
+    """A rename over it makes another file: the open one stays whole, and is what was planned."""
+    with LocalRoot(place) as root:
+        file = root.open(NAME)
+        (place / "new").write_bytes(b"new" * 50_000)
+        (place / "new").replace(place / NAME)
+        assert read_guarded(file, 0, len(DATA)) == DATA
+        file.check_unchanged()
+        file.close()
+
+
+def test_what_the_page_cache_holds(place: Path) -> None:
+    file = open_file(str(place / NAME))
+    assert isinstance(file, LocalFile)
+    assert 0 <= file.resident_fraction() <= 1
+    assert isinstance(file.on_local_filesystem, bool)
+    file.close()

@@ -1,0 +1,101 @@
+"""What people copy runs: the README's code, its commands and names, and everything in examples/."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import stio
+from stio.settings import Keywords
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+PAGES = sorted(path.name for path in ROOT.glob("*.md"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    tensors = {
+        "embed.weight": torch.randn(256, 32),
+        "head.weight": torch.randn(256, 32),
+        "head.bias": torch.randn(256),
+    }
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    return tmp_path / "model" / "model.safetensors"
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_readme_code_runs(number: int, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model.parents[1])
+    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    code = compile(BLOCKS[number], f"README.md, block {number}", "exec", flags=flags, dont_inherit=True)
+    names: dict[str, Any] = {"stio": stio}
+    result = eval(code, names)
+    if inspect.iscoroutine(result):
+
+        async def run() -> None:
+            await result
+
+        asyncio.run(run())
+    assert len(names) > 2 or "await" in BLOCKS[number]
+
+
+def test_readme_shows_the_whole_face() -> None:
+    face = README.split("## The public face")[1].split("\n## ")[0]
+    names, keywords = face.split("Keywords of")
+    shown = set(re.findall(r"`(\w+)`", names))
+    assert shown == set(stio.__all__) - {"__version__"}
+    assert set(re.findall(r"^\| `(\w+)` \|", keywords, re.MULTILINE)) == set(Keywords.__annotations__)
+
+
+def test_readme_commands_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        assert set(re.findall(r"^    make ([a-z]+)", (ROOT / page).read_text(), re.MULTILINE)) <= targets
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def example(*arguments: object) -> str:
+    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_demo(model: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "new" / "demo.svg"
+    text = example("examples/demo.py", model, "--rounds", 2, "--picture", picture)
+    assert "bit-equal" in text
+    assert text.count("GB/s") == 2
+    assert "<svg" in picture.read_text()
+
+
+def test_demo_notices_a_wrong_bit(model: Path) -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'examples'); import demo, torch;"
+        "demo.prove_equal({'w': torch.tensor(0.0)}, {'w': torch.tensor(-0.0)})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip()) == (1, "w differs")
+
+
+def test_timeline(model: Path, tmp_path: Path) -> None:
+    example("examples/timeline.py", model, tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert all(word in text for word in ("read", "consume", "caller", "milliseconds"))
