@@ -156,6 +156,8 @@ async def test_a_load_into_needs_no_second_copy_of_the_model(file, tensors, imag
 
 
 async def test_three_hundred_cycles(tmp_path):
+    gc.collect()
+    mapped = mapped_bytes()  # what other tests still hold is not ours
     directory = save_sharded({f"t{k}": ramp(40, 100 + k) for k in range(30)}, tmp_path, 3)
 
     async def cycle(k):
@@ -182,9 +184,9 @@ async def test_three_hundred_cycles(tmp_path):
         await cycle(k)
     gc.collect()
     assert descriptors() == files
-    assert eventually(lambda: num_threads() <= threads)
+    assert eventually(lambda: num_threads() <= threads), "threads are left"
     assert resident_bytes() - before < 8 * MIB
-    assert eventually(lambda: mapped_bytes() == 0)
+    assert eventually(lambda: mapped_bytes() <= mapped), "memory is still mapped"
 
 
 def test_nothing_is_left_for_the_collector(tmp_path):

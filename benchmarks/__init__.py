@@ -1,0 +1,1 @@
+"""The benchmarks of stio: `python -m benchmarks.load`, see README.md."""

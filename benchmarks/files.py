@@ -1,0 +1,172 @@
+"""The checkpoints that the contestants load: made here, without stio, so that a fault of stio's writer cannot help it.
+
+A file is laid out as the official writer does it: tensors in the order of their names, a JSON header padded to
+eight bytes, data right behind it. The bytes are pseudo-random and the same for a given layout, so every contestant
+gets a file of its own (a live mapping defeats eviction) and all of them must come to one checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+ITEM_BYTES = 2
+"""BF16 throughout, as language models are published."""
+
+_BLOCK_BYTES = 16 << 20
+_SEED = 20240611
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """One tensor of a layout."""
+
+    name: str
+    """Its key in the file."""
+
+    shape: tuple[int, ...]
+    """Its dimensions."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return math.prod(self.shape) * ITEM_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tensors of one kind of file."""
+
+    label: str
+    """Names the files of this layout."""
+
+    tensors: tuple[TensorShape, ...]
+    """In file order."""
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest tensor."""
+        return max(tensor.nbytes for tensor in self.tensors)
+
+
+def llama_layout(size_bytes: int) -> Layout:
+    """Give the names and shapes of a Llama-like model of at least `size_bytes`.
+
+    The layers are those of a model of one billion parameters (hidden 2048, 32 query and 8 key-value heads); their
+    number follows the size. Below 1 GB hidden is 1024, so that a quick run still has several layers.
+    """
+    hidden = 2048 if size_bytes >= 1_000_000_000 else 1024
+    narrow, wide, vocabulary = hidden // 4, 4 * hidden, 32000
+    layer = {
+        "input_layernorm.weight": (hidden,),
+        "mlp.down_proj.weight": (hidden, wide),
+        "mlp.gate_proj.weight": (wide, hidden),
+        "mlp.up_proj.weight": (wide, hidden),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.k_proj.weight": (narrow, hidden),
+        "self_attn.o_proj.weight": (hidden, hidden),
+        "self_attn.q_proj.weight": (hidden, hidden),
+        "self_attn.v_proj.weight": (narrow, hidden),
+    }
+    ends = {"lm_head.weight": (vocabulary, hidden), "model.embed_tokens.weight": (vocabulary, hidden)}
+    ends_bytes = sum(math.prod(shape) for shape in ends.values()) * ITEM_BYTES
+    layer_bytes = sum(math.prod(shape) for shape in layer.values()) * ITEM_BYTES
+    num_layers = max(1, math.ceil((size_bytes - ends_bytes) / layer_bytes))
+    shapes: dict[str, tuple[int, ...]] = {**ends, "model.norm.weight": (hidden,)}
+    for index in range(num_layers):
+        shapes |= {f"model.layers.{index}.{suffix}": shape for suffix, shape in layer.items()}
+    return _sorted_layout("llama", shapes)
+
+
+def many_layout(count: int, tensor_bytes: int) -> Layout:
+    """Give `count` tensors of `tensor_bytes` each, named as the experts of a mixture model."""
+    parts = ("down_proj", "gate_proj", "up_proj")
+    shapes: dict[str, tuple[int, ...]] = {
+        f"model.layers.{index // 384}.mlp.experts.{index // 3 % 128}.{parts[index % 3]}.weight": (
+            tensor_bytes // ITEM_BYTES,
+        )
+        for index in range(count)
+    }
+    return _sorted_layout(f"many-{count}", shapes)
+
+
+def sparse_layout(size_bytes: int) -> Layout:
+    """Give a layout of equal large matrices that is written as a hole."""
+    rows = 8192
+    count = math.ceil(size_bytes / (rows * rows * ITEM_BYTES))
+    return _sorted_layout("sparse", {f"model.layers.{index}.mlp.weight": (rows, rows) for index in range(count)})
+
+
+def write_file(path: Path, layout: Layout, *, sparse: bool = False) -> int:
+    """Write `layout` to `path`, by large buffered writes, synced.
+
+    Args:
+        path: Where; an existing file is replaced.
+        layout: What.
+        sparse: Leave the data a hole.
+
+    Returns:
+        The file's size in bytes.
+    """
+    header = encode_header(layout)
+    size_bytes = len(header) + layout.data_bytes
+    with open(path, "wb", buffering=0) as file:
+        _write_all(file.fileno(), memoryview(header))
+        if sparse:
+            file.truncate(size_bytes)
+        else:
+            for block in _random_blocks(layout.data_bytes):
+                _write_all(file.fileno(), block.data)
+        os.fsync(file.fileno())
+    return size_bytes
+
+
+def encode_header(layout: Layout) -> bytes:
+    """Encode the length and the JSON of a layout's header, padded to eight bytes."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in layout.tensors:
+        end = offset + tensor.nbytes
+        entries[tensor.name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_header(path: Path) -> tuple[int, dict[str, tuple[int, int]]]:
+    """Give where the data of `path` starts, and the span of each tensor relative to that."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        entries = json.loads(file.read(length))
+    entries.pop("__metadata__", None)
+    return 8 + length, {name: tuple(entry["data_offsets"]) for name, entry in entries.items()}
+
+
+def _sorted_layout(label: str, shapes: dict[str, tuple[int, ...]]) -> Layout:
+    return Layout(label, tuple(TensorShape(name, shapes[name]) for name in sorted(shapes)))
+
+
+def _random_blocks(total_bytes: int) -> Iterator[np.ndarray]:
+    """Yield pseudo-random blocks: one drawn block, with each block's number mixed in (much faster than drawing all)."""
+    drawn = np.random.default_rng(_SEED).integers(0, 2**63, _BLOCK_BYTES // 8, dtype=np.uint64)
+    for number, start in enumerate(range(0, total_bytes, _BLOCK_BYTES)):
+        mixed = drawn ^ np.uint64((number + 1) * 0x9E3779B97F4A7C15 % 2**64)
+        yield mixed.view(np.uint8)[: min(_BLOCK_BYTES, total_bytes - start)]
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
