@@ -142,7 +142,7 @@ CASES: tuple[Case, ...] = (
         _entries("stio", "safetensors-mmap", "safetensors-pread", "runai", "raw"),
         rounds=3,
         cap_bytes_per_second=CAP_BYTES_PER_SECOND,
-        not_quick=frozenset({"safetensors-pread", "runai"}),
+        not_quick=frozenset({"safetensors-mmap", "safetensors-pread", "runai"}),
     ),
     Case(
         "cold-loop",
@@ -162,7 +162,7 @@ CASES: tuple[Case, ...] = (
             Entry("fastsafetensors", rounds=3),
         ),
         rounds=15,
-        not_quick=frozenset({"raw-whole", "fastsafetensors"}),
+        not_quick=frozenset({"raw-whole", "fastsafetensors", "safetensors-pread"}),
     ),
     Case(
         "warm",
@@ -178,6 +178,7 @@ CASES: tuple[Case, ...] = (
         "cold, beside a busy Python thread",
         (Entry("stio"), *_busy("stio", "stio-switch", "safetensors-clone", "safetensors-pread", "runai")),
         rounds=3,
+        not_quick=frozenset({"safetensors-clone busy", "runai busy"}),
     ),
     Case(
         "busy-warm",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stio.codec.header import TensorInfo
-from stio.device.tensors import torch_shape
+from stio.device.tensors import TORCH_DTYPES, torch_shape
 from stio.errors import MismatchError, printable
 
 __all__ = ["Into", "LoadReport"]
@@ -40,7 +40,10 @@ class Into:
         self.assigns = assign
         """Whether tensors are replaced and not copied into."""
         self._targets: dict[str, torch.Tensor] = {
-            name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
+            name: value
+            for name, value in module.state_dict(keep_vars=True).items()
+            # What get_extra_state() made is no tensor of the module's: nothing would take it back.
+            if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")
         }
         self._loaded: dict[str, torch.Tensor] = {}
         self._aliases: Mapping[str, str] = {}
@@ -91,6 +94,13 @@ class Into:
             info = infos.get(self._aliases.get(name, name))
             if info is not None and torch_shape(info.dtype, info.shape) != tuple(target.shape):
                 wrong.append(f"{printable(name)} {list(info.shape)} for {list(target.shape)}")
+            elif info is not None and self.assigns and target.requires_grad and not _has_gradient(info.dtype):
+                raise MismatchError(
+                    "the module's parameter wants a gradient, which this dtype cannot have; assign=False casts",
+                    path=path,
+                    expected="a floating or complex dtype",
+                    found=f"{info.dtype} for {name}",
+                )
         if wrong:
             more = f" and {len(wrong) - _SHOWN_NAMES} others" if len(wrong) > _SHOWN_NAMES else ""
             raise MismatchError(
@@ -125,10 +135,13 @@ class Into:
             return
         found = {name: self._loaded.get(self._aliases.get(name, name)) for name in self._targets}
         # A checkpoint may hold one of several tied names only, without saying so: the module knows of its ties.
-        twins = {_place(self._targets[name]): new for name, new in found.items() if new is not None}
+        twins: dict[object, torch.Tensor] = {}
+        for name, loaded in found.items():
+            if loaded is not None:
+                twins.setdefault(_place(self._targets[name]), loaded)
         made: dict[int, torch.Tensor] = {}
         for name, old in self._targets.items():
-            new = found[name] if found[name] is not None else twins.get(_place(old))
+            new = twins.get(_place(old))
             if new is None:
                 continue
             owner, _, leaf = name.rpartition(".")
@@ -138,6 +151,11 @@ class Into:
                 submodule.register_parameter(leaf, made[id(new)])  # type: ignore[arg-type]
             else:
                 submodule.register_buffer(leaf, new)
+
+
+def _has_gradient(dtype: str) -> bool:
+    found = TORCH_DTYPES.get(dtype)
+    return found is None or found.is_floating_point or found.is_complex
 
 
 def _place(tensor: torch.Tensor) -> object:

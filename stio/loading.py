@@ -67,7 +67,7 @@ def collect(
     """Load to the end; return a function that hands everything over to the consumer's thread."""
     wish = _Wish(opened, names)
     landed: list[Landed] = []
-    _require_known(options.slices, opened)
+    options = _by_target(options, opened)
     transfer = prepare(opened, wish.names, options, deliver=lambda _, group: landed.append(wish.dress(group)))
     operation.on_cancel(transfer.run.stop)
     transfer.carry_out()
@@ -85,7 +85,7 @@ def carry_out_stream(
     operation: Operation[None], feed: Feed, opened: OpenCheckpoint, names: Names | None, options: LoadOptions
 ) -> None:
     """Deliver groups to a feed until all are there, at the consumer's pace."""
-    _require_known(options.slices, opened)
+    options = _by_target(options, opened)
     wish = _Wish(opened, names)
     transfer = prepare(
         opened, wish.names, options, deliver=lambda group, landed: feed.put(group, wish.dress(landed)), hold=True
@@ -95,10 +95,13 @@ def carry_out_stream(
     transfer.carry_out()
 
 
-def _require_known(slices: Mapping[str, object], opened: OpenCheckpoint) -> None:
+def _by_target(options: LoadOptions, opened: OpenCheckpoint) -> LoadOptions:
+    """Return the options with slices under the names that have data, aliases resolved."""
+    slices = {opened.aliases.get(name, name): index for name, index in options.slices.items()}
     for name in slices:
         if not any(name in header for header in opened.headers):
             raise TensorNotFoundError("slices= names a tensor that is not there", path=opened.path, found=name)
+    return replace(options, slices=slices)
 
 
 def start_load(
@@ -132,8 +135,7 @@ class IntoLoad:
         self.report: LoadReport | None = None
         """What differed; there once the feed has ended."""
         self.feed = Feed(self._body, name="load_into")
-        """Groups for the consumer's thread."""
-        self.feed.operation.start()
+        """Groups for the consumer's thread; its operation is not begun yet."""
 
     def _body(self, operation: Operation[None], feed: Feed) -> None:
         settings = self._settings

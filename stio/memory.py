@@ -25,7 +25,7 @@ PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 """Size of a transparent huge page where stio asks for them."""
 
-_UNMAP_HERE_BYTES = 32 << 20
+_UNMAP_HERE_BYTES = 128 << 20
 
 _PROT_READ_WRITE = 3
 _MAP_PRIVATE = 0x02

@@ -74,10 +74,11 @@ async def load_into(
 
 
 async def _place(load: IntoLoad) -> LoadReport:
+    load.feed.operation.start()
     try:
         while (landed := await load.feed.next()) is not None:
             load.place(landed)
-    except Exception:
+    except BaseException:
         await load.feed.aclose()  # placing failed: nobody takes what is still to come
         raise
     return load.complete()
@@ -105,14 +106,17 @@ class Checkpoint(CheckpointBase):
 
     async def aclose(self) -> None:
         """End operations under way, and give the descriptors back. Idempotent."""
-        opened, self._opened = self._opened, None
-        if opened is None:
-            return
-        try:
-            for operation in list(self._operations):
+        opened, operations = self._begin_close()
+        interrupted: BaseException | None = None
+        for operation in operations:
+            try:
                 await operation.aclose()
-        finally:
+            except BaseException as error:
+                interrupted = error  # it has ended all the same; the others must, before their files are closed
+        if opened is not None:
             opened.close()
+        if interrupted is not None:
+            raise interrupted
 
     async def load(
         self, names: Names | None = None, slices: Mapping[str, object] | None = None

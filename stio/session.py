@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -37,6 +38,7 @@ class CheckpointBase:
         self._settings = settings
         self._opened: OpenCheckpoint | None = None
         self._operations: weakref.WeakSet[Operation[Any]] = weakref.WeakSet()
+        self._closing = threading.Lock()
 
     @property
     def _now(self) -> OpenCheckpoint:
@@ -119,8 +121,20 @@ class CheckpointBase:
         return load
 
     def _own(self, operation: Operation[Any]) -> Operation[Any]:
-        self._operations.add(operation)
+        with self._closing:
+            if self._opened is None:
+                raise ClosedError("the checkpoint was closed", path=str(self._source))
+            self._operations.add(operation)
         return operation
+
+    def _begin_close(self) -> tuple[OpenCheckpoint | None, list[Operation[Any]]]:
+        """Let no further operation in and cancel all that are; they must have ended before the files are closed."""
+        with self._closing:
+            opened, self._opened = self._opened, None
+            operations = list(self._operations)
+        for operation in operations:
+            operation.cancel()
+        return opened, operations
 
 
 class StreamBase:
@@ -135,6 +149,7 @@ class StreamBase:
         self._batch: dict[str, torch.Tensor] = {}
         self._names: list[str] = []
         self._begun = self._closed = False
+        self._turn = threading.Lock()
 
     def promote(self, names: Iterable[str]) -> None:
         """Have these tensors read before all that has not begun yet."""
@@ -148,8 +163,9 @@ class StreamBase:
             self._feed.operation.start()
 
     def _unpack(self, landed: Landed) -> None:
-        self._batch = landed.take()
-        self._names = list(reversed(self._batch))
+        fresh = landed.take()
+        self._batch |= fresh  # another consumer may have put a group here meanwhile
+        self._names[:0] = reversed(fresh)
 
     def _pop(self) -> tuple[str, torch.Tensor]:
         name = self._names.pop()

@@ -51,6 +51,7 @@ def load_into(
 
 
 def _place(load: IntoLoad) -> LoadReport:
+    load.feed.operation.start()
     try:
         while (landed := load.feed.next_blocking()) is not None:
             load.place(landed)
@@ -80,14 +81,18 @@ class Checkpoint(CheckpointBase):
 
     def close(self) -> None:
         """End operations under way, and give the descriptors back. Idempotent."""
-        opened, self._opened = self._opened, None
-        if opened is None:
-            return
-        try:
-            for operation in list(self._operations):
-                operation.close()
-        finally:
+        opened, operations = self._begin_close()
+        interrupted: BaseException | None = None
+        for operation in operations:
+            while operation.running:
+                try:
+                    operation.close()
+                except BaseException as error:
+                    interrupted = error  # a KeyboardInterrupt has to wait until no thread reads from the files
+        if opened is not None:
             opened.close()
+        if interrupted is not None:
+            raise interrupted
 
     def load(self, names: Names | None = None, slices: Mapping[str, object] | None = None) -> dict[str, torch.Tensor]:
         """Load tensors; see `stio.load`."""
@@ -112,13 +117,14 @@ class Stream(StreamBase, Iterator[tuple[str, torch.Tensor]]):
     """Pairs of name and tensor as they become ready; the blocking twin of `stio.Stream`."""
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        self._begin()
-        while not self._names:
-            landed = self._feed.next_blocking()
-            if landed is None:
-                raise StopIteration
-            self._unpack(landed)
-        return self._pop()
+        with self._turn:  # several threads may share a stream
+            self._begin()
+            while not self._names:
+                landed = self._feed.next_blocking()
+                if landed is None:
+                    raise StopIteration
+                self._unpack(landed)
+            return self._pop()
 
     def __enter__(self) -> Self:
         self._begin()

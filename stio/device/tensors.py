@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -199,6 +200,19 @@ def _collection_paused() -> Iterator[None]:
                 _pauses -= 1
                 if not _pauses:
                     gc.enable()
+
+
+def _forget_parent() -> None:
+    """Start afresh in a forked child: the threads that paused collection are not here."""
+    global _pausing, _pauses
+    _pausing = threading.Lock()
+    if _pauses:
+        gc.enable()
+    _pauses = 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)
 
 
 def _make(

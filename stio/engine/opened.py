@@ -244,17 +244,15 @@ def _aliases(metadata: Mapping[str, Any], headers: list[Header], path: str) -> d
     if not isinstance(text, str):
         raise FormatError(f"{ALIASES_KEY} is no text", path=path, found=type(text).__name__)
 
-    def known(name: object) -> bool:
-        return any(name in header for header in headers)
-
     try:
         aliases = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{ALIASES_KEY} is not JSON", path=path) from error
     if not isinstance(aliases, dict):
         raise FormatError(f"{ALIASES_KEY} is no object", path=path, found=type(aliases).__name__)
+    known = {name for header in headers for name in header.names}
     for alias, target in aliases.items():
-        if not isinstance(target, str) or not known(target) or known(alias):
+        if not isinstance(target, str) or target not in known or alias in known:
             raise FormatError(
                 f"{ALIASES_KEY} must lead from names without data to names of tensors",
                 path=path,

@@ -133,7 +133,7 @@ def _prepare(
         header.data_bytes if len(chosen) == len(header) else sum(header.ends[k] - header.begins[k] for k in chosen)
         for header, chosen in zip(opened.headers, positions, strict=True)
     )
-    chooser = _Chooser(options, total, hold)
+    chooser = _Chooser(options, total)
     plan = plan_reads(opened.headers, positions, slices=options.slices, options=chooser.plan_options())
     used = {group.shard for group in plan.groups}
     routes = tuple(chooser.route(file, needed=k in used) for k, file in enumerate(opened.files))
@@ -143,7 +143,7 @@ def _prepare(
         deliver=deliver,
         hold=hold,
         budget_bytes=chooser.run_budget_bytes,
-        num_workers=_NUM_MAP_WORKERS if chooser.maps else _NUM_WORKERS,
+        num_workers=chooser.num_workers,
         progress=options.progress,
         trace=options.trace,
     )
@@ -151,14 +151,14 @@ def _prepare(
 
 
 class _Chooser:
-    def __init__(self, options: LoadOptions, total_bytes: int, hold: bool) -> None:
+    def __init__(self, options: LoadOptions, total_bytes: int) -> None:
         if options.budget_bytes <= 0:
             raise ValueError(f"budget_bytes must be positive, not {options.budget_bytes}")
         self._options = options
         self._total_bytes = total_bytes
-        self._hold = hold
         self._accelerator = _accelerator(options.device)
         self.run_budget_bytes = options.budget_bytes
+        self.num_workers = _NUM_MAP_WORKERS if self.maps else _NUM_WORKERS
         self._block_bytes = _pages(min(_BLOCK_BYTES, options.budget_bytes // 4))
         self._stage: Stage | None = None
         if self._accelerator is not None:
@@ -180,7 +180,7 @@ class _Chooser:
         # Populating costs no memory of ours and no staging: blocks may be long, but a worker's share of the
         # whole must not be so long that the others wait for the last one.
         share = min(_LARGEST_GROUP_BYTES, max(_BLOCK_BYTES, self._total_bytes // (_NUM_MAP_WORKERS * 8)))
-        nbytes = _pages(min(share, self._options.budget_bytes // 4) if self._hold else share)
+        nbytes = _pages(min(share, self._options.budget_bytes // 4))
         return PlanOptions(group_bytes=nbytes, block_bytes=nbytes)
 
     def route(self, file: Source, *, needed: bool) -> Route:
@@ -190,12 +190,18 @@ class _Chooser:
         if self.maps and isinstance(file, LocalFile) and (options.memory != "auto" or file.on_local_filesystem):
             populates = options.memory != "lazy" and self._affordable
             mapped = MappedFile(file, lazy=not populates)
+            if populates and self._is_cold(file):
+                self.num_workers = _NUM_WORKERS
             return MapRoute(mapped, CopyRoute(file, dtype=dtype), populates=populates, dtype=dtype)
-        if isinstance(file, LocalFile) and self._total_bytes > _SMALL_LOAD_BYTES and file.resident_fraction() < 0.5:
+        if isinstance(file, LocalFile) and self._is_cold(file):
             file.use_direct()
         if self._accelerator is None or self._stage is None:
             return CopyRoute(file, dtype=dtype)
         return StageRoute(file, self._accelerator, self._stage, dtype=dtype)
+
+    def _is_cold(self, file: LocalFile) -> bool:
+        """Whether the disk, not the page cache, will set the pace."""
+        return self._total_bytes > _SMALL_LOAD_BYTES and file.resident_fraction() < 0.5
 
     @property
     def _affordable(self) -> bool:

@@ -96,12 +96,13 @@ class Operation(Generic[T]):
     def start(self) -> Operation[T]:
         """Begin; returns at once."""
         _live.add(self)
+        self._started = True  # before the thread: who closes us meanwhile must wait for it
         try:
             start_thread(self._run, name=self._name)
         except BaseException:
+            self._started = False
             _live.discard(self)
             raise
-        self._started = True
         return self
 
     def cancel(self) -> None:
@@ -132,6 +133,11 @@ class Operation(Generic[T]):
     def done(self) -> bool:
         """Whether the body has ended, and with it every thread and buffer of the operation."""
         return self._done
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._started and not self._done
 
     async def wait(self) -> T:
         """Wait for the result from any anyio-supported loop.
@@ -193,13 +199,14 @@ class Operation(Generic[T]):
             ClosedError: It was cancelled by somebody else than the caller who waits.
             BaseException: Whatever the body raised.
         """
-        if isinstance(self._error, Cancelled):
-            raise ClosedError(f"the {self._name} was ended before it was done: what it belongs to was closed")
-        if self._error is not None:
-            raise self._error
         with self._lock:
-            self._taken = self._value is not None
-        return self._value  # type: ignore[return-value]  # set whenever there is no error
+            value, error = self._value, self._error
+            self._taken = value is not None
+        if isinstance(error, Cancelled):
+            raise ClosedError(f"the {self._name} was ended before it was done: what it belongs to was closed")
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]  # set whenever there is no error
 
     def _run(self) -> None:
         try:

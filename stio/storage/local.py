@@ -64,21 +64,14 @@ _LOCAL_FILESYSTEMS = {
 _SYS_CACHESTAT = 451  # Linux 6.5
 
 
-_local_devices: dict[int, bool] = {}
-
-
-def _is_local(fd: int, device: int) -> bool:
+def _is_local(fd: int) -> bool:
     """Return whether a file lies on a filesystem of this machine's own (Linux; elsewhere False)."""
-    known = _local_devices.get(device)
-    if known is None:
-        buffer = (ctypes.c_long * 32)()
-        known = (
-            sys.platform == "linux"
-            and libc.fstatfs(fd, ctypes.byref(buffer)) == 0
-            and (buffer[0] & 0xFFFFFFFF) in _LOCAL_FILESYSTEMS
-        )
-        _local_devices[device] = known  # asked once a filesystem: the answer may come over a network
-    return known
+    buffer = (ctypes.c_long * 32)()
+    return (
+        sys.platform == "linux"
+        and libc.fstatfs(fd, ctypes.byref(buffer)) == 0
+        and (buffer[0] & 0xFFFFFFFF) in _LOCAL_FILESYSTEMS
+    )
 
 
 def open_file(path: str) -> LocalFile:
@@ -224,7 +217,7 @@ class LocalFile:
     @property
     def on_local_filesystem(self) -> bool:
         """Whether the page cache is all there is between this file and its disk."""
-        return _is_local(self._fd, self._identity.device)
+        return _is_local(self._fd)
 
     def resident_fraction(self) -> float:
         """Return how much of the file the page cache holds, 0 to 1; 1 where the kernel does not say."""
