@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ PRIME_BYTES, QUICK_PRIME_BYTES = 4_000_000_000, 1_000_000_000
 def main(arguments: list[str] | None = None) -> int:
     """Run the chosen cases and report them; 1 where a bound was missed or has no figure, else 0."""
     options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files, mounts and groups are removed
     partial = bool(options.quick or options.cases or options.rounds or options.size_bytes)
     out = options.out or HERE / "results" / ("load-partial.jsonl" if partial else "load.jsonl")
     if options.report_only:
