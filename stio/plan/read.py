@@ -335,9 +335,3 @@ def _scattered_blocks(index: int, pieces: Sequence[tuple[int, int, int]], option
             end = position + step
     flush()
     return tuple(blocks)
-
-
-def group_of(plan: ReadPlan, names: Iterable[str]) -> list[int]:
-    """Return the indices of the groups that hold these names, ascending (for `promote`)."""
-    wanted = set(names)
-    return [group.index for group in plan.groups if not wanted.isdisjoint(group.names)]

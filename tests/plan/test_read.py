@@ -15,7 +15,7 @@ from stio.codec.dtypes import tensor_nbytes
 from stio.codec.header import Header, parse_header
 from stio.errors import FormatError, SliceError, TensorNotFoundError
 from stio.memory import PAGE_BYTES
-from stio.plan.read import GAP, Block, PlanOptions, ReadPlan, group_of, plan_reads, select_names, stored_shape
+from stio.plan.read import GAP, Block, PlanOptions, ReadPlan, plan_reads, select_names, stored_shape
 
 MIB = 1 << 20
 Layout = list[tuple[str, str, tuple[int, ...]]]
@@ -226,12 +226,6 @@ def test_unknown_names_get_suggestions() -> None:
     assert caught.value.path == "some/model"
     with pytest.raises(TensorNotFoundError, match="has 21 others"):
         select_names(headers, "zzz", path="x")
-
-
-def test_group_of() -> None:
-    plan = plan_of([header_of([(f"t{k}", "U8", (100,)) for k in range(10)])], group_bytes=250)
-    assert group_of(plan, ["t0", "t9"]) == [0, 4]
-    assert group_of(plan, []) == []
 
 
 # Carried out on bytes.
