@@ -11,7 +11,7 @@ STAMP := $(VENV)/.stio-installed
 MODEL_STAMP := $(VENV)/.stio-demo-model
 BENCH_STAMP := $(VENV)/.stio-bench
 
-.PHONY: demo test check fmt bench fuzz clean
+.PHONY: demo test check fmt bench bench-save fuzz clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove it bit-equal, draw what happened
 	@$(BIN)/python examples/demo.py
@@ -31,6 +31,9 @@ fmt: $(STAMP)
 bench: $(STAMP) $(BENCH_STAMP)  ## see benchmarks/README.md for what it needs
 	$(BIN)/python -m benchmarks.load
 
+bench-save: $(STAMP)  ## the same for saves; its peers are here already
+	$(BIN)/python -m benchmarks.save
+
 fuzz: $(STAMP)
 	$(BIN)/python tests/fuzz_header.py --seconds $(FUZZ_SECONDS)
 
@@ -46,7 +49,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@# torch first and alone: whatever comes later finds it satisfied
 	@$(PIP) install --constraint constraints.txt torch
 	@$(PIP) install --constraint constraints.txt hatchling editables
-	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[cli,dev,hub,plot]'
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[cli,dev,hash,hub,plot]'
 	@touch $@
 
 # A trained model for the demo; without its dependencies, of which only the file is not in need.

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,6 @@ from benchmarks import files, meters, pagecache
 from benchmarks.contestants import CONTESTANTS, AsyncLoader, Contestant, WholeFile, import_stio
 
 BLOCKING_STEP_SECONDS = 0.2
-MIN_BEATS = 300
-_MAX_LOADS = 200
-_MAX_HEARTBEAT_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,39 +125,19 @@ def _open_task(spec: RunSpec, contestant: Contestant, record: Record) -> Any:
 
 def _heartbeat_task(kind: str) -> Any:
     def task(spec: RunSpec, contestant: Contestant, record: Record) -> Any:
-        """Load or open again and again until there are enough beats: baseline and lags, in seconds."""
+        """Load or open again and again until there are enough beats, see `meters.measure_lag`."""
         call = _prepared(contestant, spec, kind, own_thread=True)
 
+        def before() -> None:
+            if spec.state == "cold":
+                _set_state(spec)
+
         async def job() -> None:
-            with meters.busy_thread(spec.busy):
-                async with meters.Heartbeat() as heart:
-                    async with heart.recording():
-                        while len(heart.lags) < MIN_BEATS:
-                            await asyncio.sleep(0.01)
-                    record["baseline"], heart.lags = _percentiles(heart.lags), []
-                    record["num_loads"] = await _beat_beside(spec, call, heart)
-            record["lag"] = _percentiles(heart.lags)
-            if len(heart.lags) < MIN_BEATS:
-                record["error"] = f"only {len(heart.lags)} beats"
+            await meters.measure_lag(record, busy=spec.busy, before=before, turn=lambda: call(Path(spec.path)))
 
         return job
 
     return task
-
-
-async def _beat_beside(spec: RunSpec, call: AsyncLoader, heart: meters.Heartbeat) -> int:
-    """Run `call` until `heart` has enough beats; freeing the result and evicting the file are not recorded."""
-    deadline = time.monotonic() + _MAX_HEARTBEAT_SECONDS
-    for number in range(1, _MAX_LOADS + 1):
-        if spec.state == "cold":
-            _set_state(spec)
-        async with heart.recording():
-            result = await call(Path(spec.path))
-        del result
-        gc.collect()
-        if len(heart.lags) >= MIN_BEATS or time.monotonic() > deadline:
-            return number
-    return _MAX_LOADS
 
 
 def _blocked_task(spec: RunSpec, contestant: Contestant, record: Record) -> Any:
@@ -240,15 +218,6 @@ def _prepared(contestant: Contestant, spec: RunSpec, kind: str, *, own_thread: b
     return call
 
 
-def _percentiles(lags: list[float]) -> Record:
-    ordered = sorted(lags)
-
-    def pick(share: float) -> float | None:
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
-
-    return {"num_beats": len(ordered), "p50": pick(0.5), "p99": pick(0.99), "max": pick(1.0)}
-
-
 _TASKS = {
     "load": _load_task,
     "open": _open_task,
@@ -259,11 +228,11 @@ _TASKS = {
 }
 
 
-def main() -> None:
+def answer(run: Callable[[Any], Record], spec_class: type[Any]) -> None:
     """Run the spec in the arguments, print the record, and leave without the interpreter's teardown."""
     fields = json.loads(sys.argv[1])
     try:
-        record = run(RunSpec(**fields))
+        record = run(spec_class(**fields))
     except Exception as error:  # noqa: BLE001 - a contestant's failure is a result
         record = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(record), flush=True)
@@ -272,4 +241,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer(run, RunSpec)

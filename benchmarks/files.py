@@ -1,4 +1,4 @@
-"""The checkpoints that the contestants load: made here, without stio, so that a fault of stio's writer cannot help it.
+"""The checkpoints that the contestants load and save: made here, without stio, so that its faults cannot help it.
 
 A file is laid out as the official writer does it: tensors in the order of their names, a JSON header padded to
 eight bytes, data right behind it. The bytes are pseudo-random and the same for a given layout, so every contestant
@@ -7,11 +7,13 @@ gets a file of its own (a live mapping defeats eviction) and all of them must co
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
+import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ ITEM_BYTES = 2
 
 _BLOCK_BYTES = 16 << 20
 _SEED = 20240611
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,35 @@ def write_file(path: Path, layout: Layout, *, sparse: bool = False) -> int:
                 _write_all(file.fileno(), block.data)
         os.fsync(file.fileno())
     return size_bytes
+
+
+def fill_arrays(arrays: Iterable[np.ndarray]) -> None:
+    """Fill arrays of bytes, one after the other, with what `write_file` writes."""
+    arrays = list(arrays)
+    blocks = _random_blocks(sum(len(array) for array in arrays))
+    block = np.empty(0, np.uint8)
+    for array in arrays:
+        filled = 0
+        while filled < len(array):
+            if not len(block):
+                block = next(blocks)
+            part = block[: len(array) - filled]
+            array[filled : filled + len(part)] = part
+            filled, block = filled + len(part), block[len(part) :]
+
+
+def discard(path: Path) -> None:
+    """Remove a file or a directory with all that is in it, and let the filesystem complete its work on that."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        if _libc.syncfs(descriptor) != 0:
+            raise OSError(ctypes.get_errno(), "syncfs failed", str(path.parent))
+    finally:
+        os.close(descriptor)
 
 
 def encode_header(layout: Layout) -> bytes:

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PACKAGES = ("stio", "torch", "numpy", "safetensors", "runai-model-streamer", "fastsafetensors", "anyio", "msgspec")
+_PACKAGES = (
+    *("stio", "torch", "numpy", "safetensors", "huggingface_hub", "runai-model-streamer", "fastsafetensors"),
+    *("anyio", "msgspec"),
+)
 
 
 class MountUnavailable(RuntimeError):

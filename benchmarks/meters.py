@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import mmap
 import os
 import threading
 import time
 import zlib
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ import numpy as np
 
 BEAT_SECONDS = 0.001
 """What the heartbeat asks the loop to sleep."""
+
+MIN_BEATS = 300
+"""What a percentile is made of, at least."""
+
+_MAX_TURNS = 200
+_MAX_HEARTBEAT_SECONDS = 60.0
 
 PAGE_BYTES = mmap.PAGESIZE
 _MODULUS = 2**64
@@ -175,6 +182,54 @@ class Heartbeat:
             for waiter in self._waiters:
                 waiter.set_result(None)
             self._waiters = []
+
+
+async def measure_lag(
+    record: dict[str, Any],
+    *,
+    busy: bool,
+    before: Callable[[], None],
+    turn: Callable[[], Awaitable[object]],
+    min_turns: int = 1,
+) -> None:
+    """Take as many beats as are needed, first with nothing to do, then beside turns of the work.
+
+    Args:
+        record: Gets `baseline` and `lag` (percentiles, in seconds), `num_turns`, and `error` where beats were too few.
+        busy: Beside a busy pure-Python thread.
+        before: Called before each turn; not recorded, as is the freeing of a turn's result.
+        turn: The work.
+        min_turns: Do it so often, even if there are beats enough.
+    """
+    with busy_thread(busy):
+        async with Heartbeat() as heart:
+            async with heart.recording():
+                while len(heart.lags) < MIN_BEATS:
+                    await asyncio.sleep(0.01)
+            record["baseline"], heart.lags = percentiles(heart.lags), []
+            deadline = time.monotonic() + _MAX_HEARTBEAT_SECONDS
+            for number in range(1, _MAX_TURNS + 1):
+                before()
+                async with heart.recording():
+                    result = await turn()
+                del result
+                gc.collect()
+                record["num_turns"] = number
+                if (len(heart.lags) >= MIN_BEATS and number >= min_turns) or time.monotonic() > deadline:
+                    break
+    record["lag"] = percentiles(heart.lags)
+    if len(heart.lags) < MIN_BEATS:
+        record["error"] = f"only {len(heart.lags)} beats"
+
+
+def percentiles(lags: list[float]) -> dict[str, float | None]:
+    """Give count, median, p99 and maximum."""
+    ordered = sorted(lags)
+
+    def pick(share: float) -> float | None:
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+
+    return {"num_beats": len(ordered), "p50": pick(0.5), "p99": pick(0.99), "max": pick(1.0)}
 
 
 def reset_peak_rss() -> None:

@@ -43,7 +43,7 @@ def prepare_ring(depth: int = DEPTH, block_bytes: int = BLOCK_BYTES) -> Callable
     buffers = [huge_buffer(block_bytes) for _ in range(depth)]
     for buffer in buffers:
         buffer[:] = 1
-    pool = _started_pool(depth)
+    pool = started_pool(depth)
 
     def read(path: Path) -> int:
         return _read_blocks(path, pool, depth, block_bytes, lambda worker, start: buffers[worker])
@@ -53,7 +53,7 @@ def prepare_ring(depth: int = DEPTH, block_bytes: int = BLOCK_BYTES) -> Callable
 
 def prepare_whole(depth: int = DEPTH, block_bytes: int = BLOCK_BYTES) -> Callable[[Path], tuple[np.ndarray, int]]:
     """Make the threads, and give the reader that fills memory of its own with the whole file."""
-    pool = _started_pool(depth)
+    pool = started_pool(depth)
 
     def read(path: Path) -> tuple[np.ndarray, int]:
         result = huge_buffer(os.stat(path).st_size)
@@ -65,7 +65,7 @@ def prepare_whole(depth: int = DEPTH, block_bytes: int = BLOCK_BYTES) -> Callabl
     return read
 
 
-def _started_pool(depth: int) -> ThreadPoolExecutor:
+def started_pool(depth: int) -> ThreadPoolExecutor:
     """Start all threads, so that none is started inside the clock."""
     pool = ThreadPoolExecutor(depth)
     barrier = threading.Barrier(depth)

@@ -7,14 +7,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.bounds import BOUNDS, Bound, show
-from benchmarks.cases import CASES, Case
-from benchmarks.contestants import CONTESTANTS
+from benchmarks.cases import Case
 from benchmarks.stats import NoFigure, Runs, plain
+from benchmarks.suite import Columns, Suite
+from benchmarks.verdicts import Bound, show
 
 Record = dict[str, Any]
 
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 _OTHER_CPUS = 0.3
 _BASELINE_SECONDS = {"alone": 0.003, "busy": 0.012}
 _SWING = 1.5
@@ -43,38 +42,54 @@ def progress_line(record: Record) -> str:
             head + f"p99 lag {lag['p99'] * 1e3:.1f} ms over {lag['num_beats']} beats, baseline {base['p99'] * 1e3:.1f}"
         )
     rate = record["data_bytes"] / record["seconds"] / 1e9
-    return head + f"{record['seconds']:.3f} s, {rate:.2f} GB/s"
+    staged = f", staged after {record['staged_seconds']:.3f} s" if "staged_seconds" in record else ""
+    return head + f"{record['seconds']:.3f} s, {rate:.2f} GB/s{staged}"
 
 
-def markdown(records: list[Record]) -> str:
+def markdown(records: list[Record], suite: Suite) -> str:
     """Give the whole report."""
     runs = Runs(records)
     skipped = {record["case"]: record["reason"] for record in records if record["kind"] == "skipped"}
-    shown = [case for case in CASES if runs.names(case.name) or case.name in skipped]
+    shown = [case for case in suite.cases if runs.names(case.name) or case.name in skipped]
     names = {case.name for case in shown}
     parts = [
         _machine_text(next(record for record in records if record["kind"] == "machine")),
-        _verdict_table([bound for bound in BOUNDS if bound.case in names], runs, skipped),
-        *(_case_table(case, runs) for case in shown if case.name not in skipped),
+        _verdict_table([bound for bound in suite.bounds if bound.case in names], runs, skipped),
+        *(_case_table(case, runs, suite) for case in shown if case.name not in skipped),
         _notes(shown, runs),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def write_between_markers(readme: Path, text: str) -> None:
+def write_between_markers(readme: Path, text: str, markers: tuple[str, str]) -> None:
     """Replace what stands between the markers."""
+    begin, end = markers
     old = readme.read_text()
-    head, rest = old.split(BEGIN, 1)
-    _, tail = rest.split(END, 1)
-    readme.write_text(f"{head}{BEGIN}\n\n{text}\n{END}{tail}")
+    head, rest = old.split(begin, 1)
+    _, tail = rest.split(end, 1)
+    readme.write_text(f"{head}{begin}\n\n{text}\n{end}{tail}")
 
 
-def num_missed(records: list[Record]) -> int:
+def num_missed(records: list[Record], suite: Suite) -> int:
     """Count the bounds that are missed or have no figure."""
     runs = Runs(records)
     present = {record.get("case") for record in records}
-    rows = [_verdict_row(bound, runs, {}) for bound in BOUNDS if bound.case in present and bound.limit_text]
+    rows = [_verdict_row(bound, runs, {}) for bound in suite.bounds if bound.case in present and bound.limit_text]
     return sum(not row.endswith("| met |") for row in rows)
+
+
+def load_columns(case: Case) -> Columns:
+    """Give the columns of a case of loading."""
+    if any(entry.task.startswith("heartbeat") for entry in case.entries):
+        return beat_columns("loading")
+    if case.watch_memory:
+        return MEMORY_COLUMNS
+    return Columns(("load, s", "touch, s", "both, s", "min to max", "GB/s", "peak memory added, MB", "runs"), _load_row)
+
+
+def beat_columns(doing: str) -> Columns:
+    """Give the columns of a case that measures the loop's lag while `doing` something."""
+    return Columns(("baseline p50 / p99 / max, ms", f"{doing} p50 / p99 / max, ms", "beats", "runs"), _beat_row)
 
 
 def _machine_text(header: Record) -> str:
@@ -83,7 +98,7 @@ def _machine_text(header: Record) -> str:
     return (
         f"{header['date']}. {header['cpu']}, {header['num_cpus']} CPUs, {header['memory_bytes'] / 2**30:.0f} GiB, "
         f"Linux {header['kernel']}, {disk['filesystem']}, read-ahead {disk['read_ahead_kb']} KiB; Python "
-        f"{header['python']}; {packages}. Model file {header['size_bytes'] / 1e9:.1f} GB, "
+        f"{header['python']}; {packages}. Model {header['size_bytes'] / 1e9:.1f} GB, up to "
         f"{header['prime_bytes'] / 1e9:.1f} GB of memory touched and freed before each run."
     )
 
@@ -113,24 +128,16 @@ def _verdict_row(bound: Bound, runs: Runs, skipped: dict[str, str]) -> str:
     )
 
 
-def _case_table(case: Case, runs: Runs) -> str:
-    beats = any(entry.task.startswith("heartbeat") for entry in case.entries)
-    if beats:
-        head = ["Contestant", "baseline p50 / p99 / max, ms", "loading p50 / p99 / max, ms", "beats", "runs"]
-        row = _beat_row
-    elif case.watch_memory:
-        head = ["Contestant", "seconds", "held at the peak, MB", "with page cache, MB", "limit, MB", "runs"]
-        row = _memory_row
-    else:
-        head = ["Contestant", "load, s", "touch, s", "both, s", "min to max", "GB/s", "peak memory added, MB", "runs"]
-        row = _load_row
+def _case_table(case: Case, runs: Runs, suite: Suite) -> str:
+    columns = suite.columns(case)
+    head = ["Contestant", *columns.head]
     lines = [f"**{case.name}**: {case.title}", "", _line(head), "|---" + "|--:" * (len(head) - 1) + "|"]
     for entry in case.entries:
         if runs.of(case.name, entry.name):
-            label = CONTESTANTS[entry.contestant].label + _variant(entry.name, entry.contestant)
+            label = suite.labels[entry.contestant] + _variant(entry.name, entry.contestant)
             failures = runs.failures(case.name, entry.name)
             try:
-                lines.append(_line([label, *row(case.name, entry.name, runs)]))
+                lines.append(_line([label, *columns.row(case.name, entry.name, runs)]))
             except NoFigure:
                 lines.append(_line([label, f"failed: {_cell(failures[0])}", *[""] * (len(head) - 2)]))
     return "\n".join(lines)
@@ -140,32 +147,36 @@ def _load_row(case: str, entry: str, runs: Runs) -> list[str]:
     both = plain(runs, case, entry, "seconds")
     data_bytes = runs.of(case, entry)[0]["data_bytes"]
     return [
-        _median(runs, case, entry, "load_seconds", 1, 3),
-        _median(runs, case, entry, "touch_seconds", 1, 3),
+        median_cell(runs, case, entry, "load_seconds", 1, 3),
+        median_cell(runs, case, entry, "touch_seconds", 1, 3),
         f"{both.value:.3f}",
         f"{both.low:.3f} to {both.high:.3f}",
         f"{data_bytes / both.value / 1e9:.2f}",
-        _median(runs, case, entry, "peak_rss_added_bytes", 1e-6, 0),
-        _count(runs, case, entry),
+        median_cell(runs, case, entry, "peak_rss_added_bytes", 1e-6, 0),
+        count_cell(runs, case, entry),
     ]
 
 
 def _beat_row(case: str, entry: str, runs: Runs) -> list[str]:
     cells = [
-        " / ".join(_median(runs, case, entry, f"{stretch}.{key}", 1e3, 1) for key in ("p50", "p99", "max"))
+        " / ".join(median_cell(runs, case, entry, f"{stretch}.{key}", 1e3, 1) for key in ("p50", "p99", "max"))
         for stretch in ("baseline", "lag")
     ]
-    return [*cells, f"{plain(runs, case, entry, 'lag.num_beats').low:.0f} or more", _count(runs, case, entry)]
+    return [*cells, f"{plain(runs, case, entry, 'lag.num_beats').low:.0f} or more", count_cell(runs, case, entry)]
 
 
 def _memory_row(case: str, entry: str, runs: Runs) -> list[str]:
     return [
-        _median(runs, case, entry, "seconds", 1, 3),
-        _median(runs, case, entry, "held_peak_bytes", 1e-6, 0),
-        _median(runs, case, entry, "group_peak_bytes", 1e-6, 0),
-        _median(runs, case, entry, "limit_bytes", 1e-6, 0),
-        _count(runs, case, entry),
+        median_cell(runs, case, entry, "seconds", 1, 3),
+        median_cell(runs, case, entry, "held_peak_bytes", 1e-6, 0),
+        median_cell(runs, case, entry, "group_peak_bytes", 1e-6, 0),
+        median_cell(runs, case, entry, "limit_bytes", 1e-6, 0),
+        count_cell(runs, case, entry),
     ]
+
+
+MEMORY_COLUMNS = Columns(("seconds", "held at the peak, MB", "with page cache, MB", "limit, MB", "runs"), _memory_row)
+"""The columns of a case that runs in memory groups."""
 
 
 def _notes(shown: list[Case], runs: Runs) -> str:
@@ -211,7 +222,8 @@ def _baseline_note(case: str, entry: str, runs: Runs) -> list[str]:
     return [f"{case}, {entry}: the baseline looks disturbed, p99 {base.value * 1e3:.1f} ms (usual {usual * 1e3:.0f})"]
 
 
-def _median(runs: Runs, case: str, entry: str, key: str, factor: float, digits: int) -> str:
+def median_cell(runs: Runs, case: str, entry: str, key: str, factor: float, digits: int) -> str:
+    """Give the median of a figure, empty where the runs that succeeded have none."""
     try:
         return f"{plain(runs, case, entry, key).value * factor:.{digits}f}"
     except NoFigure:
@@ -220,7 +232,8 @@ def _median(runs: Runs, case: str, entry: str, key: str, factor: float, digits: 
         raise
 
 
-def _count(runs: Runs, case: str, entry: str) -> str:
+def count_cell(runs: Runs, case: str, entry: str) -> str:
+    """Give the number of runs, and how many of them were good."""
     total, failed = len(runs.of(case, entry)), len(runs.failures(case, entry))
     return f"{total - failed} of {total}" if failed else str(total)
 

@@ -1,58 +1,24 @@
-"""Runs the cases: prepares each file's state, starts each contestant in a fresh process, collects the records."""
+"""Runs the cases of loading: makes the files and the places, hands each run to a process, checks what was read."""
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import resource
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from benchmarks import cgroups, files, machine, meters, pagecache
-from benchmarks.cases import LOOP_READ_AHEAD_KB, Case, Entry, make_layout
+from benchmarks.cases import LOOP_READ_AHEAD_KB, Case, make_layout
 from benchmarks.child import RunSpec
+from benchmarks.processes import Record, Settings, entries_of, interleaved, run_child, run_watched
 
-Record = dict[str, Any]
-
-_ROOT = Path(__file__).resolve().parent.parent
+_MODULE = "benchmarks.child"
 _FREE_BYTES_KEPT = 4_000_000_000
 _SMALL_PRIME_BYTES = 1_000_000_000
-
-
-@dataclass(slots=True)
-class Settings:
-    """What the command line decides."""
-
-    directory: Path
-    """Where the files are made."""
-
-    size_bytes: int
-    """Size of the model's file."""
-
-    prime_bytes: int
-    """Memory to touch and free before each run."""
-
-    rounds: int | None
-    """Rounds of every case, in place of the case's own number."""
-
-    quick: bool
-    """One round, without the entries that no bound needs."""
-
-    timeout_seconds: float = 180.0
-    """For one run."""
-
-    seed: int = 1
-    """Of the order inside the rounds."""
 
 
 @dataclass(slots=True)
@@ -120,38 +86,36 @@ def _run_case(
     capped: cgroups.Group | None,
     emit: Callable[[Record], None],
 ) -> None:
-    shuffle = random.Random(settings.seed)
     verified: set[str] = set()
-    rounds = settings.rounds or (1 if settings.quick else case.rounds)
-    entries = [entry for entry in case.entries if not (settings.quick and entry.name in case.not_quick)]
-    for entry in entries:
+    layout = pool.layout(case.layout)
+    for entry in entries_of(case, settings):
         pool.path(case.layout, entry.contestant, directory)
-    for number in range(rounds):
-        order = [entry for entry in entries if number < (entry.rounds or rounds)]
-        shuffle.shuffle(order)
-        for entry in order:
-            record: Record = {"kind": "run", "case": case.name, "entry": entry.name, "round": number}
-            path = pool.path(case.layout, entry.contestant, directory)
-            spec = RunSpec(
-                contestant=entry.contestant,
-                path=str(path),
-                task=entry.task,
-                busy=entry.busy,
-                state=case.state,
-                touch=case.touch,
-                verify=entry.name not in verified and case.layout != "sparse",
-                prime_bytes=_prime_bytes(settings, pool.layout(case.layout)),
-                join=(capped.procs,) if capped else (),
-                options=entry.options,
-            )
-            verified.add(entry.name)
-            layout = pool.layout(case.layout)
-            record |= {"data_bytes": layout.data_bytes}
-            record |= _run_watched(case, entry, layout, spec, settings)
-            _check(record, case, pool)
-            emit(record)
-            if case.layout == "model":
-                pagecache.evict(path)
+    for number, entry in interleaved(case, settings):
+        record: Record = {"kind": "run", "case": case.name, "entry": entry.name, "round": number}
+        path = pool.path(case.layout, entry.contestant, directory)
+        spec = RunSpec(
+            contestant=entry.contestant,
+            path=str(path),
+            task=entry.task,
+            busy=entry.busy,
+            state=case.state,
+            touch=case.touch,
+            verify=entry.name not in verified and case.layout != "sparse",
+            prime_bytes=_prime_bytes(settings, layout),
+            join=(capped.procs,) if capped else (),
+            options=entry.options,
+        )
+        verified.add(entry.name)
+        record |= {"data_bytes": layout.data_bytes}
+        if case.watch_memory:
+            limit_bytes = entry.limit_bytes(layout) if entry.limit_bytes else None
+            record |= run_watched(_MODULE, spec, settings.timeout_seconds, limit_bytes)
+        else:
+            record |= run_child(_MODULE, spec, settings.timeout_seconds)
+        _check(record, case, pool)
+        emit(record)
+        if case.layout == "model":
+            pagecache.evict(path)
 
 
 def _prime_bytes(settings: Settings, layout: files.Layout) -> int:
@@ -161,64 +125,12 @@ def _prime_bytes(settings: Settings, layout: files.Layout) -> int:
     return min(settings.prime_bytes, max(_SMALL_PRIME_BYTES, 3 * layout.data_bytes))
 
 
-def _run_watched(case: Case, entry: Entry, layout: files.Layout, spec: RunSpec, settings: Settings) -> Record:
-    """Run in a memory group where the case asks for it, its limit enforced where the entry has one."""
-    if not case.watch_memory:
-        return _run_child(spec, settings.timeout_seconds)
-    with cgroups.group("memory") as target:
-        limit = entry.limit_bytes(layout) if entry.limit_bytes else None
-        if limit:
-            cgroups.limit_memory(target, limit)
-        spec = replace(spec, join=(*spec.join, target.procs), verify=False)
-        with cgroups.MemoryWatch(target) as watch:
-            record = _run_child(spec, settings.timeout_seconds)
-        record["held_peak_bytes"] = watch.peak_bytes
-        record["group_peak_bytes"] = cgroups.peak_bytes(target)
-        record["limit_bytes"] = limit
-        if kills := cgroups.oom_kills(target):
-            record["error"] = f"killed by the kernel above {limit} bytes ({kills})"
-    return record
-
-
-def _run_child(spec: RunSpec, timeout_seconds: float) -> Record:
-    """Run one process; whatever becomes of it is a record."""
-    environment = os.environ | {"PYTHONPATH": str(_ROOT), "RUNAI_STREAMER_LOG_LEVEL": "ERROR"}
-    busy_before, own_before, started = machine.busy_cpu_seconds(), _child_cpu_seconds(), time.monotonic()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.child", spec.encode()],
-            capture_output=True,
-            text=True,
-            timeout=timeout_seconds,
-            cwd=_ROOT,
-            env=environment,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"no result after {timeout_seconds:.0f} s"}
-    wall = time.monotonic() - started
-    try:
-        record: Record = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        lines = done.stderr.strip().splitlines()
-        record = {"error": f"exit status {done.returncode}: {lines[-1] if lines else 'no output'}"}
-    others = machine.busy_cpu_seconds() - busy_before - (_child_cpu_seconds() - own_before)
-    record["other_cpus"] = max(0.0, others / wall)
-    record["process_seconds"] = wall
-    return record
-
-
 def _check(record: Record, case: Case, pool: FilePool) -> None:
     """Turn a wrong checksum into a failure."""
     expected = {"checksum": case.touch, "full_checksum": "full"}
     for key, mode in expected.items():
         if record.get(key) is not None and record[key] != pool.checksums.get((case.layout, mode)):
             record["error"] = f"wrong bytes: {key} {record[key]}"
-
-
-def _child_cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 @contextmanager

@@ -8,23 +8,30 @@ Names are imported when they are first used, so that `import stio` costs no torc
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from stio import sync as sync
     from stio.codec.header import TensorInfo as TensorInfo
+    from stio.device.sources import LazyTensor as LazyTensor
     from stio.errors import AmbiguousCheckpointError as AmbiguousCheckpointError
     from stio.errors import ChangedDuringReadError as ChangedDuringReadError
     from stio.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from stio.errors import ClosedError as ClosedError
+    from stio.errors import CommitUncertainError as CommitUncertainError
+    from stio.errors import ConcurrentSaveError as ConcurrentSaveError
     from stio.errors import DeviceError as DeviceError
     from stio.errors import DeviceMemoryError as DeviceMemoryError
     from stio.errors import FormatError as FormatError
     from stio.errors import IndexFormatError as IndexFormatError
+    from stio.errors import IntegrityError as IntegrityError
     from stio.errors import LimitError as LimitError
     from stio.errors import MismatchError as MismatchError
+    from stio.errors import NoSpaceError as NoSpaceError
+    from stio.errors import SaveInProgressError as SaveInProgressError
+    from stio.errors import SharedTensorsError as SharedTensorsError
     from stio.errors import SliceError as SliceError
     from stio.errors import StioError as StioError
     from stio.errors import StorageError as StorageError
@@ -37,11 +44,15 @@ if TYPE_CHECKING:
     from stio.events import Span as Span
     from stio.events import Trace as Trace
     from stio.into import LoadReport as LoadReport
+    from stio.pending import PendingSave as PendingSave
     from stio.reader import Checkpoint as Checkpoint
     from stio.reader import Stream as Stream
     from stio.reader import load as load
     from stio.reader import load_into as load_into
     from stio.reader import open as open
+    from stio.saving import SaveResult as SaveResult
+    from stio.writer import Saver as Saver
+    from stio.writer import save as save
 
 _HOMES = {
     "AmbiguousCheckpointError": "stio.errors",
@@ -49,15 +60,25 @@ _HOMES = {
     "Checkpoint": "stio.reader",
     "CheckpointNotFoundError": "stio.errors",
     "ClosedError": "stio.errors",
+    "CommitUncertainError": "stio.errors",
+    "ConcurrentSaveError": "stio.errors",
     "DeviceError": "stio.errors",
     "DeviceMemoryError": "stio.errors",
     "FormatError": "stio.errors",
     "IndexFormatError": "stio.errors",
+    "IntegrityError": "stio.errors",
+    "LazyTensor": "stio.device.sources",
     "LimitError": "stio.errors",
     "Limits": "stio.events",
     "LoadReport": "stio.into",
     "MismatchError": "stio.errors",
+    "NoSpaceError": "stio.errors",
+    "PendingSave": "stio.pending",
     "ProgressEvent": "stio.events",
+    "SaveInProgressError": "stio.errors",
+    "SaveResult": "stio.saving",
+    "Saver": "stio.writer",
+    "SharedTensorsError": "stio.errors",
     "SliceError": "stio.errors",
     "Span": "stio.events",
     "StioError": "stio.errors",
@@ -72,6 +93,7 @@ _HOMES = {
     "load": "stio.reader",
     "load_into": "stio.reader",
     "open": "stio.reader",
+    "save": "stio.writer",
 }
 
 __all__ = [  # noqa: PLE0604  # the table is the one list of names; a test compares it with the imports above
@@ -87,6 +109,8 @@ def _adopt(home: str) -> None:
     for name, place in _HOMES.items():
         if place == home:
             value = globals()[name] = getattr(module, name)
+            if vars(value).get("__annotations__"):  # they name what their own file imports, and not what is here
+                value.__annotations__ = get_type_hints(value, vars(module))
             value.__module__ = __name__
 
 

@@ -1,4 +1,4 @@
-"""The command line: `stio inspect PATH`.
+"""The command line: `stio inspect PATH` and `stio verify PATH`.
 
 Imports no torch, so that an answer is there at once. A terminal gets a drawn table; a pipe gets plain columns,
 whole names and no colours. Names and metadata come out of files that nobody vouches for: control characters are
@@ -26,6 +26,7 @@ from stio import __version__
 from stio.codec.header import TensorInfo
 from stio.engine.opened import OpenCheckpoint, OpenOptions, open_checkpoint
 from stio.errors import StioError, printable
+from stio.verification import Report, examine
 
 __all__ = ["main"]
 
@@ -76,6 +77,65 @@ def inspect(path: str, pattern: str | None, as_json: bool) -> None:
         _draw(listing, console)
     else:
         click.echo("\n".join(_plain(listing)))
+
+
+@main.command()
+@click.argument("path")
+@click.option("--hash-required", is_flag=True, help="Fail where no manifest holds hashes to compare with.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+def verify(path: str, hash_required: bool, as_json: bool) -> None:
+    """Look for damage: headers, index, holes, and hashes where a manifest holds them.
+
+    PATH is a .safetensors file, a directory that holds a checkpoint, or its index. Files are read whole where there
+    is a manifest; otherwise headers only, and tensors of dtype BOOL.
+    """
+    try:
+        report = examine(path, hash_required=hash_required)
+    except ImportError as error:  # the package that made the hashes
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(_report_as_json(report), indent=2))
+    else:
+        click.echo("\n".join(_report_lines(report)))
+    if not report.ok:
+        sys.exit(1)
+
+
+def _report_lines(report: Report) -> Iterator[str]:
+    """Yield a line for each file, then one for each warning, then the verdict."""
+    for file in report.files:
+        if file.problem is not None:
+            yield f"{_line(file.name)}: {_line(file.problem)}"
+            continue
+        hashed = "not compared with a hash" if report.algorithm is None else f"{report.algorithm} as in the manifest"
+        size = f"{_count(file.num_tensors, 'tensor')}, {_size(file.nbytes)}"
+        yield f"{_line(file.name)}: header and sizes fit, {hashed} ({size})"
+    for warning in report.warnings:
+        yield f"warning: {_line(warning)}"
+    if report.algorithm is None:
+        yield "no manifest: nothing says what the bytes should be"
+    wrong = sum(file.problem is not None for file in report.files)
+    verdict = "ok" if report.ok else f"{wrong} of {_count(len(report.files), 'file')} wrong"
+    yield f"{_line(report.path)}: {verdict}"
+
+
+def _report_as_json(report: Report) -> dict[str, object]:
+    return {
+        "path": report.path,
+        "ok": report.ok,
+        "algorithm": report.algorithm,
+        "files": [
+            {
+                "name": file.name,
+                "file_bytes": file.nbytes,
+                "num_tensors": file.num_tensors,
+                "ok": file.problem is None,
+                "problem": file.problem,
+            }
+            for file in report.files
+        ],
+        "warnings": list(report.warnings),
+    }
 
 
 @dataclass(frozen=True, slots=True)

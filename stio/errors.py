@@ -13,8 +13,14 @@
     ├── MismatchError (ValueError)           a module and a checkpoint do not fit each other
     ├── UnsupportedDtypeError (TypeError)    a dtype that torch (or this torch) has no type for
     ├── ClosedError (RuntimeError)           the checkpoint or stream was closed
-    ├── StorageError (OSError)               the operating system refused a read; carries errno
-    │   └── ChangedDuringReadError           the file is another one than the one that was planned
+    ├── IntegrityError (ValueError)          the bytes are not those that the manifest promises
+    ├── SharedTensorsError (RuntimeError)    tensors to be saved share memory, and shared="error"
+    ├── SaveInProgressError (RuntimeError)   a saver has as many saves under way as it may
+    ├── ConcurrentSaveError (RuntimeError)   another save changed the destination meanwhile
+    ├── StorageError (OSError)               the operating system refused; carries errno
+    │   ├── ChangedDuringReadError           the file is another one than the one that was planned
+    │   ├── NoSpaceError                     no room at the destination; carries needed and free bytes
+    │   └── CommitUncertainError             the new checkpoint is in place, but perhaps not durable
     └── DeviceError (RuntimeError)           the device refused an allocation or a copy
         └── DeviceMemoryError                out of memory there; carries needed and free bytes
 
@@ -31,12 +37,18 @@ __all__ = [
     "ChangedDuringReadError",
     "CheckpointNotFoundError",
     "ClosedError",
+    "CommitUncertainError",
+    "ConcurrentSaveError",
     "DeviceError",
     "DeviceMemoryError",
     "FormatError",
     "IndexFormatError",
+    "IntegrityError",
     "LimitError",
     "MismatchError",
+    "NoSpaceError",
+    "SaveInProgressError",
+    "SharedTensorsError",
     "SliceError",
     "StioError",
     "StorageError",
@@ -167,6 +179,38 @@ class StorageError(StioError, OSError):
 
 class ChangedDuringReadError(StorageError):
     """The file was rewritten or replaced between planning and the end of the read."""
+
+
+class NoSpaceError(StorageError):
+    """There is no room for the checkpoint; `needed_bytes` and `free_bytes` say how much there would have to be."""
+
+    def __init__(
+        self, message: str, *, needed_bytes: int | None = None, free_bytes: int | None = None, **fields: Any
+    ) -> None:
+        super().__init__(message, **fields)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        self._details |= {"needed_bytes": needed_bytes, "free_bytes": free_bytes}
+
+
+class CommitUncertainError(StorageError):
+    """The new checkpoint was put in place, but the system did not confirm that it survives a power cut."""
+
+
+class IntegrityError(StioError, ValueError):
+    """The bytes of a file are not those that the checkpoint's manifest promises."""
+
+
+class SharedTensorsError(StioError, RuntimeError):
+    """Tensors that are to be saved share memory, and the caller wanted an error for that."""
+
+
+class SaveInProgressError(StioError, RuntimeError):
+    """A saver has as many saves under way as it may."""
+
+
+class ConcurrentSaveError(StioError, RuntimeError):
+    """Another save changed the destination while this one was under way; this one was rolled back."""
 
 
 class DeviceError(StioError, RuntimeError):

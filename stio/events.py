@@ -56,7 +56,8 @@ class Span:
     """One piece of work on one lane, times in seconds since the trace began."""
 
     name: str
-    """What was done: `open`, `read`, `populate`, `copy`, `tensors`, `wait`, `consume`."""
+    """What was done: `open`, `verify`, `read`, `populate`, `copy`, `tensors`, `wait`, `consume` by loads; `plan`,
+    `begin`, `stage`, `hash`, `write`, `sync`, `commit` by saves."""
     lane: str
     """The thread or device queue that did it."""
     start: float

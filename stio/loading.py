@@ -17,11 +17,12 @@ from stio.engine.runtime import Operation
 from stio.engine.switching import switch_interval as shortened
 from stio.errors import TensorNotFoundError
 from stio.events import traced
+from stio.integrity import verify_files
 from stio.into import Into, LoadReport
 from stio.plan.read import Group, Names
-from stio.settings import Settings, SourceLike
+from stio.settings import DEFAULT_BUDGET_BYTES, Settings, SourceLike
 
-__all__ = ["IntoLoad", "carry_out_stream", "collect", "start_load"]
+__all__ = ["IntoLoad", "carry_out_stream", "collect", "start_load", "verify"]
 
 
 class _Wish:
@@ -104,6 +105,13 @@ def _by_target(options: LoadOptions, opened: OpenCheckpoint) -> LoadOptions:
     return replace(options, slices=slices)
 
 
+def verify(opened: OpenCheckpoint, settings: Settings, operation: Operation[Any]) -> None:
+    """Compare the files with their manifest, if the settings ask for that; until then no tensor leaves them."""
+    if settings.verify:
+        with traced(settings.trace, "verify"):
+            verify_files(opened, check=operation.check, budget_bytes=settings.budget_bytes or DEFAULT_BUDGET_BYTES)
+
+
 def start_load(
     source: SourceLike, settings: Settings, names: Names | None, slices: Mapping[str, object] | None
 ) -> Operation[Callable[[], dict[str, torch.Tensor]]]:
@@ -115,6 +123,7 @@ def start_load(
             with traced(settings.trace, "open"):
                 opened = open_checkpoint(source, settings.open_options(), check=operation.check)
             try:
+                verify(opened, settings, operation)
                 return collect(operation, opened, names, options)
             finally:
                 opened.close()
@@ -155,6 +164,8 @@ class IntoLoad:
         infos = {name: header.info(name) for header in opened.headers for name in header.names}
         names, report = self.into.match(infos, opened.aliases, strict=self._settings.strict, path=opened.path)
         settings = self._settings
+        if opened is not self._source:  # an open checkpoint was verified when it was opened
+            verify(opened, settings, operation)
         if not self.into.assigns:
             settings = replace(settings, device=str(self.into.device))  # the copies stay on one device
         options = settings.load_options()

@@ -43,6 +43,7 @@ async def load(
         on their own: nothing stays open.
 
     Raises:
+        IntegrityError: With `verify=True`: a file is not what the checkpoint's manifest says, or there is none.
         StioError: See `stio.errors`. Whatever is raised, a cancel included, no thread reads into memory any more.
     """
     settings = Settings(**keywords)
@@ -85,7 +86,10 @@ async def _place(load: IntoLoad) -> LoadReport:
 
 
 def open(source: SourceLike, **keywords: Unpack[Keywords]) -> Checkpoint:
-    """Return a checkpoint to be opened by `async with`; see `load` for what `source` takes."""
+    """Return a checkpoint to be opened by `async with`; see `load` for what `source` takes.
+
+    With `verify=True` all its files are hashed on entering the block, which raises as `load` does.
+    """
     return Checkpoint(source, Settings(**keywords))
 
 

@@ -18,7 +18,7 @@ from stio.engine.opened import OpenCheckpoint, open_checkpoint
 from stio.engine.runtime import Operation
 from stio.engine.switching import switch_interval as shortened
 from stio.errors import ClosedError
-from stio.loading import IntoLoad, carry_out_stream, collect
+from stio.loading import IntoLoad, carry_out_stream, collect, verify
 from stio.plan.read import Names
 from stio.settings import Settings, SourceLike
 
@@ -82,7 +82,13 @@ class CheckpointBase:
         options = self._settings.open_options()
 
         def body(operation: Operation[Any]) -> OpenCheckpoint:
-            return open_checkpoint(self._source, options, check=operation.check)
+            opened = open_checkpoint(self._source, options, check=operation.check)
+            try:
+                verify(opened, self._settings, operation)
+            except BaseException:
+                opened.close()
+                raise
+            return opened
 
         if self._opened is not None:
             raise RuntimeError("the checkpoint is open already")

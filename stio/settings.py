@@ -37,6 +37,7 @@ class Keywords(TypedDict, total=False):
     budget_bytes: int | None
     strict: bool
     limits: Limits | None
+    verify: bool
     follow_symlinks: bool
     progress: Progress
     trace: Trace | None
@@ -59,6 +60,8 @@ class Settings:
     """Index and shards, or module and checkpoint, must agree to the name."""
     limits: Limits | None = None
     """Bounds on what a file may ask for."""
+    verify: bool = False
+    """Compare every file with the checkpoint's manifest before anything is handed out."""
     follow_symlinks: bool = False
     """Let shards be links out of the checkpoint."""
     progress: Progress = None
@@ -74,6 +77,8 @@ class Settings:
             raise ValueError(f"switch_interval must be positive, not {self.switch_interval}")
         if self.memory not in _MEMORY:
             raise ValueError(f"memory= takes one of {', '.join(map(repr, _MEMORY))}, not {self.memory!r}")
+        if not isinstance(self.verify, bool):
+            raise TypeError(f"verify= takes True or False, not {self.verify!r}")
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype= takes a torch.dtype, not {self.dtype!r}")
         if self.budget_bytes is not None and not isinstance(self.budget_bytes, int):
@@ -83,7 +88,12 @@ class Settings:
 
     def open_options(self) -> OpenOptions:
         """Return what concerns opening."""
-        return OpenOptions(limits=self.limits or Limits(), strict=self.strict, follow_symlinks=self.follow_symlinks)
+        return OpenOptions(
+            limits=self.limits or Limits(),
+            strict=self.strict,
+            follow_symlinks=self.follow_symlinks,
+            with_manifest=self.verify,
+        )
 
     def load_options(self, slices: Mapping[str, object] | None = None) -> LoadOptions:
         """Return what concerns loading, the device resolved (which may start its runtime: on a thread)."""

@@ -18,13 +18,17 @@ from typing import Self, Unpack
 import torch
 from torch import nn
 
+from stio.engine.pool import Pool
 from stio.into import LoadReport
 from stio.loading import IntoLoad, start_load
+from stio.pending import PendingSave
 from stio.plan.read import Names
+from stio.saver import SaverBase
+from stio.saving import DestinationLike, SaveKeywords, SaveResult, SaveSettings, TensorsLike
 from stio.session import CheckpointBase, StreamBase
-from stio.settings import Keywords, Settings, SourceLike
+from stio.settings import DEFAULT_BUDGET_BYTES, Keywords, Settings, SourceLike
 
-__all__ = ["Checkpoint", "Stream", "load", "load_into", "open"]
+__all__ = ["Checkpoint", "Saver", "Stream", "load", "load_into", "open", "save"]
 
 _warned = False
 
@@ -139,6 +143,79 @@ class Stream(StreamBase, Iterator[tuple[str, torch.Tensor]]):
         """End the reading, and wait until nothing of it is left. Idempotent."""
         self._end()
         self._feed.close()
+
+
+def save(
+    tensors: TensorsLike,
+    destination: DestinationLike,
+    *,
+    budget_bytes: int | None = None,
+    **keywords: Unpack[SaveKeywords],
+) -> SaveResult:
+    """Save a checkpoint; see `stio.save`. A KeyboardInterrupt rolls it back before it comes out."""
+    _warn_under_a_loop()
+    return PendingSave(
+        tensors,
+        destination,
+        SaveSettings(**keywords),
+        pool=Pool(budget_bytes or DEFAULT_BUDGET_BYTES),
+        stage_first=False,
+    ).complete_blocking()
+
+
+class Saver(SaverBase):
+    """Saves that cost the caller the snapshot alone; the blocking twin of `stio.Saver`."""
+
+    def save(self, tensors: TensorsLike, destination: DestinationLike, **keywords: Unpack[SaveKeywords]) -> PendingSave:
+        """Begin a save; return once its snapshot is complete. See `stio.Saver.save`."""
+        while (pending := self._submit(tensors, destination, keywords)) is None:
+            if (oldest := self._oldest()) is not None:
+                oldest.join()
+        pending.wait_staged_blocking()
+        return pending
+
+    def close(self) -> None:
+        """Wait for what is under way; raise what failed and nobody was told of. Idempotent.
+
+        A KeyboardInterrupt meanwhile rolls back what is left.
+        """
+        try:
+            self._drain()
+        finally:
+            failed = self._finish()
+        if failed is not None:
+            raise failed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            if isinstance(error, Exception | SystemExit):
+                self._drain()
+            else:
+                self._roll_back()
+        finally:
+            self._finish()  # the exception at hand goes first; failures were logged
+
+    def _drain(self) -> None:
+        try:
+            while (oldest := self._oldest()) is not None:
+                oldest.join()
+        except BaseException:
+            self._roll_back()
+            raise
+
+    def _roll_back(self) -> None:
+        for pending in self.pending:
+            pending.cancel()
+        for pending in self.pending:
+            pending.close()
 
 
 def _warn_under_a_loop() -> None:

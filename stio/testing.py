@@ -1,7 +1,8 @@
 """For tests of storages, devices and of code that uses stio: one contract, and fakes that misbehave on request.
 
 A storage's test class subclasses `SourceContract`. `MemoryRoot` and `FaultyRoot` stand where a path stands
-(`stio.load(FaultyRoot(...))`), `FakeDevice` stands for a device (`device=FakeDevice()`). Needs pytest.
+(`stio.load(FaultyRoot(...))`), so does `MemoryDestination` (`stio.save(tensors, MemoryDestination())`), `FakeDevice`
+stands for a device (`device=FakeDevice()`). Needs pytest.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ from stio.device.tensors import FORMAT_DTYPES
 from stio.errors import ChangedDuringReadError, TruncatedError
 from stio.storage.base import Source
 from stio.storage.faulty import FaultyRoot, MemoryRoot, Read
+from stio.storage.memory_destination import MemoryDestination, Write
 
 __all__ = [
     "POISON",
     "FakeDevice",
     "FaultyRoot",
+    "MemoryDestination",
     "MemoryRoot",
     "Read",
     "SourceContract",
+    "Write",
     "checkpoint_bytes",
     "checkpoint_files",
     "write_checkpoint",

@@ -19,7 +19,8 @@ PARENTS = {
     "UnsafePathError": ValueError, "CheckpointNotFoundError": FileNotFoundError, "AmbiguousCheckpointError": ValueError,
     "TensorNotFoundError": KeyError, "SliceError": IndexError, "MismatchError": ValueError,
     "UnsupportedDtypeError": TypeError, "ClosedError": RuntimeError, "StorageError": OSError,
-    "ChangedDuringReadError": OSError, "DeviceError": RuntimeError, "DeviceMemoryError": RuntimeError,
+    "ChangedDuringReadError": OSError, "NoSpaceError": OSError, "CommitUncertainError": OSError, "IntegrityError": ValueError,
+    "SharedTensorsError": RuntimeError, "SaveInProgressError": RuntimeError, "ConcurrentSaveError": RuntimeError, "DeviceError": RuntimeError, "DeviceMemoryError": RuntimeError,
 }  # fmt: skip
 
 
@@ -27,7 +28,7 @@ def make(cls):
     fields = {"path": "/a/b", "offset": 4096, "expected": (1, "x"), "found": None}
     if issubclass(cls, errors.StorageError):
         fields["errno"] = errno.EIO
-    if issubclass(cls, errors.DeviceMemoryError):
+    if issubclass(cls, errors.DeviceMemoryError | errors.NoSpaceError):
         fields |= {"needed_bytes": 10, "free_bytes": 3}
     return cls("it went wrong", **fields), fields
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import stio
+from stio.saving import SaveKeywords
 from stio.settings import Keywords
 
 ROOT = Path(__file__).parents[1]
@@ -54,10 +55,11 @@ def test_readme_code_runs(number: int, model: Path, monkeypatch: pytest.MonkeyPa
 
 def test_readme_shows_the_whole_face() -> None:
     face = README.split("## The public face")[1].split("\n## ")[0]
-    names, keywords = face.split("Keywords of")
+    names, loads, saves = re.split(r"Keywords of|What `save`", face)
     shown = set(re.findall(r"`(\w+)`", names))
     assert shown == set(stio.__all__) - {"__version__"}
-    assert set(re.findall(r"^\| `(\w+)` \|", keywords, re.MULTILINE)) == set(Keywords.__annotations__)
+    for table, keywords in ((loads, Keywords), (saves, SaveKeywords)):
+        assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(keywords.__annotations__)
 
 
 def test_readme_commands_exist() -> None:

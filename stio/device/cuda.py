@@ -20,7 +20,7 @@ from stio.device.base import Event
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.memory import Region
 
-__all__ = ["TorchAccelerator"]
+__all__ = ["TorchAccelerator", "bytes_of"]
 
 logger = logging.getLogger("stio")
 
@@ -84,7 +84,7 @@ class TorchAccelerator:
         Raises:
             DeviceError: The device refused; what had been queued before that has ended.
         """
-        sources = [_bytes_of(region) for _, region in pairs]
+        sources = [bytes_of(region) for _, region in pairs]
         try:
             with self._module.stream(self._stream):
                 if pairs:
@@ -138,7 +138,7 @@ class TorchAccelerator:
             return None
 
 
-def _bytes_of(region: Region) -> torch.Tensor:
+def bytes_of(region: Region) -> torch.Tensor:
     """Return a region as a 1-D uint8 tensor, pinned if its memory is."""
     if isinstance(region.owner, torch.Tensor):
         start = region.address - region.owner.data_ptr()

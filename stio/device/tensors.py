@@ -13,7 +13,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,16 @@ from stio.codec.slicing import Selection
 from stio.errors import UnsupportedDtypeError, printable
 from stio.memory import Region
 
-__all__ = ["FORMAT_DTYPES", "TORCH_DTYPES", "finish", "require_dtypes", "tensors_in", "torch_shape", "typed"]
+__all__ = [
+    "FORMAT_DTYPES",
+    "TORCH_DTYPES",
+    "collection_paused",
+    "finish",
+    "require_dtypes",
+    "tensors_in",
+    "torch_shape",
+    "typed",
+]
 
 # DLPack's DLDataTypeCode (dlpack.h 1.1).
 _INT, _UINT, _FLOAT, _BFLOAT, _COMPLEX, _BOOL = 0, 1, 2, 4, 5, 6
@@ -168,7 +177,7 @@ def tensors_in(
     Returns:
         The tensors by name, each with a storage of exactly its bytes.
     """
-    with _collection_paused() if len(names) > _MANY_TENSORS else nullcontext():
+    with collection_paused(len(names)):
         return _make(region, names, dtypes, shapes, offsets)
 
 
@@ -177,13 +186,17 @@ _pausing = threading.Lock()
 _pauses = 0
 
 
-@contextmanager
-def _collection_paused() -> Iterator[None]:
-    """Keep the garbage collector out while thousands of objects are made that are no garbage.
+def collection_paused(num_tensors: int) -> AbstractContextManager[None]:
+    """Keep the garbage collector out while objects are made for many tensors, that are no garbage.
 
     Beside torch's own objects a full collection holds the GIL for 50 to 200 ms, and making 100,000 tensors sets off
     two or three. The setting is the process's, so pauses are counted; who disabled collection finds it disabled.
     """
+    return _paused() if num_tensors > _MANY_TENSORS else nullcontext()
+
+
+@contextmanager
+def _paused() -> Iterator[None]:
     global _pauses
     with _pausing:
         if not _pauses and not gc.isenabled():

@@ -8,8 +8,6 @@ run ends when no worker touches a buffer any more.
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +16,7 @@ from typing import Protocol
 
 from stio.device.base import Landed
 from stio.engine.budget import Budget
-from stio.engine.runtime import Cancelled, start_thread
+from stio.engine.runtime import Cancelled, be_nice, start_thread
 from stio.events import ProgressEvent, Trace
 from stio.plan.read import Block, Group, ReadPlan
 
@@ -141,7 +139,7 @@ class LoadRun:
         return self._stopped
 
     def _work(self) -> None:
-        _be_nice()
+        be_nice()
         try:
             while (block := self._take()) is not None:
                 self._bring(block)
@@ -212,16 +210,3 @@ class LoadRun:
                     seconds=perf_counter() - self._started,
                 )
             )
-
-
-NICENESS = 5
-"""Added to the readers' priority: a loop's thread that wants its turn gets it first."""
-
-
-def _be_nice() -> None:
-    """Lower the calling thread's priority (Linux: a thread's own; it ends with its operation)."""
-    if sys.platform == "linux":
-        try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
-        except OSError:
-            pass  # a sandbox forbids it: a matter of latency only

@@ -10,11 +10,13 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from stio.codec.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
 from stio.codec.index import ShardIndex, check_against_shards, parse_index
+from stio.codec.sharding import ALIASES_KEY, MANIFEST_SUFFIX
 from stio.engine.lanes import blocking, open_directory, open_file
 from stio.errors import (
     AmbiguousCheckpointError,
@@ -28,19 +30,27 @@ from stio.events import Limits
 from stio.memory import allocate
 from stio.storage.base import AsyncRoot, Root, Source
 
-__all__ = ["ALIASES_KEY", "INDEX_NAME", "OpenCheckpoint", "OpenOptions", "open_checkpoint"]
+__all__ = [
+    "INDEX_NAME",
+    "MAX_MANIFEST_BYTES",
+    "ManifestText",
+    "OpenCheckpoint",
+    "OpenOptions",
+    "open_checkpoint",
+]
 
 logger = logging.getLogger("stio")
-
-ALIASES_KEY = "stio.aliases"
-"""Metadata key of stio's own: JSON object of names that share another tensor's data."""
 
 INDEX_NAME = "model.safetensors.index.json"
 """The index that a directory is looked through for first."""
 
+MAX_MANIFEST_BYTES = 64 << 20
+"""Longest manifest: about 500,000 files; real ones name a few hundred."""
+
 _SUFFIX = ".safetensors"
-_FIRST_READ_BYTES = 1 << 20
-"""Holds the headers of about 10,000 tensors: one read, and one return to Python, less."""
+_INDEX_SUFFIX = ".index.json"
+_FIRST_READ_BYTES = 128 << 10
+"""Holds the headers of about 1,000 tensors: one read less. More would cost more than that: fresh memory is slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +63,20 @@ class OpenOptions:
     """Tensors that the index does not name are an error, else a warning."""
     follow_symlinks: bool = False
     """Let shards be links out of the checkpoint's root."""
+    with_manifest: bool = False
+    """Read the manifest beside the checkpoint too (`stio.manifest` parses it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestText:
+    """The manifest beside a checkpoint, not parsed yet."""
+
+    path: str
+    """Where it stands, or would stand."""
+    texts: tuple[bytes, ...]
+    """What stood in it before the files were opened, and after that if it was something else; empty: there is none."""
+    names: tuple[str, ...]
+    """What each of the checkpoint's files is called in it."""
 
 
 @dataclass(slots=True)
@@ -69,6 +93,8 @@ class OpenCheckpoint:
     """Text metadata of the shards, and of the index above it."""
     aliases: Mapping[str, str]
     """Names that are another tensor's, to that tensor's name."""
+    manifest: ManifestText | None = None
+    """What stands beside it, if the options asked for that."""
 
     def header_of(self, name: str) -> Header:
         """Return the header that holds a tensor.
@@ -114,14 +140,14 @@ def open_checkpoint(
     if isinstance(source, Root | AsyncRoot):
         return _open_root(blocking(source), None, options, check)
     path = os.fsdecode(source)
-    if path.endswith(".index.json"):
+    if path.endswith(_INDEX_SUFFIX):
         with open_directory(os.path.dirname(path) or ".", follow_symlinks=options.follow_symlinks) as root:
             return _open_root(root, os.path.basename(path), options, check)
     if not path.endswith(_SUFFIX) and os.path.isdir(path):
         with open_directory(path, follow_symlinks=options.follow_symlinks) as root:
             return _open_root(root, None, options, check)
     try:
-        return _open_shards(path, {os.path.basename(path): lambda: open_file(path)}, None, options, check)
+        return _open_single(path, options, check)
     except StorageError:
         if not os.path.isdir(path):
             raise
@@ -129,24 +155,99 @@ def open_checkpoint(
         return _open_root(root, None, options, check)
 
 
+def _open_single(path: str, options: OpenOptions, check: Callable[[], None]) -> OpenCheckpoint:
+    """Open one file that the caller named."""
+
+    def open_all() -> OpenCheckpoint:
+        return _open_shards(path, {os.path.basename(path): lambda: open_file(path)}, None, options, check)
+
+    if not options.with_manifest:
+        return open_all()
+    # A save follows a link to its target and leaves the manifest beside that, under the target's name.
+    beside = os.path.islink(path) and not os.path.lexists(path + MANIFEST_SUFFIX)
+    folder, name = os.path.split(os.path.realpath(path) if beside else path)
+    with open_directory(folder or ".", follow_symlinks=options.follow_symlinks) as root:
+        opened = _with_manifest(root, name, options, open_all)
+    if opened.manifest is not None:
+        opened.manifest = replace(opened.manifest, names=(name,))
+    return opened
+
+
+def _with_manifest(
+    root: Root, stem: str, options: OpenOptions, open_all: Callable[[], OpenCheckpoint]
+) -> OpenCheckpoint:
+    """Open a checkpoint, and read its manifest where that is wanted.
+
+    It is read before and after: a save that commits meanwhile changes both it and the files, and whatever was opened
+    is spoken of by one of the two texts.
+    """
+    if not options.with_manifest:
+        return open_all()
+    name = stem + MANIFEST_SUFFIX
+    before = _read_manifest(root, name)
+    opened = open_all()
+    try:
+        texts = dict.fromkeys(text for text in (before, _read_manifest(root, name)) if text is not None)
+    except BaseException:
+        opened.close()
+        raise
+    names = tuple(header.shard for header in opened.headers)
+    opened.manifest = ManifestText(os.path.join(root.path, name), tuple(texts), names)
+    return opened
+
+
+def _read_manifest(root: Root, name: str) -> bytes | None:
+    try:
+        file = root.open(name)
+    except CheckpointNotFoundError:
+        return None
+    try:
+        nbytes = file.identity.nbytes
+        if nbytes > MAX_MANIFEST_BYTES:
+            raise LimitError(
+                "the manifest is too long", path=file.path, expected=f"at most {MAX_MANIFEST_BYTES} bytes", found=nbytes
+            )
+        return _read(file, 0, nbytes)
+    finally:
+        file.close()
+
+
 def _open_root(root: Root, index_name: str | None, options: OpenOptions, check: Callable[[], None]) -> OpenCheckpoint:
+    """Open what a directory holds; if a save replaced it between the look and the opening, open the new one."""
     named = index_name is not None  # the caller named the index itself: it may be a link to anywhere
-    index_name, single = (index_name, "") if index_name else _choose(root)
-    if index_name is None:
-        return _open_shards(root.path, {single: lambda: root.open(single)}, None, options, check)
-    path = os.path.join(root.path, index_name)
-    file = root.open(index_name, trusted=named)
+    looked: list[object] = []
+    while True:
+        check()
+        index_file, single = (index_name, "") if index_name else _choose(root)
+        text = _read_index(root, index_file, named, options) if index_file else b""
+        try:
+            index, names, stem = None, [single], single
+            if index_file is not None:
+                index = parse_index(text, path=os.path.join(root.path, index_file), limits=options.limits)
+                names, stem = list(index.shards), index_file.removesuffix(_INDEX_SUFFIX)
+            openers = {name: partial(root.open, name) for name in names}
+            return _with_manifest(root, stem, options, partial(_open_shards, root.path, openers, index, options, check))
+        except CheckpointNotFoundError:
+            # Old shards go when the new index is in place. If index and listing say what they said, it is missing.
+            if looked == [index_file, single, text]:
+                raise
+            looked = [index_file, single, text]
+
+
+def _read_index(root: Root, name: str, named: bool, options: OpenOptions) -> bytes:
+    file = root.open(name, trusted=named)
     try:
         nbytes = file.identity.nbytes
         if nbytes > options.limits.header_bytes:
             raise LimitError(
-                "the index is larger than the limit", path=path, expected=options.limits.header_bytes, found=nbytes
+                "the index is larger than the limit",
+                path=file.path,
+                expected=options.limits.header_bytes,
+                found=nbytes,
             )
-        index = parse_index(_read(file, 0, nbytes), path=path, limits=options.limits)
+        return _read(file, 0, nbytes)
     finally:
         file.close()
-    openers = {name: (lambda name=name: root.open(name)) for name in index.shards}
-    return _open_shards(root.path, openers, index, options, check)
 
 
 def _choose(root: Root) -> tuple[str | None, str]:
@@ -154,7 +255,7 @@ def _choose(root: Root) -> tuple[str | None, str]:
     names = root.listdir()
     if INDEX_NAME in names:
         return INDEX_NAME, ""
-    indices = [name for name in names if name.endswith(_SUFFIX + ".index.json")]
+    indices = [name for name in names if name.endswith(_SUFFIX + _INDEX_SUFFIX)]
     files = [name for name in names if name.endswith(_SUFFIX)]
     if len(indices) == 1:
         return indices[0], ""

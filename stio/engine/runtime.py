@@ -14,6 +14,7 @@ import atexit
 import inspect
 import logging
 import os
+import sys
 import threading
 import time
 import traceback
@@ -27,7 +28,7 @@ from stio.engine.bell import Bell
 from stio.errors import ClosedError
 from stio.events import set_lane
 
-__all__ = ["Cancelled", "Operation", "start_thread"]
+__all__ = ["Cancelled", "Operation", "be_nice", "start_thread"]
 
 T = TypeVar("T")
 logger = logging.getLogger("stio")
@@ -36,6 +37,10 @@ _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 
 EXIT_PATIENCE_SECONDS = 10.0
 """How long the interpreter's exit waits for operations to give their buffers back."""
+
+
+NICENESS = 5
+"""Added to the readers' priority: a loop's thread that wants its turn gets it first."""
 
 
 class Cancelled(BaseException):
@@ -60,6 +65,15 @@ def start_thread(run: Callable[[], object], *, name: str) -> None:
     _thread.start_new_thread(body, ())
 
 
+def be_nice() -> None:
+    """Lower the calling thread's priority (Linux: a thread's own; it ends with its operation)."""
+    if sys.platform == "linux":
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+        except OSError:
+            pass  # a sandbox forbids it: a matter of latency only
+
+
 class Operation(Generic[T]):
     """One piece of work on a thread of its own.
 
@@ -69,6 +83,7 @@ class Operation(Generic[T]):
         name: Name of the thread, a lane of traces.
         bell: Rung when the body has ended, for those who wait for other things of it too.
         discard: Called with a value that nobody will take, the operation having been cancelled meanwhile.
+        exit_patience: Seconds that the interpreter's exit waits for its end before it is cancelled.
     """
 
     def __init__(
@@ -78,13 +93,17 @@ class Operation(Generic[T]):
         name: str,
         bell: Bell | None = None,
         discard: Callable[[T], object] = lambda _: None,
+        exit_patience: float = 0.0,
     ) -> None:
         self._body = body
         self._name = name
         self._lock = threading.RLock()  # a finalizer may cancel while its own thread is inside
         self._stops: list[Callable[[], None]] = []
         self._discard = discard
+        self.exit_patience = exit_patience
+        """See above."""
         self._started = False
+        self._settled = False
         self._done = False
         self._taken = False
         self._value: T | None = None
@@ -108,6 +127,8 @@ class Operation(Generic[T]):
     def cancel(self) -> None:
         """Ask the body to end. Never blocks; callable from any thread, a finalizer included. Idempotent."""
         with self._lock:
+            if self._settled:
+                return
             self.cancelled = True
             stops, self._stops = self._stops, []
             late = self._done and not self._taken
@@ -128,6 +149,12 @@ class Operation(Generic[T]):
         """Raise `Cancelled` if the operation was cancelled (for bodies, between steps)."""
         if self.cancelled:
             raise Cancelled
+
+    def settle(self) -> None:
+        """Pass the point of no return: raise `Cancelled` now, or be deaf to cancels from here on."""
+        with self._lock:
+            self.check()
+            self._settled = True
 
     @property
     def done(self) -> bool:
@@ -160,6 +187,10 @@ class Operation(Generic[T]):
     async def aclose(self) -> None:
         """Cancel, and wait until the body has ended; a caller who is cancelled meanwhile hears of it after that."""
         self.cancel()
+        await self.ended()
+
+    async def ended(self) -> None:
+        """Wait until the body has ended, however it does; a cancel of the caller is passed on after that."""
         interrupted: BaseException | None = None
         with anyio.CancelScope(shield=True):
             while self._started and not self._done:
@@ -189,8 +220,11 @@ class Operation(Generic[T]):
     def close(self, timeout: float | None = None) -> None:
         """Cancel, and wait in this thread until the body has ended."""
         self.cancel()
-        if self._started:
-            self._bell.wait_for_blocking(lambda: self._done, timeout)
+        self.join(timeout)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait in this thread until the body has ended; False if the timeout (seconds) came first."""
+        return not self._started or self._bell.wait_for_blocking(lambda: self._done, timeout)
 
     def outcome(self) -> T:
         """Return or raise what the body did; only once it is `done`.
@@ -270,7 +304,9 @@ _live: set[Operation[Any]] = set()  # those with a thread, which would keep them
 def _drain() -> None:
     """End what still runs: a thread that reads into memory must not outlive the interpreter that frees it."""
     operations = list(_live)
-    for operation in operations:
+    begin = time.monotonic()
+    for operation in sorted(operations, key=lambda operation: operation.exit_patience):
+        operation.join(max(0.0, begin + operation.exit_patience - time.monotonic()))
         operation.cancel()
     deadline = time.monotonic() + EXIT_PATIENCE_SECONDS
     for operation in operations:

@@ -1,7 +1,8 @@
-"""What every storage owes the engine: open files, an identity, and bytes put where they are wanted.
+"""What every storage owes the engine: open files, an identity, and bytes put where they are wanted; or a transaction.
 
 Two lanes share one contract (`stio.testing.SourceContract`): a `Source` blocks a worker thread, an
 `AsyncSource` is awaited on the engine's loop. Both fill memory by address; neither knows tensors or devices.
+Saving goes through a `Transaction`: files are written where nobody sees them, and published in one step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from stio.errors import ChangedDuringReadError
 from stio.memory import Region
 
-__all__ = ["AsyncRoot", "AsyncSource", "Identity", "Root", "Source"]
+__all__ = ["AsyncRoot", "AsyncSource", "Identity", "Note", "Root", "Sink", "Source", "Transaction"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +117,87 @@ class AsyncRoot(Protocol):
 
     async def aclose(self) -> None:
         """Let go of the place; files opened from it stay open. Idempotent."""
+
+
+class Sink(Protocol):
+    """One new file, written from several worker threads at once. Each byte is written exactly once."""
+
+    @property
+    def path(self) -> str:
+        """Name for messages: where the file will stand."""
+
+    def write_from(self, offset: int, region: Region) -> None:
+        """Write a region's bytes at `offset`. Blocks.
+
+        Args:
+            offset: A multiple of `PAGE_BYTES`.
+            region: Begins on a page border; ends inside a page only where the file ends.
+
+        Raises:
+            NoSpaceError: There is no room after all.
+            StorageError: The operating system refused; `errno` says why.
+        """
+
+    def finish(self) -> None:
+        """Make the file durable, as far as the transaction wants that, and give descriptors back. Called once.
+
+        Raises:
+            StorageError: The system could not; nothing of this file is to be trusted.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A small file beside the checkpoint that must be right before and after the commit; None: it is not there."""
+
+    name: str
+    """Name in the destination's directory."""
+    before: bytes | None
+    """What stands in it from shortly before the commit on; must be right for the old and the new checkpoint."""
+    after: bytes | None
+    """What stands in it once the commit is done."""
+
+
+class Transaction(Protocol):
+    """One save: new files that nobody sees, then one step that publishes them all.
+
+    Used by one operation; `create` comes before the first byte is written, `Sink.finish` of all before `commit`.
+    """
+
+    @property
+    def path(self) -> str:
+        """The destination, for messages and results."""
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Names that the shards will have once they are published, in the plan's order."""
+
+    @property
+    def wants_index(self) -> bool:
+        """Whether `commit` takes an index (more than one shard, or a directory that has one already)."""
+
+    def create(self, nbytes: Sequence[int]) -> Sequence[Sink]:
+        """Create all shards, their space reserved.
+
+        Args:
+            nbytes: Size of each shard's file.
+
+        Raises:
+            NoSpaceError: They do not fit (ENOSPC, EDQUOT, EFBIG); known here, before the first byte.
+            StorageError: The operating system refused.
+        """
+
+    def read_note(self, name: str) -> bytes | None:
+        """Return the content of a small file beside the old checkpoint, None if there is none."""
+
+    def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
+        """Publish. Once this has begun it is carried to its end.
+
+        Raises:
+            ConcurrentSaveError: Another save changed the destination since this one began. Nothing was changed.
+            CommitUncertainError: The checkpoint is in place, but perhaps not durable.
+            StorageError: The operating system refused; the old checkpoint stands.
+        """
+
+    def abort(self) -> None:
+        """Remove everything that was staged; idempotent, never raises, and does nothing after a commit."""

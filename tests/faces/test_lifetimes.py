@@ -74,7 +74,7 @@ def test_threads_of_one_stream_share_it_without_loss(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_c100_a_fork_while_collection_is_paused_leaves_it_on_in_the_child():
-    with tensors_module._collection_paused():
+    with tensors_module._paused():
         pid = os.fork()
         if not pid:
             os._exit(0 if gc.isenabled() and tensors_module._pauses == 0 else 1)
