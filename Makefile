@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 FUZZ_SECONDS ?= 600
+CRASH_KILLS ?= 10000
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
@@ -11,7 +12,7 @@ STAMP := $(VENV)/.stio-installed
 MODEL_STAMP := $(VENV)/.stio-demo-model
 BENCH_STAMP := $(VENV)/.stio-bench
 
-.PHONY: demo test check fmt bench bench-save fuzz clean
+.PHONY: demo test check fmt bench bench-save fuzz crash clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove it bit-equal, draw what happened
 	@$(BIN)/python examples/demo.py
@@ -36,6 +37,9 @@ bench-save: $(STAMP)  ## the same for saves; its peers are here already
 
 fuzz: $(STAMP)
 	$(BIN)/python tests/fuzz_header.py --seconds $(FUZZ_SECONDS)
+
+crash: $(STAMP)  ## savers killed 10,000 times, every fault at every call, power cuts (as root): about 20 minutes
+	STIO_CRASH_KILLS=$(CRASH_KILLS) $(BIN)/python -m pytest tests/crash
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,6 +49,8 @@ MAX_MANIFEST_BYTES = 64 << 20
 """Longest manifest: about 500,000 files; real ones name a few hundred."""
 
 _SUFFIX = ".safetensors"
+_STAGING = ".stio-"
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
 _INDEX_SUFFIX = ".index.json"
 _FIRST_READ_BYTES = 128 << 10
 """Holds the headers of about 1,000 tensors: one read less. More would cost more than that: fresh memory is slow."""
@@ -259,6 +262,9 @@ def _choose(root: Root) -> tuple[str | None, str]:
     files = [name for name in names if name.endswith(_SUFFIX)]
     if len(indices) == 1:
         return indices[0], ""
+    if not indices and any(name.startswith(_STAGING) for name in names):
+        # A save that was cut off before its index was in place: what it moved in counts for nothing.
+        files = [name for name in files if not _SHARD.search(name)]
     if not indices and len(files) == 1:
         return None, files[0]
     if not indices and not files:
