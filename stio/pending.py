@@ -72,7 +72,7 @@ class PendingSave:
         """Where to."""
         self._staged = self._delivered = self._cancelled = False
         self._bell = Bell()
-        body = _Body(
+        self._body = body = _Body(
             _named(tensors),
             destination,
             settings,
@@ -199,6 +199,9 @@ class PendingSave:
         passed = self.done if durable else self._staged_or_done
         self._bell.wait_for_blocking(lambda: passed() or operation.cancelled)
         operation.check()
+        before = self._body.after  # one that was ended before its turn: those that it waited for still are
+        if before is not None and self._operation.done:
+            before.wait_turn(operation, durable=durable)
 
     def _staged_or_done(self) -> bool:
         return self._staged or self._operation.done
@@ -245,7 +248,7 @@ class _Body:
         self._stage_first = stage_first
         self._announce = tell_staged
         self._announce_durable = tell_durable
-        self._after = after
+        self.after = after
         self._staged_seconds = 0.0
         self._fresh = False
 
@@ -255,8 +258,9 @@ class _Body:
         with shortened(settings.switch_interval):
             with traced(settings.trace, "plan"), collection_paused(len(self._tensors)):
                 plan = self._plan()
-            if self._after is not None:
-                self._after.wait_turn(operation, durable=False)
+            if self.after is not None:
+                self.after.wait_turn(operation, durable=False)
+            self._fit()
             run = SaveRun(
                 plan,
                 self._pool,
@@ -271,9 +275,9 @@ class _Body:
             operation.on_cancel(run.stop)
             run.start()
             try:
-                if self._after is not None:
-                    self._after.wait_turn(operation, durable=True)
-                    self._after = None  # or all saves of a training run would stay, a chain
+                if self.after is not None:
+                    self.after.wait_turn(operation, durable=True)
+                    self.after = None  # or all saves of a training run would stay, a chain
                 self._fresh = not isinstance(self._destination, Destination) and not os.path.lexists(self._destination)
                 with traced(settings.trace, "begin"):
                     transaction = self._begin(len(plan.shards))
@@ -283,15 +287,16 @@ class _Body:
                 run.join()
 
     def _plan(self) -> WritePlan:
-        sources = sources_of(self._tensors)
+        tensors, self._tensors = self._tensors, {}
+        sources = sources_of(tensors)
         total = sum(source.nbytes for source in sources)
         block_bytes = block_bytes_for(total, self._pool.budget_bytes, stage_first=self._stage_first)
-        self._pool.fit(block_bytes, staging_for(self._tensors.values()))
-        self._tensors = {}
+        make = staging_for(tensors.values())
+        self._fit = partial(self._pool.fit, block_bytes, make)  # not now: a save before this one may still take blocks
         return plan_writes(
             sources,
             max_shard_bytes=self._max_shard_bytes,
-            block_bytes=self._pool.block_bytes,
+            block_bytes=block_bytes,
             metadata=self._settings.metadata,
             shared=self._settings.shared,
         )
@@ -335,7 +340,8 @@ class _Body:
             run.join()  # nobody writes into files that are removed now
             transaction.abort()
             raise
-        self._announce_durable(Durable(transaction.path, settings.filename_pattern, self._fresh))
+        if not isinstance(self._destination, Destination):  # a place of one's own is nobody's to delete from
+            self._announce_durable(Durable(transaction.path, settings.filename_pattern, self._fresh))
         return SaveResult(
             path=transaction.path,
             files=names,

@@ -25,6 +25,7 @@ from support import (
 import stio
 import stio.sync
 from stio.storage import calls
+from stio.testing import MemoryDestination
 
 pytestmark = pytest.mark.anyio
 
@@ -163,6 +164,46 @@ async def test_many_tasks_share_a_saver_with_a_small_budget(tmp_path):
         assert saver._pool.peak_bytes <= 4 * MIB
     for k in range(6):
         assert (await stio.load(tmp_path / str(k)))["t0"][0] == k
+
+
+async def test_saves_of_different_sizes_begin_at_once(tmp_path):
+    sizes = [1 << 12, 1 << 25]
+    async with stio.Saver(max_pending=2) as saver:
+
+        async def one(k):
+            await (await saver.save({"a": torch.full((sizes[k],), float(k))}, tmp_path / str(k)))
+
+        for _ in range(3):
+            async with anyio.create_task_group() as group:
+                group.start_soon(one, 1)
+                group.start_soon(one, 0)
+    for k in range(2):
+        assert (await stio.load(tmp_path / str(k)))["a"].sum() == k * sizes[k]
+
+
+async def test_one_cancelled_in_line_does_not_let_the_next_overtake(tmp_path, hold):
+    async with stio.Saver(max_pending=3) as saver:
+        first = await saver.save(generation(1), tmp_path / "x")
+        second = await saver.save(generation(2), tmp_path / "x")
+        second.cancel()
+        assert await eventually_async(second.done)
+        third = await saver.save(generation(3), tmp_path / "x")
+        for _ in range(50):
+            await anyio.lowlevel.checkpoint()
+        hold.opened.set()
+        await first
+        await third
+    require_equal(await stio.load(tmp_path / "x"), generation(3))
+
+
+async def test_a_place_of_ones_own_is_not_rotated(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"somebody else's")
+    destinations = [MemoryDestination(path=str(tmp_path)), MemoryDestination(path="memory:")]
+    async with stio.Saver(keep_last=1) as saver:
+        for destination in destinations:
+            await (await saver.save(generation(1), destination))
+    assert (tmp_path / "model.safetensors").exists()
+    assert all("model.safetensors" in destination.files for destination in destinations)
 
 
 # Failures.
