@@ -121,9 +121,9 @@ def read_shard(path: Path, names: set[str] | None) -> dict[str, int]:
     except safetensors.SafetensorError as error:
         raise Torn(f"{path.name}: {error}") from error
     except RuntimeError as error:  # it opens the path a second time, through torch
-        if "No such file" not in str(error):
-            raise
-        raise FileNotFoundError(str(error)) from error
+        if "No such file" in str(error):
+            raise FileNotFoundError(str(error)) from error
+        raise Torn(f"{path.name}: {error}") from error
     if names is not None and set(tensors) != names:
         raise Torn(f"{path.name} holds {sorted(tensors)}, the index names {sorted(names)}")
     return {name: number_of(f"{path.name}: {name}", tensor) for name, tensor in tensors.items()}

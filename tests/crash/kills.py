@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import safetensors.torch
 import torch
 from crash.generations import (
     HASHED,
@@ -39,6 +40,7 @@ from crash.generations import (
     read_shard,
     save,
     shards_of,
+    tensors_of,
 )
 
 from stio.storage.janitor import collect_garbage
@@ -61,6 +63,8 @@ class Case:
     """Name of the destination."""
     mixes: bool = False
     """Whether both generations may be seen until somebody recovers."""
+    naive: bool = False
+    """Whether files are written in place, a negative control: that must be found out."""
 
     @property
     def hashed(self) -> bool:
@@ -78,6 +82,9 @@ CASES = (
     Case("hub names, file by file", (HUB,), mixes=True),
 )
 
+CONTROL = Case("written in place", ({},), destination="model.safetensors", naive=True)
+"""What most programs do."""
+
 
 class Killing:
     """One case's directory, its readers, and what was found.
@@ -93,7 +100,7 @@ class Killing:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.standing = 1
-        save(self.where, 1, case.keywords[0])
+        self._save(1)
         self._readers = [] if case.mixes else [start_reader(self.where, way) for way in (by_path, by_stio)]
 
     def round(self, random_number: float, *, by_save: bool) -> None:
@@ -126,7 +133,7 @@ class Killing:
     def _clean(self, by_save: bool) -> None:
         if by_save:
             self.standing += 1
-            save(self.where, self.standing, self._keywords(self.standing))
+            self._save(self.standing)
         else:
             collect_garbage(self.where)
         if look(self.where) != self.standing:
@@ -136,8 +143,11 @@ class Killing:
         if left:
             raise Torn(f"left after {'the next save' if by_save else 'the janitor'}: {left}")
 
-    def _keywords(self, generation: int) -> Mapping[str, Any]:
-        return self.case.keywords[generation % len(self.case.keywords)]
+    def _save(self, generation: int) -> None:
+        if self.case.naive:
+            self.where.write_bytes(safetensors.torch.save(tensors_of(generation)))
+        else:
+            save(self.where, generation, self.case.keywords[generation % len(self.case.keywords)])
 
     def _kill(self, seconds: float) -> tuple[int, int]:
         """Fork a child that saves, kill it; return what it began and what it was told is saved."""
@@ -167,7 +177,7 @@ class Killing:
         while True:
             generation += 1
             os.write(target, _MESSAGE.pack(-generation))
-            save(self.where, generation, self._keywords(generation))
+            self._save(generation)
             os.write(target, _MESSAGE.pack(generation))
 
     def finish(self) -> None:
@@ -275,6 +285,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=200, help="kills, over all cases")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--case", action="append", help="name of a case; all of them if there is none")
+    parser.add_argument("--control", action="store_true", help="write in place: must be found out")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of forks beside threads
@@ -283,6 +294,8 @@ def main() -> int:
     print(f"seed {seed}", flush=True)
     numbers = random.Random(seed)
     cases = [case for case in CASES if not arguments.case or case.name in arguments.case]
+    if arguments.control:
+        cases = [CONTROL]
     problems = []
     for k, case in enumerate(cases):
         directory = arguments.directory / str(k)

@@ -37,6 +37,12 @@ def test_c108_killed_at_random(place):
     print(run_module("crash.kills", place, "--rounds", KILLS, timeout=90 + KILLS))
 
 
+def test_c108_negative_control(place):
+    """Files that are written in place are found torn by the same look."""
+    with pytest.raises(AssertionError, match="written in place"):
+        run_module("crash.kills", place, "--control", "--rounds", 30, timeout=60)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     if shim.why_not():

@@ -18,11 +18,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import REPOSITORY
+from support import REPOSITORY, eventually
 
 from stio import sync
 
 _PATIENCE_SECONDS = 60
+
+SAVING = """
+import asyncio, atexit, os, signal, sys, threading
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+import stio
+from stio import sync
+from stio.engine import runtime
+from stio.storage import calls
+from crash.generations import MANY, save, tensors_of
+from support import eventually
+where, keywords = Path(sys.argv[1]), {} if sys.argv[1].endswith(".safetensors") else MANY
+plain, reached, opened = calls.fsync, threading.Event(), threading.Event()
+
+def held(fd):
+    reached.set()
+    opened.wait(30)
+    plain(fd)
+
+calls.fsync = held
+
+def open_once_cancelled():
+    def body():
+        assert eventually(lambda: bool(runtime._live) and all(o.cancelled for o in list(runtime._live)), 20)
+        opened.set()
+    threading.Thread(target=body, daemon=True).start()
+"""
+"""Begin of scripts about a save that is held where it syncs its first file, until `opened` is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +64,11 @@ class Finished:
     """What it printed."""
     stderr: str
     """What it complained of."""
+
+
+def script(code: str) -> str:
+    """Return a script about a save that is held."""
+    return SAVING + textwrap.dedent(code)
 
 
 class Child:
@@ -104,18 +138,31 @@ class Zygote:
             self._process.stdin.close()
 
 
+def started(zygote: Zygote, code: str, *arguments: object) -> Child:
+    """Start a script about a save that is held, and wait until it says that it is up."""
+    child = zygote.start(script(code), *arguments)
+    assert eventually(lambda: child.stdout() == "up\n", 20), child.wait()
+    return child
+
+
 def serve() -> dict[str, Any] | None:
     """Answer requests; return in each child with what it has to run, in the parent at the end."""
+    running = set()
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)
         if "wait" in request:
             answer = wait(request["wait"])
+            running.discard(request["wait"])
         else:
             answer = os.fork()
             if not answer:
                 redirect(request["output"])
                 return request
+            running.add(answer)
         print(answer, flush=True)
+    for pid in running:  # a test has failed before it came to wait for it
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     return None
 
 
