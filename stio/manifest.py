@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any, Literal, Protocol, cast
 
 from stio.codec._json import Scanner
-from stio.codec.sharding import MANIFEST_SUFFIX
+from stio.codec.naming import MANIFEST_SUFFIX
 from stio.engine.opened import MAX_MANIFEST_BYTES
 from stio.errors import FormatError, LimitError, printable
 from stio.memory import Region

@@ -7,16 +7,17 @@ A save has two moments to wait for: the snapshot is complete (the faces wait for
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from stio.codec.sharding import manifest_name
+from stio.codec.naming import manifest_name
+from stio.codec.sharding import TensorSource
 from stio.device.sources import LazyTensor, Readiness, sources_of, staging_for
 from stio.device.tensors import collection_paused
 from stio.engine.bell import Bell
@@ -32,10 +33,17 @@ from stio.saving import Destination, DestinationLike, SaveResult, SaveSettings, 
 from stio.storage.base import Transaction
 from stio.storage.commit import begin_local
 
-__all__ = ["Durable", "PendingSave"]
+__all__ = ["Durable", "PendingSave", "Planner"]
 
 EXIT_PATIENCE_SECONDS = 60.0
 """How long the interpreter's exit lets a save go on before it is rolled back."""
+
+
+class Planner(Protocol):
+    """Decides which tensor goes into which file, with which header; `plan_writes` unless a face has its own rules."""
+
+    def __call__(self, sources: Sequence[TensorSource], *, block_bytes: int) -> WritePlan:
+        """Return the plan; see `stio.plan.write`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,7 @@ class PendingSave:
         stage_first: bool = True,
         after: PendingSave | None = None,
         when_durable: Callable[[Durable], None] = lambda saved: None,
+        planner: Planner | None = None,
     ) -> None:
         self.destination = destination
         """Where to."""
@@ -81,6 +90,7 @@ class PendingSave:
             tell_durable=when_durable,
             stage_first=stage_first,
             after=after,
+            planner=planner,
         )
         self._operation: Operation[SaveResult] = Operation(
             body.carry_out, name="save", bell=self._bell, exit_patience=EXIT_PATIENCE_SECONDS
@@ -237,11 +247,15 @@ class _Body:
         tell_durable: Callable[[Durable], None],
         stage_first: bool,
         after: PendingSave | None,
+        planner: Planner | None,
     ) -> None:
         self._started = perf_counter()
         self._tensors = tensors
         self._ready = Readiness.now(tensors)  # here, in the caller's thread: its stream's work so far comes first
         self._max_shard_bytes = settings.max_shard_bytes(destination)
+        self._planner: Planner = planner or partial(
+            plan_writes, max_shard_bytes=self._max_shard_bytes, metadata=settings.metadata, shared=settings.shared
+        )
         self._destination = destination
         self._settings = settings
         self._pool = pool
@@ -293,13 +307,7 @@ class _Body:
         block_bytes = block_bytes_for(total, self._pool.budget_bytes, stage_first=self._stage_first)
         make = staging_for(tensors.values())
         self._fit = partial(self._pool.fit, block_bytes, make)  # not now: a save before this one may still take blocks
-        return plan_writes(
-            sources,
-            max_shard_bytes=self._max_shard_bytes,
-            block_bytes=block_bytes,
-            metadata=self._settings.metadata,
-            shared=self._settings.shared,
-        )
+        return self._planner(sources, block_bytes=block_bytes)
 
     def _begin(self, num_shards: int) -> Transaction:
         settings = self._settings

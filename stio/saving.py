@@ -10,7 +10,8 @@ from typing import Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 import torch
 from torch import nn
 
-from stio.codec.sharding import check_pattern, parse_size
+from stio.codec.naming import check_pattern
+from stio.codec.sharding import parse_size
 from stio.device.sources import LazyTensor
 from stio.events import Trace
 from stio.manifest import ALGORITHMS, HashName, new_hasher

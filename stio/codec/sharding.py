@@ -1,63 +1,27 @@
-"""Which tensors a save keeps, how they are split into shards, what the files are called, and the index over them.
+"""How tensors are split into shards, and the index over them: the hub's to the byte, so that its readers read these.
 
-The splitter, the names and the index are the hub's to the byte, so that whoever reads its checkpoints reads these.
-Tensors come in as values (`TensorSource`): what shares memory with what was found out by whoever knows torch.
+Tensors come in as values (`TensorSource`); no torch here.
 """
 
 from __future__ import annotations
 
 import operator
-import re
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from json.encoder import encode_basestring, encode_basestring_ascii
-from string import Formatter
-from typing import Any, Literal
+from json.encoder import encode_basestring_ascii
+from typing import Any
 
-from stio.codec._turns import row_pieces, sort_in_turns
-from stio.codec.index import check_shard_name
-from stio.errors import SharedTensorsError, printable
+from stio.codec._turns import row_pieces
+from stio.errors import printable
 
-__all__ = [
-    "ALIASES_KEY",
-    "MANIFEST_SUFFIX",
-    "SharedPolicy",
-    "TensorSource",
-    "aliases_json",
-    "build_index",
-    "check_pattern",
-    "index_name",
-    "is_checkpoint_file",
-    "manifest_name",
-    "parse_size",
-    "resolve_shared",
-    "shard_name",
-    "split_into_shards",
-]
+__all__ = ["TensorSource", "build_index", "parse_size", "split_into_shards"]
 
-ALIASES_KEY = "stio.aliases"
-"""Metadata key of stio's own: JSON object of names that share another tensor's data."""
-
-MANIFEST_SUFFIX = ".manifest.json"
-"""Follows the name of the single file, or of the index without its own `.index.json`."""
-
-SharedPolicy = Literal["dedupe", "clone", "error"]
-"""What to do with tensors that share memory: save each once, save each by itself, or refuse."""
-
-_FILE_SUFFIX = ".safetensors"
-_INDEX_SUFFIX = ".index.json"
 _TOTAL_SIZE = "total_size"
 
 _UNITS = {
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
 }
-
-# Hexadecimal, and of this length: `model-finetuned-00001-of-00002` is somebody else's.
-_SAVE_ID = "[0-9a-f]{8,32}"
-_SHOWN_GROUPS = 3
-_SHOWN_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,96 +44,6 @@ class TensorSource:
     """What besides the span must be equal for two names to be one tensor: strides, pending conjugation."""
     data: Any
     """What the device room copies the bytes from."""
-
-
-def resolve_shared(sources: Sequence[TensorSource], policy: SharedPolicy) -> tuple[list[TensorSource], dict[str, str]]:
-    """Decide what to do with tensors that share memory.
-
-    With `dedupe`, names of one and the same tensor (equal memory, dtype, shape and layout) are saved once, under the
-    name that sorts first. Tensors that only overlap, a view and its base or two windows, are each saved with bytes of
-    their own. The hub's saver drops every name but one that covers the whole storage, also where the dropped tensor
-    is smaller or shaped otherwise, so that it must be put together again by whoever knows the model; here the tie is
-    lost in such a case, never data, and loading needs to know nothing.
-
-    Memory is compared by spans: two combs that interleave without a common element count as overlapping.
-
-    Args:
-        sources: The tensors.
-        policy: `dedupe`; `clone` saves every name with bytes of its own; `error` refuses tensors that overlap.
-
-    Returns:
-        The tensors to save, in the order given, and for each name that was dropped the one that stands for it.
-
-    Raises:
-        SharedTensorsError: With `error`; it names the groups that overlap.
-        ValueError: There is no such policy.
-    """
-    if policy not in ("dedupe", "clone", "error"):
-        raise ValueError(f"shared must be 'dedupe', 'clone' or 'error', not {printable(policy)!r}")
-    if policy == "clone":
-        return list(sources), {}
-    together: defaultdict[Hashable, list[TensorSource]] = defaultdict(list)
-    for source in sources:
-        if source.storage_key is not None and source.nbytes:
-            together[source.storage_key].append(source)
-    if policy == "error":
-        _refuse_overlaps(together.values())
-        return list(sources), {}
-    aliases = {alias: kept for group in together.values() if len(group) > 1 for alias, kept in _aliases_among(group)}
-    return [source for source in sources if source.name not in aliases] if aliases else list(sources), aliases
-
-
-def _aliases_among(group: Sequence[TensorSource]) -> Iterator[tuple[str, str]]:
-    """Yield the names, of tensors on one storage, that are another's, and whose."""
-    kept: dict[Hashable, str] = {}
-    for source in sort_in_turns(group, key=operator.attrgetter("name")):
-        same = (source.span, source.dtype, source.shape, source.layout)
-        first = kept.setdefault(same, source.name)
-        if first != source.name:
-            yield source.name, first
-
-
-def _refuse_overlaps(storages: Iterable[Sequence[TensorSource]]) -> None:
-    groups = [names for group in storages if len(group) > 1 for names in _overlapping(group)]
-    if not groups:
-        return
-    shown = "; ".join(_listed(names) for names in groups[:_SHOWN_GROUPS])
-    more = f"; and {len(groups) - _SHOWN_GROUPS} more groups" if len(groups) > _SHOWN_GROUPS else ""
-    raise SharedTensorsError(
-        f"tensors share memory: {shown}{more}. Save them with shared='dedupe' (equal ones once, and tied again when "
-        "they are loaded) or shared='clone' (each with bytes of its own)"
-    )
-
-
-def _overlapping(group: Sequence[TensorSource]) -> Iterator[list[str]]:
-    """Yield the names of each set of tensors, on one storage, that hangs together by overlaps."""
-    names: list[str] = []
-    reach = -1
-    for source in sort_in_turns(group, key=operator.attrgetter("span", "name")):
-        begin, end = source.span
-        if begin >= reach:
-            if len(names) > 1:
-                yield names
-            names = []
-        names.append(source.name)
-        reach = max(reach, end)  # not the last one's end: a short tensor may lie inside a long one
-    if len(names) > 1:
-        yield names
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(printable(name)) for name in names[:_SHOWN_NAMES])
-    return f"{shown} and {len(names) - _SHOWN_NAMES} others" if len(names) > _SHOWN_NAMES else shown
-
-
-def aliases_json(aliases: Mapping[str, str]) -> str:
-    """Return the text that records aliases in metadata: compact JSON, sorted."""
-    pairs = sort_in_turns(list(aliases.items()), key=operator.itemgetter(0))
-    texts = [
-        ",".join(f"{encode_basestring(alias)}:{encode_basestring(kept)}" for alias, kept in pairs[piece])
-        for piece in row_pieces(len(pairs))
-    ]
-    return f"{{{','.join(texts)}}}"
 
 
 def parse_size(size: int | str) -> int:
@@ -250,95 +124,6 @@ def split_into_shards(sizes: Iterable[tuple[str, int, Hashable | None]], max_sha
     for storage, names in followers.items():  # storage by storage, as the hub does: the index keeps this order
         shard_of[storage].extend(names)
     return shards
-
-
-def check_pattern(pattern: str) -> None:
-    """Require that a pattern gives each shard a name of its own, in the checkpoint's directory, on every system.
-
-    Args:
-        pattern: Such as `model{suffix}.safetensors`.
-
-    Raises:
-        TypeError: Not text.
-        ValueError: `{suffix}` is not in it exactly once, something else in braces is, it does not end in
-            `.safetensors`, leads into another directory, or gives a name that some system reads otherwise.
-    """
-    before, after = _around_suffix(pattern)
-    if not after.endswith(_FILE_SUFFIX):
-        raise ValueError(f"the filename pattern must end in '{{suffix}}...{_FILE_SUFFIX}', not {printable(pattern)!r}")
-    if any(character in pattern for character in "/\\\0"):
-        raise ValueError(f"the filename pattern {printable(pattern)!r} must name files, without a directory or NUL")
-    try:
-        name = f"{before}{after}"
-        name.encode()
-        check_shard_name(name, path="filename_pattern")
-    except ValueError as error:
-        reason = getattr(error, "message", "it is no valid text")
-        raise ValueError(f"the filename pattern {printable(pattern)!r} gives an unsafe name: {reason}") from None
-
-
-def _around_suffix(pattern: str) -> tuple[str, str]:
-    """Return the text before and after `{suffix}`."""
-    if not isinstance(pattern, str):
-        raise TypeError(f"a filename pattern is text, not {type(pattern).__name__}")
-    wrong = f"the filename pattern must hold {{suffix}} once, and nothing else in braces, not {printable(pattern)!r}"
-    before, after, found = "", "", 0
-    try:
-        for text, field, spec, conversion in Formatter().parse(pattern):
-            before, after = (before, after + text) if found else (before + text, after)
-            if field is not None:
-                found += 1
-                if field != "suffix" or spec or conversion:
-                    raise ValueError(wrong)
-    except ValueError:  # also an open brace
-        raise ValueError(wrong) from None
-    if found != 1:
-        raise ValueError(f"{wrong}: the shards would overwrite each other" if not found else wrong)
-    return before, after
-
-
-def shard_name(pattern: str, k: int, n: int, *, save_id: str | None = None) -> str:
-    """Return the name of a shard.
-
-    Args:
-        pattern: Such as `model{suffix}.safetensors`.
-        k: Which shard, from 0. The name counts from 1.
-        n: How many there are.
-        save_id: Sets the shards of one save apart from those that stand beside them: 8 to 32 lower-case hexadecimal
-            digits.
-
-    Raises:
-        ValueError: There is no such shard, or the save id is none.
-    """
-    if not 0 <= k < n:
-        raise ValueError(f"there is no shard {k} of {n}; they count from 0")
-    if save_id is not None and not re.fullmatch(_SAVE_ID, save_id):
-        raise ValueError(f"a save id is 8 to 32 lower-case hexadecimal digits, not {printable(save_id)!r}")
-    before, after = _around_suffix(pattern)
-    if n == 1 and save_id is None:
-        return before + after
-    mark = "" if save_id is None else f"-{save_id}"
-    return f"{before}{mark}-{k + 1:05d}-of-{n:05d}{after}"
-
-
-def index_name(pattern: str) -> str:
-    """Return the name of the index over the shards of a pattern."""
-    return "".join(_around_suffix(pattern)) + _INDEX_SUFFIX
-
-
-def manifest_name(pattern: str) -> str:
-    """Return the name of the manifest of the files of a pattern."""
-    return "".join(_around_suffix(pattern)) + MANIFEST_SUFFIX
-
-
-def is_checkpoint_file(name: str, pattern: str) -> bool:
-    """Return whether a file of this name belongs to a checkpoint that was saved with this pattern.
-
-    The hub's rule for what an older checkpoint left (single file, shards, index), and stio's names with a save id.
-    """
-    before, after = map(re.escape, _around_suffix(pattern))
-    rule = rf"{before}(?:(?:-{_SAVE_ID})?-[0-9]{{5,}}-of-[0-9]{{5,}})?{after}(?:{re.escape(_INDEX_SUFFIX)})?"
-    return re.fullmatch(rule, name) is not None
 
 
 def build_index(weight_map: Mapping[str, str], total_bytes: int, metadata: Mapping[str, str]) -> bytes:

@@ -17,7 +17,8 @@ from typing import Any
 
 from stio.codec.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
 from stio.codec.index import ShardIndex, check_against_shards, parse_index
-from stio.codec.sharding import ALIASES_KEY, MANIFEST_SUFFIX
+from stio.codec.naming import MANIFEST_SUFFIX
+from stio.codec.shared import ALIASES_KEY
 from stio.engine.lanes import blocking, open_directory, open_file
 from stio.errors import (
     AmbiguousCheckpointError,

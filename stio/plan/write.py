@@ -8,21 +8,14 @@ equal plans, and equal plans equal files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stio.codec.build import build_header
-from stio.codec.sharding import (
-    ALIASES_KEY,
-    SharedPolicy,
-    TensorSource,
-    aliases_json,
-    build_index,
-    resolve_shared,
-    split_into_shards,
-)
+from stio.codec.sharding import TensorSource, build_index, split_into_shards
+from stio.codec.shared import ALIASES_KEY, SharedPolicy, aliases_json, resolve_shared
 from stio.memory import PAGE_BYTES
 
-__all__ = ["Piece", "ShardPlan", "WriteBlock", "WritePlan", "plan_writes"]
+__all__ = ["Piece", "ShardPlan", "WriteBlock", "WritePlan", "plan_files", "plan_writes"]
 
 _FORMAT = {"format": "pt"}
 """What the hub and its readers want to find in every file."""
@@ -94,6 +87,8 @@ class WritePlan:
     """Bytes of all tensors, headers not counted."""
     metadata: Mapping[str, str]
     """The caller's text metadata."""
+    index_bytes: int | None = None
+    """`total_size` in the index, where it is counted otherwise than `total_bytes`."""
 
     @property
     def num_blocks(self) -> int:
@@ -111,7 +106,8 @@ class WritePlan:
         """
         # The hub's order: shard by shard, and inside a shard as the caller gave the tensors, not as they lie in it.
         weight_map = {name: file for shard, file in zip(self.shards, shard_names, strict=True) for name in shard.listed}
-        return build_index(weight_map, self.total_bytes, {**self.metadata, **_alias_metadata(self.aliases)})
+        total_bytes = self.total_bytes if self.index_bytes is None else self.index_bytes
+        return build_index(weight_map, total_bytes, {**self.metadata, **_alias_metadata(self.aliases)})
 
 
 def plan_writes(
@@ -142,8 +138,6 @@ def plan_writes(
         UnsupportedDtypeError: A dtype that the format does not have.
         LimitError: A header would be longer than readers accept.
     """
-    if block_bytes <= 0 or block_bytes % PAGE_BYTES:
-        raise ValueError(f"blocks must be whole pages of {PAGE_BYTES} bytes, not {block_bytes} bytes")
     if max_shard_bytes is not None and max_shard_bytes <= 0:
         raise ValueError(f"the largest shard must have one byte or more, not {max_shard_bytes}")
     described = dict(metadata or {})
@@ -151,22 +145,48 @@ def plan_writes(
     kept, aliases = resolve_shared(sources, shared)
     # An alias is a tensor's name too, for whoever loads it, so it has to be one that can be written as such.
     build_header((alias, "U8", (0,)) for alias in aliases)
-    positions = {source.name: k for k, source in enumerate(kept)}
     if max_shard_bytes is None:
         split = [[source.name for source in kept]]
     else:
         split = split_into_shards(((source.name, source.nbytes, None) for source in kept), max_shard_bytes) or [[]]
     in_header = {**_FORMAT, **described, **_alias_metadata(aliases)} if len(split) == 1 else _FORMAT
+    files = [(names, in_header) for names in split]
+    return replace(plan_files(kept, files, block_bytes=block_bytes), aliases=aliases, metadata=described)
+
+
+def plan_files(
+    sources: Sequence[TensorSource],
+    files: Sequence[tuple[Sequence[str], Mapping[str, str] | None]],
+    *,
+    block_bytes: int,
+) -> WritePlan:
+    """Turn tensors that somebody has split into files already into writes.
+
+    Args:
+        sources: The tensors, no name twice.
+        files: For each file the names of its tensors, and the text for its header (None: no metadata there). Every
+            tensor is in one file.
+        block_bytes: Largest write; a multiple of `PAGE_BYTES`.
+
+    Raises:
+        KeyError: A file wants a tensor that there is not.
+        ValueError: A name or a metadata key that cannot be used, or a size that makes no sense.
+        TypeError: A metadata key or value is no string.
+        LimitError: A header would be longer than readers accept.
+    """
+    if block_bytes <= 0 or block_bytes % PAGE_BYTES:
+        raise ValueError(f"blocks must be whole pages of {PAGE_BYTES} bytes, not {block_bytes} bytes")
+    positions = {source.name: k for k, source in enumerate(sources)}
     shards = [
-        _plan_shard(number, [positions[name] for name in names], kept, positions, in_header, block_bytes)
-        for number, names in enumerate(split)
+        _plan_shard(number, [positions[name] for name in names], sources, positions, metadata, block_bytes)
+        for number, (names, metadata) in enumerate(files)
     ]
     return WritePlan(
-        sources=tuple(kept),
+        sources=tuple(sources),
         shards=tuple(shards),
-        aliases=aliases,
+        aliases={},
         total_bytes=sum(shard.data_bytes for shard in shards),
-        metadata=described,
+        metadata={},
     )
 
 
@@ -187,7 +207,7 @@ def _plan_shard(
     members: Sequence[int],
     sources: Sequence[TensorSource],
     positions: Mapping[str, int],
-    metadata: Mapping[str, str],
+    metadata: Mapping[str, str] | None,
     block_bytes: int,
 ) -> ShardPlan:
     described = ((source.name, source.dtype, source.shape) for source in map(sources.__getitem__, members))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
-from stio.codec.sharding import check_pattern
+from stio.codec.naming import check_pattern
 from stio.errors import StorageError
 from stio.storage import calls
 from stio.storage.base import Note

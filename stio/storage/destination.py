@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stio.codec.index import parse_index
-from stio.codec.sharding import index_name, is_checkpoint_file, shard_name
+from stio.codec.naming import index_name, is_checkpoint_file, shard_name
 from stio.errors import StioError, StorageError
 from stio.events import Limits
 from stio.storage import calls

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from stio.codec.sharding import index_name, is_checkpoint_file
+from stio.codec.naming import index_name, is_checkpoint_file
 from stio.errors import CommitUncertainError, ConcurrentSaveError
 from stio.memory import PAGE_BYTES, Region
 from stio.storage.base import Identity, Note, Transaction

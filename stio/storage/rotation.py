@@ -9,7 +9,7 @@ import os
 import secrets
 import stat
 
-from stio.codec.sharding import index_name, is_checkpoint_file, manifest_name
+from stio.codec.naming import index_name, is_checkpoint_file, manifest_name
 from stio.storage import calls
 from stio.storage.checks import refused
 

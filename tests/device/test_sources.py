@@ -13,7 +13,8 @@ from support import ALL_DTYPES, ramp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stio.codec.dtypes import tensor_nbytes
-from stio.codec.sharding import TensorSource, resolve_shared
+from stio.codec.sharding import TensorSource
+from stio.codec.shared import resolve_shared
 from stio.device import sources
 from stio.device.sources import LazyTensor, sources_of
 from stio.device.tensors import FORMAT_DTYPES

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from stio.codec.dtypes import BITS, tensor_nbytes
 from stio.codec.header import Header, parse_header
 from stio.codec.index import check_against_shards, parse_index
-from stio.codec.sharding import ALIASES_KEY, TensorSource
+from stio.codec.sharding import TensorSource
+from stio.codec.shared import ALIASES_KEY
 from stio.errors import LimitError, SharedTensorsError, UnsupportedDtypeError
 from stio.memory import PAGE_BYTES
 from stio.plan.write import WritePlan, plan_writes
