@@ -28,8 +28,15 @@ from stio.storage.base import Sink
 
 __all__ = ["Hasher", "SaveRun"]
 
-NUM_WORKERS = 4
-"""So many writes under way reach what the disk gives; with 6 and 8 a save was not faster."""
+WRITE_DEPTH = 4
+"""So many writes under way reach what the disk gives."""
+
+NUM_WORKERS = WRITE_DEPTH + 2
+"""Two more than write, so that a full block is there when a write ends: writes that began together end together, and
+where all of them then filled their next block first, the disk had nothing to do for 3 of 30 ms."""
+
+AHEAD_BLOCKS = 4
+"""So many full blocks wait for the disk, where nobody waits for the snapshot: one for each write that may end."""
 
 
 class Hasher(Protocol):
@@ -92,7 +99,7 @@ class SaveRun:
         self._trace = trace
         self._pacer = Pacer(pool.block_bytes)
         self._sinks: Sequence[Sink] | None = None
-        self._next = self._num_staging = self._num_written = 0
+        self._next = self._num_staging = self._num_writing = self._num_taken = self._num_written = 0
         self._full: list[tuple[int, Region]] = []  # a heap: the lowest block is written first, and hashed in order
         self._left = [len(shard.blocks) for shard in plan.shards]
         self._digests = [_Digest(hasher()) for _ in plan.shards] if hasher is not None else None
@@ -186,20 +193,34 @@ class SaveRun:
         """Return a block and its memory: to be written, or, numbered from -1 down, to be filled; None at the end."""
         with self._changed:
             while not self._stopped and self._num_written < len(self._blocks):
-                may_write = bool(self._full) and self._sinks is not None
-                if may_write and not self._stage_first:
-                    return heapq.heappop(self._full)
-                # What is produced is held one at a time, and in order.
-                if self._next < len(self._blocks) and not (self._lazy and self._num_staging):
-                    region = self._pool.try_take()
+                may_write = self._may_write()
+                if not (may_write and not self._stage_first):
+                    region = self._block_to_fill()
                     if region is not None:
                         self._next += 1
                         self._num_staging += 1
                         return -self._next, region
                 if may_write:
+                    self._num_writing += 1
+                    self._num_taken += 1
                     return heapq.heappop(self._full)
                 self._changed.wait()
         return None
+
+    def _may_write(self) -> bool:
+        """Return whether a full block may be written now. Call it holding the condition."""
+        if not self._full or self._sinks is None or self._num_writing == WRITE_DEPTH:
+            return False
+        # Digests are taken in order: were the places of writers taken by later blocks, the next would find none.
+        return self._digests is None or self._full[0][0] == self._num_taken
+
+    def _block_to_fill(self) -> Region | None:
+        """Return memory for the next block, None if it is not its turn yet. Call it holding the condition."""
+        if self._next == len(self._blocks) or (self._lazy and self._num_staging):
+            return None  # what is produced is held one at a time, and in order
+        if not self._stage_first and len(self._full) + self._num_staging >= AHEAD_BLOCKS:
+            return None
+        return self._pool.try_take()
 
     def _stage(self, number: int, region: Region) -> None:
         block = self._blocks[number]
@@ -245,6 +266,8 @@ class SaveRun:
             for at, length in self._pacer.pieces(block.nbytes, self._is_stopped):
                 sink.write_from(block.offset + at, region.sub(at, length))
         finally:
+            with self._changed:
+                self._num_writing -= 1
             self._pool.give_back(region)
         self._span("write", start, block)
         with self._changed:
@@ -264,7 +287,7 @@ class SaveRun:
 
     def _hash(self, digest: _Digest, block: WriteBlock, region: Region) -> None:
         with self._changed:
-            # Never a deadlock: the lowest block is always in some worker's hands, or is the next to be taken.
+            # Never a deadlock: blocks are taken in order, so the lowest is in some worker's hands.
             self._changed.wait_for(lambda: digest.next_offset == block.offset or self._stopped)
             if self._stopped:
                 raise Cancelled

@@ -20,7 +20,7 @@ from stio.device.sources import LazyTensor, sources_of
 from stio.engine import save as save_module
 from stio.engine.pool import Pool
 from stio.engine.runtime import Cancelled, start_thread
-from stio.engine.save import SaveRun
+from stio.engine.save import AHEAD_BLOCKS, NUM_WORKERS, WRITE_DEPTH, SaveRun
 from stio.errors import NoSpaceError, StorageError
 from stio.events import ProgressEvent, Trace
 from stio.memory import PAGE_BYTES
@@ -245,18 +245,19 @@ def test_a_snapshot_does_not_wait_for_the_destination(tensors):
 
 
 def test_nobody_waits_for_the_snapshot_so_writing_comes_first(gate):
-    """No more blocks are touched than there are workers."""
+    """No more blocks are touched than are written at once and wait for that."""
     made = Saving({"t": pages(40)}, stage_first=False, destination=MemoryDestination(gate=gate))
     transaction = made.destination.begin(num_shards=1)
     made.run.write_to(transaction.create([made.plan.shards[0].nbytes]))
     made.run.start()
-    made.destination.wait_for_writers(3)
-    assert made.pool.peak_bytes == 3 * BLOCK
-    assert sorted(write.offset for write in made.destination.writes) == [0, BLOCK, 2 * BLOCK]
+    made.destination.wait_for_writers(WRITE_DEPTH)
+    assert eventually(lambda: len(made.pool.changed._waiters) == NUM_WORKERS - 1 - WRITE_DEPTH)  # the others wait
+    assert made.pool.peak_bytes == (WRITE_DEPTH + AHEAD_BLOCKS) * BLOCK
+    assert sorted(write.offset for write in made.destination.writes) == [BLOCK * k for k in range(WRITE_DEPTH)]
     gate.set()
     made.run.complete()
     transaction.commit(index=None)
-    assert made.pool.peak_bytes <= 8 * BLOCK
+    assert made.pool.peak_bytes <= (WRITE_DEPTH + AHEAD_BLOCKS) * BLOCK
     made.require_nothing_left()
 
 
@@ -291,7 +292,9 @@ def test_two_saves_share_one_budget(gate):
     second.pool = first.pool
     second.run = SaveRun(second.plan, first.pool, on_staged=second.tell_staged)
     second.run.start()
-    assert eventually(lambda: len(first.pool.changed._waiters) == 3)  # all workers of the second wait
+    assert eventually(
+        lambda: len(first.pool.changed._waiters) == NUM_WORKERS
+    )  # five of the second, and the first's fifth
     assert not second.staged.is_set()
     gate.set()
     second.run.write_to(second.destination.begin(num_shards=1).create([second.plan.shards[0].nbytes]))
@@ -347,7 +350,7 @@ def test_a_run_that_was_stopped_lets_go_of_its_tensors():
     made.plan = None
     del tensors
     made.run.start()
-    assert eventually(lambda: len(made.pool.changed._waiters) == 3)
+    assert eventually(lambda: len(made.pool.changed._waiters) == NUM_WORKERS - 1)
     assert alive() is not None
     made.run.stop()
     made.run.join()
