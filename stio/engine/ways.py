@@ -159,16 +159,23 @@ class MapRoute:
         mapped: Its mapping.
         copy: The way for scattered groups.
         populates: Read it now; otherwise each page is read when it is touched.
+        piece_bytes: What the first call should populate; later ones by how long that took.
         dtype: Cast floating tensors to it.
     """
 
     def __init__(
-        self, mapped: MappedFile, copy: CopyRoute, *, populates: bool, dtype: torch.dtype | None = None
+        self,
+        mapped: MappedFile,
+        copy: CopyRoute,
+        *,
+        populates: bool,
+        piece_bytes: int,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._mapped = mapped
         self._copy = copy
         self._populates = populates
-        self._pacer = Pacer()
+        self._pacer = Pacer(piece_bytes)
         self._dtype = dtype
 
     label = "populate"

@@ -221,11 +221,11 @@ class LocalFile:
         """Whether the page cache is all there is between this file and its disk."""
         return is_local(self._fd)
 
-    def resident_fraction(self) -> float:
-        """Return how much of the file the page cache holds, 0 to 1, by samples; 1 where the kernel does not say."""
+    def resident_fraction(self) -> float | None:
+        """Return how much of the file the page cache holds, 0 to 1, by samples; None where the kernel does not say."""
         nbytes = self._identity.nbytes
         if sys.platform != "linux" or not nbytes:
-            return 1.0
+            return None
         # Counting all of 1.7 GB in small folios takes the kernel 4 ms, more than the rest of the opening.
         step = max(_SAMPLE_BYTES, nbytes // _MOST_SAMPLES // PAGE_BYTES * PAGE_BYTES)
         span, counts = (ctypes.c_uint64 * 2)(), (ctypes.c_uint64 * 5)()
@@ -233,7 +233,7 @@ class LocalFile:
         for offset in range(0, nbytes, step):
             span[0], span[1] = offset, min(_SAMPLE_BYTES, nbytes - offset)
             if quick_libc.syscall(_SYS_CACHESTAT, self._fd, ctypes.byref(span), ctypes.byref(counts), 0) != 0:
-                return 1.0
+                return None
             looked += -(-span[1] // PAGE_BYTES)
             resident += counts[0]
         return min(1.0, resident / looked)

@@ -1,0 +1,50 @@
+"""The way in is cut to what is in memory already: long blocks where nothing is waited for, short ones from a disk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stio.codec.build import build_header
+from stio.engine.opened import OpenOptions, open_checkpoint
+from stio.engine.route import LoadOptions, prepare
+from stio.events import Limits
+from stio.storage.local import LocalFile
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def sparse(tmp_path):
+    """A file of 64 tensors of 32 MiB that occupies nothing."""
+    path = tmp_path / "model.safetensors"
+    header, _ = build_header((f"t{k:02d}", "U8", (32 * MIB,)) for k in range(64))
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 64 * 32 * MIB)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("resident", "budget_mib", "longest_mib", "first_piece_mib"),
+    [
+        (1.0, 512, 256, 256), (1.0, 64, 32, 256), (0.9, 512, 128, 32), (0.3, 512, 128, 32), (0.0, 64, 16, 32),
+        (None, 512, 128, 32),
+    ],
+)  # fmt: skip
+def test_blocks_are_as_long_as_what_is_in_memory_allows(
+    monkeypatch, sparse, resident, budget_mib, longest_mib, first_piece_mib
+):
+    monkeypatch.setattr(LocalFile, "resident_fraction", lambda self: resident)
+    opened = open_checkpoint(sparse, OpenOptions(limits=Limits()))
+    try:
+        options = LoadOptions(device=torch.device("cpu"), memory="map", budget_bytes=budget_mib * MIB)
+        transfer = prepare(opened, None, options, deliver=lambda group, landed: None)
+        sizes = [group.nbytes for group in transfer.plan.groups]
+        assert sum(group.payload_bytes for group in transfer.plan.groups) == 64 * 32 * MIB
+        assert longest_mib * MIB <= max(sizes) + MIB // 2 and max(sizes) <= max(longest_mib, 32) * MIB + MIB
+        [route] = transfer.routes
+        assert route._pacer.piece_bytes == first_piece_mib * MIB
+        route.close()
+    finally:
+        opened.close()
