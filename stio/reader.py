@@ -118,7 +118,7 @@ class Checkpoint(CheckpointBase):
             except BaseException as error:
                 interrupted = error  # it has ended all the same; the others must, before their files are closed
         if opened is not None:
-            opened.close()
+            opened.discard()
         if interrupted is not None:
             raise interrupted
 

@@ -94,7 +94,7 @@ class Checkpoint(CheckpointBase):
                 except BaseException as error:
                     interrupted = error  # a KeyboardInterrupt has to wait until no thread reads from the files
         if opened is not None:
-            opened.close()
+            opened.discard()
         if interrupted is not None:
             raise interrupted
 

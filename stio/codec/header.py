@@ -14,7 +14,7 @@ from typing import Literal
 from stio.codec._decode import read_tensors
 from stio.codec._json import Scanner
 from stio.codec._layout import check_coverage, put_in_file_order
-from stio.codec._turns import row_pieces
+from stio.codec._turns import ROWS, row_pieces
 from stio.errors import FormatError, LimitError
 from stio.events import Limits
 
@@ -97,6 +97,15 @@ class Header:
     def data_bytes(self) -> int:
         """Bytes of all tensors together."""
         return self.ends[-1] if self.ends else 0
+
+    def clear(self) -> None:
+        """Let go of the rows, a piece at a time: freed at once, 100,000 of them hold the interpreter for 8 ms."""
+        for column in (self.shapes, self.begins, self.ends, self.dtypes, self.names):
+            while column:
+                del column[-ROWS:]
+        while self._positions:
+            for _ in range(min(ROWS, len(self._positions))):
+                self._positions.popitem()
 
     def index_of(self, name: str) -> int:
         """Return a tensor's row.

@@ -11,15 +11,18 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from stio.codec._turns import ROWS
 from stio.codec.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
 from stio.codec.index import ShardIndex, check_against_shards, parse_index
 from stio.codec.naming import MANIFEST_SUFFIX
 from stio.codec.shared import ALIASES_KEY
 from stio.engine.lanes import blocking, open_directory, open_file
+from stio.engine.runtime import start_thread
 from stio.errors import (
     AmbiguousCheckpointError,
     CheckpointNotFoundError,
@@ -121,6 +124,19 @@ class OpenCheckpoint:
         files, self.files = self.files, []
         for file in files:
             file.close()
+
+    def discard(self) -> None:
+        """Close, and free the headers where no event loop waits for it; nothing of it may be used afterwards."""
+        self.close()
+        headers, self.headers = self.headers, []
+        if sum(map(len, headers)) > ROWS:
+            with suppress(RuntimeError):  # no more threads: then here, by whoever held them last
+                start_thread(partial(_clear, headers), name="discard")
+
+
+def _clear(headers: list[Header]) -> None:
+    for header in headers:
+        header.clear()
 
 
 def open_checkpoint(

@@ -12,6 +12,7 @@ from support import (
     INDEX,
     HookedRoot,
     descriptors,
+    eventually,
     nothing_left,
     oracle,
     ramp,
@@ -23,7 +24,10 @@ from support import (
 
 import stio
 from stio import sync
-from stio.engine.opened import ALIASES_KEY, OpenOptions, open_checkpoint
+from stio.codec.build import build_header
+from stio.codec.shared import ALIASES_KEY
+from stio.engine import opened as opened_module
+from stio.engine.opened import OpenOptions, open_checkpoint
 from stio.errors import (
     AmbiguousCheckpointError,
     CheckpointNotFoundError,
@@ -435,3 +439,30 @@ def test_wrong_aliases(tmp_path, tensors, text):
 def test_wrong_aliases_of_the_index(tmp_path, tensors):
     directory = save_sharded(tensors, tmp_path, metadata={ALIASES_KEY: 5})
     refused(FormatError, directory, "aliases")
+
+
+def test_discarding_frees_large_headers_on_another_thread(tmp_path) -> None:
+    """Their memory would otherwise be given back by the thread that closes: an event loop's, for 8 ms."""
+    path = tmp_path / "x.safetensors"
+    header, _ = build_header((f"t{k}", "U8", (0,)) for k in range(10_000))
+    path.write_bytes(header)
+    opened = open_checkpoint(path, OpenOptions())
+    [held] = opened.headers
+    assert "t77" in held
+    opened.discard()
+    assert opened.headers == [] and opened.files == []
+    assert eventually(lambda: not held.names and not held.positions)
+    assert not held.shapes and not held.begins and not held.ends and not held.dtypes
+    opened.discard()
+
+
+def test_discarding_without_another_thread(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(run: object, *, name: str) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(opened_module, "start_thread", refuse)
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(build_header((f"t{k}", "U8", (0,)) for k in range(10_000))[0])
+    opened = open_checkpoint(path, OpenOptions())
+    opened.discard()
+    assert opened.headers == [] and opened.files == []
