@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from stio.reader import load_into as load_into
     from stio.reader import open as open
     from stio.saving import SaveResult as SaveResult
+    from stio.state import load_state as load_state
+    from stio.state import save_state as save_state
     from stio.writer import Saver as Saver
     from stio.writer import save as save
 
@@ -92,8 +94,10 @@ _HOMES = {
     "UnsupportedDtypeError": "stio.errors",
     "load": "stio.reader",
     "load_into": "stio.reader",
+    "load_state": "stio.state",
     "open": "stio.reader",
     "save": "stio.writer",
+    "save_state": "stio.state",
 }
 
 __all__ = [  # noqa: PLE0604  # the table is the one list of names; a test compares it with the imports above

@@ -33,6 +33,10 @@ class Limits:
     """Most tensors in one file."""
     max_rank: int = 64
     """Most dimensions of one tensor (torch's own limit)."""
+    state_bytes: int = 100_000_000
+    """Longest text of the tree of a nested state."""
+    max_state_nodes: int = 4_000_000
+    """Most values (containers, keys and leaves) of a nested state."""
 
 
 @dataclass(frozen=True, slots=True)

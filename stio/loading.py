@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +22,9 @@ from stio.into import Into, LoadReport
 from stio.plan.read import Group, Names
 from stio.settings import DEFAULT_BUDGET_BYTES, Settings, SourceLike
 
-__all__ = ["IntoLoad", "carry_out_stream", "collect", "start_load", "verify"]
+__all__ = ["IntoLoad", "carry_out_stream", "collect", "gather", "start_load", "start_reading", "verify"]
+
+T = TypeVar("T")
 
 
 class _Wish:
@@ -62,16 +64,24 @@ class _Wish:
         return {name: tensors[name] for header in self._order for name in header.names if name in tensors} | tensors
 
 
-def collect(
+def gather(
     operation: Operation[Any], opened: OpenCheckpoint, names: Names | None, options: LoadOptions
-) -> Callable[[], dict[str, torch.Tensor]]:
-    """Load to the end; return a function that hands everything over to the consumer's thread."""
+) -> tuple[list[Landed], _Wish]:
+    """Load to the end; return the groups, not handed over yet, and what was asked for."""
     wish = _Wish(opened, names)
     landed: list[Landed] = []
     options = _by_target(options, opened)
     transfer = prepare(opened, wish.names, options, deliver=lambda _, group: landed.append(wish.dress(group)))
     operation.on_cancel(transfer.run.stop)
     transfer.carry_out()
+    return landed, wish
+
+
+def collect(
+    operation: Operation[Any], opened: OpenCheckpoint, names: Names | None, options: LoadOptions
+) -> Callable[[], dict[str, torch.Tensor]]:
+    """Load to the end; return a function that hands everything over to the consumer's thread."""
+    landed, wish = gather(operation, opened, names, options)
 
     def take() -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
@@ -116,15 +126,27 @@ def start_load(
     source: SourceLike, settings: Settings, names: Names | None, slices: Mapping[str, object] | None
 ) -> Operation[Callable[[], dict[str, torch.Tensor]]]:
     """Begin to open, load and close; the result hands the tensors over."""
+    return start_reading(
+        source, settings, slices, lambda operation, opened, options: collect(operation, opened, names, options)
+    )
 
-    def body(operation: Operation[Any]) -> Callable[[], dict[str, torch.Tensor]]:
+
+def start_reading(
+    source: SourceLike,
+    settings: Settings,
+    slices: Mapping[str, object] | None,
+    read: Callable[[Operation[Any], OpenCheckpoint, LoadOptions], T],
+) -> Operation[T]:
+    """Begin to open a checkpoint, verify it, do something with it on the operation's thread, and close it."""
+
+    def body(operation: Operation[Any]) -> T:
         with shortened(settings.switch_interval):
             options = settings.load_options(slices)
             with traced(settings.trace, "open"):
                 opened = open_checkpoint(source, settings.open_options(), check=operation.check)
             try:
                 verify(opened, settings, operation)
-                return collect(operation, opened, names, options)
+                return read(operation, opened, options)
             finally:
                 opened.close()
 

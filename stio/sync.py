@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
@@ -21,14 +21,16 @@ from torch import nn
 from stio.engine.pool import Pool
 from stio.into import LoadReport
 from stio.loading import IntoLoad, start_load
+from stio.nested import flatten_blocking
 from stio.pending import PendingSave
 from stio.plan.read import Names
+from stio.restore import start_load_state
 from stio.saver import SaverBase
 from stio.saving import DestinationLike, SaveKeywords, SaveResult, SaveSettings, TensorsLike
 from stio.session import CheckpointBase, StreamBase
 from stio.settings import DEFAULT_BUDGET_BYTES, Keywords, Settings, SourceLike
 
-__all__ = ["Checkpoint", "Saver", "Stream", "load", "load_into", "open", "save"]
+__all__ = ["Checkpoint", "Saver", "Stream", "load", "load_into", "load_state", "open", "save", "save_state"]
 
 _warned = False
 
@@ -163,6 +165,22 @@ def save(
     ).complete_blocking()
 
 
+def save_state(
+    state: object, destination: DestinationLike, *, budget_bytes: int | None = None, **keywords: Unpack[SaveKeywords]
+) -> SaveResult:
+    """Save nested state; see `stio.save_state`."""
+    _warn_under_a_loop()
+    tensors, keywords = flatten_blocking(state, keywords)
+    return save(tensors, destination, budget_bytes=budget_bytes, **keywords)
+
+
+def load_state(source: SourceLike, **keywords: Unpack[Keywords]) -> Any:
+    """Load nested state; see `stio.load_state`."""
+    _warn_under_a_loop()
+    take = start_load_state(source, keywords).result()
+    return take()
+
+
 class Saver(SaverBase):
     """Saves that cost the caller the snapshot alone; the blocking twin of `stio.Saver`."""
 
@@ -173,6 +191,11 @@ class Saver(SaverBase):
                 oldest.join()
         pending.wait_staged_blocking()
         return pending
+
+    def save_state(self, state: object, destination: DestinationLike, **keywords: Unpack[SaveKeywords]) -> PendingSave:
+        """Begin to save nested state; return once its snapshot is complete. See `stio.Saver.save_state`."""
+        tensors, keywords = flatten_blocking(state, self._keywords | keywords)
+        return self.save(tensors, destination, **keywords)
 
     def close(self) -> None:
         """Wait for what is under way; raise what failed and nobody was told of. Idempotent.

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from stio.engine.pool import Pool
+from stio.nested import flatten
 from stio.pending import PendingSave
 from stio.saver import SaverBase
 from stio.saving import DestinationLike, SaveKeywords, SaveResult, SaveSettings, TensorsLike
@@ -86,6 +87,22 @@ class Saver(SaverBase):
                 await oldest.ended()
         await pending.wait_staged()
         return pending
+
+    async def save_state(
+        self, state: object, destination: DestinationLike, **keywords: Unpack[SaveKeywords]
+    ) -> PendingSave:
+        """Begin to save nested state; return once its snapshot is complete, and all of it may change.
+
+        Args:
+            state: See `stio.save_state`.
+            destination: See `stio.save`.
+            **keywords: See `SaveKeywords`; they go before the saver's own.
+
+        Raises:
+            StioError: See `save`.
+        """
+        tensors, keywords = await flatten(state, self._keywords | keywords)
+        return await self.save(tensors, destination, **keywords)
 
     async def aclose(self) -> None:
         """Wait for what is under way; raise what failed and nobody was told of. Idempotent.
