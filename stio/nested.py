@@ -102,7 +102,9 @@ class _Walk:
                 kind = type(value)
                 if kind is bool or value is None or (kind is int and -_SMALL < value < _SMALL):
                     nodes.append(value)
-                elif self._add(value, frame.prefix) or len(nodes) >= until:
+                elif self._add(value, frame.prefix):
+                    break  # into the container
+                if len(nodes) >= until:
                     break
             else:
                 stack.pop()
