@@ -115,7 +115,12 @@ KEYS = st.recursive(
     max_leaves=4,
 )
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
@@ -353,12 +358,13 @@ def test_ten_million_nodes_are_refused_while_they_are_read():
 
 def test_keys_that_collide_are_refused():
     """Hashes of integers and tuples are known to all; made to be equal they cost as much as there are, each."""
+
     class Same(int):
         def __hash__(self):
             return 7
 
     check_keys([Same(k) for k in range(1000)])
-    check_keys(list(range(100_000)) + ["a"])
+    check_keys([*range(100_000), "a"])
     check_keys([f"{k}" for k in range(200_000)])
     with pytest.raises(ValueError, match="equal hashes"):
         check_keys([Same(k) for k in range(1001)])
