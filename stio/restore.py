@@ -42,7 +42,7 @@ def _restore(
 ) -> Callable[[], Any]:
     raw, hidden = _tree_text(opened, limits)
     with collection_paused(len(raw)):
-        tree = parse_tree(raw, path=opened.path, limits=limits, foreign=_foreign)
+        tree = parse_tree(raw, path=opened.path, limits=limits, foreign=_foreign, check=operation.check)
     hidden |= {reference.name for reference in tree.references if reference.kind == "bytes_tensor"}
     _match(opened, tree, hidden)
     operation.check()
@@ -113,6 +113,10 @@ def _match(opened: OpenCheckpoint, tree: Tree, hidden: set[str]) -> None:
     if missing:
         message = "the state speaks of a tensor that is not there"
         raise FormatError(message, path=opened.path, found=min(missing))
+    both = hidden.intersection(reference.name for reference in tree.references if reference.kind != "bytes_tensor")
+    if both:
+        message = "the state takes bytes that are its own for a tensor"
+        raise FormatError(message, path=opened.path, found=min(both))
     extra = (there | opened.aliases.keys()) - wanted
     if extra:
         message = "a tensor belongs nowhere in the state"

@@ -106,7 +106,14 @@ def encode_tree(nodes: Sequence[Node]) -> bytes:
 # Reading.
 
 
-def parse_tree(raw: bytes, *, path: str, limits: Limits, foreign: Callable[[str, Any], object]) -> Tree:
+def parse_tree(
+    raw: bytes,
+    *,
+    path: str,
+    limits: Limits,
+    foreign: Callable[[str, Any], object],
+    check: Callable[[], None] = lambda: None,
+) -> Tree:
     """Parse and check the text of a tree.
 
     Args:
@@ -115,6 +122,7 @@ def parse_tree(raw: bytes, *, path: str, limits: Limits, foreign: Callable[[str,
         limits: Bounds on its length and on its number of nodes.
         foreign: Makes what only the caller knows from a tag and a value: `dtype` and `device` from text, `size` from a
             tuple of integers. Raises ValueError for what it does not know.
+        check: Called once a line; may raise to end the parsing.
 
     Raises:
         FormatError: It is no such text, of another version, or its nodes do not fit together.
@@ -136,6 +144,7 @@ def parse_tree(raw: bytes, *, path: str, limits: Limits, foreign: Callable[[str,
                 expected=f"at most {limits.max_state_nodes:,}",
             )
         builder.add(nodes)
+        check()
     return builder.complete()
 
 

@@ -356,6 +356,21 @@ def test_ten_million_nodes_are_refused_while_they_are_read():
         parse(raw)
 
 
+def test_parsing_can_be_ended():
+    class EndedError(Exception):
+        pass
+
+    seen = []
+
+    def check():
+        seen.append(1)
+        if len(seen) == 3:
+            raise EndedError
+
+    with pytest.raises(EndedError):
+        parse_tree(encode_tree(nodes_of([1] * 10_000)), path="x", limits=Limits(), foreign=foreign, check=check)
+
+
 def test_keys_that_collide_are_refused():
     """Hashes of integers and tuples are known to all; made to be equal they cost as much as there are, each."""
 

@@ -51,6 +51,11 @@ HOSTILE = {
     "tensors without a place": ([1], {"a": A}, "belongs nowhere"),
     "a tree nobody points at": ([1], {TREE_TENSOR: torch.zeros(2, dtype=BYTES)}, "belongs nowhere"),
     "the tree as a leaf": ([("list", 1), ("tensor", TREE_TENSOR)], {"a": A}, "not there"),
+    "bytes and a tensor": (
+        [("list", 2), ("tensor", "a"), ("bytes_tensor", "a")],
+        {"a": torch.zeros(1, dtype=BYTES)},
+        "bytes that are its own.*found a",
+    ),
     "parameter of integers": ([("parameter", "a")], {"a": B}, "cannot be a parameter.*int64"),
     "bytes of floats": ([("bytes_tensor", "a")], {"a": A}, "should hold bytes.*F32"),
     "bytes of two dimensions": ([("bytes_tensor", "a")], {"a": torch.zeros(1, 1, dtype=BYTES)}, "should hold"),
@@ -90,6 +95,13 @@ async def test_aliases_that_lead_astray(tmp_path):
     assert found[0] is found[1]
     with pytest.raises(stio.FormatError, match="belongs nowhere.*found b"):
         await stio.load_state(hostile(path, [("tensor", "a")], {"a": A}, **{"stio.aliases": '{"b":"a"}'}))
+
+
+async def test_a_long_tree_that_names_itself(tmp_path):
+    tree = encode_tree([("list", 2), ("tensor", TREE_TENSOR), "x" * 100])
+    tensors = {TREE_TENSOR: torch.tensor(list(tree), dtype=BYTES)}
+    with pytest.raises(stio.FormatError, match="bytes that are its own.*/stio.state"):
+        await stio.load_state(hostile(tmp_path / "s.safetensors", POINTER, tensors))
 
 
 async def test_the_tree_is_checked_before_any_tensor_is_read(tmp_path):
