@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -121,6 +121,7 @@ class LocalTransaction:
         home_fd: `destination.home`, open; owned from here on.
         staging: Its staging directory there; owned from here on.
         durable: Whether anything is synced.
+        relook: See `Publisher`.
     """
 
     def __init__(
@@ -132,10 +133,13 @@ class LocalTransaction:
         home_fd: int,
         staging: Staging,
         durable: bool,
+        relook: Callable[[], tuple[Standing, Names]] | None = None,
     ) -> None:
         self._destination, self._standing, self._names = destination, standing, names
         self._home_fd, self._staging, self._durable = home_fd, staging, durable
-        self._publisher = Publisher(destination, standing, names, home_fd=home_fd, staging=staging, durable=durable)
+        self._publisher = Publisher(
+            destination, standing, names, home_fd=home_fd, staging=staging, durable=durable, relook=relook
+        )
         self._sinks: list[LocalSink] = []
         self._ended = False
 

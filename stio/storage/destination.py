@@ -18,7 +18,17 @@ from stio.storage.checks import identity_of, refused
 from stio.storage.intent import MAX_INDEX_BYTES, digest_of, read_small
 from stio.storage.local import is_local
 
-__all__ = ["Destination", "Names", "Standing", "choose_names", "identity_at", "look", "make_parents", "resolve"]
+__all__ = [
+    "Destination",
+    "Names",
+    "Standing",
+    "choose_names",
+    "identity_at",
+    "look",
+    "make_parents",
+    "mode_at",
+    "resolve",
+]
 
 _SUFFIX = ".safetensors"
 
@@ -166,7 +176,7 @@ def look(home_fd: int, destination: Destination, pattern: str) -> Standing:
     if destination.kind == "file":
         identity = identity_at(home_fd, destination.name)
         found = {destination.name: identity} if identity else {}
-        return Standing(files=found, shard_mode=_mode_at(home_fd, destination.name))
+        return Standing(files=found, shard_mode=mode_at(home_fd, destination.name))
     index = index_name(pattern)
     raw = read_small(home_fd, index, MAX_INDEX_BYTES, where=destination.path)
     shards: tuple[str, ...] = ()
@@ -182,11 +192,16 @@ def look(home_fd: int, destination: Destination, pattern: str) -> Standing:
         for name in dict.fromkeys(names)
         if name != index and "/" not in name and (identity := identity_at(home_fd, name)) is not None
     }
-    modes = (mode for name in files if (mode := _mode_at(home_fd, name)) is not None)
-    return Standing(index, digest_of(raw), files, _mode_at(home_fd, index), next(modes, None))
+    modes = (mode for name in files if (mode := mode_at(home_fd, name)) is not None)
+    return Standing(index, digest_of(raw), files, mode_at(home_fd, index), next(modes, None))
 
 
-def _mode_at(dir_fd: int, name: str) -> int | None:
+def mode_at(dir_fd: int, name: str) -> int | None:
+    """Return the mode of a file, None if there is none of this name.
+
+    Raises:
+        OSError: The system did not say.
+    """
     try:
         return stat.S_IMODE(os.stat(name, dir_fd=dir_fd).st_mode) & 0o777
     except FileNotFoundError:

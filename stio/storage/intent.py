@@ -35,6 +35,7 @@ __all__ = [
     "digest_of",
     "finish",
     "is_committed",
+    "leads_elsewhere",
     "read_intent",
     "read_small",
     "remove_intent",
@@ -57,6 +58,7 @@ MAX_NOTE_BYTES = 64 << 20
 _INTENT_NAME = "intent.json"
 _MAX_INTENT_BYTES = 16 << 20
 _VERSION = 1
+_INDEX_SUFFIX = ".index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class Intent:
     moves: dict[str, Stamp]
     """New files that are moved in before it."""
     unlink: dict[str, Stamp]
-    """Old files that go once it is done."""
+    """Old files that go once it is done, in this order: an index that no new one replaces stands first."""
     notes: tuple[NoteStep, ...]
     """Notes that change with it."""
 
@@ -303,8 +305,21 @@ def finish(home_fd: int, staging_fd: int, intent: Intent, *, durable: bool) -> N
     for name, stamp in intent.unlink.items():
         if name != intent.last and name not in intent.moves and stamp_of(home_fd, name) == stamp:
             _remove(name, home_fd)
+            if durable and name.endswith(_INDEX_SUFFIX):
+                calls.sync_directory(home_fd)  # what it names goes only when nobody is led there any more
     if durable:
         calls.sync_directory(home_fd)
+
+
+def leads_elsewhere(home_fd: int, intent: Intent) -> bool:
+    """Return whether an index still stands that had to go with the old files, so that readers look for those.
+
+    Raises:
+        OSError: The system did not say.
+    """
+    return any(
+        name.endswith(_INDEX_SUFFIX) and stamp_of(home_fd, name) == stamp for name, stamp in intent.unlink.items()
+    )
 
 
 def roll_back(home_fd: int, staging_fd: int, intent: Intent, *, durable: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stio.errors import CommitUncertainError, ConcurrentSaveError, StorageError
 from stio.storage import calls
@@ -24,6 +24,7 @@ from stio.storage.intent import (
     digest_of,
     finish,
     is_committed,
+    leads_elsewhere,
     read_small,
     remove_intent,
     replace_files,
@@ -38,6 +39,7 @@ from stio.storage.staging import Staging, is_same, locked
 __all__ = ["Publisher"]
 
 _INTERRUPTED = "replacing the files was interrupted; the next save here, or collect_garbage, goes on with it"
+_SHADOWED = "the old index could not be removed, and readers still go by it; the next save here goes on with that"
 
 logger = logging.getLogger("stio")
 
@@ -54,6 +56,8 @@ class Publisher:
         home_fd: `destination.home`, open.
         staging: Where they are.
         durable: Whether anything is synced.
+        relook: For a face whose last writer wins. Called under the lock: what stands there by then is replaced,
+            instead of compared with what stood there at the beginning. The files keep their names.
     """
 
     def __init__(
@@ -65,9 +69,11 @@ class Publisher:
         home_fd: int,
         staging: Staging,
         durable: bool,
+        relook: Callable[[], tuple[Standing, Names]] | None = None,
     ) -> None:
         self._destination, self._standing, self._names = destination, standing, names
         self._home_fd, self._staging, self._durable = home_fd, staging, durable
+        self._relook = relook
         self.path = destination.path
         """Name for messages."""
         self.must_stay = False
@@ -128,10 +134,14 @@ class Publisher:
                 finish(self._home_fd, self._staging.fd, intent, durable=self._durable)
                 self.must_stay = False
             except OSError as error:
+                if leads_elsewhere(self._home_fd, intent):
+                    raise self._uncertain(_SHADOWED, error) from error
                 self._warn(error)
 
     def _require_unchanged(self) -> None:
         """Compare the destination with what it was; under the lock, but never by the lock alone."""
+        if self._relook is not None:
+            self._standing, self._names = self._relook()
         standing = self._standing
         if standing.index is not None:
             index = read_small(self._home_fd, standing.index, MAX_INDEX_BYTES)
