@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
@@ -58,20 +59,20 @@ def parse_size_to_int(size_as_str: str) -> int:
     try:
         return parse_size(text)
     except ValueError:
-        unit = text[-2:].upper()
-        if unit not in ("TB", "GB", "MB", "KB", "IB"):
+        pass
+    number, num_units = re.subn("(?i)[kmgt]i?b$", "", text)
+    try:
+        if float(number) == 0 or (num_units and 0 < float(number) < 1):
+            return 0  # no size to stio; to the hub, a shard for each tensor
+    except ValueError:
+        if not num_units:
             raise ValueError(
-                f"Unit {printable(unit)!r} not supported. Supported units are TB, GB, MB, KB, and TiB, GiB, MiB, KiB. "
-                f"Got {printable(text)!r}."
+                f"Unit {printable(text[-2:].upper())!r} not supported. Supported units are TB, GB, MB, KB, and TiB, "
+                f"GiB, MiB, KiB. Got {printable(text)!r}."
             ) from None
-        try:
-            if float(text.removesuffix(text[-2:])) == 0:
-                return 0  # not a size to stio: to the hub, a shard for each tensor
-        except ValueError:
-            pass
-        raise ValueError(
-            f"Could not parse the size value from {printable(text)!r}: a positive, finite number and a unit are wanted"
-        ) from None
+    raise ValueError(
+        f"Could not parse the size value from {printable(text)!r}: a positive, finite number and a unit are wanted"
+    )
 
 
 def split_state_dict_into_shards_factory(
