@@ -115,7 +115,12 @@ class HubDirectory:
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[Destination, int]]:
-        home_fd = calls.open_directory(self.path)  # missing, or no directory: the builtin error, as the hub raises it
+        try:
+            home_fd = calls.open_directory(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise  # what the hub's callers catch
+        except OSError as error:
+            raise write_refused("opening the directory", self.path, error) from error
         try:
             yield Destination(self.path, "update", os.path.realpath(self.path), ""), home_fd
         except OSError as error:

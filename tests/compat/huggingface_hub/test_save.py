@@ -106,7 +106,9 @@ def test_patterns(tmp_path: Path, pattern: str, most: Any) -> None:
     assert names_in(tmp_path) == sorted([*expected, "model.safetensors.manifest.json"])
 
 
-@pytest.mark.parametrize("pattern", ["model.safetensors", "sub/model{suffix}.safetensors", "..\\m{suffix}.safetensors", "m{x}{suffix}"])
+@pytest.mark.parametrize(
+    "pattern", ["model.safetensors", "sub/model{suffix}.safetensors", "..\\m{suffix}.safetensors", "m{x}{suffix}"]
+)
 @pytest.mark.parametrize("safe", [True, False])
 def test_b_patterns_that_lose_or_lead_elsewhere(tmp_path: Path, pattern: str, safe: bool) -> None:
     with pytest.raises(ValueError, match="filename_pattern|filename pattern"):
@@ -239,13 +241,17 @@ def test_shared_tensors_are_saved_once_and_recorded(tmp_path: Path) -> None:
     assert metadata == {"c": "mine"}
 
 
-@pytest.mark.parametrize("discard, kept", [([], "a"), (["a"], "b"), (["a", "b"], "c"), (["a", "b", "c"], "a"), (["z"], "a")])
+@pytest.mark.parametrize(
+    "discard, kept", [([], "a"), (["a"], "b"), (["a", "b"], "c"), (["a", "b", "c"], "a"), (["z"], "a")]
+)
 def test_names_to_discard(tmp_path: Path, discard: list[str], kept: str) -> None:
     tensor = torch.ones(3)
     given = {"c": tensor, "a": tensor, "b": tensor.view(3, 1)}
     hub.save_torch_state_dict(given, tmp_path, shared_tensors_to_discard=discard, max_shard_size=1)
     assert list(read(tmp_path)) == [kept]
-    assert metadata_of(tmp_path / "model.safetensors") == {"format": "pt"} | {name: kept for name in given if name != kept}
+    assert metadata_of(tmp_path / "model.safetensors") == {"format": "pt"} | {
+        name: kept for name in given if name != kept
+    }
 
 
 def test_shared_names_stand_in_the_index(tmp_path: Path) -> None:
@@ -258,7 +264,12 @@ def test_shared_names_stand_in_the_index(tmp_path: Path) -> None:
 
 def test_b_slices_that_share_nothing_are_saved(tmp_path: Path) -> None:
     whole = torch.arange(8.0)
-    given = {"head": whole[:4], "tail": whole[4:], "row": torch.arange(12.0).view(3, 4)[1], "wide": torch.ones(1).expand(3)}
+    given = {
+        "head": whole[:4],
+        "tail": whole[4:],
+        "row": torch.arange(12.0).view(3, 4)[1],
+        "wide": torch.ones(1).expand(3),
+    }
     hub.save_torch_state_dict(given, tmp_path)
     assert equal(read(tmp_path), given)
     hub.save_torch_state_dict(given, tmp_path, max_shard_size=16)

@@ -80,9 +80,7 @@ def test_greedy(state: dict[str, int], most: Any, files: list[list[str]]) -> Non
     assert list(found.filename_to_tensors.values()) == files
     assert found.is_sharded == (len(files) > 1)
     assert found.metadata == {"total_size": sum(state.values())}
-    names = (
-        ["f.x"] if len(files) == 1 else [f"f-{k + 1:05d}-of-{len(files):05d}.x" for k in range(len(files))]
-    )
+    names = ["f.x"] if len(files) == 1 else [f"f-{k + 1:05d}-of-{len(files):05d}.x" for k in range(len(files))]
     assert list(found.filename_to_tensors) == names
     assert found.tensor_to_filename == {
         tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors
@@ -110,7 +108,9 @@ def test_text_is_left_out(most: int) -> None:
     assert found.metadata == {"total_size": 16}
 
 
-@pytest.mark.parametrize("pattern", ["model.safetensors", "{suffix", "model{}.x", "model{other}{suffix}.x", "a{{suffix}}"])
+@pytest.mark.parametrize(
+    "pattern", ["model.safetensors", "{suffix", "model{}.x", "model{other}{suffix}.x", "a{{suffix}}"]
+)
 @pytest.mark.parametrize("most", [100, 1])
 def test_b_a_pattern_needs_its_suffix(pattern: str, most: int) -> None:
     with pytest.raises(ValueError, match=r"suffix|expected '}'"):
@@ -145,7 +145,9 @@ def test_torch_split_goes_through_the_module() -> None:
 
 def test_torch_split_counts_storages() -> None:
     whole = torch.zeros(100)
-    found = hub.split_torch_state_dict_into_shards({"a": whole[:10], "b": torch.zeros(1), "c": whole}, max_shard_size=400)
+    found = hub.split_torch_state_dict_into_shards(
+        {"a": whole[:10], "b": torch.zeros(1), "c": whole}, max_shard_size=400
+    )
     assert found.metadata == {"total_size": 404}
     assert list(found.filename_to_tensors.values()) == [["a", "c"], ["b"]]
 
