@@ -62,7 +62,7 @@ def parse_size_to_int(size_as_str: str) -> int:
         pass
     number, num_units = re.subn("(?i)[kmgt]i?b$", "", text)
     try:
-        if float(number) == 0 or (num_units and 0 < float(number) < 1):
+        if 0 <= float(number) < 1 and (num_units or number.isdecimal()):
             return 0  # no size to stio; to the hub, a shard for each tensor
     except ValueError:
         if not num_units:

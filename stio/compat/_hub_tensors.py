@@ -102,6 +102,8 @@ def covers_storage(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements are exactly its storage, in any order of dimensions."""
     if tensor.storage_offset() or tensor.nbytes != tensor.untyped_storage().nbytes():
         return False
+    if not tensor.nbytes:
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -39,7 +39,9 @@ def test_sizes(text: str, expected: int) -> None:
     assert hub.parse_size_to_int(text) == expected
 
 
-@pytest.mark.parametrize("text", ["-1KB", "-1", "infGB", "-infGB", "1e999GB", "nanKB", "1ooKB", "GB", "KB1", "0.5"])
+@pytest.mark.parametrize(
+    "text", ["-1KB", "-1", "infGB", "-infGB", "1e999GB", "nanKB", "1ooKB", "GB", "KB1", "0.5", "0."]
+)
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ValueError, match=r"Could not parse the size value|not supported"):
         hub.parse_size_to_int(text)
