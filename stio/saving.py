@@ -17,12 +17,12 @@ from stio.events import Trace
 from stio.manifest import ALGORITHMS, HashName, new_hasher
 from stio.progress import Progress, progress_callback
 from stio.storage.base import Transaction
+from stio.storage.destination import is_one_file
 
 __all__ = ["Destination", "DestinationLike", "SaveKeywords", "SaveResult", "SaveSettings", "TensorsLike"]
 
 DEFAULT_MAX_SHARD_SIZE = "5GB"
 DEFAULT_PATTERN = "model{suffix}.safetensors"
-_SUFFIX = ".safetensors"
 
 
 @runtime_checkable
@@ -108,7 +108,7 @@ class SaveSettings:
 
     def max_shard_bytes(self, destination: DestinationLike) -> int | None:
         """Return the most bytes of tensors in one file, None where there is one file only."""
-        if isinstance(destination, str | os.PathLike) and os.fspath(destination).endswith(_SUFFIX):
+        if isinstance(destination, str | os.PathLike) and is_one_file(destination):
             if self.max_shard_size is not None:
                 raise ValueError("max_shard_size is for directories; a destination ending in .safetensors is one file")
             return None

@@ -246,7 +246,7 @@ def _make(
         if dtype == "F4":
             shape = torch_shape(dtype, shape)
         if 0 in shape:
-            result[name] = torch.empty(shape, dtype=layout.torch)
+            result[name] = torch.empty(shape, dtype=layout.torch, device="cpu")  # not where a default device says
             continue
         data = array(shape, layout.numpy, owner, base + offset)
         if (address + offset) % layout.alignment:

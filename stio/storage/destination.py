@@ -21,9 +21,11 @@ from stio.storage.local import is_local
 __all__ = [
     "Destination",
     "Names",
+    "OneFile",
     "Standing",
     "choose_names",
     "identity_at",
+    "is_one_file",
     "look",
     "make_parents",
     "mode_at",
@@ -31,6 +33,22 @@ __all__ = [
 ]
 
 _SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class OneFile:
+    """A path that means one file, whatever its name ends in."""
+
+    path: str
+    """The path."""
+
+    def __fspath__(self) -> str:
+        return self.path
+
+
+def is_one_file(destination: str | os.PathLike[str]) -> bool:
+    """Return whether a destination means one file, and not a directory."""
+    return isinstance(destination, OneFile) or os.fsdecode(destination).endswith(_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +69,8 @@ def resolve(destination: str | os.PathLike[str]) -> Destination:
     """Find out what a path means as a destination.
 
     Args:
-        destination: A file if it ends in `.safetensors`, else a directory. Links are followed; what a dangling one
-            leads to is created.
+        destination: A file if it ends in `.safetensors` or is a `OneFile`, else a directory. Links are followed; what
+            a dangling one leads to is created.
 
     Raises:
         StorageError: Something else stands there, or the system refuses to look.
@@ -74,7 +92,7 @@ def resolve(destination: str | os.PathLike[str]) -> Destination:
     parent, name = os.path.split(real)
     if mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise wrong(errno.EINVAL, f"the destination is neither a file nor a directory: {stat.filemode(mode)}")
-    if path.endswith(_SUFFIX):
+    if is_one_file(destination):
         if stat.S_ISDIR(mode):
             raise wrong(
                 errno.EISDIR, f"a directory stands where the file shall be; a name ending in {_SUFFIX} means one file"

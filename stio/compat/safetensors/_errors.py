@@ -1,0 +1,81 @@
+"""One error class, as the original has it, and how stio's own errors become it.
+
+What was wrong with a file or a call is a `SafetensorError`, the original's phrase first and stio's details behind it.
+What the operating system refuses on reading is the `OSError` that Python has for it, as from `open`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from stio.errors import CheckpointNotFoundError, LimitError, StioError, StorageError, TruncatedError, printable
+
+__all__ = ["SafetensorError", "UnsupportedDtypeError", "header_refused", "reading", "saving", "wrong_type"]
+
+
+class SafetensorError(Exception):
+    """A file that breaks the format, or a call that cannot be answered."""
+
+    __module__ = "stio.compat.safetensors"
+
+
+class UnsupportedDtypeError(SafetensorError, TypeError):
+    """The framework has no type for a tensor's dtype; numpy says TypeError to the same question."""
+
+
+def wrong_type(argument: str, value: object, expected: str) -> TypeError:
+    """Return the error for an argument of a wrong type."""
+    return TypeError(f"argument '{argument}': '{type(value).__name__}' object is not an instance of '{expected}'")
+
+
+def header_refused(error: StioError, *, what: str = "deserializing header") -> SafetensorError:
+    """Return the error for a header that was refused, with the phrase that people's code looks for."""
+    if isinstance(error, TruncatedError) or error.message.startswith("bytes after the last tensor"):
+        phrase = "incomplete metadata, file not fully covered"
+    elif error.message.startswith("header: "):  # the scanner's
+        phrase = "invalid JSON in header"
+    elif isinstance(error, LimitError):
+        phrase = "header too large"
+    else:
+        phrase = "invalid shape, data type, or offset for tensor"
+    return SafetensorError(f"Error while {what}: {phrase}: {error}")
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Turn stio's errors inside the block into those that readers of a file expect."""
+    try:
+        yield
+    except CheckpointNotFoundError as error:
+        raise not_found(path) from error
+    except StorageError as error:
+        if error.errno == errno.ENOTDIR:
+            raise not_found(path) from error
+        raise OSError(error.errno or errno.EIO, error.message, path) from error
+    except StioError as error:
+        raise SafetensorError(str(error)) from error
+
+
+def not_found(path: str) -> FileNotFoundError:
+    """Return the error for a file that is not there."""
+    error = FileNotFoundError(f"No such file or directory: {path}")
+    error.errno = errno.ENOENT
+    return error
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """Turn stio's errors inside the block into `SafetensorError`, as a writer's are."""
+    try:
+        yield
+    except StorageError as error:
+        reason = os.strerror(error.errno) if error.errno else "failed"
+        raise SafetensorError(
+            f"Error while serializing: I/O error: {reason} (os error {error.errno or 0}): {error}"
+        ) from error
+    except StioError as error:
+        phrase = "header too large: " if isinstance(error, LimitError) else ""
+        raise SafetensorError(f"Error while serializing: {phrase}{printable(str(error))}") from error

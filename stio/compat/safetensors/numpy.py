@@ -1,0 +1,118 @@
+"""`safetensors.numpy`, on stio: save and load dicts of arrays.
+
+Arrays are saved as the numbers that they show, whatever their strides and byte order. Loading needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from stio.compat.safetensors._arrays import NUMPY_TYPES, numpy_dtype
+from stio.compat.safetensors._open import safe_open
+from stio.compat.safetensors._serialize import TensorSpec, deserialize, serialize, serialize_file
+
+__all__ = ["load", "load_file", "save", "save_file"]
+
+Array = np.ndarray[Any, Any]
+
+_TYPES = NUMPY_TYPES  # a name of the original that others use
+
+
+def save(tensor_dict: dict[str, Array], metadata: dict[str, str] | None = None) -> bytes:
+    """Return the bytes of a file.
+
+    Args:
+        tensor_dict: Arrays by name.
+        metadata: Text to put into the header.
+
+    Raises:
+        SafetensorError: A dtype or name that the format does not have.
+        AttributeError: A value that is no array.
+        TypeError: A name or metadata that are no text.
+    """
+    keep_alive: list[Array] = []
+    return serialize(_flatten(tensor_dict, keep_alive), metadata=metadata)
+
+
+def save_file(
+    tensor_dict: dict[str, Array], filename: str | os.PathLike[str], metadata: dict[str, str] | None = None
+) -> None:
+    """Write arrays to a file, atomically and durably. They must not change meanwhile.
+
+    Args:
+        tensor_dict: Arrays by name.
+        filename: Where; see `serialize_file`.
+        metadata: Text to put into the header.
+
+    Raises:
+        SafetensorError: A dtype or name that the format does not have; or the system refuses, and the old file stands.
+        AttributeError: A value that is no array.
+        TypeError: A name, metadata or path of a wrong type.
+    """
+    keep_alive: list[Array] = []
+    serialize_file(_flatten(tensor_dict, keep_alive), filename, metadata=metadata)
+
+
+def load(data: bytes) -> dict[str, Array]:
+    """Return the arrays in the bytes of a file, on memory of their own.
+
+    Raises:
+        SafetensorError: They break the format, or numpy has no type for a dtype.
+        TypeError: They are no `bytes`.
+    """
+    return _view2np(deserialize(data))
+
+
+def load_file(filename: str | os.PathLike[str], *, backend: str = "mmap") -> dict[str, Array]:
+    """Return the arrays of a file.
+
+    Args:
+        filename: The file.
+        backend: See `safe_open`.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        OSError: The system refuses.
+        SafetensorError: The file breaks the format, or numpy has no type for a dtype.
+    """
+    with safe_open(filename, framework="np", backend=backend) as file:
+        return file.get_tensors()
+
+
+def _flatten(tensor_dict: Mapping[str, Array], keep_alive_buffer: list[Array]) -> dict[str, TensorSpec]:
+    """Return where the arrays' bytes are; what had to be copied for that goes into the second argument."""
+    specs = {}
+    for name, value in tensor_dict.items():
+        little = _is_little_endian(value)
+        array = np.asarray(value)
+        if not little:
+            array = array.astype(array.dtype.newbyteorder("<"))
+        if not array.flags.c_contiguous:
+            array = array.copy(order="C")
+        keep_alive_buffer.append(array)
+        specs[name] = TensorSpec(
+            dtype=array.dtype.name, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes
+        )
+    return specs
+
+
+def _is_little_endian(tensor: Array) -> bool:
+    order = tensor.dtype.byteorder
+    return order in "|<" or (order == "=" and sys.byteorder == "little")
+
+
+def _getdtype(dtype_str: str) -> np.dtype[Any]:
+    return numpy_dtype(dtype_str)
+
+
+def _view2np(safeview: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Array]:
+    """Return arrays over what `deserialize` returns."""
+    return {
+        name: np.frombuffer(entry["data"], dtype=numpy_dtype(entry["dtype"])).reshape(entry["shape"])
+        for name, entry in safeview
+    }
