@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stio.compat.safetensors._errors import SafetensorError, saving
-from stio.compat.safetensors._file import fresh
+from stio.compat.safetensors._file import copied
 from stio.compat.safetensors._open import path_of, safe_open
 from stio.compat.safetensors._serialize import (
     checked_metadata,
@@ -107,8 +107,7 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
         TypeError: They are no `bytes`.
     """
     header = parsed(data)
-    region = fresh(header.data_bytes)
-    region.write(0, memoryview(data)[header.data_start :])
+    region = copied(memoryview(data)[header.data_start :])
     return Tensors("cpu").make(region, header.names, header.dtypes, header.shapes, header.begins)
 
 
@@ -262,9 +261,7 @@ def _view2torch(safeview: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, tor
     """Return tensors of what `deserialize` returns, on copies of the data."""
     tensors: dict[str, torch.Tensor] = {}
     for name, entry in safeview:
-        region = fresh(len(entry["data"]))
-        region.write(0, entry["data"])
-        tensors |= Tensors("cpu").make(region, [name], [entry["dtype"]], [tuple(entry["shape"])], [0])
+        tensors |= Tensors("cpu").make(copied(entry["data"]), [name], [entry["dtype"]], [tuple(entry["shape"])], [0])
     return tensors
 
 

@@ -1,0 +1,495 @@
+"""Saving: the original's checks and bytes, and what a save must not do to what stands there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy as official_numpy
+import safetensors.torch as official
+import torch
+
+from stio.compat.safetensors import SafetensorError, TensorSpec, deserialize, serialize, serialize_file
+from stio.compat.safetensors import numpy as in_numpy
+from stio.compat.safetensors import torch as in_torch
+from stio.errors import StorageError
+from stio.storage import calls
+from stio.storage.destination import OneFile, is_one_file, resolve
+
+T = torch.arange(4.0)
+A = np.arange(4, dtype=np.float32)
+
+Save = Callable[..., bytes]
+
+
+def in_file(save_file: Callable[..., None]) -> Callable[[Path], Save]:
+    def bind(folder: Path) -> Save:
+        def save(tensors: Any, metadata: Any = None) -> bytes:
+            save_file(tensors, folder / "out.safetensors", metadata)
+            assert os.listdir(folder) == ["out.safetensors"]
+            return (folder / "out.safetensors").read_bytes()
+
+        return save
+
+    return bind
+
+
+@pytest.fixture(params=["memory", "file"])
+def save(request: pytest.FixtureRequest, tmp_path: Path) -> Save:
+    return in_torch.save if request.param == "memory" else in_file(in_torch.save_file)(tmp_path)
+
+
+@pytest.fixture(params=["memory", "file"])
+def save_arrays(request: pytest.FixtureRequest, tmp_path: Path) -> Save:
+    return in_numpy.save if request.param == "memory" else in_file(in_numpy.save_file)(tmp_path)
+
+
+def spec(**changes: Any) -> TensorSpec:
+    return TensorSpec(**{"dtype": "float32", "shape": [4], "data_ptr": A.ctypes.data, "data_len": 16, **changes})
+
+
+CASES: list[tuple[dict[str, torch.Tensor], dict[str, str] | None]] = [
+    ({}, None),
+    ({}, {"k": "v"}),
+    ({"a": T}, None),
+    ({"a": T}, {}),
+    ({"a": T}, {"k\n\"\\é": "\u2028\0\x7f"}),
+    ({"b": T, "a": T + 1, "c": torch.arange(3), "d": torch.zeros(0, 3), "e": torch.tensor(1.0)}, {"format": "pt"}),
+    ({"": T, "é\n": T + 1, "\x7f": T + 2}, None),
+    ({"a": T[:2], "b": T[2:]}, None),
+    ({"z": torch.zeros(0, 3).t(), "y": torch.zeros(3, 0)}, None),
+    ({"f4": torch.zeros(2, 2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, None),
+    ({"e8": torch.ones(3, dtype=torch.uint8).view(torch.float8_e8m0fnu), "h": torch.ones(2, dtype=torch.bfloat16)}, None),
+    ({"p": torch.nn.Parameter(T)}, None),
+]
+
+
+@pytest.mark.parametrize(("tensors", "metadata"), CASES)
+def test_the_bytes_are_the_original_s(save: Save, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> None:
+    assert save(tensors, metadata) == official.save(tensors, metadata)
+
+
+def test_several_metadata_keys_are_in_order(save: Save) -> None:
+    """Better: the original's order is another one each time."""
+    metadata = {f"k{k}": "v" for k in (3, 1, 2)}
+    raw = save({"a": T}, metadata)
+    assert raw == save({"a": T}, dict(sorted(metadata.items())))
+    assert list(json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]) == ["k1", "k2", "k3"]
+
+
+def test_nothing_with_empty_metadata(save: Save) -> None:
+    """Better: the original writes what no JSON reader takes."""
+    raw = save({}, {})
+    assert json.loads(raw[8:]) == {"__metadata__": {}}
+    assert in_torch.load(raw) == {}
+
+
+def test_an_ordered_dict_and_a_subclass_are_dicts(save: Save) -> None:
+    assert save(OrderedDict(a=T)) == official.save({"a": T})
+
+
+REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
+    ("list", lambda: [T], ValueError, "Expected a dict of [str, torch.Tensor] but received <class 'list'>"),
+    ("none", lambda: {"a": None}, ValueError, "Key `a` is invalid, expected torch.Tensor but received <class 'NoneType'>"),
+    ("array", lambda: {"a": A}, ValueError, "Key `a` is invalid, expected torch.Tensor but received <class 'numpy.ndarray'>"),
+    ("sparse", lambda: {"a": T.to_sparse()}, ValueError, "You are trying to save a sparse tensors: `['a']` which this"),
+    ("strided", lambda: {"a": torch.zeros(3, 4).t()}, ValueError, "You are trying to save a non contiguous tensor: `a`"),
+    ("expanded", lambda: {"a": torch.ones(1).expand(4)}, ValueError, "You are trying to save a non contiguous tensor: `a`"),
+    ("same", lambda: {"a": T, "b": T}, RuntimeError, "Some tensors share memory"),
+    ("overlap", lambda: {"a": T[:3], "b": T[2:]}, RuntimeError, "Some tensors share memory"),
+    ("meta", lambda: {"a": torch.zeros(2, device="meta")}, RuntimeError, "Cannot copy out of meta tensor; no data!"),
+    ("name", lambda: {1: T}, TypeError, "'int' object is not an instance of 'str'"),
+    ("half", lambda: {"\ud800": T}, UnicodeEncodeError, "surrogates not allowed"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "kind", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_refused_as_by_the_original(save: Save, tensors: Callable[[], object], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as caught:
+        save(tensors())
+    assert message in " ".join(str(caught.value).split())
+    with pytest.raises(kind) as theirs:
+        official.save(tensors())
+    assert message in " ".join(str(theirs.value).split())
+
+
+def test_shared_names_are_named(save: Save) -> None:
+    with pytest.raises(RuntimeError, match=r"\{'(one|two)', '(one|two)'\}"):
+        save({"one": T, "two": T, "three": torch.ones(1)})
+
+
+def test_a_small_tensor_inside_hides_no_other(save: Save) -> None:
+    """Better: the original compares with the last end, not the furthest."""
+    assert in_torch._find_shared_tensors({"a": T, "b": T[:1], "c": T[2:]}) == [{"a", "b", "c"}]
+    with pytest.raises(RuntimeError, match="share memory"):
+        save({"a": T, "c": T[2:]})
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32], ids=str)
+def test_dtypes_that_the_format_lacks(save: Save, dtype: torch.dtype) -> None:
+    """Better: a KeyError there."""
+    with pytest.raises(SafetensorError, match=f'Unknown dtype "{str(dtype)[6:]}". Supported dtypes: bool'):
+        save({"a": torch.zeros(2, dtype=dtype)})
+
+
+def test_names_that_no_reader_finds(save: Save, save_arrays: Save) -> None:
+    """Better: the original saves them."""
+    for name in ("__metadata__", "a\0b"):
+        for call, value in ((save, T), (save_arrays, A)):
+            with pytest.raises(SafetensorError, match="a tensor cannot have the name"):
+                call({name: value})
+
+
+def test_a_pair_of_f4_without_a_dimension(save: Save) -> None:
+    with pytest.raises(SafetensorError, match="half a byte"):
+        save({"a": torch.zeros((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)})
+
+
+def test_pending_conjugation_and_negation(save: Save) -> None:
+    """Better: saved unresolved there."""
+    number = torch.tensor([1 + 2j, 3 - 1j])
+    shown = {"c": number.conj(), "n": torch.tensor([1 + 2j]).conj().imag.contiguous()}
+    assert shown["c"].is_conj()
+    negative = torch._neg_view(torch.tensor([5.0, -6.0]))
+    assert negative.is_neg()
+    shown["n"] = negative
+    found = in_torch.load(save(shown))
+    assert found["c"].tolist() == [1 - 2j, 3 + 1j]
+    assert found["n"].tolist() == [-5.0, 6.0]
+
+
+def test_autograd_is_no_obstacle(save: Save) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    assert in_torch.load(save({"a": weight, "b": weight * 2}))["b"].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}, ["a"], "a", {"a": None}])
+def test_metadata_of_wrong_types(save: Save, save_arrays: Save, metadata: Any) -> None:
+    for call, value in ((save, T), (save_arrays, A)):
+        with pytest.raises(TypeError, match="argument 'metadata'"):
+            call({"a": value}, metadata)
+    with pytest.raises(TypeError):
+        official.save({"a": T}, metadata)
+
+
+def test_metadata_with_half_a_pair(save: Save) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        save({"a": T}, {"k": "\ud800"})
+
+
+# numpy.
+
+ARRAYS: list[tuple[str, np.ndarray[Any, Any]]] = [
+    ("plain", np.arange(6.0).reshape(2, 3)),
+    ("scalar", np.array(3, np.int16)),
+    ("bool", np.array([True, False])),
+    ("half", np.arange(3, dtype=np.float16)),
+    ("complex", np.array([1 + 2j], np.complex64)),
+    ("big-endian", np.arange(5, dtype=">i4")),
+    ("big-endian half", np.arange(5, dtype=">f2")),
+    ("empty", np.zeros((0, 4), np.uint64)),
+    ("read-only", np.frombuffer(b"1234", np.uint8)),
+]
+BETTER_ARRAYS: list[tuple[str, np.ndarray[Any, Any]]] = [
+    ("transposed", np.arange(6.0).reshape(2, 3).T),
+    ("fortran", np.asfortranarray(np.arange(6.0).reshape(2, 3))),
+    ("every other", np.arange(8, dtype=np.uint8)[::2]),
+    ("backwards", np.arange(8, dtype=np.uint8)[::-1]),
+    ("broadcast", np.broadcast_to(np.float32(1), (3, 2))),
+    ("big-endian strided", np.arange(6, dtype=">i8").reshape(2, 3).T),
+    ("number", np.float32(2.5)),  # type: ignore[list-item]
+]
+
+
+@pytest.mark.parametrize("array", [case[1] for case in ARRAYS], ids=[case[0] for case in ARRAYS])
+def test_arrays(save_arrays: Save, array: np.ndarray[Any, Any]) -> None:
+    assert save_arrays({"a": array, "b": A}) == official_numpy.save({"a": array, "b": A})
+
+
+@pytest.mark.parametrize("array", [case[1] for case in ARRAYS + BETTER_ARRAYS], ids=[case[0] for case in ARRAYS + BETTER_ARRAYS])
+def test_arrays_come_back(save_arrays: Save, tmp_path: Path, array: np.ndarray[Any, Any]) -> None:
+    """Better: strides are scrambled there."""
+    raw = save_arrays({"a": array})
+    wanted = np.asarray(array).astype(np.asarray(array).dtype.newbyteorder("="))
+    for found in (in_numpy.load(raw)["a"], official_numpy.load(raw)["a"]):
+        np.testing.assert_array_equal(found, wanted, strict=True)
+    (tmp_path / "again").write_bytes(raw)
+    for backend in ("mmap", "pread"):
+        found = in_numpy.load_file(tmp_path / "again", backend=backend)["a"]
+        np.testing.assert_array_equal(found, wanted, strict=True)
+        assert found.flags.writeable
+
+
+@pytest.mark.parametrize("array", [np.zeros(2, complex), np.array(["x"]), np.array([{}]), np.zeros(1, "M8[D]"), np.zeros(2, "V1")], ids=lambda a: a.dtype.name)
+def test_arrays_that_the_format_lacks(save_arrays: Save, array: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(SafetensorError, match="^Unknown dtype"):
+        save_arrays({"a": array})
+
+
+@pytest.mark.parametrize("value", [[A], {"a": [1]}, {"a": T}])
+def test_what_is_no_array(save_arrays: Save, value: Any) -> None:
+    for call in (save_arrays, official_numpy.save):
+        with pytest.raises(AttributeError):
+            call(value)
+
+
+# TensorSpec, serialize.
+
+
+def test_spec() -> None:
+    one = spec(shape=(2, 2))
+    assert (one.dtype, one.shape, one.data_ptr, one.data_len) == ("F32", [2, 2], A.ctypes.data, 16)
+    theirs = safetensors.TensorSpec(dtype="float32", shape=(2, 2), data_ptr=A.ctypes.data, data_len=16)
+    assert repr(one) == repr(theirs)
+    assert spec(dtype="float4_e2m1fn_x2", shape=[2, 2]).shape == [2, 4]
+    assert spec(shape=torch.Size([2, 2])).shape == [2, 2]
+    assert spec(shape=np.array([4])).shape == [4]
+    one.shape.clear()
+    assert one.shape == [2, 2]
+    with pytest.raises(AttributeError):
+        one.dtype = "F64"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"dtype": "F32"}, "SafetensorError"),
+        ({"dtype": 1}, "TypeError"),
+        ({"shape": [-1]}, "OverflowError"),
+        ({"shape": [2**64]}, "OverflowError"),
+        ({"shape": [1.0]}, "TypeError"),
+        ({"shape": "12"}, "TypeError"),
+        ({"shape": None}, "TypeError"),
+        ({"shape": iter([4])}, "TypeError"),
+        ({"data_ptr": -1}, "OverflowError"),
+        ({"data_len": 1.5}, "TypeError"),
+    ],
+)
+def test_specs_that_cannot_be(changes: dict[str, Any], kind: str) -> None:
+    with pytest.raises(Exception) as ours:  # noqa: B017, PT011 -- compared below
+        spec(**changes)
+    with pytest.raises(Exception) as theirs:  # noqa: B017, PT011
+        safetensors.TensorSpec(**{"dtype": "float32", "shape": [4], "data_ptr": 0, "data_len": 16, **changes})
+    assert type(ours.value).__name__ == type(theirs.value).__name__ == kind
+
+
+def test_spec_takes_no_positions() -> None:
+    with pytest.raises(TypeError):
+        TensorSpec("float32", [4], 0, 0)  # type: ignore[misc]
+
+
+def both(tensors: Any, tmp_path: Path, metadata: Any = None) -> bytes:
+    raw = serialize(tensors, metadata)
+    serialize_file(tensors, tmp_path / "f", metadata)
+    assert (tmp_path / "f").read_bytes() == raw
+    return raw
+
+
+def test_serialize(tmp_path: Path) -> None:
+    bits = np.arange(6, dtype=np.uint8)
+    theirs = {
+        "a": safetensors.TensorSpec(dtype="float32", shape=[4], data_ptr=A.ctypes.data, data_len=16),
+        "f": safetensors.TensorSpec(dtype="float4_e2m1fn_x2", shape=[3, 2], data_ptr=bits.ctypes.data, data_len=6),
+        "e": safetensors.TensorSpec(dtype="float8_e8m0fnu", shape=[6], data_ptr=bits.ctypes.data, data_len=6),
+        "n": safetensors.TensorSpec(dtype="bfloat16", shape=[0], data_ptr=0, data_len=0),
+    }
+    ours = {
+        "a": spec(),
+        "f": spec(dtype="float4_e2m1fn_x2", shape=[3, 2], data_ptr=bits.ctypes.data, data_len=6),
+        "e": spec(dtype="float8_e8m0fnu", shape=[6], data_ptr=bits.ctypes.data, data_len=6),
+        "n": spec(dtype="bfloat16", shape=[0], data_ptr=0, data_len=0),
+    }
+    assert both(ours, tmp_path, {"k": "v"}) == safetensors.serialize(theirs, {"k": "v"})
+    assert both({}, tmp_path) == safetensors.serialize({})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "kind", "message"),
+    [
+        ([("a", spec())], TypeError, "argument 'tensor_dict': 'list' object is not an instance of 'dict'"),
+        ({1: spec()}, TypeError, "argument 'tensor_dict': 'int' object is not an instance of 'str'"),
+        ({"a": {"dtype": "float32"}}, TypeError, "argument 'tensor_dict': 'dict' object is not an instance of 'TensorSpec'"),
+        ({"a": spec(data_len=12)}, SafetensorError, "Error while serializing: invalid shape, data type, or offset for tensor"),
+        ({"a": spec(data_ptr=0)}, SafetensorError, "Error while serializing: invalid shape, data type, or offset for tensor"),
+        ({"a": spec(shape=[2**40, 2**40], data_len=0)}, SafetensorError, "Error while serializing: overflow computing buffer size"),
+        ({"a": spec(dtype="float4_e2m1fn_x2", shape=[], data_len=1)}, SafetensorError, "Error while serializing"),
+    ],
+)
+def test_what_serialize_refuses(tmp_path: Path, tensors: Any, kind: type[Exception], message: str) -> None:
+    for call in (lambda: serialize(tensors), lambda: serialize_file(tensors, tmp_path / "f")):
+        with pytest.raises(kind) as caught:
+            call()
+        assert str(caught.value).startswith(message)
+    assert os.listdir(tmp_path) == []
+
+
+def test_deserialize() -> None:
+    raw = official.save({"b": T, "a": torch.arange(3), "e": torch.zeros(2, 0, dtype=torch.int16)}, {"k": "v"})
+    assert sorted(deserialize(raw)) == sorted(safetensors.deserialize(raw))
+    assert [name for name, _ in deserialize(raw)][:2] == ["a", "b"]
+    for wrong in (bytearray(raw), memoryview(raw), "text", None):
+        with pytest.raises(TypeError, match="argument 'bytes'"):
+            deserialize(wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="argument 'bytes'"):
+            in_torch.load(wrong)  # type: ignore[arg-type]
+
+
+def test_load_makes_copies() -> None:
+    raw = official.save({"b": T.clone(), "a": torch.arange(3)})
+    found = in_torch.load(raw)
+    found["b"].add_(1)
+    assert in_torch.load(raw)["b"].tolist() == T.tolist()
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in found.values())
+    array = in_numpy.load(raw)["a"]
+    array[0] = 7
+    assert in_numpy.load(raw)["a"][0] == 0
+
+
+def test_load_of_dtypes_that_the_original_cannot() -> None:
+    """Better: `load` knows no F8_E8M0 and no F4 there."""
+    tensors = {
+        "e": torch.arange(4, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        "f": torch.arange(4, dtype=torch.uint8).reshape(2, 2).view(torch.float4_e2m1fn_x2),
+    }
+    found = in_torch.load(in_torch.save(tensors))
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert found[name].view(torch.uint8).tolist() == tensor.view(torch.uint8).tolist()
+
+
+# Files.
+
+
+@pytest.mark.parametrize("name", ["model", "model.st", "model.safetensors", "model.safetensors.part", ".hidden"])
+def test_any_name_is_a_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.manifest.json").write_text("somebody's")
+    for path in (tmp_path / name, str(tmp_path / name)):
+        in_torch.save_file({"a": T}, path)
+        assert (tmp_path / name).read_bytes() == official.save({"a": T})
+    assert set(os.listdir(tmp_path)) - {name} <= {"model.safetensors.manifest.json"}
+    assert name == "model.safetensors" or (tmp_path / "model.safetensors.manifest.json").read_text() == "somebody's"
+
+
+def test_a_relative_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    in_numpy.save_file({"a": A}, "plain")
+    assert in_numpy.load_file("plain")["a"].tolist() == A.tolist()
+
+
+def test_modes(tmp_path: Path) -> None:
+    """Better: 0600 there, whatever the umask, whatever stood there."""
+    old = os.umask(0o027)
+    try:
+        in_torch.save_file({"a": T}, tmp_path / "f")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o640
+    (tmp_path / "f").chmod(0o604)
+    in_torch.save_file({"a": T}, tmp_path / "f")
+    assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o604
+
+
+def test_saving_over_what_is_mapped(tmp_path: Path) -> None:
+    in_torch.save_file({"a": T}, tmp_path / "f")
+    loaded, arrays = in_torch.load_file(tmp_path / "f"), in_numpy.load_file(tmp_path / "f")
+    in_torch.save_file({"a": loaded["a"] + 1}, tmp_path / "f")
+    in_torch.save_file(loaded, tmp_path / "g")
+    assert loaded["a"].tolist() == arrays["a"].tolist() == T.tolist()
+    assert in_torch.load_file(tmp_path / "f")["a"].tolist() == (T + 1).tolist()
+    assert in_torch.load_file(tmp_path / "g")["a"].tolist() == T.tolist()
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("target")
+    in_torch.save_file({"a": T}, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_bytes() == official.save({"a": T})
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "fifo")
+    before = sorted(os.listdir(tmp_path))
+    for bad in (tmp_path / "no" / "f", tmp_path / "dir", tmp_path / "file" / "f", tmp_path / "fifo", ""):
+        for call in (lambda bad=bad: in_torch.save_file({"a": T}, bad), lambda bad=bad: in_numpy.save_file({"a": A}, bad)):
+            with pytest.raises(SafetensorError, match="^Error while serializing: I/O error: "):
+                call()
+    assert sorted(os.listdir(tmp_path)) == before
+    assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
+    for wrong in (None, 3, b"name"):
+        with pytest.raises(TypeError, match="filename"):
+            in_torch.save_file({"a": T}, wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="filename"):
+            in_numpy.save_file({"a": A}, wrong)  # type: ignore[arg-type]
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_torch.save_file({"a": T}, tmp_path / "f")
+    before = (tmp_path / "f").read_bytes()
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(calls, "fsync", full)
+    for call in (lambda: in_torch.save_file({"a": T + 1}, tmp_path / "f"), lambda: in_numpy.save_file({"a": A}, tmp_path / "f")):
+        with pytest.raises(SafetensorError, match="No space left on device") as caught:
+            call()
+        assert isinstance(caught.value.__cause__, StorageError)
+        assert caught.value.__cause__.errno == errno.ENOSPC
+    assert (tmp_path / "f").read_bytes() == before
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_files_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Better: nothing is synced there."""
+    log: list[str] = []
+    for name in ("fsync", "sync_directory", "rename"):
+        plain = getattr(calls, name)
+        monkeypatch.setattr(calls, name, lambda *a, plain=plain, name=name, **k: (log.append(name), plain(*a, **k))[1])
+    in_torch.save_file({"a": T}, tmp_path / "f")
+    assert "fsync" in log[: log.index("rename")]
+    assert "sync_directory" in log[log.index("rename") :]
+
+
+def test_large_tensors_and_many(tmp_path: Path) -> None:
+    tensors = {f"t{k}": torch.full((k % 7,), float(k)) for k in range(500)} | {"big": torch.arange(9 << 20, dtype=torch.int32)}
+    in_torch.save_file(tensors, tmp_path / "f", {"k": "v"})
+    assert (tmp_path / "f").read_bytes() == official.save(tensors, {"k": "v"})
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    in_numpy.save_file(arrays, tmp_path / "g", {"k": "v"})
+    assert (tmp_path / "g").read_bytes() == (tmp_path / "f").read_bytes()
+
+
+def test_one_file_is_a_destination_of_its_own(tmp_path: Path) -> None:
+    assert is_one_file(OneFile("x"))
+    assert is_one_file("x.safetensors")
+    assert not is_one_file("x")
+    assert os.fspath(OneFile("x")) == "x"
+    assert resolve(OneFile(str(tmp_path / "x"))).kind == "file"
+    assert resolve(tmp_path / "x").kind == "fresh"
+    with pytest.raises(StorageError, match="directory stands"):
+        resolve(OneFile(str(tmp_path)))
+
+
+def test_private_helpers() -> None:
+    assert in_torch._getdtype("BF16") == torch.bfloat16
+    assert in_torch._SIZE[torch.float32] == 4
+    assert in_torch._tobytes(T, "t") == T.numpy().tobytes()
+    raw = official.save({"a": T, "e": torch.zeros(0)})
+    found = in_torch._view2torch(deserialize(raw))
+    assert found["a"].tolist() == T.tolist()
+    assert found["e"].shape == (0,)
+    assert in_numpy._getdtype("BOOL") == np.dtype(bool)
+    assert in_numpy._is_little_endian(A)
+    assert not in_numpy._is_little_endian(A.astype(">f4"))
