@@ -29,7 +29,6 @@ _FIRST_READ_BYTES = 16 << 10
 """Holds the headers of some hundred tensors. Fresh memory is slow, so no more than that at once."""
 
 
-
 def fresh(nbytes: int) -> Region:
     """Return memory that nobody else uses, its content undefined.
 

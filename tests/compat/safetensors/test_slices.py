@@ -83,7 +83,9 @@ def test_torch(file: Path, index: Any, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "index", [*BASIC, *BETTER, slice(None, None, -1), slice(3, 0, -2), (0, slice(None, None, -1)), slice(0, 3, -1)], ids=repr
+    "index",
+    [*BASIC, *BETTER, slice(None, None, -1), slice(3, 0, -2), (0, slice(None, None, -1)), slice(0, 3, -1)],
+    ids=repr,
 )
 def test_numpy(file: Path, index: Any, backend: str) -> None:
     expected = WHOLE.numpy()[int(index) if index is True else index]
@@ -136,10 +138,22 @@ ERRORS: list[tuple[Any, str]] = [
     (slice(None, None, 0), "Slice step must be a positive integer, got 0"),
     ((slice(None), -6), "Invalid index -6 for dimension 1 of size 3"),
     (5, "Error during slicing [5] with shape [5, 3, 4]: index 5 out of bounds for tensor dimension #0 of size 5"),
-    (slice(0, 20), "Error during slicing [0:20] with shape [5, 3, 4]: index 19 out of bounds for tensor dimension #0 of size 5"),
-    (slice(7, 20), "Error during slicing [7:20] with shape [5, 3, 4]: index 7 out of bounds for tensor dimension #0 of size 5"),
-    ((slice(None), slice(None, 9, 2)), "Error during slicing [:, :9:2] with shape [5, 3, 4]: index 8 out of bounds for tensor dimension #1 of size 3"),
-    ((0, 0, 0, 0), "Error during slicing [0, 0, 0, 0] with shape [5, 3, 4]: more slicing indexes than dimensions in tensor"),
+    (
+        slice(0, 20),
+        "Error during slicing [0:20] with shape [5, 3, 4]: index 19 out of bounds for tensor dimension #0 of size 5",
+    ),
+    (
+        slice(7, 20),
+        "Error during slicing [7:20] with shape [5, 3, 4]: index 7 out of bounds for tensor dimension #0 of size 5",
+    ),
+    (
+        (slice(None), slice(None, 9, 2)),
+        "Error during slicing [:, :9:2] with shape [5, 3, 4]: index 8 out of bounds for tensor dimension #1 of size 3",
+    ),
+    (
+        (0, 0, 0, 0),
+        "Error during slicing [0, 0, 0, 0] with shape [5, 3, 4]: more slicing indexes than dimensions in tensor",
+    ),
 ]
 
 
@@ -199,9 +213,25 @@ def test_contiguous_parts_lie_on_the_mapping(file: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [d for d in (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint16, torch.uint64, torch.complex64, torch.bool, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float8_e4m3fn,
+        torch.float8_e8m0fnu,
+        torch.uint16,
+        torch.uint64,
+        torch.complex64,
+        torch.bool,
+        torch.bfloat16,
+    ],
+    ids=str,
+)
 def test_dtypes(tmp_path: Path, dtype: torch.dtype, backend: str) -> None:
-    whole = torch.arange(1, 25, dtype=torch.uint8).repeat_interleave(dtype.itemsize).view(dtype if dtype != torch.bool else torch.uint8)
+    whole = (
+        torch.arange(1, 25, dtype=torch.uint8)
+        .repeat_interleave(dtype.itemsize)
+        .view(dtype if dtype != torch.bool else torch.uint8)
+    )
     whole = (whole % 2 == 0 if dtype == torch.bool else whole).reshape(6, 4)
     official.save_file({"w": whole}, tmp_path / "f")
     part = safe_open(tmp_path / "f", "pt", backend=backend).get_slice("w")
