@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -37,7 +37,8 @@ def fresh(nbytes: int) -> Region:
     """
     if nbytes >= HUGE_PAGE_BYTES:
         return memory.allocate(nbytes)
-    buffer = (ctypes.c_char * max(nbytes, 1)).from_buffer(np.empty(max(nbytes, 1), np.uint8))
+    heap: Any = np.empty(max(nbytes, 1), np.uint8)  # untyped: mypy sees no buffer in an array before 3.12
+    buffer = (ctypes.c_char * max(nbytes, 1)).from_buffer(heap)
     return Region(ctypes.addressof(buffer), nbytes, buffer)
 
 

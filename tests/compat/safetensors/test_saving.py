@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -393,3 +394,26 @@ def test_one_file_is_a_destination_of_its_own(tmp_path: Path) -> None:
     assert resolve(tmp_path / "x").kind == "fresh"
     with pytest.raises(StorageError, match="directory stands"):
         resolve(OneFile(str(tmp_path)))
+
+
+def test_several_writers_of_one_file(tmp_path: Path) -> None:
+    """The last one wins, as with the original; none fails, and no mixture comes out."""
+    failed: list[BaseException] = []
+    start = threading.Barrier(4)
+
+    def write(number: int) -> None:
+        try:
+            start.wait(10)
+            for _ in range(5):
+                in_torch.save_file({"a": torch.full((5000,), float(number))}, tmp_path / "f")
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert len(in_torch.load_file(tmp_path / "f")["a"].unique()) == 1
+    assert os.listdir(tmp_path) == ["f"]
