@@ -1,4 +1,4 @@
-"""The command line: `stio inspect PATH` and `stio verify PATH`.
+"""The command line: `stio inspect PATH`, `stio verify PATH`, and `stio convert SOURCE DESTINATION` (`cli_convert.py`).
 
 Imports no torch, so that an answer is there at once. A terminal gets a drawn table; a pipe gets plain columns,
 whole names and no colours. Names and metadata come out of files that nobody vouches for: control characters are
@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stio import __version__
+from stio.cli_convert import convert
 from stio.codec.header import TensorInfo
 from stio.engine.opened import OpenCheckpoint, OpenOptions, open_checkpoint
 from stio.errors import StioError, printable
@@ -47,10 +48,13 @@ class _Command(click.Group):
 @click.group(cls=_Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="stio")
 def main() -> None:
-    """Look at safetensors checkpoints."""
+    """Look at safetensors checkpoints, and make them."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that the terminal's encoding lacks is shown escaped
             stream.reconfigure(errors="backslashreplace")
+
+
+main.add_command(convert)
 
 
 @main.command()

@@ -18,6 +18,7 @@ from typing import Any, Self, Unpack
 import torch
 from torch import nn
 
+from stio.convert import ConvertKeywords, PathLike, start_conversion
 from stio.engine.pool import Pool
 from stio.into import LoadReport
 from stio.loading import IntoLoad, start_load
@@ -30,7 +31,7 @@ from stio.saving import DestinationLike, SaveKeywords, SaveResult, SaveSettings,
 from stio.session import CheckpointBase, StreamBase
 from stio.settings import DEFAULT_BUDGET_BYTES, Keywords, Settings, SourceLike
 
-__all__ = ["Checkpoint", "Saver", "Stream", "load", "load_into", "load_state", "open", "save", "save_state"]
+__all__ = ["Checkpoint", "Saver", "Stream", "convert", "load", "load_into", "load_state", "open", "save", "save_state"]
 
 _warned = False
 
@@ -179,6 +180,12 @@ def load_state(source: SourceLike, **keywords: Unpack[Keywords]) -> Any:
     _warn_under_a_loop()
     take = start_load_state(source, keywords).result()
     return take()
+
+
+def convert(source: PathLike, destination: PathLike, **keywords: Unpack[ConvertKeywords]) -> SaveResult:
+    """Convert a checkpoint; see `stio.convert.convert`. A KeyboardInterrupt rolls it back before it comes out."""
+    _warn_under_a_loop()
+    return start_conversion(source, destination, **keywords).result()
 
 
 class Saver(SaverBase):

@@ -1,0 +1,278 @@
+"""OLMo's nested state in safetensors files, for a changed import.
+
+    from stio.compat.olmo import load_state_dict, safetensors_file_to_state_dict, state_dict_to_safetensors_file
+
+The files are OLMo's own, read and written: names hold pickled key paths, and what is no tensor is a pickle in a tensor.
+Reading runs none of that. Pickles of plain values (numbers, text, bytes, tuples, lists, dicts, sets) are read by a
+machine that cannot call anything; the others are refused, or unpickled with `trust_pickle=True`, which warns.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from stio.codec.olmo_names import (
+    MAX_LEAF_BYTES,
+    KeyPath,
+    decode_name,
+    encode_name,
+    looks_encoded,
+    name_bytes,
+    nest,
+    path_of_name,
+    shown,
+    stable_pickle,
+)
+from stio.codec.plain_pickle import PickleRefused, PlainPickles
+from stio.codec.sharding import TensorSource
+from stio.device.sources import sources_of
+from stio.engine.pool import Pool
+from stio.errors import CheckpointNotFoundError, FormatError, printable
+from stio.loading import start_load
+from stio.pending import PendingSave
+from stio.pickles import read_pickle
+from stio.plan.write import WritePlan, plan_files
+from stio.saving import SaveResult, SaveSettings
+from stio.settings import DEFAULT_BUDGET_BYTES, Settings
+
+__all__ = [
+    "load_state_dict",
+    "pt_file_to_safetensors_file",
+    "safetensors_file_to_state_dict",
+    "state_dict_to_safetensors_file",
+]
+
+PathLike: TypeAlias = str | os.PathLike[str]
+
+_SUFFIX = ".safetensors"
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+
+def state_dict_to_safetensors_file(state_dict: Mapping[Any, Any], filename: PathLike) -> SaveResult:
+    """Save nested dicts of tensors and other values to one file that OLMo reads; atomic, durable.
+
+    Equal plain state gives equal bytes. Empty dicts are kept (as pickled values, which OLMo's reader takes).
+    Tensors that share memory are saved each, for OLMo's reader knows no ties.
+
+    Args:
+        state_dict: Dicts in dicts. Keys are text, numbers, bytes, None, or tuples of these; values are tensors, or
+            anything that can be pickled. Reading back other than plain values takes `trust_pickle=True`.
+        filename: Ends in `.safetensors`.
+
+    Raises:
+        TypeError: No dict, a key of another kind, or a tensor without memory of its own.
+        ValueError: A tensor that cannot be saved as it is, the name of the file, or one leaf too many bytes.
+        StioError: See `stio.save`; the old file stands.
+    """
+    path = os.fspath(filename)
+    if not path.endswith(_SUFFIX):
+        raise ValueError(f"the name of the file must end in {_SUFFIX}, not {printable(path)!r}")
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
+    tensors: dict[str, torch.Tensor] = {}
+    for keys, leaf in _leaves(state_dict):
+        is_tensor = isinstance(leaf, torch.Tensor)
+        if is_tensor:
+            sources_of({shown(keys): leaf})  # refuses by a name that people can read
+        tensors[encode_name(keys, is_pickled=not is_tensor)] = leaf if is_tensor else _pickled(keys, leaf)
+    return PendingSave(
+        tensors, path, SaveSettings(), pool=Pool(DEFAULT_BUDGET_BYTES), stage_first=False, planner=_plan
+    ).complete_blocking()
+
+
+def _plan(sources: Sequence[TensorSource], *, block_bytes: int) -> WritePlan:
+    """Put everything into one file, without metadata: as OLMo's writer does."""
+    return plan_files(sources, [([source.name for source in sources], None)], block_bytes=block_bytes)
+
+
+def _leaves(state: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield what is no dict, and empty dicts, with their keys.
+
+    Raises:
+        ValueError: A dict contains itself.
+    """
+    ahead: list[tuple[KeyPath, Any, frozenset[int]]] = [((), state, frozenset())]
+    while ahead:
+        path, node, above = ahead.pop()
+        if isinstance(node, Mapping) and (node or not path):
+            if id(node) in above:
+                raise ValueError(f"{shown(path)} is a dict that contains itself")
+            inside = above | {id(node)}
+            ahead += [((*path, key), child, inside) for key, child in reversed(list(node.items()))]
+        else:
+            yield path, node
+
+
+def _pickled(path: KeyPath, leaf: object) -> torch.Tensor:
+    try:
+        data = stable_pickle(dict(leaf) if isinstance(leaf, Mapping) else leaf)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        raise TypeError(f"{shown(path)} cannot be pickled: {printable(str(error))}") from error
+    if len(data) > MAX_LEAF_BYTES:
+        raise ValueError(f"{shown(path)} is {len(data):,} bytes as a pickle; a value may have {MAX_LEAF_BYTES:,}")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def safetensors_file_to_state_dict(
+    filename: PathLike,
+    map_location: str | int | torch.device | None = None,
+    *,
+    trust_pickle: bool = False,
+) -> dict[Any, Any]:
+    """Load nested state from a file of OLMo's. Nothing in it is run.
+
+    The order of keys, and which dicts were OrderedDicts, is not in such a file.
+
+    Args:
+        filename: The file.
+        map_location: Where tensors go; the CPU by default.
+        trust_pickle: Unpickle what is more than plain values, numpy's random state for one. **That runs whatever the
+            author of the file put there**, so it warns, naming the first such key, before it does.
+
+    Raises:
+        CheckpointNotFoundError: There is no such file.
+        FormatError: The file is broken, is none of OLMo's, or holds what only `trust_pickle=True` reads.
+        StioError: See `stio.load`.
+    """
+    path = os.fspath(filename)
+    if map_location is not None and not isinstance(map_location, str | int | torch.device):
+        raise TypeError(f"map_location is a device here, not a {type(map_location).__name__}")
+    settings = Settings(device="cpu" if map_location is None else map_location, memory="copy")
+    tensors = start_load(path, settings, None, None).result()()  # stio.sync.load, without a warning under a loop
+    if tensors and not looks_encoded(tensors):
+        raise FormatError(
+            "not a file of OLMo's nested state; stio.load reads plain checkpoints, stio.load_state stio's own state",
+            path=path,
+            found=f"the tensor {printable(next(name for name in tensors if not looks_encoded([name])))!r}",
+        )
+    return _Reader(path, trust_pickle).state(tensors)
+
+
+class _Reader:
+    """Turns the tensors of one file into nested state.
+
+    Args:
+        path: File to name in errors.
+        trust_pickle: Whether to unpickle what is not plain.
+    """
+
+    def __init__(self, path: str, trust_pickle: bool) -> None:
+        self._path = path
+        self._trusts = trust_pickle
+        self._warned = False
+        self._pickles = PlainPickles()
+
+    def state(self, tensors: dict[str, torch.Tensor]) -> dict[Any, Any]:
+        try:
+            return nest(self._leaf(*item) for item in tensors.items())
+        except PickleRefused as error:
+            raise FormatError(str(error), path=self._path) from error
+
+    def _leaf(self, name: str, tensor: torch.Tensor) -> tuple[KeyPath, Any]:
+        path, is_pickled = self._plain_or_trusted(
+            f"the name {printable(name)!r}",
+            lambda: decode_name(name, self._pickles),
+            lambda: path_of_name(pickle.loads(name_bytes(name))),
+        )
+        if not is_pickled:
+            return path, tensor
+        if tensor.dtype != torch.uint8 or tensor.dim() != 1 or tensor.numel() > MAX_LEAF_BYTES:
+            raise FormatError(
+                f"{shown(path)}: a pickled value is a row of bytes",
+                path=self._path,
+                expected=f"U8, one dimension, at most {MAX_LEAF_BYTES:,} bytes",
+                found=f"{tensor.dtype} {list(tensor.shape)}",
+            )
+        data = tensor.cpu().numpy().tobytes()
+        return path, self._plain_or_trusted(shown(path), lambda: self._pickles.loads(data), lambda: pickle.loads(data))
+
+    def _plain_or_trusted(self, what: str, plain: Callable[[], Any], trusted: Callable[[], Any]) -> Any:
+        try:
+            return plain()
+        except PickleRefused as error:
+            if not self._trusts:
+                raise FormatError(
+                    f"{what} is not a pickle of plain values: {error}; trust_pickle=True reads it, and runs what is "
+                    "in it",
+                    path=self._path,
+                ) from error
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{printable(self._path)}: unpickling {what}, which can run any code, as trust_pickle=True asks",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        try:
+            return trusted()
+        except Exception as error:  # whatever the pickled code raises
+            raise FormatError(f"{what} cannot be unpickled: {printable(repr(error))}", path=self._path) from error
+
+
+def load_state_dict(
+    checkpoint_dir: PathLike,
+    fname: str,
+    *,
+    local_cache: PathLike | None = None,
+    map_location: str | int | torch.device | None = None,
+    trust_pickle: bool = False,
+) -> Any:
+    """Load a file of a checkpoint; for `foo.pt` its `foo.safetensors` if there is one.
+
+    A `foo.safetensors` that is there and cannot be read is an error: the older file is no answer to that.
+
+    Args:
+        checkpoint_dir: A local directory.
+        fname: A name in it, ending in `.pt` or `.safetensors`.
+        local_cache: A directory that is looked into first.
+        map_location: Where tensors go; the CPU by default, also for `.pt` files.
+        trust_pickle: See `safetensors_file_to_state_dict`; a `.pt` file is otherwise read with `weights_only=True`.
+
+    Raises:
+        CheckpointNotFoundError: There is neither.
+        FormatError: See `safetensors_file_to_state_dict`.
+        ValueError: `checkpoint_dir` is a URL, or `fname` has another ending.
+    """
+    if _SCHEME.match(os.fspath(checkpoint_dir)):
+        raise ValueError(f"checkpoint_dir is a local directory here, not {printable(os.fspath(checkpoint_dir))!r}")
+    if not fname.endswith((".pt", _SUFFIX)):
+        raise ValueError(f"fname ends in .pt or {_SUFFIX}, not {printable(fname)!r}")
+    folders = [os.fspath(folder) for folder in (local_cache, checkpoint_dir) if folder is not None]
+    names = [fname.removesuffix(".pt") + _SUFFIX, fname] if fname.endswith(".pt") else [fname]
+    for path in (os.path.join(folder, name) for name in names for folder in folders):
+        if not os.path.lexists(path):
+            continue
+        if path.endswith(_SUFFIX):
+            return safetensors_file_to_state_dict(path, map_location, trust_pickle=trust_pickle)
+        return read_pickle(path, map_location=map_location or "cpu", trust_pickle=trust_pickle)
+    raise CheckpointNotFoundError(
+        "there is no such file", path=os.path.join(folders[-1], fname), expected=" or ".join(names)
+    )
+
+
+def pt_file_to_safetensors_file(
+    filename: PathLike, destination: PathLike | None = None, *, trust_pickle: bool = False
+) -> SaveResult:
+    """Convert nested state that `torch.save` wrote.
+
+    Args:
+        filename: The file, usually `.pt`.
+        destination: Where to; by default beside it, with the ending `.safetensors`, where `load_state_dict` finds it.
+        trust_pickle: Unpickle anything (`torch.load(weights_only=False)`), which runs what the file's author put there.
+
+    Raises:
+        FormatError: The file is broken, holds no dict, or holds what only `trust_pickle=True` reads.
+        StioError: See `state_dict_to_safetensors_file`.
+    """
+    path = os.fspath(filename)
+    state = read_pickle(path, trust_pickle=trust_pickle, mapped=True)
+    if not isinstance(state, Mapping):
+        raise FormatError("the file holds no dict", path=path, found=type(state).__name__)
+    return state_dict_to_safetensors_file(state, destination or os.path.splitext(path)[0] + _SUFFIX)
