@@ -381,4 +381,4 @@ async def test_a_cancel_leaves_nothing_behind(tmp_path: Path, kind: str) -> None
 
         await stio.convert.convert(source, tmp_path / "d", progress=cancel, budget_bytes=1, dtype="bfloat16")
     assert scope.cancelled_caught
-    assert [entry.name for entry in tmp_path.iterdir()] == [source.name]
+    assert os.listdir(tmp_path) == [source.name]
