@@ -25,7 +25,7 @@ from stio.loading import gather, start_reading
 from stio.memory import allocate
 from stio.settings import Keywords, Settings, SourceLike
 
-__all__ = ["start_load_state"]
+__all__ = ["restore", "start_load_state"]
 
 
 def start_load_state(source: SourceLike, keywords: Keywords) -> Operation[Callable[[], Any]]:
@@ -33,13 +33,19 @@ def start_load_state(source: SourceLike, keywords: Keywords) -> Operation[Callab
     settings = Settings(**cast(Keywords, {"memory": "copy", **keywords}))
     limits = settings.limits or Limits()
     return start_reading(
-        source, settings, None, lambda operation, opened, options: _restore(operation, opened, options, limits)
+        source, settings, None, lambda operation, opened, options: restore(operation, opened, options, limits)
     )
 
 
-def _restore(
+def restore(
     operation: Operation[Any], opened: OpenCheckpoint, options: LoadOptions, limits: Limits
 ) -> Callable[[], Any]:
+    """Load the state of an open checkpoint; return a function that hands it over to the consumer's thread.
+
+    Raises:
+        FormatError: It holds no nested state, or a malformed one.
+        StioError: See `stio.load_state`.
+    """
     raw, hidden = _tree_text(opened, limits)
     with collection_paused(len(raw)):
         tree = parse_tree(raw, path=opened.path, limits=limits, foreign=_foreign, check=operation.check)

@@ -2,9 +2,10 @@
 
     from stio.compat.olmo import load_state_dict, safetensors_file_to_state_dict, state_dict_to_safetensors_file
 
-The files are OLMo's own, read and written: names hold pickled key paths, and what is no tensor is a pickle in a tensor.
+OLMo's own files are read and written: names hold pickled key paths, and what is no tensor is a pickle in a tensor.
 Reading runs none of that. Pickles of plain values (numbers, text, bytes, tuples, lists, dicts, sets) are read by a
 machine that cannot call anything; the others are refused, or unpickled with `trust_pickle=True`, which warns.
+`format="stio"` writes nested state without any pickle; it is read by the same functions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -32,13 +33,20 @@ from stio.codec.olmo_names import (
 )
 from stio.codec.plain_pickle import PickleRefused, PlainPickles
 from stio.codec.sharding import TensorSource
+from stio.codec.tree import STATE_KEY
 from stio.device.sources import sources_of
+from stio.engine.opened import OpenCheckpoint
 from stio.engine.pool import Pool
+from stio.engine.route import LoadOptions
+from stio.engine.runtime import Operation
 from stio.errors import CheckpointNotFoundError, FormatError, printable
-from stio.loading import start_load
+from stio.events import Limits
+from stio.loading import collect, start_reading
+from stio.nested import flatten_blocking
 from stio.pending import PendingSave
 from stio.pickles import read_pickle
 from stio.plan.write import WritePlan, plan_files
+from stio.restore import restore
 from stio.saving import SaveResult, SaveSettings
 from stio.settings import DEFAULT_BUDGET_BYTES, Settings
 
@@ -55,20 +63,24 @@ _SUFFIX = ".safetensors"
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
-def state_dict_to_safetensors_file(state_dict: Mapping[Any, Any], filename: PathLike) -> SaveResult:
-    """Save nested dicts of tensors and other values to one file that OLMo reads; atomic, durable.
+def state_dict_to_safetensors_file(
+    state_dict: Mapping[Any, Any], filename: PathLike, *, format: Literal["olmo", "stio"] = "olmo"
+) -> SaveResult:
+    """Save nested dicts of tensors and other values to one file; atomic, durable.
 
-    Equal plain state gives equal bytes. Empty dicts are kept (as pickled values, which OLMo's reader takes).
-    Tensors that share memory are saved each, for OLMo's reader knows no ties.
+    In OLMo's format equal plain state gives equal bytes, empty dicts are kept (as pickled values, which OLMo's reader
+    takes), and tensors that share memory are saved each, for that reader knows no ties.
 
     Args:
         state_dict: Dicts in dicts. Keys are text, numbers, bytes, None, or tuples of these; values are tensors, or
             anything that can be pickled. Reading back other than plain values takes `trust_pickle=True`.
         filename: Ends in `.safetensors`.
+        format: "olmo", which OLMo reads; or "stio", without any pickle, which this module and `stio.load_state` read
+            (see `stio.save_state` for what it takes; types, order and ties come back).
 
     Raises:
         TypeError: No dict, a key of another kind, or a tensor without memory of its own.
-        ValueError: A tensor that cannot be saved as it is, the name of the file, or one leaf too many bytes.
+        ValueError: A tensor that cannot be saved as it is, the name of the file, no such format, or a value too long.
         StioError: See `stio.save`; the old file stands.
     """
     path = os.fspath(filename)
@@ -76,6 +88,13 @@ def state_dict_to_safetensors_file(state_dict: Mapping[Any, Any], filename: Path
         raise ValueError(f"the name of the file must end in {_SUFFIX}, not {printable(path)!r}")
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
+    if format == "stio":
+        flat, keywords = flatten_blocking(state_dict, {})
+        return PendingSave(
+            flat, path, SaveSettings(**keywords), pool=Pool(DEFAULT_BUDGET_BYTES), stage_first=False
+        ).complete_blocking()
+    if format != "olmo":
+        raise ValueError(f"format= takes 'olmo' or 'stio', not {printable(format)!r}")
     tensors: dict[str, torch.Tensor] = {}
     for keys, leaf in _leaves(state_dict):
         is_tensor = isinstance(leaf, torch.Tensor)
@@ -125,10 +144,10 @@ def safetensors_file_to_state_dict(
     map_location: str | int | torch.device | None = None,
     *,
     trust_pickle: bool = False,
-) -> dict[Any, Any]:
-    """Load nested state from a file of OLMo's. Nothing in it is run.
+) -> Any:
+    """Load nested state from a file, of OLMo's or of stio's own format. Nothing in it is run.
 
-    The order of keys, and which dicts were OrderedDicts, is not in such a file.
+    The order of keys, and which dicts were OrderedDicts, is not in a file of OLMo's.
 
     Args:
         filename: The file.
@@ -145,14 +164,25 @@ def safetensors_file_to_state_dict(
     if map_location is not None and not isinstance(map_location, str | int | torch.device):
         raise TypeError(f"map_location is a device here, not a {type(map_location).__name__}")
     settings = Settings(device="cpu" if map_location is None else map_location, memory="copy")
-    tensors = start_load(path, settings, None, None).result()()  # stio.sync.load, without a warning under a loop
+    # As the functions of stio.sync do it, without their warning under a loop.
+    take, is_own = start_reading(path, settings, None, _read).result()
+    if is_own:
+        return take()
+    tensors = take()
     if tensors and not looks_encoded(tensors):
         raise FormatError(
-            "not a file of OLMo's nested state; stio.load reads plain checkpoints, stio.load_state stio's own state",
+            "no nested state, of OLMo's or of stio's; stio.load reads plain checkpoints",
             path=path,
             found=f"the tensor {printable(next(name for name in tensors if not looks_encoded([name])))!r}",
         )
     return _Reader(path, trust_pickle).state(tensors)
+
+
+def _read(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOptions) -> tuple[Callable[[], Any], bool]:
+    """Load stio's nested state, or tensors with OLMo's names; tell whether it was stio's."""
+    if STATE_KEY in opened.metadata:
+        return restore(operation, opened, options, Limits()), True
+    return collect(operation, opened, None, options), False
 
 
 class _Reader:
@@ -258,13 +288,18 @@ def load_state_dict(
 
 
 def pt_file_to_safetensors_file(
-    filename: PathLike, destination: PathLike | None = None, *, trust_pickle: bool = False
+    filename: PathLike,
+    destination: PathLike | None = None,
+    *,
+    format: Literal["olmo", "stio"] = "olmo",
+    trust_pickle: bool = False,
 ) -> SaveResult:
     """Convert nested state that `torch.save` wrote.
 
     Args:
         filename: The file, usually `.pt`.
         destination: Where to; by default beside it, with the ending `.safetensors`, where `load_state_dict` finds it.
+        format: See `state_dict_to_safetensors_file`.
         trust_pickle: Unpickle anything (`torch.load(weights_only=False)`), which runs what the file's author put there.
 
     Raises:
@@ -275,4 +310,4 @@ def pt_file_to_safetensors_file(
     state = read_pickle(path, trust_pickle=trust_pickle, mapped=True)
     if not isinstance(state, Mapping):
         raise FormatError("the file holds no dict", path=path, found=type(state).__name__)
-    return state_dict_to_safetensors_file(state, destination or os.path.splitext(path)[0] + _SUFFIX)
+    return state_dict_to_safetensors_file(state, destination or os.path.splitext(path)[0] + _SUFFIX, format=format)

@@ -306,3 +306,44 @@ def test_conversion_of_what_is_no_state(tmp_path: Path) -> None:
         with pytest.raises(stio.StioError):
             olmo.pt_file_to_safetensors_file(tmp_path / name)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["cut.pt", "list.pt"]
+
+
+def test_stios_format_keeps_types_order_and_ties_without_a_pickle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tied = torch.arange(6.0).reshape(2, 3)
+    state: Nested = collections.OrderedDict(
+        z={"w": tied, 0: (1, [2.5, None, b"x"]), "dtype": torch.bfloat16}, a=[tied, {}], empty={}
+    )
+    path = tmp_path / "state.safetensors"
+    olmo.state_dict_to_safetensors_file(state, path, format="stio")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("unpickled")
+
+    monkeypatch.setattr(pickle, "loads", refuse)
+    monkeypatch.setattr(pickle, "load", refuse)
+    for found in (
+        olmo.safetensors_file_to_state_dict(path),
+        olmo.load_state_dict(tmp_path, "state.pt"),
+        stio.sync.load_state(path),
+    ):
+        assert type(found) is collections.OrderedDict and list(found) == ["z", "a", "empty"]
+        assert found["z"]["w"] is found["a"][0] and torch.equal(found["z"]["w"], tied)
+        assert found["z"][0] == (1, [2.5, None, b"x"]) and found["z"]["dtype"] is torch.bfloat16
+        assert found["a"][1] == {} == found["empty"]
+
+
+def test_a_pt_file_becomes_stios_format(tmp_path: Path) -> None:
+    torch.save({"a": {"b": torch.ones(2)}, "n": 3}, tmp_path / "x.pt")
+    olmo.pt_file_to_safetensors_file(tmp_path / "x.pt", format="stio")
+    found = stio.sync.load_state(tmp_path / "x.safetensors")
+    assert found["n"] == 3 and torch.equal(found["a"]["b"], torch.ones(2))
+
+
+def test_no_such_format(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="format= takes"):
+        olmo.state_dict_to_safetensors_file({}, tmp_path / "x.safetensors", format="pickle")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"state\['a'\]"):
+        olmo.state_dict_to_safetensors_file({"a": object()}, tmp_path / "x.safetensors", format="stio")
+    assert not list(tmp_path.iterdir())
