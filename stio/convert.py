@@ -1,6 +1,6 @@
 """Conversion: checkpoints of other kinds and cuts become safetensors, in one window of memory.
 
-A source (`sources.py`) is opened and described first; nothing is read for that but headers. The save is the usual one,
+A source (`origins.py`) is opened and described first; nothing is read for that but headers. The save is the usual one,
 so what stands at the destination is replaced in one step, or not at all. Tensors of a safetensors source are read in
 the order in which the save writes them, ahead of it by one window (`window.py`); those of a pickle are mapped.
 """
