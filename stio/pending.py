@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from stio.codec.naming import manifest_name
+from stio.codec.naming import index_name, manifest_name
 from stio.codec.sharding import TensorSource
 from stio.device.sources import LazyTensor, Readiness, sources_of, staging_for
 from stio.device.tensors import collection_paused
@@ -29,9 +29,10 @@ from stio.events import traced
 from stio.manifest import FileState, manifest_notes, new_hasher
 from stio.plan.write import WritePlan, plan_writes
 from stio.progress import progress_callback
-from stio.saving import Destination, DestinationLike, SaveResult, SaveSettings, TensorsLike
+from stio.saving import Destination, DestinationLike, SaveResult, SaveSettings, TensorsLike, settled
 from stio.storage.base import Transaction
-from stio.storage.commit import begin_local
+from stio.storage.commit import LocalTransaction, begin_local
+from stio.storage.destination import OneFile
 
 __all__ = ["Durable", "PendingSave", "Planner"]
 
@@ -52,10 +53,12 @@ class Durable:
 
     path: str
     """The destination, links resolved."""
-    filename_pattern: str
-    """Names of its files, in a directory."""
+    filename_pattern: str | None
+    """Names of its files, in a directory; None: it is one file."""
     fresh: bool
-    """Whether nothing was there before, so that all of it is the saver's own."""
+    """Whether its directory was not there before, so that all of it is the saver's own."""
+    files: frozenset[str]
+    """Paths of what it consists of; some may be missing."""
 
 
 class PendingSave:
@@ -83,7 +86,7 @@ class PendingSave:
         self._bell = Bell()
         self._body = body = _Body(
             _named(tensors),
-            destination,
+            settled(destination),
             settings,
             pool,
             tell_staged=self._tell_staged,
@@ -239,7 +242,7 @@ class _Body:
     def __init__(
         self,
         tensors: dict[str, torch.Tensor | LazyTensor],
-        destination: DestinationLike,
+        destination: str | OneFile | Destination,
         settings: SaveSettings,
         pool: Pool,
         *,
@@ -264,7 +267,6 @@ class _Body:
         self._announce_durable = tell_durable
         self.after = after
         self._staged_seconds = 0.0
-        self._fresh = False
 
     def carry_out(self, operation: Operation[SaveResult]) -> SaveResult:
         """Stage, write and publish; leaves nothing behind when it raises."""
@@ -292,7 +294,6 @@ class _Body:
                 if self.after is not None:
                     self.after.wait_turn(operation, durable=True)
                     self.after = None  # or all saves of a training run would stay, a chain
-                self._fresh = not isinstance(self._destination, Destination) and not os.path.lexists(self._destination)
                 with traced(settings.trace, "begin"):
                     transaction = self._begin(len(plan.shards))
                 return self._write(operation, plan, run, transaction)
@@ -348,8 +349,8 @@ class _Body:
             run.join()  # nobody writes into files that are removed now
             transaction.abort()
             raise
-        if not isinstance(self._destination, Destination):  # a place of one's own is nobody's to delete from
-            self._announce_durable(Durable(transaction.path, settings.filename_pattern, self._fresh))
+        if isinstance(transaction, LocalTransaction):  # a place of one's own is nobody's to delete from
+            self._announce_durable(self._durable(transaction))
         return SaveResult(
             path=transaction.path,
             files=names,
@@ -360,6 +361,15 @@ class _Body:
             written_seconds=written_seconds,
             committed_seconds=committed_seconds,
             hashes=hashes,
+        )
+
+    def _durable(self, transaction: LocalTransaction) -> Durable:
+        path, names = transaction.path, transaction.shard_names
+        pattern = None if self._max_shard_bytes is None else self._settings.filename_pattern
+        where = path if pattern is not None else os.path.dirname(path)
+        files = {*names, self._manifest_name(names), *([] if pattern is None else [index_name(pattern)])}
+        return Durable(
+            path, pattern, transaction.makes_directory, frozenset(os.path.join(where, name) for name in files)
         )
 
     def _manifest_name(self, names: tuple[str, ...]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from dataclasses import replace
 from typing import Literal, Unpack
 
 from stio.engine.pool import Pool
@@ -56,7 +57,7 @@ class SaverBase:
         self._lock = threading.Lock()
         self._saves: deque[PendingSave] = deque()  # in the order of their calls; the ended ones leave at the next look
         self._failures: deque[BaseException] = deque()
-        self._kept: dict[str, Durable] = {}  # by path, in the order of their saves
+        self._kept: dict[tuple[str, str | None], Durable] = {}  # by place and names, in the order of their saves
         self._closed = False
 
     @property
@@ -121,11 +122,13 @@ class SaverBase:
         """Delete what is older than the newest `keep_last` (called on the save's thread, once it is durable)."""
         if self._keep_last is None:
             return
-        before = self._kept.pop(saved.path, saved)  # saved there again: now the newest
-        self._kept[saved.path] = before
+        key = saved.path, saved.filename_pattern
+        before = self._kept.pop(key, saved)  # saved there again: now the newest, in a directory that is as it was
+        self._kept[key] = replace(saved, fresh=before.fresh)
         while len(self._kept) > self._keep_last:
             old = self._kept.pop(next(iter(self._kept)))
+            spare = frozenset().union(*(kept.files for kept in self._kept.values()))
             try:
-                remove_checkpoint(old.path, filename_pattern=old.filename_pattern, whole=old.fresh)
+                remove_checkpoint(old.path, filename_pattern=old.filename_pattern, whole=old.fresh, spare=spare)
             except StioError as error:
                 logger.warning("an old checkpoint could not be deleted: %s", error)

@@ -13,13 +13,14 @@ from torch import nn
 from stio.codec.naming import check_pattern
 from stio.codec.sharding import parse_size
 from stio.device.sources import LazyTensor
+from stio.errors import StorageError
 from stio.events import Trace
 from stio.manifest import ALGORITHMS, HashName, new_hasher
 from stio.progress import Progress, progress_callback
 from stio.storage.base import Transaction
-from stio.storage.destination import is_one_file
+from stio.storage.destination import OneFile, is_one_file
 
-__all__ = ["Destination", "DestinationLike", "SaveKeywords", "SaveResult", "SaveSettings", "TensorsLike"]
+__all__ = ["Destination", "DestinationLike", "SaveKeywords", "SaveResult", "SaveSettings", "TensorsLike", "settled"]
 
 DEFAULT_MAX_SHARD_SIZE = "5GB"
 DEFAULT_PATTERN = "model{suffix}.safetensors"
@@ -46,6 +47,24 @@ DestinationLike: TypeAlias = str | os.PathLike[str] | Destination
 
 TensorsLike: TypeAlias = Mapping[str, torch.Tensor] | Mapping[str, torch.Tensor | LazyTensor] | nn.Module
 """Tensors by name, some of them perhaps lazy, or a module, whose `state_dict()` is meant."""
+
+
+def settled(destination: DestinationLike) -> str | OneFile | Destination:
+    """Return a destination that stays where it is when the working directory changes while the save is under way.
+
+    Raises:
+        TypeError: Neither a path nor a place of one's own.
+        StorageError: It is relative to a working directory that is gone.
+    """
+    if isinstance(destination, Destination):
+        return destination
+    path = os.fsdecode(destination)
+    if path and not os.path.isabs(path):  # an empty one is refused with the other places that cannot be
+        try:
+            path = os.path.join(os.getcwd(), path)  # not abspath: a slash at its end means a directory
+        except FileNotFoundError as error:
+            raise StorageError("the working directory does not exist any more", path=path, errno=error.errno) from error
+    return OneFile(path) if isinstance(destination, OneFile) else path
 
 
 class SaveKeywords(TypedDict, total=False):

@@ -145,8 +145,13 @@ class LocalTransaction:
 
     @property
     def path(self) -> str:
-        """The destination, for messages and results."""
-        return self._destination.path
+        """The destination, links followed, for messages and results."""
+        return self._destination.real
+
+    @property
+    def makes_directory(self) -> bool:
+        """Whether the checkpoint's directory is the save's own: there was none."""
+        return self._destination.kind == "fresh"
 
     @property
     def shard_names(self) -> tuple[str, ...]:

@@ -64,6 +64,11 @@ class Destination:
     name: str
     """Name in `home` of the file or the fresh directory; empty for an update."""
 
+    @property
+    def real(self) -> str:
+        """The place itself: absolute, links followed."""
+        return os.path.join(self.home, self.name) if self.name else self.home
+
 
 def resolve(destination: str | os.PathLike[str]) -> Destination:
     """Find out what a path means as a destination.

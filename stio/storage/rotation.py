@@ -8,39 +8,46 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+from collections.abc import Set
 
-from stio.codec.naming import index_name, is_checkpoint_file, manifest_name
+from stio.codec.naming import MANIFEST_SUFFIX, index_name, is_checkpoint_file, manifest_name
 from stio.storage import calls
 from stio.storage.checks import refused
 
 __all__ = ["remove_checkpoint"]
 
-_SUFFIX = ".safetensors"
 _TRASH = ".stio-trash-"
 
 
-def remove_checkpoint(path: str, *, filename_pattern: str, whole: bool) -> None:
+def remove_checkpoint(path: str, *, filename_pattern: str | None, whole: bool, spare: Set[str] = frozenset()) -> None:
     """Delete a checkpoint. Nothing is followed out of it. What is not there is no error.
 
     Args:
         path: What it was saved to, links resolved: a file or a directory.
-        filename_pattern: Names of its files, in a directory.
+        filename_pattern: Names of its files, in a directory; None: it is one file.
         whole: The directory was made for it and goes with all that is in it; else only the checkpoint's files go.
+        spare: Paths of files that stay, for a newer checkpoint consists of them: it may stand in the same directory,
+            or in one below. A directory with such a file in it does not go as a whole.
 
     Raises:
         StorageError: The operating system refused.
     """
     try:
-        if path.endswith(_SUFFIX) or whole:
-            parent = calls.open_directory(os.path.dirname(path) or ".")
+        if filename_pattern is None or (whole and not any(file.startswith(f"{path}{os.sep}") for file in spare)):
+            where, name = os.path.split(path)
+            parent = calls.open_directory(where)
             try:
-                _remove_entry(os.path.basename(path), parent)
+                if filename_pattern is not None:
+                    _remove_directory(name, parent)
+                elif path not in spare:
+                    calls.unlink(name, dir_fd=parent)
+                    _unlink_if_there(f"{name}{MANIFEST_SUFFIX}", parent)
             finally:
                 calls.close(parent)
         else:
             directory = calls.open_directory(path)
             try:
-                _remove_files(directory, filename_pattern)
+                _remove_files(directory, path, filename_pattern, spare)
             finally:
                 calls.close(directory)
     except FileNotFoundError:
@@ -49,22 +56,19 @@ def remove_checkpoint(path: str, *, filename_pattern: str, whole: bool) -> None:
         raise refused("deleting the old checkpoint", path, error) from error
 
 
-def _remove_entry(name: str, dir_fd: int) -> None:
-    if stat.S_ISDIR(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode):
-        trash = f"{_TRASH}{secrets.token_hex(5)}"
-        calls.rename(name, trash, source_fd=dir_fd, target_fd=dir_fd)
-        calls.remove_tree(trash, dir_fd=dir_fd)
-        return
-    calls.unlink(name, dir_fd=dir_fd)
-    _unlink_if_there(f"{name}.manifest.json", dir_fd)
+def _remove_directory(name: str, dir_fd: int) -> None:
+    if not stat.S_ISDIR(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode):
+        return  # somebody has put something else there
+    trash = f"{_TRASH}{secrets.token_hex(5)}"
+    calls.rename(name, trash, source_fd=dir_fd, target_fd=dir_fd)
+    calls.remove_tree(trash, dir_fd=dir_fd)
 
 
-def _remove_files(dir_fd: int, pattern: str) -> None:
-    names = os.listdir(dir_fd)
-    _unlink_if_there(index_name(pattern), dir_fd)  # first: without it nobody takes the shards for a checkpoint
-    _unlink_if_there(manifest_name(pattern), dir_fd)
-    for name in names:
-        if is_checkpoint_file(name, pattern):
+def _remove_files(dir_fd: int, path: str, pattern: str, spare: Set[str]) -> None:
+    shards = [name for name in os.listdir(dir_fd) if is_checkpoint_file(name, pattern)]
+    # The index first: without it nobody takes the shards for a checkpoint.
+    for name in dict.fromkeys((index_name(pattern), manifest_name(pattern), *shards)):
+        if os.path.join(path, name) not in spare:
             _unlink_if_there(name, dir_fd)
 
 
