@@ -42,15 +42,21 @@ class Production:
             ValueError: What was produced is not what was announced, or cannot be saved.
             TypeError: It has no memory of its own.
             Cancelled: `stop` was called.
-            Exception: Whatever the producer raises.
+            RuntimeError: The producer was cancelled, by somebody else than the save.
+        Exception: Whatever the producer raises.
         """
-        made = self._made.get(source.name)
-        if made is None:
-            made = self._made[source.name] = _Made(source, self._produced(source), self._check)
-        yield from made.copies(start, region)
-        if start + region.nbytes == source.nbytes:
-            del self._made[source.name]
-            made.require_end()
+        try:
+            made = self._made.get(source.name)
+            if made is None:
+                made = self._made[source.name] = _Made(source, self._produced(source), self._check)
+            yield from made.copies(start, region)
+            if start + region.nbytes == source.nbytes:
+                del self._made[source.name]
+                made.require_end()
+        except asyncio.CancelledError as error:
+            self._check()
+            # Raised to a task that nobody has cancelled it would pass for its end, and the failure go unseen.
+            raise RuntimeError(f"the producer of {printable(source.name)!r} was cancelled") from error
 
     def stop(self) -> None:
         """End an awaitable that is awaited, and ask for no more rows; callable from any thread."""
@@ -84,10 +90,6 @@ class Production:
                     raise Cancelled
                 task = self._awaited = EngineTask(body)
             return task.result()
-        except asyncio.CancelledError:
-            if self._stopped:
-                raise Cancelled from None
-            raise
         finally:
             self._awaited = None
             if inspect.iscoroutine(awaitable):
@@ -134,6 +136,7 @@ class _Made:
         """Raise if there is more than was announced."""
         self._part = None
         for part in self._parts:
+            self._check()
             if not isinstance(part, torch.Tensor) or part.numel():  # no rows are not too many
                 raise self._wrong("more rows")
 

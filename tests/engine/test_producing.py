@@ -398,12 +398,35 @@ def test_a_stop_is_seen_between_rows():
     assert made == [0, 1, 2, 3]
 
 
-def test_a_cancel_that_is_not_ours_is_not_taken_for_a_stop():
-    async def cancelled():
+@pytest.mark.parametrize("kind", ["coroutine", "call", "rows"])
+def test_a_cancel_that_is_not_ours_is_a_failure(kind):
+    def call():
         raise asyncio.CancelledError("theirs")
 
-    with pytest.raises(asyncio.CancelledError):
-        produced(source_of(cancelled))
+    async def coroutine():
+        call()
+
+    def rows():
+        yield WHOLE[:3]
+        call()
+
+    with pytest.raises(RuntimeError, match="producer of .* was cancelled"):
+        produced(source_of({"coroutine": coroutine, "call": call, "rows": rows}[kind]))
+
+
+def test_a_stop_is_seen_between_rows_that_come_after_the_last_one():
+    production = Production()
+
+    def rows():
+        yield WHOLE
+        for k in range(100):
+            if k == 3:
+                production.stop()
+            assert k < 4
+            yield WHOLE[:0]
+
+    with pytest.raises(Cancelled):
+        produced(source_of(rows), production=production)
 
 
 # The task below it.
