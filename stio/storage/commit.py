@@ -194,6 +194,8 @@ class LocalTransaction:
         except StorageError:
             raise
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return None  # the note's name is longer than its file's; there is none
             raise refused(f"reading {name}", self.path, error) from error
 
     def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
