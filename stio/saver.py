@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from dataclasses import replace
 from typing import Literal, Unpack
+from weakref import WeakSet
 
 from stio.engine.pool import Pool
-from stio.errors import ClosedError, SaveInProgressError, StioError
+from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StioError
 from stio.pending import Durable, PendingSave
 from stio.saving import DestinationLike, SaveKeywords, SaveSettings, TensorsLike
 from stio.storage.rotation import remove_checkpoint
@@ -42,10 +44,9 @@ class SaverBase:
         budget_bytes: int | None = None,
         **keywords: Unpack[SaveKeywords],
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1, not {keep_last}")
-        if max_pending < 1:
-            raise ValueError(f"max_pending must be at least 1, not {max_pending}")
+        if keep_last is not None:
+            _require_count("keep_last", keep_last)
+        _require_count("max_pending", max_pending)
         if when_full not in ("wait", "error"):
             raise ValueError(f"when_full= takes 'wait' or 'error', not {when_full!r}")
         SaveSettings(**keywords)  # raises for what is wrong, before anything depends on it
@@ -53,17 +54,24 @@ class SaverBase:
         self._max_pending = max_pending
         self._when_full = when_full
         self._keywords = keywords
-        self._pool = Pool(budget_bytes)
+        self._budget_bytes = budget_bytes
+        self._closed = False
+        self._start_afresh()
+        _savers.add(self)
+
+    def _start_afresh(self) -> None:
+        """Know of no save. In a forked child: the parent's go on there, and what they saved is not the child's to delete."""
+        self._pool = Pool(self._budget_bytes)
         self._lock = threading.Lock()
         self._saves: deque[PendingSave] = deque()  # in the order of their calls; the ended ones leave at the next look
         self._failures: deque[BaseException] = deque()
         self._kept: dict[tuple[str, str | None], Durable] = {}  # by place and names, in the order of their saves
-        self._closed = False
 
     @property
     def pending(self) -> tuple[PendingSave, ...]:
         """Saves that have not ended, the oldest first."""
-        return tuple(save for save in self._saves if not save.done())
+        with self._lock:
+            return tuple(save for save in self._saves if not save.done())
 
     def _submit(self, tensors: TensorsLike, destination: DestinationLike, keywords: SaveKeywords) -> PendingSave | None:
         """Begin a save; None where one that is under way has to end first (`_oldest`).
@@ -102,17 +110,24 @@ class SaverBase:
         """Take the saves that have ended off the list, and note failures that nobody was told of."""
         while self._saves and self._saves[0].done():
             save = self._saves.popleft()
-            if not save.delivered and not save.cancelled:
-                try:
-                    save.outcome()
-                except BaseException as error:
-                    logger.error("saving failed, and nobody waited for it: %s", error)
-                    self._failures.append(error)
+            if save.delivered:
+                continue
+            try:
+                save.outcome()
+            except BaseException as error:
+                if save.cancelled and not isinstance(error, CommitUncertainError):
+                    continue  # it is rolled back, as was asked for
+                logger.error("saving failed, and nobody waited for it: %s", error)
+                self._failures.append(error)
 
-    def _finish(self) -> BaseException | None:
-        """Close, once all saves have ended; return the first failure that nobody was told of."""
+    def _close(self) -> None:
+        """Take no further saves; from here on those under way get fewer."""
         with self._lock:
             self._closed = True
+
+    def _finish(self) -> BaseException | None:
+        """Let go of the memory, once all saves have ended; return the first failure that nobody was told of."""
+        with self._lock:
             self._look()
             self._pool.clear()
             failures, self._failures = self._failures, deque()
@@ -132,3 +147,23 @@ class SaverBase:
                 remove_checkpoint(old.path, filename_pattern=old.filename_pattern, whole=old.fresh, spare=spare)
             except StioError as error:
                 logger.warning("an old checkpoint could not be deleted: %s", error)
+
+
+def _require_count(keyword: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{keyword} takes a number, not {value!r}")
+    if value < 1:
+        raise ValueError(f"{keyword} must be at least 1, not {value}")
+
+
+_savers: WeakSet[SaverBase] = WeakSet()
+
+
+def _forget_parent() -> None:
+    """Start afresh in a forked child: the parent's saves are not here, and had blocks and locks when they were left."""
+    for saver in list(_savers):
+        saver._start_afresh()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)

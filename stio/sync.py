@@ -161,7 +161,7 @@ def save(
         tensors,
         destination,
         SaveSettings(**keywords),
-        pool=Pool(budget_bytes or DEFAULT_BUDGET_BYTES),
+        pool=Pool(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes),
         stage_first=False,
     ).complete_blocking()
 
@@ -209,6 +209,7 @@ class Saver(SaverBase):
 
         A KeyboardInterrupt meanwhile rolls back what is left.
         """
+        self._close()
         try:
             self._drain()
         finally:
@@ -225,6 +226,7 @@ class Saver(SaverBase):
         if error is None:
             self.close()
             return
+        self._close()
         try:
             if isinstance(error, Exception | SystemExit):
                 self._drain()
@@ -242,7 +244,7 @@ class Saver(SaverBase):
             raise
 
     def _roll_back(self) -> None:
-        for pending in self.pending:
+        for pending in reversed(self.pending):  # the first to go would let the next one begin
             pending.cancel()
         for pending in self.pending:
             pending.close()

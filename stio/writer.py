@@ -49,7 +49,7 @@ async def save(
         tensors,
         destination,
         SaveSettings(**keywords),
-        pool=Pool(budget_bytes or DEFAULT_BUDGET_BYTES),
+        pool=Pool(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes),
         stage_first=False,
     ).complete()
 
@@ -109,6 +109,7 @@ class Saver(SaverBase):
 
         A cancel meanwhile rolls back what is left.
         """
+        self._close()
         try:
             await self._drain()
         finally:
@@ -125,6 +126,7 @@ class Saver(SaverBase):
         if error is None:
             await self.aclose()
             return
+        self._close()
         try:
             if isinstance(error, Exception | SystemExit):
                 await self._drain()

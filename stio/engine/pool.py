@@ -46,6 +46,8 @@ class Pool:
     """
 
     def __init__(self, budget_bytes: int | None) -> None:
+        if budget_bytes is not None and (isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int)):
+            raise TypeError(f"budget_bytes takes a number of bytes, not {budget_bytes!r}")
         if budget_bytes is not None and budget_bytes <= 0:
             raise ValueError(f"a budget must be positive, not {budget_bytes} bytes")
         self.budget_bytes = budget_bytes

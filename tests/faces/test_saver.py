@@ -451,8 +451,16 @@ def test_sync_failure_is_raised_on_leaving(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "keywords", [{"keep_last": 0}, {"max_pending": 0}, {"when_full": "drop"}, {"budget_bytes": 0}, {"hash": "md5"}]
+    ("keyword", "value", "error"),
+    [
+        *((keyword, 0, ValueError) for keyword in ("keep_last", "max_pending", "budget_bytes")),
+        *((keyword, True, TypeError) for keyword in ("keep_last", "max_pending", "budget_bytes")),
+        *((keyword, 1.5, TypeError) for keyword in ("keep_last", "max_pending", "budget_bytes")),
+        *((keyword, "1GB", TypeError) for keyword in ("keep_last", "max_pending", "budget_bytes")),
+        ("when_full", "drop", ValueError),
+        ("hash", "md5", ValueError),
+    ],
 )
-def test_wrong_settings(keywords):
-    with pytest.raises(ValueError, match=next(iter(keywords)) if "budget_bytes" not in keywords else "budget"):
-        stio.Saver(**keywords)
+def test_wrong_settings(keyword, value, error):
+    with pytest.raises(error, match=keyword.removesuffix("_bytes")):
+        stio.Saver(**{keyword: value})

@@ -1,0 +1,150 @@
+"""How a saver's saves end where several have a say in it: a close meanwhile, a cancel too late, a fork, a producer."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+import warnings
+
+import anyio
+import pytest
+import torch
+from support import eventually_async, require_equal
+
+import stio
+import stio.sync
+from stio.testing import MemoryDestination
+
+pytestmark = pytest.mark.anyio
+
+PATIENCE_SECONDS = 20
+
+
+class Gate:
+    """Holds a producer until it is opened."""
+
+    def __init__(self):
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def lazy(self):
+        def produce():
+            self.reached.set()
+            assert self.opened.wait(PATIENCE_SECONDS)
+            return torch.ones(3)
+
+        return {"a": stio.LazyTensor(torch.float32, (3,), produce)}
+
+
+async def test_closing_takes_no_further_saves(tmp_path):
+    gate = threading.Event()
+    destination = MemoryDestination(gate=gate)
+    saver = stio.Saver(max_pending=2)
+    pending = await saver.save({"a": torch.ones(3)}, destination)
+    async with anyio.create_task_group() as group:
+        group.start_soon(saver.aclose)
+        await anyio.lowlevel.checkpoint()
+        await anyio.lowlevel.checkpoint()
+        with pytest.raises(stio.ClosedError):
+            await saver.save({"a": torch.ones(3)}, tmp_path / "late")
+        assert not pending.done()
+        gate.set()
+    assert pending.done()
+    assert not (tmp_path / "late").exists()
+
+
+def test_closing_and_saving_from_two_threads_leaves_no_save_behind(tmp_path):
+    for number in range(20):
+        saver = stio.sync.Saver(max_pending=4)
+
+        def save(saver=saver, number=number):
+            try:
+                for k in range(100):
+                    saver.save({"a": torch.ones(3)}, tmp_path / f"{number}-{k}", durability="none")
+            except stio.ClosedError:
+                pass
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        saver.save({"a": torch.ones(3)}, tmp_path / f"{number}-own", durability="none")
+        saver.close()
+        assert not saver.pending
+        thread.join(PATIENCE_SECONDS)
+
+
+async def test_a_cancel_too_late_does_not_hide_that_the_commit_is_uncertain(tmp_path, caplog):
+    destination = MemoryDestination(fail_in="confirm", fail_at=1)
+    commit, begun, go = MemoryDestination.publish, threading.Event(), threading.Event()
+
+    def held(*arguments):
+        begun.set()
+        assert go.wait(PATIENCE_SECONDS)
+        commit(destination, *arguments)
+
+    destination.publish = held
+    with pytest.raises(stio.CommitUncertainError):
+        async with stio.Saver() as saver:
+            pending = await saver.save({"a": torch.ones(3)}, destination)
+            await eventually_async(begun.is_set)
+            pending.cancel()
+            go.set()
+    assert "nobody waited" in caplog.text
+
+
+async def test_a_cancelled_save_is_no_failure():
+    destination = MemoryDestination(gate=threading.Event())
+    async with stio.Saver() as saver:
+        pending = await saver.save({"a": torch.ones(3)}, destination)
+        pending.cancel()
+        destination.gate.set()
+
+
+def test_a_producer_that_is_cancelled_fails_its_save(tmp_path):
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    async def main():
+        async with asyncio.TaskGroup() as group:
+            group.create_task(stio.save({"a": stio.LazyTensor(torch.float32, (3,), cancelled)}, tmp_path / "x"))
+
+    with pytest.raises(ExceptionGroup) as caught:  # no cancel that a group takes for the end of its task
+        asyncio.run(main())
+    assert caught.group_contains(RuntimeError, match="was cancelled")
+
+
+def test_a_saver_starts_afresh_in_a_forked_child(tmp_path):
+    gate = Gate()
+    with stio.sync.Saver(budget_bytes=1 << 20, keep_last=1) as saver:
+        saver.save({"a": torch.zeros(3)}, tmp_path / "before").result()
+        thread = threading.Thread(target=saver.save, args=(gate.lazy(), tmp_path / "parent"))
+        thread.start()
+        assert gate.reached.wait(PATIENCE_SECONDS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of forks beside threads
+            child = os.fork()
+        if not child:
+            code = 1
+            try:
+                saver.save({"a": torch.ones(3)}, tmp_path / "child").result(PATIENCE_SECONDS)
+                saver.close()
+                code = 0 if (tmp_path / "before").exists() else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        gate.opened.set()
+        thread.join(PATIENCE_SECONDS)
+    require_equal(stio.sync.load(tmp_path / "child"), {"a": torch.ones(3)})
+    assert sorted(os.listdir(tmp_path)) == ["child", "parent"]
+
+
+@pytest.mark.parametrize("length", [242, 255])
+def test_a_file_whose_name_leaves_no_room_for_a_manifests(tmp_path, length):
+    path = tmp_path / f"{'x' * (length - 12)}.safetensors"
+    stio.sync.save({"a": torch.ones(3)}, path)
+    require_equal(stio.sync.load(path), {"a": torch.ones(3)})
+    with pytest.raises(stio.StorageError) as caught:
+        stio.sync.save({"a": torch.zeros(3)}, path, hash="sha256")
+    assert caught.value.errno == errno.ENAMETOOLONG
+    require_equal(stio.sync.load(path), {"a": torch.ones(3)})
+    assert os.listdir(tmp_path) == [path.name]
