@@ -60,7 +60,7 @@ class SaverBase:
         _savers.add(self)
 
     def _start_afresh(self) -> None:
-        """Know of no save. In a forked child: the parent's go on there, and what they saved is not the child's to delete."""
+        """Know of no save. In a forked child the parent's saves go on there, and its checkpoints stay its own."""
         self._pool = Pool(self._budget_bytes)
         self._lock = threading.Lock()
         self._saves: deque[PendingSave] = deque()  # in the order of their calls; the ended ones leave at the next look
