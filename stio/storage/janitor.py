@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import time
 from dataclasses import dataclass
 
@@ -137,6 +138,8 @@ def _reclaim_one(home_fd: int, name: str, path: str, max_age_seconds: float) -> 
     try:
         try:
             fds.append(fd := calls.open_directory(name, dir_fd=home_fd))
+            if not _may_speak(home_fd, fd):
+                return "kept"
             lock = _open_lock(fd)
         except FileNotFoundError:
             return None
@@ -158,6 +161,16 @@ def _reclaim_one(home_fd: int, name: str, path: str, max_age_seconds: float) -> 
             calls.unlock(fds[-1])
         for fd in reversed(fds):
             calls.close(fd)
+
+
+def _may_speak(home_fd: int, fd: int) -> bool:
+    """Return whether a staging directory's record may say what is to be deleted beside it.
+
+    In a directory such as /tmp everybody makes what he likes, and deletes his own only: somebody else's record there
+    would borrow our rights.
+    """
+    home = os.fstat(home_fd)
+    return not home.st_mode & stat.S_ISVTX or os.fstat(fd).st_uid in (os.geteuid(), home.st_uid)
 
 
 def _open_lock(fd: int) -> int | None:
