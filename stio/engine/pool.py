@@ -60,10 +60,11 @@ class Pool:
         """The most that it held at once."""
         self._make: Callable[[int], Region] = memory.allocate
         self._free: list[Region] = []
+        self._makers: dict[int, Callable[[int], Region]] = {}  # of the blocks in use, by address
         self._held_bytes = 0
 
     def fit(self, block_bytes: int, make: Callable[[int], Region]) -> None:
-        """Give out blocks of this size from now on, made by `make`; kept ones of another size are let go."""
+        """Give out blocks of this size from now on, made by `make`; others go, at once or once they are back."""
         if block_bytes % PAGE_BYTES:
             raise ValueError(f"blocks must be whole pages, not {block_bytes} bytes")
         with self.changed:
@@ -74,19 +75,22 @@ class Pool:
     def try_take(self) -> Region | None:
         """Return a block, None where the budget has none left. Call it holding `changed`."""
         if self._free:
-            return self._free.pop()
-        size = self.block_bytes
-        if self._held_bytes and self.budget_bytes is not None and self._held_bytes + size > self.budget_bytes:
-            return None
-        block = self._make(size)  # maps addresses and touches none, but for pinned memory, which is made once
-        self._held_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
-        return block.sub(0, size)
+            block = self._free.pop()
+        else:
+            size = self.block_bytes
+            if self._held_bytes and self.budget_bytes is not None and self._held_bytes + size > self.budget_bytes:
+                return None
+            # Maps addresses and touches none, but for pinned memory, which is made once.
+            block = self._make(size).sub(0, size)
+            self._held_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+        self._makers[block.address] = self._make
+        return block
 
     def give_back(self, block: Region) -> None:
         """Return a block that nothing uses any more."""
         with self.changed:
-            if block.nbytes == self.block_bytes:
+            if self._makers.pop(block.address) == self._make and block.nbytes == self.block_bytes:
                 self._free.append(block)
             else:
                 self._held_bytes -= block.nbytes

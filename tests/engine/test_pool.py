@@ -107,6 +107,20 @@ def test_a_block_of_an_earlier_size_is_paid_for_until_it_is_back():
     assert take(pool) is None
 
 
+def test_a_block_of_an_earlier_maker_is_not_given_out_again():
+    pool = made(2 * PAGE_BYTES)
+    out = take(pool)
+
+    def pinned(nbytes):
+        return memory.allocate(nbytes)
+
+    pool.fit(PAGE_BYTES, pinned)  # as a save from a device does, whose copies need its own memory
+    pool.give_back(out)
+    assert take(pool).address != out.address
+    assert take(pool) is not None, "the one that is back does not count any more"
+    assert take(pool) is None
+
+
 def test_clear_lets_go_of_what_is_not_in_use():
     pool = made(2 * PAGE_BYTES)
     used, unused = take(pool), take(pool)
