@@ -138,6 +138,8 @@ class Staging:
         """Remove the directory with all that is in it, as far as that goes, and let go of it. Never raises."""
         try:
             calls.remove_tree(to_trash(self._home_fd, PREFIX + self.save_id), dir_fd=self._home_fd)
+        except FileNotFoundError:
+            pass  # somebody has removed it, or all of the destination
         except OSError as error:
             logger.warning("a staging directory stays behind, for the next save or `stio gc` to remove: %s", error)
         self.release()

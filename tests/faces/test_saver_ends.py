@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import threading
 import warnings
 
 import anyio
 import pytest
 import torch
-from support import eventually_async, require_equal
+from support import eventually, eventually_async, require_equal
 
 import stio
 import stio.sync
@@ -148,3 +149,21 @@ def test_a_file_whose_name_leaves_no_room_for_a_manifests(tmp_path, length):
     assert caught.value.errno == errno.ENAMETOOLONG
     require_equal(stio.sync.load(path), {"a": torch.ones(3)})
     assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_destination_that_is_removed_meanwhile_is_not_said_to_stay_behind(tmp_path, caplog):
+    gate, place = Gate(), tmp_path / "x"
+    place.mkdir()
+
+    def remove():
+        if eventually(lambda: any(place.glob(".stio-*/new/model*"))):
+            shutil.rmtree(place)
+        gate.opened.set()
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    with pytest.raises(stio.StorageError):
+        stio.sync.save(gate.lazy(), place)
+    thread.join(PATIENCE_SECONDS)
+    assert not place.exists()
+    assert "stays behind" not in caplog.text
