@@ -6,6 +6,7 @@ A save has two moments to wait for: the snapshot is complete (the faces wait for
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ from stio.storage.commit import LocalTransaction, begin_local
 from stio.storage.destination import OneFile
 
 __all__ = ["Durable", "PendingSave", "Planner"]
+
+logger = logging.getLogger("stio")
 
 EXIT_PATIENCE_SECONDS = 60.0
 """How long the interpreter's exit lets a save go on before it is rolled back."""
@@ -99,6 +102,13 @@ class PendingSave:
             body.carry_out, name="save", bell=self._bell, exit_patience=EXIT_PATIENCE_SECONDS
         )
         self._operation.start()
+
+    def __del__(self) -> None:
+        # The saver tells of it when it is used again or closed; it may be dropped before, or the interpreter end.
+        operation: Operation[SaveResult] | None = getattr(self, "_operation", None)  # None: refused by `__init__`
+        error = operation.failure if operation is not None else None
+        if error is not None and not self._delivered:
+            logger.error("saving to %s failed, and nobody waited for it: %s", self.destination, error)
 
     @property
     def staged(self) -> bool:

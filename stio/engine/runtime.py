@@ -162,6 +162,11 @@ class Operation(Generic[T]):
         return self._done
 
     @property
+    def failure(self) -> BaseException | None:
+        """What the body raised; None if it has not, or because it was cancelled."""
+        return None if isinstance(self._error, Cancelled) else self._error
+
+    @property
     def running(self) -> bool:
         """Whether it was started and has not ended."""
         return self._started and not self._done

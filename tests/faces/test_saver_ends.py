@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import shutil
+import subprocess
+import sys
+import textwrap
 import threading
 import warnings
 
@@ -167,3 +171,44 @@ def test_a_destination_that_is_removed_meanwhile_is_not_said_to_stay_behind(tmp_
     thread.join(PATIENCE_SECONDS)
     assert not place.exists()
     assert "stays behind" not in caplog.text
+
+
+@pytest.mark.parametrize("dropped", ["at once", "later"])
+def test_c113_a_failure_of_a_saver_that_was_dropped_is_logged(caplog, dropped):
+    destination = MemoryDestination(gate=threading.Event(), fail_at=1)
+    saver = stio.sync.Saver()
+    pending = saver.save({"a": torch.ones(3)}, destination)
+    if dropped == "at once":
+        del saver, pending
+        destination.gate.set()
+    else:
+        destination.gate.set()
+        pending.join()
+        del saver, pending
+    assert eventually(lambda: gc.collect() >= 0 and "nobody waited" in caplog.text)
+    assert caplog.text.count("nobody waited") == 1
+
+
+def test_c113_a_failure_is_logged_at_the_interpreters_end(tmp_path):
+    code = """
+        import sys, threading, torch, stio.sync
+        from stio.testing import MemoryDestination
+        destination = MemoryDestination(gate=threading.Event(), fail_at=1)
+        saver = stio.sync.Saver()
+        saver.save({"a": torch.ones(3)}, destination)
+        threading.Timer(0.0, destination.gate.set).start()
+        """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert ended.stderr.count("nobody waited") == 1
+
+
+def test_c113_a_failure_that_was_told_is_not_logged_again(caplog):
+    destination = MemoryDestination(fail_at=1)
+    saver = stio.sync.Saver()
+    with pytest.raises(stio.StorageError):
+        saver.save({"a": torch.ones(3)}, destination).result()
+    with pytest.raises(stio.StorageError):
+        stio.sync.save({"a": torch.ones(3)}, MemoryDestination(fail_at=1))
+    del saver
+    gc.collect()
+    assert not caplog.text
