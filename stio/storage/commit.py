@@ -19,7 +19,16 @@ from stio.errors import StorageError
 from stio.storage import calls
 from stio.storage.base import Note
 from stio.storage.checks import refused
-from stio.storage.destination import Destination, Names, Standing, choose_names, look, make_parents, resolve
+from stio.storage.destination import (
+    Destination,
+    Names,
+    Standing,
+    choose_names,
+    look,
+    make_parents,
+    require_files,
+    resolve,
+)
 from stio.storage.intent import MAX_NOTE_BYTES, read_small
 from stio.storage.janitor import reclaim
 from stio.storage.publish import Publisher
@@ -78,7 +87,8 @@ def begin_local(
             shard_names=shard_names,
             commit=commit,
         )
-        choose(save_id="0" * 8)  # what cannot be is refused before anything is made
+        # What cannot be is refused before anything is made.
+        require_files(home_fd, target, choose(save_id="0" * 8))
         staging = Staging.create(home_fd)
         names = choose(save_id=staging.save_id)
         fds.clear()

@@ -29,6 +29,7 @@ __all__ = [
     "look",
     "make_parents",
     "mode_at",
+    "require_files",
     "resolve",
 ]
 
@@ -279,3 +280,26 @@ def choose_names(
         )
     # Where no name is taken, nothing has to be replaced one by one after all.
     return Names("files" if set(hub) & standing.files.keys() else "index", hub, index)
+
+
+def require_files(home_fd: int, destination: Destination, names: Names) -> None:
+    """Require that whatever has the name of a new file is a file or a link itself, so that it may be replaced.
+
+    Raises:
+        StorageError: It is a directory, a pipe or the like.
+        OSError: The system did not say.
+    """
+    if destination.kind == "fresh":
+        return
+    for name in names.shards:
+        try:
+            mode = os.stat(name, dir_fd=home_fd, follow_symlinks=False).st_mode
+        except FileNotFoundError:
+            continue
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            raise StorageError(
+                "what stands here under a name that the save needs is no file",
+                path=os.path.join(destination.path, name),
+                errno=errno.EISDIR if stat.S_ISDIR(mode) else errno.EEXIST,
+                found=stat.filemode(mode),
+            )

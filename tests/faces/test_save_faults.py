@@ -202,6 +202,17 @@ def test_c116_what_is_neither(tmp_path, name):
     assert stat.S_ISFIFO((tmp_path / name).stat().st_mode)
 
 
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+@pytest.mark.parametrize(("keywords", "taken"), [({}, "model"), ({"max_shard_size": 8}, "model-00002-of-00002")])
+def test_c116_what_is_no_file_under_a_name_that_is_needed(tmp_path, make, keywords, taken):
+    """Neither destroyed nor called a concurrent save."""
+    make(tmp_path / f"{taken}.safetensors")
+    with pytest.raises(StorageError, match="no file"):
+        stio.sync.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path, **keywords)
+    assert not (tmp_path / f"{taken}.safetensors").is_file()
+    assert os.listdir(tmp_path) == [f"{taken}.safetensors"]
+
+
 @pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_c116_a_link_is_followed_and_stays(tmp_path, name, there):
