@@ -12,7 +12,7 @@ STAMP := $(VENV)/.stio-installed
 MODEL_STAMP := $(VENV)/.stio-demo-model
 BENCH_STAMP := $(VENV)/.stio-bench
 
-.PHONY: demo test check fmt bench bench-save fuzz crash clean
+.PHONY: demo test check fmt bench bench-save bench-compat fuzz crash clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove it bit-equal, draw what happened
 	@$(BIN)/python examples/demo.py
@@ -34,6 +34,9 @@ bench: $(STAMP) $(BENCH_STAMP)  ## see benchmarks/README.md for what it needs
 
 bench-save: $(STAMP)  ## the same for saves; its peers are here already
 	$(BIN)/python -m benchmarks.save
+
+bench-compat: $(STAMP)  ## the drop-in modules beside what they stand in for
+	$(BIN)/python -m benchmarks.compat
 
 fuzz: $(STAMP)
 	$(BIN)/python tests/fuzz_header.py --seconds $(FUZZ_SECONDS)

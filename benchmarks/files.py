@@ -105,6 +105,24 @@ def many_layout(count: int, tensor_bytes: int) -> Layout:
     return _sorted_layout(f"many-{count}", shapes)
 
 
+def bert_layout(label: str, hidden: int, num_layers: int, vocabulary: int) -> Layout:
+    """Give the names and shapes of an encoder as BERT, for sizes below those of language models."""
+    shapes: dict[str, tuple[int, ...]] = {"embeddings.word_embeddings.weight": (vocabulary, hidden)}
+    blocks = {
+        "attention.self.query": (hidden, hidden),
+        "attention.self.key": (hidden, hidden),
+        "attention.self.value": (hidden, hidden),
+        "attention.output.dense": (hidden, hidden),
+        "intermediate.dense": (4 * hidden, hidden),
+        "output.dense": (hidden, 4 * hidden),
+    }
+    for index in range(num_layers):
+        for suffix, (rows, columns) in blocks.items():
+            shapes[f"encoder.layer.{index}.{suffix}.weight"] = (rows, columns)
+            shapes[f"encoder.layer.{index}.{suffix}.bias"] = (rows,)
+    return _sorted_layout(label, shapes)
+
+
 def sparse_layout(size_bytes: int) -> Layout:
     """Give a layout of equal large matrices that is written as a hole."""
     rows = 8192

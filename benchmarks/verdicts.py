@@ -8,6 +8,8 @@ from functools import partial
 
 from benchmarks.stats import Measured, NoFigure, Runs, difference, plain, ratio
 
+_SHORT_SECONDS = 0.01
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
@@ -55,7 +57,7 @@ def show(value: float, unit: str) -> str:
     if unit == "MB":
         return f"{value / 1e6:.0f} MB"
     if unit == "s":
-        return f"{value:.3f} s"
+        return f"{value:.3f} s" if abs(value) >= _SHORT_SECONDS else f"{value * 1e3:.3f} ms"
     return f"{value:.3g}"
 
 
