@@ -82,15 +82,19 @@ def build_header(
     order = write_order((name, dtype) for name, (dtype, _) in entries.items())
     parts = [] if metadata is None else [_metadata_json(metadata)]
     offset = 0
+    known: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}  # many tensors, few shapes
     for piece in row_pieces(len(order)):
         texts = []
         for name in order[piece]:
             dtype, shape = entries[name]
-            end = offset + tensor_nbytes(dtype, shape)
-            dimensions = ",".join(map(str, shape))
-            texts.append(
-                f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":[{dimensions}],"data_offsets":[{offset},{end}]}}'
-            )
+            kind = dtype, tuple(shape)
+            found = known.get(kind)
+            if found is None:
+                dimensions = ",".join(map(str, shape))
+                text = f'{{"dtype":"{dtype}","shape":[{dimensions}],"data_offsets":['
+                found = known[kind] = text, tensor_nbytes(dtype, shape)
+            end = offset + found[1]
+            texts.append(f"{encode_basestring(name)}:{found[0]}{offset},{end}]}}")
             offset = end
         parts.append(",".join(texts).encode())
     body = b"{" + b",".join(parts) + b"}"

@@ -8,6 +8,7 @@ what separates or escapes, where it could not be printed, and where it would rea
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from stio.errors import printable
 
@@ -25,9 +26,12 @@ def key_label(key: object) -> str:
     Args:
         key: Text, int, float, bool, None or a tuple of those.
     """
-    if isinstance(key, str):
-        return key if _PLAIN.fullmatch(key) else _escaped(key, _SEPARATORS)
-    return _typed_label(key)
+    return _text_label(key) if isinstance(key, str) else _typed_label(key)
+
+
+@lru_cache(maxsize=1024)
+def _text_label(key: str) -> str:
+    return key if _PLAIN.fullmatch(key) else _escaped(key, _SEPARATORS)
 
 
 def _typed_label(key: object) -> str:

@@ -21,7 +21,7 @@ from stio.device.cuda import TorchAccelerator, bytes_of
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.memory import Region
 
-__all__ = ["PLAIN", "Copy", "Readiness", "copy_out", "has_streams", "pending", "staging_for"]
+__all__ = ["PLAIN", "Copy", "Readiness", "copy_out", "copy_small", "has_streams", "pending", "staging_for"]
 
 Copy = tuple[torch.Tensor, int, Region]
 """A tensor, the first byte of its contiguous image that is wanted, and the host memory where the bytes land."""
@@ -53,6 +53,7 @@ def _memmove(library: Any) -> Any:
 _move = _memmove(memory.libc) if memory.HAVE_MMAP else ctypes.memmove
 _move_holding = _memmove(memory.quick_libc) if memory.HAVE_MMAP else ctypes.memmove
 
+_NOTHING_PENDING = (False, False)
 _known_pending: dict[int, tuple[bool, bool]] = {}
 
 
@@ -86,7 +87,7 @@ class Readiness:
         """
         marks: dict[torch.device, tuple[Any, Any]] = {}
         for tensor in tensors.values():
-            device = _accelerator_of(tensor)
+            device = None if type(tensor) is torch.Tensor and tensor.is_cpu else _accelerator_of(tensor)
             if device is not None and device not in marks:
                 module: Any = torch.get_device_module(device)
                 try:
@@ -116,7 +117,7 @@ def staging_for(tensors: Iterable[object]) -> Callable[[int], Region]:
     Equal devices get an equal function, so that whoever keeps the memory can tell whether it still fits.
     """
     for tensor in tensors:
-        device = _accelerator_of(tensor)
+        device = None if type(tensor) is torch.Tensor and tensor.is_cpu else _accelerator_of(tensor)
         if device is not None:
             return _pinned(device)
     return memory.allocate
@@ -180,6 +181,32 @@ def copy_out(copies: Sequence[Copy], ready: Readiness | None = None) -> None:
             _copy_here(tensor, start, region)
     finally:
         _wait_for(flights)
+
+
+def copy_small(parts: Iterable[tuple[torch.Tensor, int, int, int]], target: Region) -> list[Copy]:
+    """Copy what is short and lies contiguous on the host; return what is left for `copy_out`.
+
+    A region and a list entry for each of 60,000 tensors cost more than the copies, and wake the garbage collector.
+
+    Args:
+        parts: A tensor, the first byte of it that is wanted, where it lands in the target, and the number of bytes.
+        target: Host memory.
+    """
+    left: list[Copy] = []
+    address, room = target.address, target.nbytes
+    for tensor, start, at, nbytes in parts:
+        if (
+            nbytes < _HOLD_BYTES
+            and tensor.is_cpu
+            and 0 <= start <= tensor.nbytes - nbytes
+            and 0 <= at <= room - nbytes
+            and tensor.is_contiguous()
+            and pending(tensor) == _NOTHING_PENDING
+        ):
+            _move_holding(address + at, tensor.data_ptr() + start, nbytes)
+        else:
+            left.append((tensor, start, target.sub(at, nbytes)))
+    return left
 
 
 def _copy_here(tensor: torch.Tensor, start: int, region: Region) -> None:

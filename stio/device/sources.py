@@ -16,11 +16,11 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from stio.codec.dtypes import tensor_nbytes
 from stio.codec.sharding import TensorSource
-from stio.device.copying import PLAIN, Copy, Readiness, copy_out, has_streams, pending, staging_for
+from stio.device.copying import PLAIN, Copy, Readiness, copy_out, copy_small, has_streams, pending, staging_for
 from stio.device.tensors import FORMAT_DTYPES
 from stio.errors import DeviceError, FormatError, UnsupportedDtypeError, printable
 
-__all__ = ["Copy", "LazyTensor", "Readiness", "copy_out", "sources_of", "staging_for"]
+__all__ = ["Copy", "LazyTensor", "Readiness", "copy_out", "copy_small", "sources_of", "staging_for"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
         what = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         hint = "save its parts" if tensor.is_nested else "call to_dense() first, or save its parts"
         raise ValueError(f"tensor {printable(name)!r} is {what}, and the format knows dense ones only: {hint}")
-    dtype = _format_dtype(name, tensor.dtype)
+    dtype = FORMAT_DTYPES.get(tensor.dtype) or _format_dtype(name, tensor.dtype)
     sizes, nbytes = tuple(tensor.shape), tensor.nbytes
     shape = _format_shape(name, sizes) if dtype == "F4" else sizes
     if not nbytes:
@@ -104,9 +104,12 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
     strides = tensor.stride()
     item = tensor.dtype.itemsize
     begin = int(tensor.storage_offset()) * item
-    end = begin + item
-    for size, stride in zip(sizes, strides, strict=True):
-        end += (size - 1) * stride * item
+    if tensor.is_contiguous():
+        end = begin + nbytes
+    else:
+        end = begin + item
+        for size, stride in zip(sizes, strides, strict=True):
+            end += (size - 1) * stride * item
     storage = tensor.untyped_storage()
     address, held = storage.data_ptr(), storage.nbytes()
     if end > held or not address:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Protocol
 
-from stio.device.sources import Copy, LazyTensor, Readiness, copy_out
+from stio.device.sources import Copy, LazyTensor, Readiness, copy_out, copy_small
 from stio.engine.pool import Pool
 from stio.engine.producing import Production
 from stio.engine.runtime import Cancelled, be_nice, start_thread
@@ -244,9 +244,14 @@ class SaveRun:
         head = block.head(self._shards[block.shard].header)
         if head:
             region.write(0, head)
+        sources = self._sources
+        if not self._lazy:
+            parts = ((sources[number].data, start, at, nbytes) for number, start, at, nbytes, _ in block.pieces)
+            copy_out(copy_small(parts, region), self._ready)
+            return
         copies: list[Copy] = []
         for piece in block.pieces:
-            source, target = self._sources[piece.source], region.sub(piece.at, piece.nbytes)
+            source, target = sources[piece.source], region.sub(piece.at, piece.nbytes)
             if isinstance(source.data, LazyTensor):
                 for copy in self._production.copies(source, piece.start, target):
                     copy_out([copy], None)

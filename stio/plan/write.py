@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from stio.codec.build import build_header
 from stio.codec.sharding import TensorSource, build_index, split_into_shards
@@ -21,8 +22,7 @@ _FORMAT = {"format": "pt"}
 """What the hub and its readers want to find in every file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Consecutive bytes of one tensor in one block."""
 
     source: int
@@ -218,6 +218,11 @@ def _plan_shard(
     for name in order:
         source = positions[name]
         nbytes = sources[source].nbytes
+        at = position - block_start
+        if 0 < nbytes <= block_bytes - at:  # nearly all, where there are many
+            pieces.append(Piece(source, 0, at, nbytes, True))
+            position += nbytes
+            continue
         start = 0
         while start < nbytes:
             while position >= block_start + block_bytes:
