@@ -38,6 +38,9 @@ where all of them then filled their next block first, the disk had nothing to do
 AHEAD_BLOCKS = 4
 """So many full blocks wait for the disk, where nobody waits for the snapshot: one for each write that may end."""
 
+MANY_PIECES = 64
+"""A block of more of them is copied piece by piece in one loop."""
+
 
 class Hasher(Protocol):
     """What `hashlib` and xxhash have in common."""
@@ -245,7 +248,7 @@ class SaveRun:
         if head:
             region.write(0, head)
         sources = self._sources
-        if not self._lazy:
+        if len(block.pieces) > MANY_PIECES and not self._lazy:
             parts = ((sources[number].data, start, at, nbytes) for number, start, at, nbytes, _ in block.pieces)
             copy_out(copy_small(parts, region), self._ready)
             return

@@ -17,7 +17,7 @@ from support import ALL_DTYPES, assorted, bits_of, ramp, require_equal
 
 from stio import memory
 from stio.device import copying
-from stio.device.copying import Copy, Readiness, copy_out, staging_for
+from stio.device.copying import Copy, Readiness, copy_out, copy_small, staging_for
 from stio.device.sources import sources_of
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.memory import Region
@@ -403,3 +403,34 @@ def test_accelerator_work_so_far_comes_first() -> None:
     copy_out([(tensor, 0, region)], ready)
     tensor += 1
     assert region.tobytes() == bits_of(torch.full((1024,), 50.0))
+
+
+def test_small_parts_are_copied_at_once_and_the_others_left():
+    numbers = torch.arange(48, dtype=torch.int16).reshape(6, 8)
+    wave = torch.tensor([1 + 2j, 3 - 4j])
+    large = torch.zeros((1 << 20) + 2, dtype=torch.uint8)
+    parts = [
+        (numbers, 0, 0, 96),
+        (numbers[2:4], 16, 96, 16),
+        (numbers.t(), 0, 112, 96),
+        (wave.conj(), 0, 208, 16),
+        (wave.conj().imag, 0, 224, 8),
+        (large, 0, 232, 1 << 20),
+    ]
+    region = poisoned(300 + (1 << 20))
+    left = copy_small(iter(parts), region)
+    assert [id(tensor) for tensor, _, _ in left] == [id(tensor) for tensor, _, _, _ in parts[2:]]
+    assert region.tobytes()[:112] == bits_of(numbers) + bits_of(numbers[3])
+    assert region.tobytes()[112:] == bytes([POISON]) * (len(region.tobytes()) - 112)
+    copy_out(left)
+    assert region.tobytes()[112:232] == b"".join(
+        map(image, (numbers.t(), wave.conj().resolve_conj(), wave.conj().imag.resolve_neg()))
+    )
+
+
+@pytest.mark.parametrize(("start", "at", "nbytes"), [(0, 0, 97), (90, 0, 8), (-1, 0, 8), (0, 64, 8), (0, -1, 8)])
+def test_small_parts_outside_their_tensor_or_target_are_refused(start, at, nbytes):
+    region = poisoned(128)
+    with pytest.raises(ValueError, match="outside|bytes"):
+        copy_out(copy_small([(torch.zeros(24), start, at, nbytes)], region.sub(0, 68)))
+    assert region.tobytes() == bytes([POISON]) * 128
