@@ -723,4 +723,4 @@ def test_trace_has_spans_for_each_block_and_each_file():
         assert sum(span.num_bytes for span in spans) == file_bytes
     assert sorted(span.detail for span in trace.spans if span.name == "sync") == ["shard 1", "shard 2"]
     assert all(span.start <= span.end for span in trace.spans)
-    assert {span.lane for span in trace.spans} <= {"caller", "save", "save-1", "save-2", "save-3"}
+    assert {span.lane for span in trace.spans} <= {"caller", "save", *(f"save-{k}" for k in range(1, NUM_WORKERS))}
