@@ -22,6 +22,7 @@ from stio.storage.checks import refused
 from stio.storage.destination import (
     Destination,
     Names,
+    OneFile,
     Standing,
     choose_names,
     look,
@@ -66,11 +67,8 @@ def begin_local(
         ValueError: An argument is wrong, or they contradict each other or what stands at the destination.
         StorageError: The destination is of another kind, or cannot be written.
     """
-    _check_arguments(num_shards, shard_names, commit, durability)
-    check_pattern(filename_pattern)
-    target = resolve(destination)
-    if target.kind == "file" and num_shards != 1:
-        raise ValueError(f"{target.path}: one file cannot hold {num_shards} shards; give a directory")
+    _check_arguments(num_shards, filename_pattern, shard_names, commit, durability)
+    target = _resolved(destination, num_shards)
     durable = durability == "full"
     fds: list[int] = []
     try:
@@ -92,7 +90,10 @@ def begin_local(
         staging = Staging.create(home_fd)
         names = choose(save_id=staging.save_id)
         fds.clear()
-        return LocalTransaction(target, standing, names, home_fd=home_fd, staging=staging, durable=durable)
+        again = (lambda: (look(home_fd, target, filename_pattern), names)) if isinstance(destination, OneFile) else None
+        return LocalTransaction(
+            target, standing, names, home_fd=home_fd, staging=staging, durable=durable, relook=again
+        )
     except OSError as error:
         raise error if isinstance(error, StorageError) else _not_begun(target.path, error) from error
     finally:
@@ -100,7 +101,8 @@ def begin_local(
             calls.close(fd)
 
 
-def _check_arguments(num_shards: int, shard_names: str, commit: str, durability: str) -> None:
+def _check_arguments(num_shards: int, filename_pattern: str, shard_names: str, commit: str, durability: str) -> None:
+    check_pattern(filename_pattern)
     if num_shards < 1:
         raise ValueError(f"a checkpoint has at least one file, not {num_shards}")
     for name, value, known in (
@@ -112,6 +114,13 @@ def _check_arguments(num_shards: int, shard_names: str, commit: str, durability:
             raise ValueError(f"{name} is one of {', '.join(map(repr, known))}, not {value!r}")
     if os.open not in os.supports_dir_fd:
         raise StorageError("saving needs a system with POSIX files", errno=errno.ENOSYS)
+
+
+def _resolved(destination: str | os.PathLike[str], num_shards: int) -> Destination:
+    target = resolve(destination)
+    if target.kind == "file" and num_shards != 1:
+        raise ValueError(f"{target.path}: one file cannot hold {num_shards} shards; give a directory")
+    return target
 
 
 def _not_begun(path: str, error: OSError) -> StorageError:

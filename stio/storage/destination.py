@@ -38,7 +38,7 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, slots=True)
 class OneFile:
-    """A path that means one file, whatever its name ends in."""
+    """A path as the drop-ins take it: one file whatever its name ends in, and of savers at once the last one wins."""
 
     path: str
     """The path."""

@@ -20,7 +20,6 @@ from stio.compat.safetensors._errors import SafetensorError, saving
 from stio.compat.safetensors._serialize import TensorSpec
 from stio.device.tensors import tensors_in
 from stio.engine.pool import Pool
-from stio.errors import ConcurrentSaveError
 from stio.memory import Region
 from stio.pending import PendingSave
 from stio.plan.write import WritePlan, plan_files
@@ -29,9 +28,6 @@ from stio.settings import DEFAULT_BUDGET_BYTES
 from stio.storage.destination import OneFile
 
 __all__ = ["bytes_at", "write_specs", "write_tensors"]
-
-_ATTEMPTS = 20
-"""Of several that write one file at once, one succeeds each time; callers of these functions expect the last to win."""
 
 
 def bytes_at(address: int, nbytes: int) -> torch.Tensor:
@@ -90,18 +86,11 @@ def _write(tensors: Mapping[str, torch.Tensor], path: str, planner: partial[Writ
         reason = f"{os.strerror(errno.ENOENT)} (os error {errno.ENOENT})"
         raise SafetensorError(f'Error while serializing: I/O error: {reason} at path "{path}"')
     with saving():
-        for attempt in range(1, _ATTEMPTS + 1):
-            save = PendingSave(
-                tensors,
-                OneFile(path),
-                SaveSettings(),
-                pool=Pool(DEFAULT_BUDGET_BYTES),
-                stage_first=False,
-                planner=planner,
-            )
-            try:
-                save.complete_blocking()
-                return
-            except ConcurrentSaveError:
-                if attempt == _ATTEMPTS:
-                    raise
+        PendingSave(
+            tensors,
+            OneFile(path),
+            SaveSettings(),
+            pool=Pool(DEFAULT_BUDGET_BYTES),
+            stage_first=False,
+            planner=planner,
+        ).complete_blocking()

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from stio.compat.safetensors import torch as in_torch
 from stio.errors import StorageError
 from stio.storage import calls
 from stio.storage.destination import OneFile, is_one_file, resolve
+from stio.storage.publish import Publisher
 
 T = torch.arange(4.0)
 A = np.arange(4, dtype=np.float32)
@@ -394,6 +395,32 @@ def test_one_file_is_a_destination_of_its_own(tmp_path: Path) -> None:
     assert resolve(tmp_path / "x").kind == "fresh"
     with pytest.raises(StorageError, match="directory stands"):
         resolve(OneFile(str(tmp_path)))
+
+
+@pytest.mark.parametrize("between", ["another save", "another program", "its end"])
+def test_a_writer_that_is_overtaken_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: Literal["another save", "another program", "its end"]
+) -> None:
+    """However often it is: here each time that it comes to publish."""
+    path = tmp_path / "f"
+    in_torch.save_file({"a": T}, path)
+    plain = Publisher.publish
+
+    def overtaken(self: Publisher, *args: Any) -> None:
+        if between == "another save":
+            with monkeypatch.context() as undone:
+                undone.setattr(Publisher, "publish", plain)
+                in_torch.save_file({"a": T + 1}, path)
+        elif between == "another program":
+            path.write_bytes(b"other")
+        else:
+            path.unlink()
+        plain(self, *args)
+
+    monkeypatch.setattr(Publisher, "publish", overtaken)
+    in_torch.save_file({"a": T + 2}, path)
+    assert torch.equal(in_torch.load_file(path)["a"], T + 2)
+    assert os.listdir(tmp_path) == ["f"]
 
 
 def test_several_writers_of_one_file(tmp_path: Path) -> None:
