@@ -160,7 +160,10 @@ def safetensors_file_to_state_dict(
         FormatError: The file is broken, is none of OLMo's, or holds what only `trust_pickle=True` reads.
         StioError: See `stio.load`.
     """
-    path = os.fspath(filename)
+    return _load(os.fspath(filename), map_location, trust_pickle)
+
+
+def _load(path: str, map_location: str | int | torch.device | None, trust_pickle: bool) -> Any:
     if map_location is not None and not isinstance(map_location, str | int | torch.device):
         raise TypeError(f"map_location is a device here, not a {type(map_location).__name__}")
     settings = Settings(device="cpu" if map_location is None else map_location, memory="copy")
@@ -238,7 +241,7 @@ class _Reader:
             warnings.warn(
                 f"{printable(self._path)}: unpickling {what}, which can run any code, as trust_pickle=True asks",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=8,  # whoever called a function of this module,
             )
         try:
             return trusted()
@@ -280,7 +283,7 @@ def load_state_dict(
         if not os.path.lexists(path):
             continue
         if path.endswith(_SUFFIX):
-            return safetensors_file_to_state_dict(path, map_location, trust_pickle=trust_pickle)
+            return _load(path, map_location, trust_pickle)
         return read_pickle(path, map_location=map_location or "cpu", trust_pickle=trust_pickle)
     raise CheckpointNotFoundError(
         "there is no such file", path=os.path.join(folders[-1], fname), expected=" or ".join(names)

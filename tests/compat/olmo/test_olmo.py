@@ -160,6 +160,10 @@ def test_trusted_pickles_are_read_and_said_aloud(path: Path) -> None:
     with pytest.warns(RuntimeWarning, match=r"unpickling \['.*can run any code") as said:
         found = olmo.safetensors_file_to_state_dict(path, trust_pickle=True)
     assert len(said) == 1
+    assert said[0].filename == __file__
+    with pytest.warns(RuntimeWarning) as said:
+        olmo.load_state_dict(path.parent, path.name, trust_pickle=True)
+    assert said[0].filename == __file__
     assert found["when"] == collections.deque([1])
     assert (found["numpy"][1] == state["numpy"][1]).all()
 
