@@ -34,6 +34,9 @@ PathLike = str | os.PathLike[str]
 
 _SUFFIX = ".safetensors"
 
+_CASTS = {dtype for name, dtype in TORCH_DTYPES.items() if name != "F4"}
+"""What torch casts to; of packed pairs it knows no numbers."""
+
 
 class ConvertKeywords(TypedDict, total=False):
     """Keywords of `convert`; their meaning and defaults stand in `ConvertSettings`."""
@@ -94,7 +97,7 @@ class ConvertSettings:
             return None
         if not isinstance(self.dtype, str | torch.dtype):
             raise TypeError(f"dtype= takes a torch.dtype or the name of one, not {self.dtype!r}")
-        if not (isinstance(wanted, torch.dtype) and wanted.is_floating_point and wanted in TORCH_DTYPES.values()):
+        if not (isinstance(wanted, torch.dtype) and wanted.is_floating_point and wanted in _CASTS):
             raise ValueError(f"dtype= takes a floating dtype such as 'bfloat16', not {printable(str(self.dtype))!r}")
         return wanted
 

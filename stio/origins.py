@@ -22,7 +22,7 @@ from stio.codec.olmo_names import decode_name, looks_encoded, shown
 from stio.codec.plain_pickle import PickleRefused, PlainPickles
 from stio.codec.shared import ALIASES_KEY, resolve_shared
 from stio.device.sources import LazyTensor, sources_of
-from stio.device.tensors import TORCH_DTYPES, require_dtypes, torch_shape
+from stio.device.tensors import TORCH_DTYPES, cast, require_dtypes, torch_shape
 from stio.engine.opened import OpenCheckpoint, OpenOptions, open_checkpoint
 from stio.errors import (
     AmbiguousCheckpointError,
@@ -251,7 +251,7 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, path: str
         return {"tensors": tensors}
     _, ties = resolve_shared(sources_of(tensors), "dedupe")
     lazy = {
-        name: LazyTensor(dtype, tensor.shape, partial(_rows, tensor.detach(), dtype))
+        name: LazyTensor(dtype, tensor.shape, partial(_rows, name, tensor.detach(), dtype))
         if tensor.is_floating_point() and tensor.dtype != dtype
         else tensor
         for name, tensor in tensors.items()
@@ -262,12 +262,12 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, path: str
     }
 
 
-def _rows(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+def _rows(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
     """Return a tensor, or its rows, cast, about 16 MiB at a time."""
     if not tensor.dim():
-        return tensor.to(dtype)
+        return cast(name, tensor, dtype)
     count = max(1, (16 << 20) * len(tensor) // max(1, tensor.nbytes))
-    return (tensor[begin : begin + count].to(dtype) for begin in range(0, len(tensor), count))
+    return (cast(name, tensor[begin : begin + count], dtype) for begin in range(0, len(tensor), count))
 
 
 def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, check: Callable[[], None]) -> Origin:

@@ -224,6 +224,18 @@ def test_tensors_that_the_format_has_not(tmp_path: Path, made: Tensors, match: s
         stio.sync.convert(tmp_path / "m.pt", tmp_path / "d.safetensors")
 
 
+def test_packed_pairs_are_not_cast(tmp_path: Path) -> None:
+    """torch has no such cast, and says so by an error of its own."""
+    made = {"a": torch.zeros(3, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "b": ramp(5)}
+    torch.save(made, tmp_path / "m.pt")
+    stio.sync.save(made, tmp_path / "m.safetensors")
+    for name in ("m.pt", "m.safetensors"):
+        with pytest.raises(stio.UnsupportedDtypeError, match="cannot cast 'a'"):
+            stio.sync.convert(tmp_path / name, tmp_path / "d.safetensors", dtype="bfloat16")
+        stio.sync.convert(tmp_path / name, tmp_path / "e.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["e.safetensors", "m.pt", "m.safetensors"]
+
+
 # OLMo's files.
 
 
@@ -257,6 +269,7 @@ def test_other_nested_state_is_refused(tmp_path: Path, state: dict[str, Any], ma
         ({"dtype": "no_such"}, ValueError),
         ({"dtype": "nn"}, ValueError),
         ({"dtype": torch.int64}, ValueError),
+        ({"dtype": "F4"}, ValueError),
         ({"dtype": 1}, TypeError),
         ({"budget_bytes": 0}, ValueError),
         ({"budget_bytes": "1GB"}, ValueError),

@@ -27,6 +27,7 @@ from stio.memory import Region
 __all__ = [
     "FORMAT_DTYPES",
     "TORCH_DTYPES",
+    "cast",
     "collection_paused",
     "finish",
     "require_dtypes",
@@ -280,11 +281,16 @@ def finish(
     if dtype is not None:
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and tensor.dtype != dtype:
-                tensors[name] = _cast(name, tensor, dtype)
+                tensors[name] = cast(name, tensor, dtype)
     return tensors
 
 
-def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of another dtype.
+
+    Raises:
+        UnsupportedDtypeError: torch has no such cast (packed F4).
+    """
     try:
         return tensor.to(dtype)
     except NotImplementedError as error:
