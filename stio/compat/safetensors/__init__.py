@@ -7,7 +7,8 @@ differs on purpose stands in the documentation of each function.
 
 from stio.compat.safetensors._errors import SafetensorError
 from stio.compat.safetensors._open import _safe_open_handle, safe_open
-from stio.compat.safetensors._serialize import TensorSpec, deserialize, serialize, serialize_file
+from stio.compat.safetensors._serialize import deserialize, serialize, serialize_file
+from stio.compat.safetensors._spec import TensorSpec
 
 __all__ = ["SafetensorError", "TensorSpec", "__version__", "deserialize", "safe_open", "serialize", "serialize_file"]
 

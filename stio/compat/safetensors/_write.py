@@ -17,7 +17,7 @@ import torch
 
 from stio.codec.sharding import TensorSource
 from stio.compat.safetensors._errors import SafetensorError, saving
-from stio.compat.safetensors._serialize import TensorSpec
+from stio.compat.safetensors._spec import TensorSpec
 from stio.device.tensors import tensors_in
 from stio.engine.pool import Pool
 from stio.memory import Region
