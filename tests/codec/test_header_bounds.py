@@ -131,8 +131,9 @@ def test_a73_long_headers(raw: bytes) -> None:
     start = time.perf_counter()
     assert action().names == ["a"]
     assert time.perf_counter() - start < 20
-    # A dict of two million keys is resized in one call (40 ms); nothing else takes as long.
-    assert _longest_gap(action) < 0.1
+    # A dict of two million keys is resized in one call: 40 ms, but 150 where its 80 MB are memory that the host has yet
+    # to give. Nothing else takes as long.
+    assert _longest_gap(action) < 0.3
 
 
 @pytest.mark.timeout(120)
