@@ -87,13 +87,6 @@ class WritePlan:
     """Bytes of all tensors, headers not counted."""
     metadata: Mapping[str, str]
     """The caller's text metadata."""
-    index_bytes: int | None = None
-    """`total_size` in the index, where it is counted otherwise than `total_bytes`."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of writes."""
-        return sum(len(shard.blocks) for shard in self.shards)
 
     def index(self, shard_names: Sequence[str]) -> bytes:
         """Return the bytes of the index, whether or not there is more than one shard.
@@ -106,8 +99,7 @@ class WritePlan:
         """
         # The hub's order: shard by shard, and inside a shard as the caller gave the tensors, not as they lie in it.
         weight_map = {name: file for shard, file in zip(self.shards, shard_names, strict=True) for name in shard.listed}
-        total_bytes = self.total_bytes if self.index_bytes is None else self.index_bytes
-        return build_index(weight_map, total_bytes, {**self.metadata, **_alias_metadata(self.aliases)})
+        return build_index(weight_map, self.total_bytes, {**self.metadata, **_alias_metadata(self.aliases)})
 
 
 def plan_writes(

@@ -131,9 +131,16 @@ def test_a73_long_headers(raw: bytes) -> None:
     start = time.perf_counter()
     assert action().names == ["a"]
     assert time.perf_counter() - start < 20
-    # A dict of two million keys is resized in one call: 40 ms, but 150 where its 80 MB are memory that the host has yet
-    # to give. Nothing else takes as long.
-    assert _longest_gap(action) < 0.3
+    # A dict of two million keys is resized in one call: 40 ms, more where its memory is slow to come. That is measured
+    # beside it; nothing else may take as long.
+    assert _longest_gap(action) < 0.05 + _longest_gap(_fill_a_dict)
+
+
+def _fill_a_dict() -> dict[str, str]:
+    filled = {}
+    for number in range(2_000_000):
+        filled[str(number)] = ""
+    return filled
 
 
 @pytest.mark.timeout(120)

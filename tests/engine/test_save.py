@@ -41,7 +41,7 @@ class Saving:
 
     def __init__(self, tensors, *, blocks=None, max_shard_bytes=None, destination=None, **options):
         self.plan = plan_writes(sources_of(tensors), max_shard_bytes=max_shard_bytes, block_bytes=BLOCK)
-        self.num_blocks = self.plan.num_blocks
+        self.num_blocks = sum(len(shard.blocks) for shard in self.plan.shards)
         self.pool = Pool(None if blocks is None else blocks * BLOCK)
         self.pool.fit(BLOCK, memory.allocate)
         self.destination = destination or MemoryDestination()
