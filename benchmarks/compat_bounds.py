@@ -30,6 +30,7 @@ BOUNDS: tuple[Bound, ...] = (
         for size in _SIZES
         for text, theirs, at_least in (
             ("save_file (durable) / official + fsync of file and directory", "official-fsync", 1.0),
+            ("save_file (durable) / official to another name, fsync, rename, fsync", "official-atomic", None),
             ("save_file (durable) / official, not durable", "official", None),
         )
     ),

@@ -90,7 +90,7 @@ def make_state() -> dict[str, Any]:
 
 
 _SIDES = (Entry("stio"), Entry("official"))
-_SAVERS = (Entry("stio"), Entry("official-fsync"), Entry("official", rounds=3))
+_SAVERS = (Entry("stio"), Entry("official-fsync"), Entry("official-atomic"), Entry("official", rounds=3))
 
 CASES: tuple[Case, ...] = (
     *(

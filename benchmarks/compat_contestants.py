@@ -31,6 +31,9 @@ class Contestant:
     sync: bool = False
     """Sync the file and its directory after a save: the package does not do it itself."""
 
+    atomic: bool = False
+    """Save to another name, sync, rename and sync the directory: what is atomic and durable costs so much at least."""
+
     suffix: str = ".safetensors"
     """Of what a nested state is saved to."""
 
@@ -43,9 +46,14 @@ def functions(contestant: Contestant) -> tuple[Callable[[Path], Any], Callable[[
     module = import_module(f"{contestant.package}.torch")
 
     def save(tensors: Any, path: Path) -> None:
-        module.save_file(tensors, path)
+        target = path.with_suffix(".tmp") if contestant.atomic else path
+        module.save_file(tensors, target)
         if contestant.sync:
-            sync(path)
+            sync(target)
+        if contestant.atomic:
+            sync(target, directory=False)
+            target.rename(path)
+            sync(path.parent, directory=False)
 
     return module.load_file, save
 
@@ -56,9 +64,9 @@ def opener(contestant: Contestant) -> Callable[[Path], Any]:
     return lambda path: safe_open(path, framework="pt", backend=contestant.backend)
 
 
-def sync(path: Path) -> None:
-    """Make a file and its name durable."""
-    for each in (path, path.parent):
+def sync(path: Path, *, directory: bool = True) -> None:
+    """Make a file, and its name too, durable."""
+    for each in (path, path.parent) if directory else (path,):
         descriptor = os.open(each, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -85,6 +93,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "stio": Contestant("stio.compat.safetensors", OURS),
     "official": Contestant("safetensors", OFFICIAL),
     "official-fsync": Contestant("safetensors, fsync of file and directory", OFFICIAL, sync=True),
+    "official-atomic": Contestant("safetensors to another name, fsync, rename, fsync of directory", OFFICIAL, atomic=True),
     "stio-pread": Contestant('stio.compat.safetensors, backend="pread"', OURS, "pread"),
     "official-pread": Contestant('safetensors, backend="pread"', OFFICIAL, "pread"),
     "stio-state": Contestant("stio.sync.save_state, load_state", state=_stio_state),

@@ -88,11 +88,14 @@ def _run_case(
 ) -> None:
     verified: set[str] = set()
     layout = pool.layout(case.layout)
-    for entry in entries_of(case, settings):
-        pool.path(case.layout, entry.contestant, directory)
+    owners = sorted({entry.contestant for entry in entries_of(case, settings)})
+    for owner in owners:
+        pool.path(case.layout, owner, directory)
     for number, entry in interleaved(case, settings):
         record: Record = {"kind": "run", "case": case.name, "entry": entry.name, "round": number}
-        path = pool.path(case.layout, entry.contestant, directory)
+        # Where a file lies decides how fast it is read, so the files change hands from round to round.
+        owner = owners[(owners.index(entry.contestant) + number) % len(owners)]
+        path = pool.path(case.layout, owner, directory)
         spec = RunSpec(
             contestant=entry.contestant,
             path=str(path),

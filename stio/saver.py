@@ -12,7 +12,8 @@ from weakref import WeakSet
 
 from stio.engine.pool import Pool
 from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StioError
-from stio.pending import Durable, PendingSave
+from stio.pending import PendingSave
+from stio.save_body import Durable
 from stio.saving import DestinationLike, SaveKeywords, SaveSettings, TensorsLike
 from stio.storage.rotation import remove_checkpoint
 

@@ -94,22 +94,24 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
         what = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         hint = "save its parts" if tensor.is_nested else "call to_dense() first, or save its parts"
         raise ValueError(f"tensor {printable(name)!r} is {what}, and the format knows dense ones only: {hint}")
-    dtype = FORMAT_DTYPES.get(tensor.dtype) or _format_dtype(name, tensor.dtype)
+    kind = tensor.dtype
+    dtype, item = FORMAT_DTYPES.get(kind) or _format_dtype(name, kind), kind.itemsize
     sizes, nbytes = tuple(tensor.shape), tensor.nbytes
     shape = _format_shape(name, sizes) if dtype == "F4" else sizes
     if not nbytes:
         return TensorSource(
             name=name, dtype=dtype, shape=shape, nbytes=0, storage_key=None, span=(0, 0), layout=None, data=tensor
         )
-    strides = tensor.stride()
-    item = tensor.dtype.itemsize
     begin = int(tensor.storage_offset()) * item
-    if tensor.is_contiguous():
-        end = begin + nbytes
-    else:
+    strides: tuple[int, ...] | None = None  # the shape says them
+    end = begin + nbytes
+    if not tensor.is_contiguous():
+        strides = tensor.stride()
         end = begin + item
         for size, stride in zip(sizes, strides, strict=True):
             end += (size - 1) * stride * item
+        if 1 in sizes:  # a dimension of one element has any stride
+            strides = tuple(stride if size != 1 else 0 for size, stride in zip(sizes, strides, strict=True))
     storage = tensor.untyped_storage()
     address, held = storage.data_ptr(), storage.nbytes()
     if end > held or not address:
@@ -117,16 +119,14 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
             f"tensor {printable(name)!r} has no data: its memory was freed or shrunk (sharded training does that); "
             "gather it first"
         )
-    if 1 in sizes:  # a dimension of one element has any stride
-        strides = tuple(stride if size != 1 else 0 for size, stride in zip(sizes, strides, strict=True))
     return TensorSource(
         name=name,
         dtype=dtype,
         shape=shape,
         nbytes=nbytes,
-        storage_key=(tensor.device, address, held),
+        storage_key=(None if tensor.is_cpu else tensor.device, address, held),
         span=(begin, end),
-        layout=(strides, *pending(tensor)),
+        layout=(strides, pending(tensor)),
         data=tensor,
     )
 

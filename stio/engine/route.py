@@ -198,12 +198,14 @@ class _Chooser:
             populates = options.memory != "lazy" and self._affordable
             mapped = MappedFile(file, lazy=not populates)
             resident = self._resident[file]
-            if populates and resident < _COLD_BELOW:
+            cold = populates and resident < _COLD_BELOW
+            if cold:
                 self.num_workers = _NUM_WORKERS
             return MapRoute(
                 mapped,
                 CopyRoute(file, dtype=dtype),
                 populates=populates,
+                cold=cold,
                 piece_bytes=_LARGEST_GROUP_BYTES if resident == 1.0 else _BLOCK_BYTES,
                 dtype=dtype,
             )

@@ -159,6 +159,7 @@ class MapRoute:
         mapped: Its mapping.
         copy: The way for scattered groups.
         populates: Read it now; otherwise each page is read when it is touched.
+        cold: The disk sets the pace, so that the processors have time to touch what it brings.
         piece_bytes: What the first call should populate; later ones by how long that took.
         dtype: Cast floating tensors to it.
     """
@@ -169,12 +170,14 @@ class MapRoute:
         copy: CopyRoute,
         *,
         populates: bool,
+        cold: bool,
         piece_bytes: int,
         dtype: torch.dtype | None = None,
     ) -> None:
         self._mapped = mapped
         self._copy = copy
         self._populates = populates
+        self._cold = cold
         self._pacer = Pacer(piece_bytes)
         self._dtype = dtype
 
@@ -189,6 +192,8 @@ class MapRoute:
             return
         for start, length in self._pacer.pieces(block.nbytes, stopped):
             self._mapped.populate(block.offset + start, length)
+            if self._cold:
+                self._mapped.touch(block.offset + start, length)
 
     def finish(self, group: Group) -> Landed:
         """Make tensors over the mapping."""

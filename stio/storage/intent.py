@@ -307,7 +307,7 @@ def finish(home_fd: int, staging_fd: int, intent: Intent, *, durable: bool) -> N
             _remove(name, home_fd)
             if durable and name.endswith(_INDEX_SUFFIX):
                 calls.sync_directory(home_fd)  # what it names goes only when nobody is led there any more
-    if durable:
+    if durable and (intent.notes or intent.unlink):
         calls.sync_directory(home_fd)
 
 

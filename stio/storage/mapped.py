@@ -17,6 +17,9 @@ from stio.storage.local import LocalFile
 
 __all__ = ["MappedFile"]
 
+_SCRATCH_BYTES = 64 << 10
+_SCRATCHES_A_CALL = 512 if hasattr(os, "preadv") else 0
+
 
 class MappedFile:
     """A private, writable mapping of a whole file. Writing to it copies the page and leaves the file alone.
@@ -66,6 +69,25 @@ class MappedFile:
             raise StorageError(
                 f"populating failed: {os.strerror(number)}", path=self._file.path, errno=number, offset=offset
             )
+
+    def touch(self, offset: int, nbytes: int) -> None:
+        """Have the processor read what the device has just written, into a scratch. Blocks, without the GIL.
+
+        On a virtual machine whose host gives memory when it is touched, a page that only a device has touched costs
+        its first reader 0.3 to 1 microsecond: 0.1 to 0.4 s for 1.7 GB. A disk leaves the processors time for that.
+        By a read and not over the mapping, where a file that was cut meanwhile would be SIGBUS.
+        """
+        scratch, at, end = memoryview(bytearray(_SCRATCH_BYTES)), offset, offset + nbytes
+        while at < end and _SCRATCHES_A_CALL:
+            # One call for 32 MiB, all of it to one place that stays in the processor's cache.
+            count, rest = divmod(min(end - at, _SCRATCHES_A_CALL * _SCRATCH_BYTES), _SCRATCH_BYTES)
+            try:
+                done = os.preadv(self._file.fd, [scratch] * count + [scratch[:rest]], at)
+            except OSError:
+                return  # whoever reads it for its bytes hears of it
+            if not done:
+                return
+            at += done
 
     def _read_through(self, offset: int, nbytes: int) -> None:
         step = min(nbytes, 1 << 20)
