@@ -93,7 +93,9 @@ CONTESTANTS: dict[str, Contestant] = {
     "stio": Contestant("stio.compat.safetensors", OURS),
     "official": Contestant("safetensors", OFFICIAL),
     "official-fsync": Contestant("safetensors, fsync of file and directory", OFFICIAL, sync=True),
-    "official-atomic": Contestant("safetensors to another name, fsync, rename, fsync of directory", OFFICIAL, atomic=True),
+    "official-atomic": Contestant(
+        "safetensors to another name, fsync, rename, fsync of directory", OFFICIAL, atomic=True
+    ),
     "stio-pread": Contestant('stio.compat.safetensors, backend="pread"', OURS, "pread"),
     "official-pread": Contestant('safetensors, backend="pread"', OFFICIAL, "pread"),
     "stio-state": Contestant("stio.sync.save_state, load_state", state=_stio_state),

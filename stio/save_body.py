@@ -1,5 +1,6 @@
-"""One save from its plan to its publication, on one thread of stio's own: the engine's run between the parts of a
-transaction. Leaves nothing behind where it raises.
+"""One save from its plan to its publication, on one thread of stio's own.
+
+The engine's run stands between the parts of a transaction; where it raises, nothing is left behind.
 """
 
 from __future__ import annotations

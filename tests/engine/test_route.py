@@ -9,7 +9,9 @@ from stio.codec.build import build_header
 from stio.engine.opened import OpenOptions, open_checkpoint
 from stio.engine.route import LoadOptions, prepare
 from stio.events import Limits
+from stio.memory import PAGE_BYTES
 from stio.storage.local import LocalFile
+from stio.storage.mapped import MappedFile
 
 MIB = 1 << 20
 
@@ -48,3 +50,28 @@ def test_blocks_are_as_long_as_what_is_in_memory_allows(
         route.close()
     finally:
         opened.close()
+
+
+@pytest.mark.parametrize(
+    ("resident", "memory", "touches"),
+    [
+        (0.0, "map", True), (0.3, "map", True), (0.5, "map", False), (1.0, "map", False), (None, "map", False),
+        (0.0, "lazy", False), (0.0, "copy", False),
+    ],
+)  # fmt: skip
+def test_what_comes_from_a_disk_is_touched_on_the_way(monkeypatch, tmp_path, resident, memory, touches):
+    path, touched = tmp_path / "model.safetensors", []
+    header, _ = build_header([("a", "U8", (20 * MIB,)), ("b", "U8", (20 * MIB,))])
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 40 * MIB)
+    monkeypatch.setattr(LocalFile, "resident_fraction", lambda self: resident)
+    monkeypatch.setattr(MappedFile, "touch", lambda self, offset, nbytes: touched.append((offset, nbytes)))
+    opened = open_checkpoint(path, OpenOptions(limits=Limits()))
+    try:
+        options = LoadOptions(device=torch.device("cpu"), memory=memory)
+        prepare(opened, None, options, deliver=lambda group, landed: None).carry_out()
+    finally:
+        opened.close()
+    nbytes = sum(nbytes for _, nbytes in touched)
+    assert 40 * MIB <= nbytes <= 40 * MIB + 2 * PAGE_BYTES if touches else nbytes == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from stio.errors import StorageError, TruncatedError
 from stio.memory import HAVE_MMAP
+from stio.storage import mapped as mapped_module
 from stio.storage.local import LocalFile, open_file
 from stio.storage.mapped import MappedFile
 
@@ -76,6 +78,34 @@ def test_c90_shrunk_before_populating(file: LocalFile, path: Path) -> None:
         mapped.populate(9_000, 2_000)
     assert caught.value.offset == 10_000
     assert caught.value.path == str(path)
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(0, 0), (0, len(DATA)), (1, 1), (4096, 65_536), (70_000, 200_001), (len(DATA) - 1, 1)]
+)
+def test_touching_reads_a_range_and_no_more(
+    file: LocalFile, monkeypatch: pytest.MonkeyPatch, offset: int, nbytes: int
+) -> None:
+    read, seen = os.preadv, []
+
+    def preadv(fd: int, buffers: list[memoryview], at: int) -> int:
+        seen.append((at, count := read(fd, buffers, at)))
+        return count
+
+    monkeypatch.setattr(mapped_module, "_SCRATCHES_A_CALL", 3)
+    monkeypatch.setattr(os, "preadv", preadv)
+    MappedFile(file).touch(offset, nbytes)
+    assert sum(count for _, count in seen) == nbytes
+    assert [at for at, _ in seen] == list(range(offset, offset + nbytes, 3 << 16))
+
+
+def test_c90_touching_a_file_that_was_cut_ends(file: LocalFile, path: Path) -> None:
+    mapped = MappedFile(file)
+    os.truncate(path, 10_000)
+    mapped.touch(0, len(DATA))
+    mapped.touch(20_000, 5)
+    file.close()
+    mapped.touch(0, 5)
 
 
 def test_c90_shrunk_before_mapping(file: LocalFile, path: Path) -> None:
