@@ -13,10 +13,11 @@ import pickle
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from stio.codec.plain_pickle import PickleRefused, PlainPickles
+from stio.codec.plain_pickle import MAX_DEPTH, PickleRefused, PlainPickles
 from stio.errors import printable
 
 __all__ = [
+    "MAX_KEYS",
     "MAX_LEAF_BYTES",
     "MAX_NAME_BYTES",
     "KeyPath",
@@ -37,6 +38,9 @@ MAX_NAME_BYTES = 16 << 10
 
 MAX_LEAF_BYTES = 64 << 20
 """Longest pickle of a value that is no tensor."""
+
+MAX_KEYS = 500
+"""Most dicts inside each other that are written; their keys make one name."""
 
 _PROTOCOL = 4
 _MAX_NODES = 1000
@@ -64,6 +68,8 @@ def encode_name(path: KeyPath, *, is_pickled: bool) -> str:
         TypeError: A key is none that can be read without running code.
         ValueError: The name would be longer than a reader takes.
     """
+    if len(path) > MAX_KEYS:
+        raise ValueError(f"dicts are nested more than {MAX_KEYS} deep")
     for key in path:
         _require_plain_key(key, path)
     data = stable_pickle((path, is_pickled))
@@ -72,10 +78,12 @@ def encode_name(path: KeyPath, *, is_pickled: bool) -> str:
     return base64.urlsafe_b64encode(data).decode("ascii")
 
 
-def _require_plain_key(key: object, path: KeyPath) -> None:
+def _require_plain_key(key: object, path: KeyPath, depth: int = 0) -> None:
     if type(key) is tuple:
+        if depth >= MAX_DEPTH // 2:
+            raise ValueError("a key is a tuple that is nested too deeply")
         for part in key:
-            _require_plain_key(part, path)
+            _require_plain_key(part, path, depth + 1)
     elif type(key) not in _PLAIN_KEYS:
         raise TypeError(
             f"{shown(path)}: a key is text, a number, bytes, None or a tuple of these, not a {type(key).__name__}"
@@ -158,7 +166,11 @@ def nest(leaves: Iterable[tuple[KeyPath, Any]]) -> dict[Any, Any]:
 
 
 def stable_pickle(value: object) -> bytes:
-    """Return a pickle that is the same for equal plain values; of others, whatever pickle makes of them."""
+    """Return a pickle that is the same for equal plain values; of others, whatever pickle makes of them.
+
+    Raises:
+        ValueError: Plain containers that contain themselves, or are nested deeper than the reader takes.
+    """
     return pickle.dumps(_Stable().copy(value), protocol=_PROTOCOL)
 
 
@@ -168,6 +180,7 @@ class _Stable:
     def __init__(self) -> None:
         self._atoms: dict[tuple[type, Any], object] = {}
         self._copies: dict[int, Any] = {}
+        self._open: set[int] = set()
 
     def copy(self, value: Any) -> Any:
         kind = type(value)
@@ -175,14 +188,16 @@ class _Stable:
             return self._atoms.setdefault((kind, value), value)
         if kind not in (tuple, list, dict):
             return value
+        if id(value) in self._open:
+            raise ValueError("a container contains itself")
         if id(value) in self._copies:
             return self._copies[id(value)]
-        if kind is tuple:
-            return self._copies.setdefault(id(value), tuple(map(self.copy, value)))
-        made: Any = kind()
-        self._copies[id(value)] = made
-        if kind is list:
-            made += map(self.copy, value)
+        if len(self._open) >= MAX_DEPTH:
+            raise ValueError(f"containers are nested more than {MAX_DEPTH} deep")
+        self._open.add(id(value))
+        if kind is dict:
+            made: Any = {self.copy(key): self.copy(item) for key, item in value.items()}
         else:
-            made |= {self.copy(key): self.copy(item) for key, item in value.items()}
-        return made
+            made = kind(map(self.copy, value))
+        self._open.discard(id(value))
+        return self._copies.setdefault(id(value), made)

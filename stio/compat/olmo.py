@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from stio.codec.olmo_names import (
+    MAX_KEYS,
     MAX_LEAF_BYTES,
     KeyPath,
     decode_name,
@@ -115,7 +116,7 @@ def _leaves(state: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, Any]]:
     """Yield what is no dict, and empty dicts, with their keys.
 
     Raises:
-        ValueError: A dict contains itself.
+        ValueError: A dict contains itself, or they are nested too deeply.
     """
     ahead: list[tuple[KeyPath, Any, frozenset[int]]] = [((), state, frozenset())]
     while ahead:
@@ -123,6 +124,8 @@ def _leaves(state: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, Any]]:
         if isinstance(node, Mapping) and (node or not path):
             if id(node) in above:
                 raise ValueError(f"{shown(path)} is a dict that contains itself")
+            if len(path) >= MAX_KEYS:
+                raise ValueError(f"dicts are nested more than {MAX_KEYS} deep")
             inside = above | {id(node)}
             ahead += [((*path, key), child, inside) for key, child in reversed(list(node.items()))]
         else:
@@ -134,6 +137,8 @@ def _pickled(path: KeyPath, leaf: object) -> torch.Tensor:
         data = stable_pickle(dict(leaf) if isinstance(leaf, Mapping) else leaf)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise TypeError(f"{shown(path)} cannot be pickled: {printable(str(error))}") from error
+    except ValueError as error:
+        raise ValueError(f"{shown(path)}: {error}") from None
     if len(data) > MAX_LEAF_BYTES:
         raise ValueError(f"{shown(path)} is {len(data):,} bytes as a pickle; a value may have {MAX_LEAF_BYTES:,}")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

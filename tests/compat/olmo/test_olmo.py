@@ -235,6 +235,51 @@ def test_a_state_that_contains_itself(path: Path) -> None:
     assert olmo.safetensors_file_to_state_dict(path) == {"a": {"x": 1}, "b": {"x": 1}}
 
 
+def nested(kind: Any, depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = kind(value)
+    return value
+
+
+def itself() -> list[Any]:
+    value: list[Any] = [1]
+    value.append({"again": value})
+    return value
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({"a": itself()}, r"\['a'\]: a container contains itself"),
+        ({"a": nested(lambda inner: [inner], 100_000)}, r"\['a'\]: containers are nested"),
+        ({"a": nested(lambda inner: (inner,), 100_000)}, r"\['a'\]: containers are nested"),
+        ({"a": nested(lambda inner: [{"k": inner}], 51)}, r"\['a'\]: containers are nested"),
+        ({"a": nested(lambda inner: {"k": inner}, 100_000)}, "dicts are nested"),
+        ({nested(lambda inner: (inner,), 100): 1}, "a tuple that is nested too deeply"),
+    ],
+    ids=["cycle", "lists", "tuples", "lists of dicts", "dicts", "keys"],
+)
+def test_what_the_reader_would_refuse_is_not_written(path: Path, state: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        olmo.state_dict_to_safetensors_file(state, path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": nested(lambda inner: [inner], 99)},
+        nested(lambda inner: {"k": inner}, 500),
+        {nested(lambda inner: (inner,), 49): 1},
+    ],
+    ids=["lists", "dicts", "keys"],
+)
+def test_what_is_just_not_too_deep_comes_back(path: Path, state: Any) -> None:
+    olmo.state_dict_to_safetensors_file(state, path)
+    assert olmo.safetensors_file_to_state_dict(path) == state
+
+
 def test_the_name_of_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must end in \.safetensors"):
         olmo.state_dict_to_safetensors_file({"a": 1}, tmp_path / "optim.st")
