@@ -41,7 +41,18 @@ def _positional_read() -> Any:
     return None
 
 
+def _seek() -> Any:
+    for name in ("lseek64", "lseek"):
+        function = getattr(quick_libc, name, None)
+        if function is not None:
+            function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int]
+            function.restype = ctypes.c_int64
+            return function
+    return None
+
+
 _preadv: Any = _positional_read() if libc is not None else None
+_lseek: Any = _seek() if quick_libc is not None else None
 
 HAVE_PREADV = _preadv is not None
 """Whether this system reads at an offset into given memory; where not, `stio.storage.portable` serves."""
@@ -198,6 +209,7 @@ class LocalFile:
         self._identity = identity_of(found)
         self._opening = threading.Lock()
         self._direct_fd: int | None = None
+        self._is_local: bool | None = None
         self.direct_refused = False
         """True once direct I/O was tried and refused; reads are buffered from then on."""
 
@@ -219,7 +231,22 @@ class LocalFile:
     @property
     def on_local_filesystem(self) -> bool:
         """Whether the page cache is all there is between this file and its disk."""
-        return is_local(self._fd)
+        if self._is_local is None:
+            self._is_local = is_local(self._fd)
+        return self._is_local
+
+    def nbytes_now(self) -> int:
+        """Return the size of the file at this moment; without dropping the GIL where no other machine is asked.
+
+        Raises:
+            StorageError: The system does not say.
+        """
+        if _lseek is None or not self.on_local_filesystem:
+            return stat_of(self._fd, self._path).st_size
+        size = int(_lseek(self._fd, 0, os.SEEK_END))  # nothing here goes by the descriptor's own position
+        if size < 0:
+            raise refused("looking at", self._path, OSError(ctypes.get_errno(), ""))
+        return size
 
     def resident_fraction(self) -> float | None:
         """Return how much of the file the page cache holds, 0 to 1, by samples; None where the kernel does not say."""

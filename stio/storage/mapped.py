@@ -12,7 +12,6 @@ import os
 from stio import memory
 from stio.errors import StorageError, TruncatedError
 from stio.memory import Region
-from stio.storage.checks import stat_of
 from stio.storage.local import LocalFile
 
 __all__ = ["MappedFile"]
@@ -47,7 +46,7 @@ class MappedFile:
             StorageError: The device failed to read.
         """
         # A touch past the end is SIGBUS, which no one can catch: look at the size just before.
-        size = stat_of(self._file.fd, self._file.path).st_size
+        size = self._file.nbytes_now()
         if offset + nbytes > size:
             raise TruncatedError(
                 "the file shrank while it was being loaded",

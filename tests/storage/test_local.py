@@ -329,3 +329,20 @@ def test_what_the_page_cache_holds(place: Path) -> None:
     assert 0 <= file.resident_fraction() <= 1
     assert isinstance(file.on_local_filesystem, bool)
     file.close()
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_the_size_is_that_of_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    monkeypatch.setattr("stio.storage.local.is_local", lambda fd: local)
+    file = open_file(str(path))
+    assert file.nbytes_now() == 5
+    os.truncate(path, 3)
+    assert (file.nbytes_now(), file.identity.nbytes) == (3, 5)
+    region = memory.allocate(3)
+    file.read_into(0, [region.sub(0, 3)])  # the position is nobody's
+    assert region.tobytes() == b"123"
+    file.close()
+    with pytest.raises(StorageError, match="looking at"):
+        file.nbytes_now()

@@ -143,13 +143,14 @@ def test_c90_fault_at_a_file_that_was_cut(run_faulty: Callable[..., str], path: 
     run_faulty(
         """
         mapped = MappedFile(open_file(path))
-        real, cut = os.fstat, []
-        def late_cut(fd):  # between the look at the size and the populating
-            found = real(fd)
+        from stio.storage.local import LocalFile
+        real, cut = LocalFile.nbytes_now, []
+        def late_cut(file):  # between the look at the size and the populating
+            found = real(file)
             if not cut:
                 cut.append(os.truncate(path, 9000))
             return found
-        os.fstat = late_cut
+        LocalFile.nbytes_now = late_cut
         with pytest.raises(TruncatedError) as caught:
             mapped.populate(8192, 4096)
         assert caught.value.offset == 9000
