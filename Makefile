@@ -11,8 +11,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 STAMP := $(VENV)/.stio-installed
 MODEL_STAMP := $(VENV)/.stio-demo-model
 BENCH_STAMP := $(VENV)/.stio-bench
+DOCS_STAMP := $(VENV)/.stio-docs
 
-.PHONY: demo test check fmt bench bench-save bench-compat fuzz crash clean
+.PHONY: demo test check fmt docs tutorial bench bench-save bench-compat fuzz crash clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove it bit-equal, draw what happened
 	@$(BIN)/python examples/demo.py
@@ -28,6 +29,13 @@ check: $(STAMP)  ## format, lint, strict types, all tests
 fmt: $(STAMP)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+docs: $(STAMP) $(DOCS_STAMP)  ## the documentation site, into site/; a dead link fails
+	$(BIN)/python -m mkdocs build --quiet --strict
+	@echo "open site/index.html"
+
+tutorial:  ## follow the tutorial word for word in a fresh environment: minutes, installs torch
+	$(PYTHON) tests/newcomer.py
 
 bench: $(STAMP) $(BENCH_STAMP)  ## see benchmarks/README.md for what it needs
 	$(BIN)/python -m benchmarks.load
@@ -45,7 +53,7 @@ crash: $(STAMP)  ## savers killed 10,000 times, every fault at every call, power
 	STIO_CRASH_KILLS=$(CRASH_KILLS) $(BIN)/python -m pytest tests/crash
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -67,4 +75,9 @@ $(MODEL_STAMP): $(STAMP)
 # Without dependencies: the peers must not move the torch that all of them are measured with.
 $(BENCH_STAMP): $(STAMP)
 	@$(PIP) install --constraint constraints.txt --no-deps fastsafetensors runai-model-streamer humanize
+	@touch $@
+
+# What the site is built with; the reference is read from the source, not imported.
+$(DOCS_STAMP): $(STAMP) pyproject.toml constraints.txt
+	@$(PIP) install --constraint constraints.txt mkdocs-material 'mkdocstrings[python]'
 	@touch $@

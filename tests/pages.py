@@ -1,0 +1,266 @@
+"""The code in the pages of docs/, and how it is run. Needs stio and the standard library, so a newcomer's environment does.
+
+A page's fences run from top to bottom in one directory, the Python in one namespace under one running loop, as a
+notebook's cells do: `await` at the top level works, and so does `stio.sync`. Three languages are known: `python`,
+`console` (commands behind `$ `, run by bash) and `text`, which is what the Python before it prints. What is shown
+must be what came out; `...` stands for anything in a line, or for any lines where it stands alone. Nothing else is let pass.
+
+A title is shown in the page. `title="Not run ..."` says why a block cannot run here: it is compiled, and what it
+names of stio is looked up. Any other title is the name of a file, which the block is.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import inspect
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+LANGUAGES = ("python", "console", "text")
+
+_FENCE = re.compile(r'^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+_TOP_LEVEL_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+_SHELL = 'stio() { "$STIO_PYTHON" -m stio "$@"; }; python() { "$STIO_PYTHON" "$@"; }; set -o pipefail\n'
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fence, with what the page says of it."""
+
+    page: str
+    line: int
+    """Of its first line, in the page, from 1."""
+    language: str
+    title: str
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def runs(self) -> bool:
+        return not self.title.startswith("Not run")
+
+    @property
+    def is_file(self) -> bool:
+        return self.runs and bool(self.title)
+
+
+class PageError(AssertionError):
+    """A page says what is not so."""
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """Return the fences of a page; raise for one that is not understood, or would be passed over."""
+    text = page.read_text()
+    name = page.relative_to(DOCS).as_posix() if page.is_relative_to(DOCS) else page.name
+    found = [
+        Block(name, text.count("\n", 0, match.start(3)) + 1, match[1], match[2] or "", match[3])
+        for match in _FENCE.finditer(text)
+    ]
+    if len(re.findall(r"^[ \t]*(?:```|~~~)", text, re.MULTILINE)) != 2 * len(found):
+        raise PageError(f"{name}: a fence that is indented, not closed, or has options that nobody knows")
+    for before, block in pairwise([None, *found]):
+        assert block is not None
+        if block.language not in LANGUAGES:
+            raise PageError(f"{block.place}: {block.language or 'no language'} is none of {', '.join(LANGUAGES)}")
+        if block.title and not (block.runs or re.match(r"Not run [^:]*: \S", block.title)):
+            raise PageError(f"{block.place}: the title does not say why it is not run")
+        if block.is_file and not re.fullmatch(r"\w+\.\w+", block.title):
+            raise PageError(f"{block.place}: the title is neither a reason nor a file's name")
+        if block.language == "text" and not (
+            before and before.language == "python" and before.runs and not before.is_file
+        ):
+            raise PageError(f"{block.place}: output of nothing; it must follow Python that runs")
+    return found
+
+
+def agrees(shown: str, printed: str) -> bool:
+    """Whether a page shows what was printed; `...` is anything, in a line or, alone, any lines."""
+    pattern = ""
+    for line in shown.splitlines():
+        parts = [re.escape(part) for part in line.rstrip().split("...")]
+        pattern += r"(?:.*\n)*?" if line.strip() == "..." else ".*?".join(parts) + "\n"
+    return re.fullmatch(pattern, "".join(f"{line.rstrip()}\n" for line in printed.splitlines())) is not None
+
+
+def require_shown(block: Block, shown: str, printed: str) -> None:
+    if not re.search(r"\w", shown.replace("...", "")):
+        raise PageError(f"{block.place}: what is shown says nothing:\n{shown}")
+    if not agrees(shown, printed):
+        raise PageError(f"{block.place}: the page shows\n{shown}\nand this came out:\n{printed}")
+
+
+# Running.
+
+
+def run_page(page: Path) -> dict[str, Any]:
+    """Run a page in the working directory; return the names that its Python left."""
+    blocks = blocks_of(page)
+    names: dict[str, Any] = {"__name__": "__main__"}
+
+    async def run() -> None:
+        for block, after in pairwise([*blocks, None]):
+            assert block is not None
+            if not block.runs:
+                check_unrun(block)
+            elif block.is_file:
+                Path(block.title).write_text(block.text)
+            elif block.language == "console":
+                run_commands(block)
+            elif block.language == "python":
+                printed = await execute(block, names)
+                shown = after.text if after is not None and after.language == "text" else ""
+                if shown or printed:  # a page shows what its code prints
+                    require_shown(block, shown, printed)
+
+    asyncio.run(run())
+    return names
+
+
+async def execute(block: Block, names: dict[str, Any]) -> str:
+    """Run one block of Python; return what it printed."""
+    padded = "\n" * (block.line - 1) + block.text  # so that a traceback counts the page's lines
+    code = compile(padded, str(DOCS / block.page), "exec", flags=_TOP_LEVEL_AWAIT, dont_inherit=True)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        result = eval(code, names)
+        if inspect.iscoroutine(result):
+            await result
+    return printed.getvalue()
+
+
+def commands(block: Block) -> Iterator[tuple[str, str]]:
+    """Yield each command of a console and what is shown below it."""
+    first, *parts = re.split(r"^\$ ", block.text, flags=re.MULTILINE)
+    if first or not parts:
+        raise PageError(f"{block.place}: a console begins with a command behind '$ '")
+    for part in parts:
+        match = re.fullmatch(r"((?:.*\\\n)*.*\n)(.*)", part, re.DOTALL)
+        assert match is not None
+        yield match[1].rstrip(), match[2]
+
+
+def run_commands(block: Block) -> None:
+    """Run a console's commands, `stio` and `python` being this interpreter's."""
+    for command, shown in commands(block):
+        run_command(block, _SHELL + command, shown, {**environment(), "STIO_PYTHON": sys.executable})
+
+
+def run_command(block: Block, script: str, shown: str, env: dict[str, str]) -> None:
+    """Run a line of bash; it must succeed, and print what is shown."""
+    done = subprocess.run(
+        ["bash", "-ec", script], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    if done.returncode:
+        raise PageError(f"{block.place}: exit status {done.returncode}:\n{script}\n{done.stdout}")
+    if shown:
+        require_shown(block, shown, done.stdout)
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a process that imports this checkout's stio."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
+
+
+def run_in_repl(blocks: list[Block], *, cwd: Path, python: str = sys.executable, env: dict[str, str] | None = None) -> None:
+    """Paste the Python of a page into `python -m asyncio`, each block followed by an empty line."""
+    pasted = [block for block in blocks if block.language == "python" and block.runs and not block.is_file]
+    done = subprocess.run(
+        [python, "-m", "asyncio"],
+        input="".join(f"{block.text}\n" for block in pasted),
+        cwd=cwd,
+        env=environment() if env is None else env,
+        text=True,
+        capture_output=True,
+    )
+    if done.returncode or "Error" in done.stderr:
+        raise PageError(f"{blocks[0].page}: pasted at a prompt it fails:\n{done.stdout}\n{done.stderr}")
+    printed = re.sub(r"^(?:(?:>>>|\.\.\.) )+", "", done.stdout, flags=re.MULTILINE)
+    shown = "...\n" + "...\n".join(block.text for block in blocks if block.language == "text") + "...\n"
+    require_shown(blocks[0], shown, printed)
+
+
+# What cannot run is at least checked.
+
+
+def check_unrun(block: Block) -> None:
+    """Compile Python that cannot run here and look up what it names of stio; split commands into words."""
+    if block.language == "console":
+        for command, _ in commands(block):
+            shlex.split(command)
+        return
+    compile(block.text, block.page, "exec", flags=_TOP_LEVEL_AWAIT, dont_inherit=True)
+    wrong = list(_unknown(ast.parse(block.text)))
+    if wrong:
+        raise PageError(f"{block.place}: stio does not know {', '.join(wrong)}")
+
+
+def _unknown(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                if (module or alias.name).split(".")[0] == "stio" and not _can_import(module, alias.name):
+                    yield module + alias.name
+        elif isinstance(node, ast.Attribute) and (dotted := _dotted(node)) and _find(dotted) is None:
+            yield dotted
+        elif isinstance(node, ast.Call) and (dotted := _dotted(node.func)):
+            known = _keywords(_find(dotted))
+            yield from (f"{dotted}({word.arg}=)" for word in node.keywords if word.arg and known and word.arg not in known)
+
+
+def _can_import(module: str, name: str) -> bool:
+    try:
+        if module and hasattr(import_module(module.rstrip(".")), name):
+            return True
+        import_module(module + name)
+    except ImportError:
+        return False
+    return True
+
+
+def _dotted(node: ast.AST) -> str:
+    """Return `stio.a.b` of an expression that is that, or nothing."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join(["stio", *reversed(parts)]) if isinstance(node, ast.Name) and node.id == "stio" and parts else ""
+
+
+def _find(dotted: str) -> Any:
+    found: Any = import_module("stio")
+    for name in dotted.split(".")[1:]:
+        found = getattr(found, name, None)
+    return found
+
+
+def _keywords(function: Any) -> set[str]:
+    """Return the keywords that a function or class takes; none if that cannot be known."""
+    if not callable(function):
+        return set()
+    known = set()
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            known.add(name)
+            continue
+        hints = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)
+        for typed in typing.get_args(hints.get(name)):  # Unpack[Keywords]
+            known |= set(typed.__annotations__)
+    return known
