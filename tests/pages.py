@@ -151,7 +151,7 @@ def commands(block: Block) -> Iterator[tuple[str, str]]:
     if first or not parts:
         raise PageError(f"{block.place}: a console begins with a command behind '$ '")
     for part in parts:
-        match = re.fullmatch(r"((?:.*\\\n)*.*\n)(.*)", part, re.DOTALL)
+        match = re.fullmatch(r"((?:[^\n]*\\\n)*[^\n]*\n)(.*)", part, re.DOTALL)
         assert match is not None
         yield match[1].rstrip(), match[2]
 
@@ -218,10 +218,10 @@ def _unknown(tree: ast.AST) -> Iterator[str]:
             for alias in node.names:
                 if (module or alias.name).split(".")[0] == "stio" and not _can_import(module, alias.name):
                     yield module + alias.name
-        elif isinstance(node, ast.Attribute) and (dotted := _dotted(node)) and _find(dotted) is None:
+        elif isinstance(node, ast.Attribute) and (dotted := _dotted(node)) and find(dotted) is None:
             yield dotted
         elif isinstance(node, ast.Call) and (dotted := _dotted(node.func)):
-            known = _keywords(_find(dotted))
+            known = _keywords(find(dotted))
             yield from (f"{dotted}({word.arg}=)" for word in node.keywords if word.arg and known and word.arg not in known)
 
 
@@ -244,10 +244,14 @@ def _dotted(node: ast.AST) -> str:
     return ".".join(["stio", *reversed(parts)]) if isinstance(node, ast.Name) and node.id == "stio" and parts else ""
 
 
-def _find(dotted: str) -> Any:
+def find(dotted: str) -> Any:
+    """Return what `stio.a.b` is, None if there is no such thing."""
     found: Any = import_module("stio")
     for name in dotted.split(".")[1:]:
+        path = f"{getattr(found, '__name__', '')}.{name}"
         found = getattr(found, name, None)
+        if found is None and _can_import("", path):
+            found = import_module(path)
     return found
 
 
