@@ -1,4 +1,4 @@
-"""For mkdocs: the benchmarks' page includes benchmarks/README.md, so the figures beside that have to be beside the page."""
+"""For mkdocs: the benchmarks' page includes benchmarks/README.md, so its figures have to be beside the page."""
 
 from __future__ import annotations
 

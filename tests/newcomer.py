@@ -33,7 +33,7 @@ def main() -> None:
         pages.run_in_repl(blocks, python=str(where / "bin" / "python"), cwd=where, env=env)
         for block in blocks:
             if block.is_file:
-                (where / block.title).write_text(block.text)
+                pages.write_file(block, where)
             elif block.language == "console" and block.runs:
                 for command, shown in pages.commands(block):
                     pages.run_command(block, "\n".join([*enter, command]), shown, env)

@@ -121,7 +121,7 @@ def run_page(page: Path) -> dict[str, Any]:
             if not block.runs:
                 check_unrun(block)
             elif block.is_file:
-                Path(block.title).write_text(block.text)
+                write_file(block, Path())
             elif block.language == "console":
                 run_commands(block)
             elif block.language == "python":
@@ -132,6 +132,10 @@ def run_page(page: Path) -> dict[str, Any]:
 
     asyncio.run(run())
     return names
+
+
+def write_file(block: Block, directory: Path) -> None:
+    (directory / block.title).write_text(block.text)
 
 
 async def execute(block: Block, names: dict[str, Any]) -> str:
@@ -164,9 +168,7 @@ def run_commands(block: Block) -> None:
 
 def run_command(block: Block, script: str, shown: str, env: dict[str, str]) -> None:
     """Run a line of bash; it must succeed, and print what is shown."""
-    done = subprocess.run(
-        ["bash", "-ec", script], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    done = subprocess.run(["bash", "-ec", script], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         raise PageError(f"{block.place}: exit status {done.returncode}:\n{script}\n{done.stdout}")
     if shown:
@@ -178,7 +180,9 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
 
 
-def run_in_repl(blocks: list[Block], *, cwd: Path, python: str = sys.executable, env: dict[str, str] | None = None) -> None:
+def run_in_repl(
+    blocks: list[Block], *, cwd: Path, python: str = sys.executable, env: dict[str, str] | None = None
+) -> None:
     """Paste the Python of a page into `python -m asyncio`, each block followed by an empty line."""
     pasted = [block for block in blocks if block.language == "python" and block.runs and not block.is_file]
     done = subprocess.run(
@@ -222,7 +226,9 @@ def _unknown(tree: ast.AST) -> Iterator[str]:
             yield dotted
         elif isinstance(node, ast.Call) and (dotted := _dotted(node.func)):
             known = _keywords(find(dotted))
-            yield from (f"{dotted}({word.arg}=)" for word in node.keywords if word.arg and known and word.arg not in known)
+            yield from (
+                f"{dotted}({word.arg}=)" for word in node.keywords if word.arg and known and word.arg not in known
+            )
 
 
 def _can_import(module: str, name: str) -> bool:
