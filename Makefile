@@ -31,7 +31,7 @@ fmt: $(STAMP)
 	$(BIN)/ruff check --fix
 
 docs: $(STAMP) $(DOCS_STAMP)  ## the documentation site, into site/; a dead link fails
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "open site/index.html"
 
 tutorial:  ## follow the tutorial word for word in a fresh environment: minutes, installs torch
