@@ -60,7 +60,7 @@ class Into:
             path: For messages.
 
         Returns:
-            The names to read, and what differs.
+            The names to read, the module's where its tensors are replaced; and what differs.
 
         Raises:
             MismatchError: A shape differs; or names do, and `strict`.
@@ -85,7 +85,8 @@ class Into:
                 f"missing {_listed(missing)}, unexpected {_listed(unexpected)}",
                 path=path,
             )
-        read = dict.fromkeys([*wanted, *self._aliases.values()])
+        # What is replaced may go to a device by its own name; what is copied is wanted once, tied or not.
+        read = [*wanted, *self._aliases] if self.assigns else dict.fromkeys([*wanted, *self._aliases.values()])
         return list(read), LoadReport(missing, unexpected)
 
     def _require_shapes(self, infos: Mapping[str, TensorInfo], path: str) -> None:
@@ -130,10 +131,10 @@ class Into:
                 self._targets[name].copy_(tensor, non_blocking=True)
 
     def complete(self) -> None:
-        """With `assign`, replace the module's tensors, tied names by one and the same."""
+        """With `assign`, replace the module's tensors, tied names by one and the same: the first of them that came."""
         if not self.assigns:
             return
-        found = {name: self._loaded.get(self._aliases.get(name, name)) for name in self._targets}
+        found = {name: self._loaded.get(name) for name in self._targets}
         # A checkpoint may hold one of several tied names only, without saying so: the module knows of its ties.
         twins: dict[object, torch.Tensor] = {}
         for name, loaded in found.items():

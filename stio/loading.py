@@ -27,67 +27,34 @@ __all__ = ["IntoLoad", "carry_out_stream", "collect", "gather", "start_load", "s
 T = TypeVar("T")
 
 
-class _Wish:
-    """Which names of a checkpoint are wanted, and under which names their tensors are shown.
-
-    Args:
-        opened: The checkpoint; aliases are tied names without data of their own.
-        names: The caller's wish.
-    """
-
-    def __init__(self, opened: OpenCheckpoint, names: Names | None) -> None:
-        self.names = names
-        """The wish in names that have data."""
-        self._order = opened.headers
-        self._shown: dict[str, list[str]] = {}
-        if opened.aliases:
-            self._separate(opened, names)
-
-    def _separate(self, opened: OpenCheckpoint, names: Names | None) -> None:
-        if names is None or callable(names):
-            every = [name for header in opened.headers for name in header.names] + list(opened.aliases)
-            listed = every if names is None else [name for name in every if names(name)]
-        else:
-            listed = [names] if isinstance(names, str) else list(names)
-        for name in listed:
-            self._shown.setdefault(opened.aliases.get(name, name), []).append(name)
-        self.names = list(self._shown)
-
-    def dress(self, landed: Landed) -> Landed:
-        """Show a group's tensors under the names that were asked for."""
-        if self._shown:
-            landed.tensors = {shown: tensor for name, tensor in landed.tensors.items() for shown in self._shown[name]}
-        return landed
-
-    def in_order(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors in the order of the checkpoint's data, aliases last."""
-        return {name: tensors[name] for header in self._order for name in header.names if name in tensors} | tensors
-
-
 def gather(
     operation: Operation[Any], opened: OpenCheckpoint, names: Names | None, options: LoadOptions
-) -> tuple[list[Landed], _Wish]:
-    """Load to the end; return the groups, not handed over yet, and what was asked for."""
-    wish = _Wish(opened, names)
+) -> list[Landed]:
+    """Load to the end; return the groups, not handed over yet."""
     landed: list[Landed] = []
     options = _by_target(options, opened)
-    transfer = prepare(opened, wish.names, options, deliver=lambda _, group: landed.append(wish.dress(group)))
+    transfer = prepare(opened, names, options, deliver=lambda _, group: landed.append(group))
     operation.on_cancel(transfer.run.stop)
     transfer.carry_out()
-    return landed, wish
+    return landed
 
 
 def collect(
     operation: Operation[Any], opened: OpenCheckpoint, names: Names | None, options: LoadOptions
 ) -> Callable[[], dict[str, torch.Tensor]]:
-    """Load to the end; return a function that hands everything over to the consumer's thread."""
-    landed, wish = gather(operation, opened, names, options)
+    """Load to the end; return a function that hands everything over to the consumer's thread.
+
+    The tensors come in the order of the checkpoint's data, aliases last.
+    """
+    landed = gather(operation, opened, names, options)
+    headers, aliases = opened.headers, opened.aliases
 
     def take() -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for group in landed:
             tensors |= group.take()
-        return wish.in_order(tensors)
+        ordered = {name: tensors[name] for header in headers for name in header.names if name in tensors}
+        return ordered | {name: tensors[name] for name in aliases if name in tensors}
 
     return take
 
@@ -96,11 +63,7 @@ def carry_out_stream(
     operation: Operation[None], feed: Feed, opened: OpenCheckpoint, names: Names | None, options: LoadOptions
 ) -> None:
     """Deliver groups to a feed until all are there, at the consumer's pace."""
-    options = _by_target(options, opened)
-    wish = _Wish(opened, names)
-    transfer = prepare(
-        opened, wish.names, options, deliver=lambda group, landed: feed.put(group, wish.dress(landed)), hold=True
-    )
+    transfer = prepare(opened, names, _by_target(options, opened), deliver=feed.put, hold=True)
     feed.attach(transfer.run)
     operation.on_cancel(transfer.run.stop)
     transfer.carry_out()
@@ -192,7 +155,7 @@ class IntoLoad:
             settings = replace(settings, device=str(self.into.device))  # the copies stay on one device
         options = settings.load_options()
         # Where no device queue orders the copies the workers make them, and the consumer's loop may stand still.
-        direct = self.into.on_cpu and isinstance(options.device, torch.device) and options.device.type == "cpu"
+        direct = self.into.on_cpu and options.device == torch.device("cpu")
 
         def deliver(group: Group, landed: Landed) -> None:
             if direct:

@@ -54,7 +54,7 @@ def restore(
     operation.check()
     texts = {name: _read_bytes(opened, name) for name in hidden if name != TREE_TENSOR}
     shown = (lambda name: name not in hidden) if hidden else None
-    landed, _ = gather(operation, opened, shown, options)
+    landed = gather(operation, opened, shown, options)
     with collection_paused(tree.num_nodes):
         state = _filled(tree, landed, texts, opened.path)
 

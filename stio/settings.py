@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, TypedDict
 
 import torch
 
-from stio.device.base import Accelerator, resolve_device
+from stio.device.base import Accelerator
+from stio.device.placement import resolve_placement
 from stio.engine.opened import OpenOptions
 from stio.engine.route import LoadOptions, Memory
 from stio.events import Limits, Trace
 from stio.progress import Progress, progress_callback
 from stio.storage.base import AsyncRoot, Root
 
-__all__ = ["DeviceLike", "Keywords", "Memory", "Settings", "SourceLike"]
+__all__ = ["DeviceLike", "DevicesLike", "Keywords", "Memory", "Settings", "SourceLike"]
 
 DeviceLike: TypeAlias = str | int | torch.device | Accelerator
 """What `torch.device` takes, `"auto"`, or a device of one's own (`stio.testing`)."""
+
+DevicesLike: TypeAlias = DeviceLike | Mapping[str, DeviceLike] | Callable[[str], DeviceLike]
+"""One device; or one for each tensor: a mapping from names, and prefixes of names that end at a dot, of which the
+longest counts (`""` stands for all others), or a callable that gets a name. It is called on a thread of the load's."""
 
 SourceLike: TypeAlias = str | os.PathLike[str] | Root | AsyncRoot
 """A `.safetensors` file, an index, a directory, or a root of one's own (`stio.testing`)."""
@@ -31,7 +36,7 @@ _MEMORY = ("auto", "map", "lazy", "copy")
 class Keywords(TypedDict, total=False):
     """Keywords that `open`, `load` and `load_into` share; their meaning and defaults stand in `Settings`."""
 
-    device: DeviceLike
+    device: DevicesLike
     dtype: torch.dtype | None
     memory: Memory
     budget_bytes: int | None
@@ -48,8 +53,8 @@ class Keywords(TypedDict, total=False):
 class Settings:
     """The keywords of `open`, `load` and `load_into`, as they came; see `stio.load` for what they mean."""
 
-    device: DeviceLike = "cpu"
-    """Where tensors go."""
+    device: DevicesLike = "cpu"
+    """Where tensors go. Tied names that go to two devices are a tensor on each, read twice."""
     dtype: torch.dtype | None = None
     """Cast floating tensors to it."""
     memory: Memory = "auto"
@@ -72,6 +77,11 @@ class Settings:
     """Seconds; None leaves the interpreter's alone."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.device, Mapping):
+            object.__setattr__(self, "device", dict(self.device))  # the caller's may change before it is looked at
+            for name in self.device:
+                if not isinstance(name, str):
+                    raise TypeError(f"device= takes a mapping from names, not from {name!r}")
         progress_callback(self.progress)  # raises for what it cannot use, before anything begins
         if self.switch_interval is not None and self.switch_interval <= 0:
             raise ValueError(f"switch_interval must be positive, not {self.switch_interval}")
@@ -97,9 +107,8 @@ class Settings:
 
     def load_options(self, slices: Mapping[str, object] | None = None) -> LoadOptions:
         """Return what concerns loading, the device resolved (which may start its runtime: on a thread)."""
-        device = self.device if isinstance(self.device, Accelerator) else resolve_device(self.device)
         return LoadOptions(
-            device=device,
+            device=resolve_placement(self.device),
             dtype=self.dtype,
             memory=self.memory,
             budget_bytes=self.budget_bytes or DEFAULT_BUDGET_BYTES,

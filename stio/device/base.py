@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
 from stio.errors import DeviceError
 from stio.memory import Region
 
-__all__ = ["Accelerator", "Event", "Landed", "resolve_device"]
+__all__ = ["Accelerator", "Event", "Landed", "Target", "resolve_device"]
 
 
 class Event(Protocol):
@@ -61,6 +61,10 @@ class Accelerator(Protocol):
 
     def hand_over(self, tensors: Iterable[torch.Tensor], events: Iterable[Event]) -> None:
         """Let the calling thread's current stream wait for the marks and note that it uses the tensors."""
+
+
+Target: TypeAlias = torch.device | Accelerator
+"""Where tensors go: the CPU or an accelerator of torch's, its index set; or an object that stands for itself."""
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ class LoadRun:
 
     Args:
         plan: What to read, in which order.
-        routes: One for each shard.
+        routes: One for each of the plan's headers.
         deliver: Called on a worker with a group and its tensors. It may be called by several workers at once.
         hold: The budget stays taken after delivery, until the consumer calls `release` (streams).
         budget_bytes: See `Budget`.

@@ -1,4 +1,4 @@
-"""Picks the way in: for every file of a load, by device, memory mode, filesystem and residency.
+"""Picks the way in: for every file of a load and every device that it goes to, by memory mode, filesystem, residency.
 
 Storage and devices do not know each other; here they meet. What comes out is a plan cut to size and a run that
 carries it out.
@@ -15,16 +15,19 @@ from typing import Literal
 import torch
 
 from stio import memory
-from stio.device.base import Accelerator, Landed
+from stio.codec.header import Header
+from stio.device.base import Accelerator, Landed, Target
 from stio.device.cuda import TorchAccelerator
+from stio.device.placement import Placement
 from stio.device.staging import Stage
 from stio.device.tensors import require_dtypes
 from stio.engine.load import LoadRun, Route
 from stio.engine.opened import OpenCheckpoint
 from stio.engine.ways import CopyRoute, MapRoute, StageRoute
+from stio.engine.wishes import Wish, wishes_of
 from stio.events import ProgressEvent, Trace, traced
 from stio.memory import PAGE_BYTES
-from stio.plan.read import Group, Names, PlanOptions, ReadPlan, plan_reads, select_names
+from stio.plan.read import Group, Names, PlanOptions, ReadPlan, plan_reads
 from stio.storage.base import Source
 from stio.storage.local import LocalFile
 from stio.storage.mapped import MappedFile
@@ -52,8 +55,8 @@ _SMALL_LOAD_BYTES = 16 * _MIB
 class LoadOptions:
     """What a load shall do, resolved: defaults are in, `device` is checked."""
 
-    device: torch.device | Accelerator
-    """Where tensors go; an accelerator object stands for itself (tests)."""
+    device: Target | Placement
+    """Where all tensors go, or where each does; an accelerator object stands for itself (tests)."""
     dtype: torch.dtype | None = None
     """Cast floating tensors to it."""
     memory: Memory = "auto"
@@ -69,6 +72,17 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class _Lane:
+    """What one file brings to one device."""
+
+    file: Source
+    header: Header
+    wish: Wish
+    target: _Target
+    positions: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """A load made ready: run it, then close it."""
 
@@ -77,9 +91,9 @@ class Transfer:
     run: LoadRun
     """Carries it out."""
     routes: tuple[Route, ...]
-    """One for each shard."""
+    """One for each file and device that it is read for."""
     files: tuple[Source, ...]
-    """The shards that are read."""
+    """Their files."""
 
     def carry_out(self) -> None:
         """Run to the end, then make sure that the files are still what was planned; blocks.
@@ -90,8 +104,8 @@ class Transfer:
             for route in self.routes:
                 closing.callback(route.close)
             self.run.run()
-            for shard in {group.shard for group in self.plan.groups}:
-                self.files[shard].check_unchanged()
+            for file in {id(file): file for file in self.files}.values():
+                file.check_unchanged()
 
 
 def prepare(
@@ -106,13 +120,14 @@ def prepare(
 
     Args:
         opened: The checkpoint.
-        names: What to load; None for everything.
+        names: What to load, aliases among it; None for everything.
         options: How.
         deliver: Takes the groups (see `LoadRun`).
         hold: The consumer releases the groups' budget (see `LoadRun`).
 
     Raises:
         TensorNotFoundError: A name that is not there.
+        DeviceError: A name that goes nowhere.
         SliceError: A slice that does not fit.
         UnsupportedDtypeError: A tensor that torch has no dtype for.
     """
@@ -127,73 +142,118 @@ def _prepare(
     deliver: Callable[[Group, Landed], None],
     hold: bool,
 ) -> Transfer:
-    positions = select_names(opened.headers, names, path=opened.path)
-    for header, chosen in zip(opened.headers, positions, strict=True):
-        everything = len(chosen) == len(header)
-        require_dtypes(header.dtypes if everything else [header.dtypes[k] for k in chosen], path=opened.path)
-    total = sum(
-        header.data_bytes if len(chosen) == len(header) else sum(header.ends[k] - header.begins[k] for k in chosen)
-        for header, chosen in zip(opened.headers, positions, strict=True)
+    wishes = wishes_of(opened, names, options.device)
+    targets = _targets(opened, wishes, options)
+    lanes = [
+        _Lane(file, header, wish, target, wish.positions[shard])
+        for shard, (file, header) in enumerate(zip(opened.files, opened.headers, strict=True))
+        for wish, target in zip(wishes, targets, strict=True)
+        if wish.positions[shard]
+    ]
+    for lane in lanes:
+        dtypes = lane.header.dtypes
+        everything = len(lane.positions) == len(lane.header)
+        require_dtypes(dtypes if everything else [dtypes[k] for k in lane.positions], path=opened.path)
+    plan = plan_reads(
+        [lane.header for lane in lanes],
+        [lane.positions for lane in lanes],
+        slices=options.slices,
+        options=[lane.target.plan_options for lane in lanes],
     )
-    chooser = _Chooser(options, total, [file for file, chosen in zip(opened.files, positions, strict=True) if chosen])
-    plan = plan_reads(opened.headers, positions, slices=options.slices, options=chooser.plan_options())
-    used = {group.shard for group in plan.groups}
-    routes = tuple(chooser.route(file, needed=k in used) for k, file in enumerate(opened.files))
+    routes = tuple(lane.target.route(lane.file) for lane in lanes)
     run = LoadRun(
         plan,
         routes,
-        deliver=deliver,
+        deliver=lambda group, landed: deliver(group, lanes[group.shard].wish.dress(landed)),
         hold=hold,
-        budget_bytes=chooser.run_budget_bytes,
-        num_workers=chooser.num_workers,
+        budget_bytes=targets[0].run_budget_bytes if targets else options.budget_bytes,
+        num_workers=max((target.num_workers for target in targets), default=1),
         progress=options.progress,
         trace=options.trace,
     )
-    return Transfer(plan, run, routes, tuple(opened.files))
+    return Transfer(plan, run, routes, tuple(lane.file for lane in lanes))
 
 
-class _Chooser:
-    def __init__(self, options: LoadOptions, total_bytes: int, files: Sequence[Source]) -> None:
-        if options.budget_bytes <= 0:
-            raise ValueError(f"budget_bytes must be positive, not {options.budget_bytes}")
+def _targets(opened: OpenCheckpoint, wishes: Sequence[Wish], options: LoadOptions) -> list[_Target]:
+    """Return the devices of a load, each ready to say how it is read for; they share one budget."""
+    if options.budget_bytes <= 0:
+        raise ValueError(f"budget_bytes must be positive, not {options.budget_bytes}")
+    totals = [
+        sum(_wanted_bytes(header, chosen) for header, chosen in zip(opened.headers, wish.positions, strict=True))
+        for wish in wishes
+    ]
+    # Asked of the kernel once: it decides how long the blocks are, and how they are read.
+    small = sum(totals) <= _SMALL_LOAD_BYTES
+    resident = {
+        file: _COLD_BELOW if small else _resident_fraction(file)
+        for shard, file in enumerate(opened.files)
+        if isinstance(file, LocalFile) and any(wish.positions[shard] for wish in wishes)
+    }
+    accelerators = [_accelerator(wish.device) for wish in wishes]
+    # Half for staging slots, two a worker on each device: one is filled while the other is copied. Half for what the
+    # consumer has not taken yet.
+    num_staged = sum(accelerator is not None for accelerator in accelerators)
+    slot_bytes = _pages(min(_BLOCK_BYTES, options.budget_bytes // (4 * _NUM_WORKERS * max(1, num_staged))))
+    run_budget_bytes = max(1, options.budget_bytes - 2 * _NUM_WORKERS * num_staged * slot_bytes)
+    return [
+        _Target(
+            options,
+            accelerator,
+            total_bytes=total,
+            run_budget_bytes=run_budget_bytes,
+            slot_bytes=slot_bytes,
+            resident={
+                file: resident[file]
+                for file, chosen in zip(opened.files, wish.positions, strict=True)
+                if chosen and isinstance(file, LocalFile)
+            },
+        )
+        for wish, accelerator, total in zip(wishes, accelerators, totals, strict=True)
+    ]
+
+
+class _Target:
+    """One device of a load: how long its reads are, and which way each file takes to it."""
+
+    def __init__(
+        self,
+        options: LoadOptions,
+        accelerator: Accelerator | None,
+        *,
+        total_bytes: int,
+        run_budget_bytes: int,
+        slot_bytes: int,
+        resident: Mapping[LocalFile, float],
+    ) -> None:
         self._options = options
+        self._accelerator = accelerator
         self._total_bytes = total_bytes
-        self._accelerator = _accelerator(options.device)
-        # Asked of the kernel once: it decides how long the blocks are, and how they are read.
-        self._resident = {file: self._resident_fraction(file) for file in files if isinstance(file, LocalFile)}
-        self.run_budget_bytes = options.budget_bytes
+        self._resident = resident
+        self.run_budget_bytes = run_budget_bytes
         self.num_workers = _NUM_MAP_WORKERS if self.maps else _NUM_WORKERS
-        self._block_bytes = _pages(min(_BLOCK_BYTES, options.budget_bytes // 4))
         self._stage: Stage | None = None
-        if self._accelerator is not None:
-            # Half for staging slots, two a worker: one is filled while the other is copied. Half for device memory
-            # that the consumer has not taken yet.
-            self._block_bytes = _pages(min(_BLOCK_BYTES, options.budget_bytes // (4 * _NUM_WORKERS)))
-            self._stage = Stage(
-                self._accelerator, slot_bytes=self._block_bytes, num_slots=2 * _NUM_WORKERS, trace=options.trace
-            )
-            self.run_budget_bytes = max(1, options.budget_bytes - 2 * _NUM_WORKERS * self._block_bytes)
+        if accelerator is not None:
+            self._stage = Stage(accelerator, slot_bytes=slot_bytes, num_slots=2 * _NUM_WORKERS, trace=options.trace)
+            self.plan_options = PlanOptions(group_bytes=slot_bytes, block_bytes=slot_bytes)
+        else:
+            nbytes = self._mapped_bytes() if self.maps else _pages(min(_BLOCK_BYTES, run_budget_bytes // 4))
+            self.plan_options = PlanOptions(group_bytes=nbytes, block_bytes=nbytes)
 
     @property
     def maps(self) -> bool:
         return self._accelerator is None and self._options.memory != "copy" and memory.HAVE_MMAP
 
-    def plan_options(self) -> PlanOptions:
-        if not self.maps:
-            return PlanOptions(group_bytes=self._block_bytes, block_bytes=self._block_bytes)
+    def _mapped_bytes(self) -> int:
         # Populating costs no memory of ours and no staging: blocks may be long, but a worker's share of the whole must
         # not be so long that the others wait for the last one. What is in memory already takes no time to speak of,
         # but beside a busy Python thread each block costs 5 ms: 1.7 GB in 115 ms with 16 blocks, in 62 with 9.
         warm = bool(self._resident) and min(self._resident.values()) == 1.0
         each = 4 if warm else 8
         share = min(_LARGEST_GROUP_BYTES, max(_BLOCK_BYTES, self._total_bytes // (_NUM_MAP_WORKERS * each)))
-        nbytes = _pages(min(share, self._options.budget_bytes // (each // 2)))
-        return PlanOptions(group_bytes=nbytes, block_bytes=nbytes)
+        return _pages(min(share, self.run_budget_bytes // (each // 2)))
 
-    def route(self, file: Source, *, needed: bool) -> Route:
+    def route(self, file: Source) -> Route:
         options, dtype = self._options, self._options.dtype
-        if not needed:
-            return CopyRoute(file, dtype=dtype)
         if self.maps and isinstance(file, LocalFile) and (options.memory != "auto" or file.on_local_filesystem):
             populates = options.memory != "lazy" and self._affordable
             mapped = MappedFile(file, lazy=not populates)
@@ -215,17 +275,24 @@ class _Chooser:
             return CopyRoute(file, dtype=dtype)
         return StageRoute(file, self._accelerator, self._stage, dtype=dtype)
 
-    def _resident_fraction(self, file: LocalFile) -> float:
-        fraction = file.resident_fraction() if self._total_bytes > _SMALL_LOAD_BYTES else None
-        return _COLD_BELOW if fraction is None else fraction  # not known: neither the cold way nor the warm one
-
     @property
     def _affordable(self) -> bool:
         """Whether to populate: not where the page cache would have to drop its first pages for the last."""
         return self._total_bytes <= _SMALL_LOAD_BYTES or memory.fits(self._total_bytes)
 
 
-def _accelerator(device: torch.device | Accelerator) -> Accelerator | None:
+def _wanted_bytes(header: Header, chosen: Sequence[int]) -> int:
+    if len(chosen) == len(header):
+        return header.data_bytes
+    return sum(header.ends[k] - header.begins[k] for k in chosen)
+
+
+def _resident_fraction(file: LocalFile) -> float:
+    fraction = file.resident_fraction()
+    return _COLD_BELOW if fraction is None else fraction  # not known: neither the cold way nor the warm one
+
+
+def _accelerator(device: Target) -> Accelerator | None:
     if not isinstance(device, torch.device):
         return device
     return None if device.type == "cpu" else TorchAccelerator(device)

@@ -67,7 +67,7 @@ class Group:
     index: int
     """Position in the plan."""
     shard: int
-    """Which file."""
+    """Which of the plan's headers."""
     offset: int
     """File offset of the image's first byte, a multiple of the page size; -1 if the image is compact."""
     nbytes: int
@@ -140,27 +140,28 @@ def plan_reads(
     positions: Sequence[Sequence[int]],
     *,
     slices: Mapping[str, object],
-    options: PlanOptions,
+    options: PlanOptions | Sequence[PlanOptions],
 ) -> ReadPlan:
     """Turn selected tensors into groups and blocks, shard by shard in file order.
 
     Args:
-        headers: One for each shard.
-        positions: For each shard, ascending positions in its header.
+        headers: One for each shard; a shard that is read for several devices stands here once for each.
+        positions: For each of these, ascending positions in its header.
         slices: Name to index, for the tensors of which only a part is wanted.
-        options: Sizes.
+        options: Sizes, for all or for each of these.
 
     Raises:
         SliceError: An index that does not fit its tensor.
     """
     groups: list[Group] = []
-    for shard, (header, chosen) in enumerate(zip(headers, positions, strict=True)):
+    each = [options] * len(headers) if isinstance(options, PlanOptions) else options
+    for shard, (header, chosen, sizes) in enumerate(zip(headers, positions, each, strict=True)):
         sliced = [k for k in chosen if header.names[k] in slices] if slices else []
         whole = [k for k in chosen if header.names[k] not in slices] if sliced else chosen
-        for run in _groups_of(header, whole, options):
-            groups.append(_whole_group(len(groups), shard, header, run, options))
+        for run in _groups_of(header, whole, sizes):
+            groups.append(_whole_group(len(groups), shard, header, run, sizes))
         for k in sliced:
-            groups.append(_sliced_group(len(groups), shard, header, k, slices[header.names[k]], options))
+            groups.append(_sliced_group(len(groups), shard, header, k, slices[header.names[k]], sizes))
     return ReadPlan(
         tuple(groups), sum(group.payload_bytes for group in groups), sum(len(group.names) for group in groups)
     )

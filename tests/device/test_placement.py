@@ -1,0 +1,88 @@
+"""Which device a name leads to: exact names, prefixes at a dot, a callable; and what leads nowhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from stio.device.placement import Placement, resolve_placement
+from stio.errors import DeviceError
+from stio.testing import FakeDevice
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.0.w", "layer 0"), ("model.layers.0", "layer 0"), ("model.layers.01.w", "model"),
+        ("model.layers.1.w", "model"), ("model.layers.0.norm.w", "norm"), ("model.layers.0.normal", "layer 0"),
+        ("model", "model"), ("modelling.w", "rest"), ("lm_head.weight", "rest"), ("", "rest"), ("a..b", "rest"),
+        (".model", "rest"), ("model.", "model"), ("model.layers.0.w.", "layer 0"),
+    ],
+)  # fmt: skip
+def test_the_longest_prefix_at_a_dot_counts(name: str, expected: str) -> None:
+    devices = {key: FakeDevice() for key in ("layer 0", "model", "norm", "rest")}
+    place = Placement(
+        {
+            "model.layers.0": devices["layer 0"],
+            "model": devices["model"],
+            "model.layers.0.norm": devices["norm"],
+            "": devices["rest"],
+        }
+    )
+    assert place(name) is devices[expected]
+
+
+@pytest.mark.parametrize("name", ["b.w", "aa", "", ".a", "a b"])
+def test_a_name_that_nothing_covers(name: str) -> None:
+    with pytest.raises(DeviceError, match="says nothing of a tensor") as caught:
+        Placement({"a": "cpu"})(name)
+    assert caught.value.found == name
+
+
+def test_a_callable_gets_the_name() -> None:
+    fake = FakeDevice()
+    place = Placement(lambda name: fake if name == "w" else "cpu")
+    assert place("w") is fake
+    assert place("b") == CPU
+
+
+def test_equal_devices_are_one_object() -> None:
+    """So that a load has as many targets as there are devices, however they are spelled."""
+    spellings = {"a": "cpu", "b": torch.device("cpu"), "c": "cpu:0", "d": torch.device("cpu", 0)}
+    place = Placement(spellings)
+    assert len({id(place(name)) for name in spellings}) == 1
+
+
+def test_only_what_is_used_is_resolved() -> None:
+    place = Placement({"stage.7": "nonsense:9", "": "cpu"})
+    assert place("stage.1.w") == CPU
+    with pytest.raises(DeviceError, match=r"no such device.*'stage\.7\.w'"):
+        place("stage.7.w")
+
+
+@pytest.mark.parametrize("device", [None, "disk", "meta", 1.5, ["cpu"], {"": "cpu"}, object()])
+def test_what_is_no_device(device: Any) -> None:
+    with pytest.raises(DeviceError, match="'w'"):
+        Placement(lambda name: device)("w")
+
+
+def test_errors_of_a_callable_are_the_caller_s() -> None:
+    with pytest.raises(KeyError, match="'w'"):
+        Placement({"b": "cpu"}.__getitem__)("w")
+
+
+def test_what_says_it_by_name_and_what_does_not() -> None:
+    fake = FakeDevice()
+    assert resolve_placement(fake) is fake
+    assert resolve_placement("cpu") == CPU
+    assert resolve_placement(CPU) == CPU  # it is callable, and meant as a device all the same
+    for by_name in ({"": "cpu"}, lambda name: "cpu"):
+        place = resolve_placement(by_name)
+        assert isinstance(place, Placement)
+        assert place("w") == CPU
+    with pytest.raises(DeviceError):
+        resolve_placement(None)
