@@ -14,6 +14,7 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from stio import sync as sync
+    from stio.cache import HostCache as HostCache
     from stio.codec.header import TensorInfo as TensorInfo
     from stio.device.sources import LazyTensor as LazyTensor
     from stio.errors import AmbiguousCheckpointError as AmbiguousCheckpointError
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from stio.reader import load_into as load_into
     from stio.reader import open as open
     from stio.saving import SaveResult as SaveResult
+    from stio.shelf import CacheStats as CacheStats
     from stio.state import load_state as load_state
     from stio.state import save_state as save_state
     from stio.writer import Saver as Saver
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AmbiguousCheckpointError": "stio.errors",
+    "CacheStats": "stio.shelf",
     "ChangedDuringReadError": "stio.errors",
     "Checkpoint": "stio.reader",
     "CheckpointNotFoundError": "stio.errors",
@@ -67,6 +70,7 @@ _HOMES = {
     "DeviceError": "stio.errors",
     "DeviceMemoryError": "stio.errors",
     "FormatError": "stio.errors",
+    "HostCache": "stio.cache",
     "IndexFormatError": "stio.errors",
     "IntegrityError": "stio.errors",
     "LazyTensor": "stio.device.sources",

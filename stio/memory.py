@@ -17,13 +17,29 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["HUGE_PAGE_BYTES", "PAGE_BYTES", "Region", "allocate", "fits", "map_file", "populate"]
+__all__ = [
+    "HOLD_BYTES",
+    "HUGE_PAGE_BYTES",
+    "PAGE_BYTES",
+    "Region",
+    "allocate",
+    "copy",
+    "fits",
+    "map_file",
+    "move",
+    "move_holding",
+    "populate",
+]
 
 PAGE_BYTES = 4096
 """Alignment of direct reads. Machines with larger base pages take multiples of it just as well."""
 
 HUGE_PAGE_BYTES = 2 << 20
 """Size of a transparent huge page where stio asks for them."""
+
+HOLD_BYTES = 1 << 20
+"""A copy shorter than this keeps the GIL: it takes 80 microseconds at most, getting the GIL back up to 5 ms. Two
+threads bring tensors of 512 KiB at 6.5 GB/s so, 4.1 beside a busy Python thread; releasing it, 9.4 and 0.2."""
 
 _UNMAP_HERE_BYTES = 128 << 20
 
@@ -51,6 +67,18 @@ def _declare(library: Any) -> Any:
 # interval (5 ms) beside a busy Python thread, more than a call that never waits for a disk.
 libc: Any = _declare(ctypes.CDLL(None, use_errno=True)) if HAVE_MMAP else None
 quick_libc: Any = _declare(ctypes.PyDLL(None, use_errno=True)) if HAVE_MMAP else None
+
+
+def _memmove(library: Any) -> Any:
+    function = library["memmove"]  # by subscript: an object of our own, whose types nobody else sets
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
+    return function
+
+
+move: Any = _memmove(libc) if HAVE_MMAP else ctypes.memmove
+"""`memmove(target, source, nbytes)` without the GIL."""
+move_holding: Any = _memmove(quick_libc) if HAVE_MMAP else ctypes.memmove
+"""The same, keeping the GIL: for less than `HOLD_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +169,12 @@ def allocate(nbytes: int) -> Region:
     if whole and sys.platform == "linux":
         quick_libc.madvise(start, whole, _MADV_HUGEPAGE)  # advice: a refusal costs speed, nothing else
     return _region(start, nbytes, unmap)
+
+
+def copy(target: Region, source: Region) -> None:
+    """Copy all of a region to the begin of another one (host regions only)."""
+    to = target.sub(0, source.nbytes)
+    (move_holding if source.nbytes < HOLD_BYTES else move)(to.address, source.address, source.nbytes)
 
 
 def map_file(fd: int, nbytes: int, *, huge_pages: bool) -> Region:

@@ -11,6 +11,7 @@ import torch
 
 from stio.device.base import Accelerator
 from stio.device.placement import resolve_placement
+from stio.engine.kept import FileCache
 from stio.engine.opened import OpenOptions
 from stio.engine.route import LoadOptions, Memory
 from stio.events import Limits, Trace
@@ -47,6 +48,7 @@ class Keywords(TypedDict, total=False):
     progress: Progress
     trace: Trace | None
     switch_interval: float | None
+    cache: FileCache | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,8 @@ class Settings:
     """Record of spans."""
     switch_interval: float | None = None
     """Seconds; None leaves the interpreter's alone."""
+    cache: FileCache | None = None
+    """A `stio.HostCache`: files come from there, or go there on their way. Tensors on the CPU are copies then."""
 
     def __post_init__(self) -> None:
         if isinstance(self.device, Mapping):
@@ -87,6 +91,10 @@ class Settings:
             raise ValueError(f"switch_interval must be positive, not {self.switch_interval}")
         if self.memory not in _MEMORY:
             raise ValueError(f"memory= takes one of {', '.join(map(repr, _MEMORY))}, not {self.memory!r}")
+        if self.cache is not None and not isinstance(self.cache, FileCache):
+            raise TypeError(f"cache= takes a stio.HostCache, not {self.cache!r}")
+        if self.cache is not None and self.memory in ("map", "lazy"):
+            raise ValueError(f"cache= copies its files, memory={self.memory!r} maps them: choose one of the two")
         if not isinstance(self.verify, bool):
             raise TypeError(f"verify= takes True or False, not {self.verify!r}")
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
@@ -115,4 +123,5 @@ class Settings:
             slices=slices or {},
             progress=progress_callback(self.progress),
             trace=self.trace,
+            cache=self.cache,
         )

@@ -18,6 +18,7 @@ from typing import Any, Self, Unpack
 import torch
 from torch import nn
 
+from stio.cache import HostCacheBase, PrefetchKeywords
 from stio.convert import ConvertKeywords, PathLike, start_conversion
 from stio.engine.pool import Pool
 from stio.into import LoadReport
@@ -31,7 +32,19 @@ from stio.saving import DestinationLike, SaveKeywords, SaveResult, SaveSettings,
 from stio.session import CheckpointBase, StreamBase
 from stio.settings import DEFAULT_BUDGET_BYTES, Keywords, Settings, SourceLike
 
-__all__ = ["Checkpoint", "Saver", "Stream", "convert", "load", "load_into", "load_state", "open", "save", "save_state"]
+__all__ = [
+    "Checkpoint",
+    "HostCache",
+    "Saver",
+    "Stream",
+    "convert",
+    "load",
+    "load_into",
+    "load_state",
+    "open",
+    "save",
+    "save_state",
+]
 
 _warned = False
 
@@ -146,6 +159,15 @@ class Stream(StreamBase, Iterator[tuple[str, torch.Tensor]]):
         """End the reading, and wait until nothing of it is left. Idempotent."""
         self._end()
         self._feed.close()
+
+
+class HostCache(HostCacheBase):
+    """Keeps files of checkpoints in host memory; the blocking twin of `stio.HostCache`. Any load takes either."""
+
+    def prefetch(self, source: SourceLike, **keywords: Unpack[PrefetchKeywords]) -> None:
+        """Bring all files of a checkpoint; see `stio.HostCache.prefetch`."""
+        _warn_under_a_loop()
+        self._start_prefetch(source, keywords).result()
 
 
 def save(

@@ -6,7 +6,6 @@ by part straight into its place. A device's copies go to a stream beside those t
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,16 +18,12 @@ from stio import memory
 from stio.device.base import Event
 from stio.device.cuda import TorchAccelerator, bytes_of
 from stio.errors import DeviceError, DeviceMemoryError
-from stio.memory import Region
+from stio.memory import HOLD_BYTES, Region, move, move_holding
 
 __all__ = ["PLAIN", "Copy", "Readiness", "copy_out", "copy_small", "has_streams", "pending", "staging_for"]
 
 Copy = tuple[torch.Tensor, int, Region]
 """A tensor, the first byte of its contiguous image that is wanted, and the host memory where the bytes land."""
-
-_HOLD_BYTES = 1 << 20
-"""A copy shorter than this keeps the GIL: it takes 80 microseconds at most, getting the GIL back up to 5 ms. Two
-threads bring tensors of 512 KiB at 6.5 GB/s so, 4.1 beside a busy Python thread; releasing it, 9.4 and 0.2."""
 
 _PART_BYTES = 16 << 20
 """Largest temporary on an accelerator, for tensors that are not contiguous there: it may be full."""
@@ -43,15 +38,6 @@ _CACHE_LINE_BYTES = 64
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
-def _memmove(library: Any) -> Any:
-    function = library["memmove"]  # by subscript: an object of our own, whose types nobody else sets
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
-    return function
-
-
-_move = _memmove(memory.libc) if memory.HAVE_MMAP else ctypes.memmove
-_move_holding = _memmove(memory.quick_libc) if memory.HAVE_MMAP else ctypes.memmove
 
 _NOTHING_PENDING = (False, False)
 _known_pending: dict[int, tuple[bool, bool]] = {}
@@ -196,14 +182,14 @@ def copy_small(parts: Iterable[tuple[torch.Tensor, int, int, int]], target: Regi
     address, room = target.address, target.nbytes
     for tensor, start, at, nbytes in parts:
         if (
-            nbytes < _HOLD_BYTES
+            nbytes < HOLD_BYTES
             and tensor.is_cpu
             and 0 <= start <= tensor.nbytes - nbytes
             and 0 <= at <= room - nbytes
             and tensor.is_contiguous()
             and pending(tensor) == _NOTHING_PENDING
         ):
-            _move_holding(address + at, tensor.data_ptr() + start, nbytes)
+            move_holding(address + at, tensor.data_ptr() + start, nbytes)
         else:
             left.append((tensor, start, target.sub(at, nbytes)))
     return left
@@ -211,8 +197,8 @@ def copy_small(parts: Iterable[tuple[torch.Tensor, int, int, int]], target: Regi
 
 def _copy_here(tensor: torch.Tensor, start: int, region: Region) -> None:
     if tensor.is_contiguous() and not any(pending(tensor)):
-        move = _move_holding if region.nbytes < _HOLD_BYTES else _move
-        move(region.address, tensor.data_ptr() + start, region.nbytes)
+        copy = move_holding if region.nbytes < HOLD_BYTES else move
+        copy(region.address, tensor.data_ptr() + start, region.nbytes)
         return
     with torch.no_grad():
         source, begin, end = _elements(tensor, start, region)

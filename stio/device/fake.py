@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,7 +24,10 @@ from stio.memory import Region
 __all__ = ["POISON", "FakeDevice"]
 
 POISON = 0xCB
-"""Fills fresh device memory, and slots once their copies are done: a byte that was not copied in time shows."""
+"""Fills fresh device memory, and slots once their copies are done: a byte that was not copied in time shows.
+
+Slots are what the device gave out as staging memory. What else it copies from (a `HostCache`'s memory) stays as it is.
+"""
 
 _PATIENCE_SECONDS = 30.0
 
@@ -36,6 +39,7 @@ class _Work:
     number: int
     pairs: list[tuple[torch.Tensor, Region]]
     fails: bool
+    is_slot: Callable[[Region], bool]
     passed: threading.Event = field(default_factory=threading.Event)
 
     def carry_out(self) -> None:
@@ -43,7 +47,8 @@ class _Work:
             for target, region in self.pairs:
                 target.copy_(torch.frombuffer(bytearray(region.tobytes()), dtype=torch.uint8))
         for _, region in self.pairs:
-            region.write(0, bytes([POISON]) * region.nbytes)
+            if self.is_slot(region):
+                region.write(0, bytes([POISON]) * region.nbytes)
         self.pairs = []  # the memory is let go before the event passes
 
     def query(self) -> bool:
@@ -87,6 +92,7 @@ class FakeDevice:
         self._passing = threading.Lock()
         self._queue: deque[_Work] = deque()
         self._runs = False
+        self._slots: set[int] = set()
         self.used_bytes = 0
         """Device memory that tensors hold now."""
         self.peak_bytes = 0
@@ -124,7 +130,8 @@ class FakeDevice:
             self.peak_staging_bytes = max(self.peak_staging_bytes, self.staging_bytes)
         region = memory.allocate(nbytes)
         region.write(0, bytes([POISON]) * nbytes)
-        weakref.finalize(region.owner, self._freed_staging, nbytes)
+        self._slots.add(id(region.owner))
+        weakref.finalize(region.owner, self._freed_staging, nbytes, id(region.owner))
         return region.sub(0, nbytes)
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -155,7 +162,8 @@ class FakeDevice:
             for target, region in pairs:
                 if target.dtype != torch.uint8 or target.dim() != 1 or target.nbytes != region.nbytes:
                     raise ValueError(f"copy of {region.nbytes} bytes into {target.dtype} {list(target.shape)}")
-            work = _Work(number, pairs, fails=number == self._fail_copy)
+            fails = number == self._fail_copy
+            work = _Work(number, pairs, fails, lambda region: id(region.owner) in self._slots)
             self._queue.append(work)
             self._changed.notify_all()
             if not (self._manual or self._runs):
@@ -224,6 +232,7 @@ class FakeDevice:
         with self._changed:
             self.used_bytes -= nbytes
 
-    def _freed_staging(self, nbytes: int) -> None:
+    def _freed_staging(self, nbytes: int, owner: int) -> None:
         with self._changed:
             self.staging_bytes -= nbytes
+            self._slots.discard(owner)

@@ -30,7 +30,7 @@ OWN_ALLOCATION_BYTES = 2 << 20
 @dataclass(frozen=True, slots=True)
 class _Flight:
     event: Event
-    slot: Region
+    slot: Region | None
     start: float
     nbytes: int
 
@@ -81,16 +81,22 @@ class Stage:
                     continue
             if make:
                 return self._make()
-            return self._land(flight)
+            slot = self._land(flight)
+            if slot is not None:
+                return slot
         return None
 
-    def submit(self, slot: Region, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
-        """Queue the copies out of a slot; it comes back by itself when they are done, at once if they are refused."""
+    def submit(self, slot: Region | None, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
+        """Queue the copies out of a slot; it comes back by itself when they are done, at once if they are refused.
+
+        None: they come out of other memory, which somebody keeps as it is until this is closed.
+        """
         with self._submitting:  # one submitter a device: copies and their event stay together in its queue
             try:
                 event = self._accelerator.copy(pairs)
             except BaseException:
-                self.give_back(slot)
+                if slot is not None:
+                    self.give_back(slot)
                 raise
             with self._changed:
                 self._flying.append(_Flight(event, slot, perf_counter(), sum(region.nbytes for _, region in pairs)))
@@ -118,7 +124,9 @@ class Stage:
                         break
                 flight = self._take_off()
             try:
-                self.give_back(self._land(flight))
+                slot = self._land(flight)
+                if slot is not None:
+                    self.give_back(slot)
             except BaseException as error:
                 failure = failure or error
         if failure is not None:
@@ -152,15 +160,16 @@ class Stage:
         self._landing += 1
         return self._flying.popleft()
 
-    def _land(self, flight: _Flight) -> Region:
+    def _land(self, flight: _Flight) -> Region | None:
         try:
             flight.event.synchronize()
         except BaseException as error:
-            with self._changed:
-                # Whether the device still reads it nobody knows: it is kept, but never filled again, and another
-                # one may be made in its stead.
-                self._lost.append(flight.slot)
-                self._unmade += 1
+            if flight.slot is not None:
+                with self._changed:
+                    # Whether the device still reads it nobody knows: it is kept, but never filled again, and another
+                    # one may be made in its stead.
+                    self._lost.append(flight.slot)
+                    self._unmade += 1
             if isinstance(error, StioError) or not isinstance(error, Exception):
                 raise
             raise DeviceError(f"copying to {self._accelerator.device} failed: {error}") from error

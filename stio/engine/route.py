@@ -7,6 +7,7 @@ carries it out.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,9 +22,10 @@ from stio.device.cuda import TorchAccelerator
 from stio.device.placement import Placement
 from stio.device.staging import Stage
 from stio.device.tensors import require_dtypes
+from stio.engine.kept import FileCache, Kept
 from stio.engine.load import LoadRun, Route
 from stio.engine.opened import OpenCheckpoint
-from stio.engine.ways import CopyRoute, MapRoute, StageRoute
+from stio.engine.ways import CopyRoute, KeepRoute, MapRoute, StageRoute
 from stio.engine.wishes import Wish, wishes_of
 from stio.events import ProgressEvent, Trace, traced
 from stio.memory import PAGE_BYTES
@@ -32,7 +34,7 @@ from stio.storage.base import Source
 from stio.storage.local import LocalFile
 from stio.storage.mapped import MappedFile
 
-__all__ = ["LoadOptions", "Memory", "Transfer", "prepare"]
+__all__ = ["LoadOptions", "Memory", "Transfer", "prepare", "prepare_prefetch"]
 
 Memory = Literal["auto", "map", "lazy", "copy"]
 """Where tensors on the CPU live; see `stio.load`."""
@@ -69,6 +71,8 @@ class LoadOptions:
     """Called at the start and after each group."""
     trace: Trace | None = None
     """Where spans go."""
+    cache: FileCache | None = None
+    """Keeps files in host memory; tensors on the CPU are copies then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,8 @@ class Transfer:
     """One for each file and device that it is read for."""
     files: tuple[Source, ...]
     """Their files."""
+    kept: tuple[Kept, ...] = ()
+    """What a cache keeps of them; let go of at the end."""
 
     def carry_out(self) -> None:
         """Run to the end, then make sure that the files are still what was planned; blocks.
@@ -101,7 +107,9 @@ class Transfer:
         Whatever happens, no thread and no copy touches a buffer when this returns.
         """
         with ExitStack() as closing:
-            for route in self.routes:
+            for kept in self.kept:
+                closing.callback(kept.release)
+            for route in self.routes:  # first: their copies read what is kept
                 closing.callback(route.close)
             self.run.run()
             for file in {id(file): file for file in self.files}.values():
@@ -160,7 +168,13 @@ def _prepare(
         slices=options.slices,
         options=[lane.target.plan_options for lane in lanes],
     )
-    routes = tuple(lane.target.route(lane.file) for lane in lanes)
+    held = _held(options.cache, plan, lanes)
+    try:
+        routes = tuple(lane.target.route(lane.file, held.get(id(lane.file))) for lane in lanes)
+    except BaseException:
+        for kept in held.values():
+            kept.release()
+        raise
     run = LoadRun(
         plan,
         routes,
@@ -171,7 +185,46 @@ def _prepare(
         progress=options.progress,
         trace=options.trace,
     )
-    return Transfer(plan, run, routes, tuple(lane.file for lane in lanes))
+    return Transfer(plan, run, routes, tuple(lane.file for lane in lanes), tuple(held.values()))
+
+
+def prepare_prefetch(
+    opened: OpenCheckpoint,
+    kept: Sequence[Kept],
+    *,
+    progress: Callable[[ProgressEvent], object] | None,
+    trace: Trace | None,
+) -> Transfer:
+    """Plan to read all files of a checkpoint into their images, which are let go of at the end."""
+    for file in opened.files:
+        if isinstance(file, LocalFile) and _resident_fraction(file) < _COLD_BELOW:
+            file.use_direct()
+    sizes = PlanOptions(group_bytes=_BLOCK_BYTES, block_bytes=_BLOCK_BYTES)
+    everything = [range(len(header)) for header in opened.headers]
+    plan = plan_reads(opened.headers, everything, slices={}, options=sizes)
+    routes = tuple(KeepRoute(file, image) for file, image in zip(opened.files, kept, strict=True))
+    run = LoadRun(
+        plan,
+        routes,
+        deliver=lambda group, landed: None,
+        budget_bytes=sys.maxsize,  # nothing is on the way to anybody
+        num_workers=_NUM_WORKERS,
+        progress=progress,
+        trace=trace,
+    )
+    return Transfer(plan, run, routes, tuple(opened.files), tuple(kept))
+
+
+def _held(cache: FileCache | None, plan: ReadPlan, lanes: Sequence[_Lane]) -> dict[int, Kept]:
+    """Return what the cache keeps of the files that a plan reads, by the file's `id`."""
+    if cache is None:
+        return {}
+    files = {id(lane.file): lane.file for lane in lanes}
+    wanted = {id(lane.file): lane.header.data_start for lane in lanes}  # of a file as a whole: its header counts
+    for group in plan.groups:
+        wanted[id(lanes[group.shard].file)] += group.payload_bytes
+    found = cache.hold([(files[key], nbytes) for key, nbytes in wanted.items()])
+    return {key: kept for key, kept in zip(wanted, found, strict=True) if kept is not None}
 
 
 def _targets(opened: OpenCheckpoint, wishes: Sequence[Wish], options: LoadOptions) -> list[_Target]:
@@ -241,7 +294,8 @@ class _Target:
 
     @property
     def maps(self) -> bool:
-        return self._accelerator is None and self._options.memory != "copy" and memory.HAVE_MMAP
+        copies = self._options.memory == "copy" or self._options.cache is not None
+        return self._accelerator is None and not copies and memory.HAVE_MMAP
 
     def _mapped_bytes(self) -> int:
         # Populating costs no memory of ours and no staging: blocks may be long, but a worker's share of the whole must
@@ -252,7 +306,7 @@ class _Target:
         share = min(_LARGEST_GROUP_BYTES, max(_BLOCK_BYTES, self._total_bytes // (_NUM_MAP_WORKERS * each)))
         return _pages(min(share, self.run_budget_bytes // (each // 2)))
 
-    def route(self, file: Source) -> Route:
+    def route(self, file: Source, kept: Kept | None) -> Route:
         options, dtype = self._options, self._options.dtype
         if self.maps and isinstance(file, LocalFile) and (options.memory != "auto" or file.on_local_filesystem):
             populates = options.memory != "lazy" and self._affordable
@@ -272,8 +326,8 @@ class _Target:
         if isinstance(file, LocalFile) and self._resident[file] < _COLD_BELOW:
             file.use_direct()
         if self._accelerator is None or self._stage is None:
-            return CopyRoute(file, dtype=dtype)
-        return StageRoute(file, self._accelerator, self._stage, dtype=dtype)
+            return CopyRoute(file, dtype=dtype, kept=kept)
+        return StageRoute(file, self._accelerator, self._stage, dtype=dtype, kept=kept)
 
     @property
     def _affordable(self) -> bool:

@@ -19,8 +19,8 @@ from typing import Protocol
 from stio.device.sources import Copy, LazyTensor, Readiness, copy_out, copy_small
 from stio.engine.pool import Pool
 from stio.engine.producing import Production
+from stio.engine.readers import Pacer
 from stio.engine.runtime import Cancelled, be_nice, start_thread
-from stio.engine.ways import Pacer
 from stio.events import ProgressEvent, Trace
 from stio.memory import Region
 from stio.plan.write import WriteBlock, WritePlan

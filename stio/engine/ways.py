@@ -2,15 +2,15 @@
 
 A route joins one open file to one device. `MapRoute` leaves the bytes in the page cache and maps them,
 `CopyRoute` reads them straight into the tensors' own memory, `StageRoute` reads into a device's staging memory
-and lets the device copy. All three answer to the same three calls of the scheduler.
+and lets the device copy, `KeepRoute` makes no tensors and reads what shall be kept. All answer to the same three calls
+of the scheduler.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import torch
 
@@ -18,46 +18,15 @@ from stio import memory
 from stio.device.base import Accelerator, Landed
 from stio.device.staging import DeviceImage, Stage
 from stio.device.tensors import finish, tensors_in
+from stio.engine.kept import Kept
+from stio.engine.readers import KeptReader, Pacer, reader
 from stio.engine.runtime import Cancelled
 from stio.memory import HUGE_PAGE_BYTES, PAGE_BYTES, Region
 from stio.plan.read import GAP, Block, Group
 from stio.storage.base import Source
 from stio.storage.mapped import MappedFile
 
-__all__ = ["CopyRoute", "MapRoute", "Pacer", "StageRoute"]
-
-_PIECE_SECONDS = 0.02
-_SMALLEST_PIECE_BYTES = 1 << 20
-
-
-@dataclass
-class Pacer:
-    """Cuts a block into pieces of about 20 ms each.
-
-    Longer calls return less often to Python, where each return may wait a switch interval; shorter ones let a
-    cancel through sooner. One pacer serves a file, so what one worker learns of its speed helps the others.
-    """
-
-    piece_bytes: int = 32 << 20
-    """What the next piece should measure."""
-
-    def pieces(self, nbytes: int, stopped: Callable[[], bool]) -> Iterator[tuple[int, int]]:
-        """Yield (start, length) of pieces until all is covered or `stopped()`; times each piece."""
-        at = 0
-        while at < nbytes and not stopped():
-            step = min(self.piece_bytes, nbytes - at)
-            if nbytes - at - step < _SMALLEST_PIECE_BYTES:
-                step = nbytes - at  # no crumbs
-            begin = perf_counter()
-            yield at, step
-            self._learn(step, perf_counter() - begin)
-            at += step
-
-    def _learn(self, nbytes: int, seconds: float) -> None:
-        if nbytes >= self.piece_bytes and seconds < _PIECE_SECONDS / 2:
-            self.piece_bytes *= 2
-        elif seconds > _PIECE_SECONDS * 4 and self.piece_bytes > _SMALLEST_PIECE_BYTES:
-            self.piece_bytes = max(_SMALLEST_PIECE_BYTES, self.piece_bytes // 2)
+__all__ = ["CopyRoute", "KeepRoute", "MapRoute", "StageRoute"]
 
 
 def _tensors(group: Group, region: Region, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -88,51 +57,17 @@ class _Images:
             return self.regions.pop(group.index, Region(0, 0))
 
 
-class _Reader:
-    """Brings a block's bytes from a source into the image of its group.
-
-    Args:
-        source: The open file.
-    """
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self._pacer = Pacer()
-        self._trash: Region | None = None
-
-    def read(self, group: Group, block: Block, target: Region, base: int, stopped: Callable[[], bool]) -> None:
-        """Fill `target`, whose first byte is the image's byte `base`, with what the block brings."""
-        if block.scatter:
-            self.source.read_into(
-                block.offset, [self._landing(target, at - base, length, at) for at, length in block.scatter]
-            )
-            return
-        start, nbytes = block.at - base, block.nbytes
-        if group.offset >= 0:
-            # The page that a dense image's end shares with the next group is read whole: direct reads stay direct.
-            whole = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-            nbytes = max(nbytes, min(whole, target.nbytes - start, self.source.identity.nbytes - block.offset))
-        for at, length in self._pacer.pieces(nbytes, stopped):
-            self.source.read_into(block.offset + at, [target.sub(start + at, length)])
-
-    def _landing(self, target: Region, start: int, length: int, at: int) -> Region:
-        if at != GAP:
-            return target.sub(start, length)
-        if self._trash is None or self._trash.nbytes < length:
-            self._trash = memory.allocate(max(length, 1 << 20))  # what lands here is never looked at: shared
-        return self._trash.sub(0, length)
-
-
 class CopyRoute:
-    """File to memory of the tensors' own, without a stop between.
+    """File to memory of the tensors' own, without a stop between, or with one in an image that is kept.
 
     Args:
         source: The open file.
         dtype: Cast floating tensors to it.
+        kept: The file's image.
     """
 
-    def __init__(self, source: Source, *, dtype: torch.dtype | None = None) -> None:
-        self._reader = _Reader(source)
+    def __init__(self, source: Source, *, dtype: torch.dtype | None = None, kept: Kept | None = None) -> None:
+        self._reader = reader(source, kept)
         self._images = _Images()
         self._dtype = dtype
 
@@ -214,17 +149,26 @@ class MapRoute:
 class StageRoute:
     """File to staging memory to device, the next block being read while the last is copied.
 
+    From an image that is kept the device copies directly.
+
     Args:
         source: The open file.
         accelerator: The device.
         stage: Its staging slots, shared by all files of the load.
         dtype: Cast floating tensors to it, on the device.
+        kept: The file's image; it must be held until this is closed.
     """
 
     def __init__(
-        self, source: Source, accelerator: Accelerator, stage: Stage, *, dtype: torch.dtype | None = None
+        self,
+        source: Source,
+        accelerator: Accelerator,
+        stage: Stage,
+        *,
+        dtype: torch.dtype | None = None,
+        kept: Kept | None = None,
     ) -> None:
-        self._reader = _Reader(source)
+        self._reader = reader(source, kept)
         self._accelerator = accelerator
         self._stage = stage
         self._dtype = dtype
@@ -234,19 +178,24 @@ class StageRoute:
     label = "read"
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
-        """Read a block into a slot and queue its copies."""
-        slot = self._stage.acquire(stopped)
-        if slot is None:
-            return
-        try:
-            self._reader.read(group, block, slot, block.at, stopped)
-            if stopped():
-                raise Cancelled
-            pairs = self._image(group).pairs(block.at, slot.sub(0, _landing_bytes(block)))
-        except BaseException:
-            self._stage.give_back(slot)
-            raise
-        event = self._stage.submit(slot, pairs)
+        """Read a block into a slot, or have it lent, and queue its copies."""
+        lent = self._reader.lend(block, stopped)
+        if lent is not None:
+            image = self._image(group)
+            event = self._stage.submit(None, [pair for at, region in lent for pair in image.pairs(at, region)])
+        else:
+            slot = self._stage.acquire(stopped)
+            if slot is None:
+                return
+            try:
+                self._reader.read(group, block, slot, block.at, stopped)
+                if stopped():
+                    raise Cancelled
+                pairs = self._image(group).pairs(block.at, slot.sub(0, _landing_bytes(block)))
+            except BaseException:
+                self._stage.give_back(slot)
+                raise
+            event = self._stage.submit(slot, pairs)
         with self._lock:
             self._images[group.index].events.append(event)
 
@@ -277,6 +226,36 @@ class StageRoute:
                 image = DeviceImage.allocate(self._accelerator, group.names, group.dtypes, group.shapes, group.offsets)
                 self._images[group.index] = image
             return image
+
+
+class KeepRoute:
+    """File to its image, and no further.
+
+    Args:
+        source: The open file.
+        kept: Its image.
+    """
+
+    def __init__(self, source: Source, kept: Kept) -> None:
+        self._reader = KeptReader(source, kept)
+
+    label = "read"
+
+    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
+        """Read a block into the image.
+
+        Raises:
+            MemoryError: There is no memory for it.
+        """
+        if not self._reader.bring(block, stopped):
+            raise MemoryError("there is no host memory to keep the checkpoint in")
+
+    def finish(self, group: Group) -> Landed:
+        """Make no tensors."""
+        return Landed({})
+
+    def close(self) -> None:
+        """Do nothing: who holds the image lets go of it."""
 
 
 def _landing_bytes(block: Block) -> int:

@@ -8,7 +8,7 @@ Saving goes through a `Transaction`: files are written where nobody sees them, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from stio.errors import ChangedDuringReadError
@@ -29,6 +29,9 @@ class Identity:
     """Size."""
     mtime_ns: int
     """Time of the last change, nanoseconds."""
+    ctime_ns: int = field(default=0, compare=False)
+    """Time of the last change of content, name or mode; 0 where there is none. Nobody can set it back, but a rename
+    and a link that goes move it too: it tells what may have changed, not what has."""
 
     def require_same(self, now: Identity, path: str) -> None:
         """Raise `ChangedDuringReadError` unless `now` is this identity."""

@@ -69,4 +69,4 @@ def stat_of(fd: int, path: str) -> os.stat_result:
 
 def identity_of(found: os.stat_result) -> Identity:
     """Return a local file's identity."""
-    return Identity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    return Identity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

@@ -43,6 +43,15 @@ def test_copies_happen_when_the_event_passes() -> None:
     assert device.step() == 0
 
 
+def test_memory_that_is_no_slot_of_its_own_stays_as_it_is() -> None:
+    device = FakeDevice(manual=True)
+    kept, target = memory.allocate(3), device.empty(3)
+    kept.write(0, b"abc")
+    device.copy([(target, kept.sub(0, 3))])
+    device.step()
+    assert bytes(target.tolist()) == kept.tobytes() == b"abc"
+
+
 def test_events_pass_in_order_by_themselves() -> None:
     device = FakeDevice()
     targets = [device.empty(1) for _ in range(20)]

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from stio import memory
 from stio.codec.dtypes import tensor_nbytes
 from stio.device.staging import OWN_ALLOCATION_BYTES, DeviceImage, Stage
 from stio.device.tensors import TORCH_DTYPES
@@ -106,6 +107,41 @@ def test_stop_while_waiting_for_a_slot() -> None:
     assert got == [None]
     stage.give_back(slot)
     assert stage.acquire(never) is slot
+
+
+def test_copies_out_of_other_memory_need_no_slot_and_give_none() -> None:
+    device = FakeDevice(manual=True)
+    stage = Stage(device, slot_bytes=SLOT, num_slots=1)
+    kept = memory.allocate(SLOT)
+    kept.write(0, b"k" * SLOT)
+    target = device.empty(SLOT)
+    stage.submit(None, [(target, kept)])
+    sent = fill(stage, device, b"s" * SLOT)
+    with ThreadPoolExecutor(1) as pool:
+        slot = pool.submit(stage.acquire, never)
+        while not slot.done():
+            device.step()
+        first = slot.result()
+    assert first is not None
+    assert first.address != kept.address
+    assert bytes(target.tolist()) == kept.tobytes() == b"k" * SLOT
+    assert bytes(sent.tolist()) == b"s" * SLOT
+    stage.drain()
+    assert device.num_staging == 1
+
+
+@pytest.mark.parametrize("fault", ["refuse_copy", "fail_copy"])
+def test_failing_copies_out_of_other_memory(fault: str) -> None:
+    device = FakeDevice(**{fault: 1})  # type: ignore[arg-type]
+    stage = Stage(device, slot_bytes=SLOT, num_slots=1)
+    kept = memory.allocate(1)
+    with pytest.raises(DeviceError):
+        stage.submit(None, [(device.empty(1), kept)])
+        stage.close()
+    assert device.num_pending == 0
+    slot = stage.acquire(never)
+    assert slot is not None
+    assert slot.address != kept.address
 
 
 def test_refused_copy_gives_the_slot_back() -> None:
