@@ -38,7 +38,7 @@ LOCAL_IMPORTS: dict[str, str] = {}
 
 DYNAMIC_IMPORTS = {
     "__init__.py": "the lazy table: `import stio` must not cost torch",
-    "compat/safetensors/_open.py": "torch is wanted with framework='pt' only",
+    "compat/safetensors/_open.py": "torch is wanted with framework='pt' only, the engine with another device only",
     "compat/safetensors/_serialize.py": "the save path needs torch, `serialize` does not",
     "manifest.py": "xxhash is an extra, wanted with hash='xxh3' only",
     "progress.py": "tqdm is an extra, wanted with progress=True only",

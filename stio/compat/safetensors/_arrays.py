@@ -100,6 +100,10 @@ class Arrays:
             arrays[name] = array if array.flags.aligned else array.copy()
         return arrays
 
+    def whole(self, file: File) -> dict[str, Array] | None:
+        """Return None: there is no shorter way to all arrays of a file than `make`."""
+        return None
+
     def pick(self, file: File, row: int, index: Any) -> Array:
         """Return a part of an array; only its bytes are read."""
         header = file.header

@@ -37,7 +37,7 @@ def header_refused(error: StioError, *, what: str = "deserializing header") -> S
         phrase = "incomplete metadata, file not fully covered"
     elif error.message.startswith("header: "):  # the scanner's
         phrase = "invalid JSON in header"
-    elif isinstance(error, LimitError):
+    elif isinstance(error, LimitError) and not error.message.endswith("the limit `max_rank`"):
         phrase = "header too large"
     else:
         phrase = "invalid shape, data type, or offset for tensor"

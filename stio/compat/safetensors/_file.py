@@ -1,7 +1,8 @@
 """One open file: its checked header, and its bytes as regions of memory.
 
 `mmap` maps the whole file privately; the mapping needs no descriptor and lives as long as an array over it. `pread`
-keeps the descriptor, for as long as the file or a slice of it is held, and reads exactly what is asked for.
+keeps the descriptor, for as long as the file or a slice of it is held, and reads exactly what is asked for. So does
+what loads to an accelerator.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class File:
     Args:
         path: Where it is.
         backend: How bytes become memory.
+        keep_open: Keep the descriptor of a mapped file too, for `source`.
 
     Raises:
         FileNotFoundError: It does not exist.
@@ -94,7 +96,7 @@ class File:
         SafetensorError: It breaks the format.
     """
 
-    def __init__(self, path: str, backend: Backend) -> None:
+    def __init__(self, path: str, backend: Backend, *, keep_open: bool = False) -> None:
         self.path = path
         self._file: LocalFile | None = None
         if "\0" in path:
@@ -109,7 +111,7 @@ class File:
                 with reading(path):
                     self._mapped = MappedFile(file, lazy=True).region
         finally:
-            if backend == "mmap" or not hasattr(self, "header"):
+            if (backend == "mmap" and not keep_open) or not hasattr(self, "header"):
                 self.close()
 
     def _parse(self, file: LocalFile) -> tuple[Header, dict[str, str] | None]:
@@ -132,6 +134,17 @@ class File:
     def is_mapped(self) -> bool:
         """Whether regions are pieces of one mapping."""
         return self._mapped is not None
+
+    @property
+    def source(self) -> LocalFile:
+        """The open file.
+
+        Raises:
+            SafetensorError: It was closed, or not kept open.
+        """
+        if self._file is None:
+            raise SafetensorError("File is closed")
+        return self._file
 
     def region(self, begin: int, nbytes: int) -> Region:
         """Return the bytes `[begin, begin + nbytes)` of the data: of the mapping, or read into fresh memory."""
@@ -157,10 +170,9 @@ class File:
         return region
 
     def _read_into(self, offset: int, regions: list[Region]) -> None:
-        if self._file is None:
-            raise SafetensorError("File is closed")
+        file = self.source
         with reading(self.path):
-            self._file.read_into(offset, regions)
+            file.read_into(offset, regions)
 
     def close(self) -> None:
         """Give the descriptor back; a mapping stays with its arrays. Idempotent."""

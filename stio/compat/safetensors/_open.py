@@ -46,6 +46,9 @@ class _Maker(Protocol):
     ) -> dict[str, Any]:
         """Return whole tensors over a region, by name."""
 
+    def whole(self, file: File) -> dict[str, Any] | None:
+        """Return all tensors of a file; None where `make` is the way to them."""
+
     def pick(self, file: File, row: int, index: Any) -> Any:
         """Return a part of a tensor."""
 
@@ -77,7 +80,9 @@ def _maker(framework: object, device: str | int) -> Callable[[], _Maker]:
         raise SafetensorError(f"framework {framework} is not supported here: open the file for 'np', and convert")
     if kind == "numpy":
         return lambda: Arrays(device)
-    return lambda: cast(_Maker, import_module("stio.compat.safetensors._tensors").Tensors(device))
+    if device == "cpu":
+        return lambda: cast(_Maker, import_module("stio.compat.safetensors._tensors").Tensors(device))
+    return lambda: cast(_Maker, import_module("stio.compat.safetensors._onto").Onto(device))
 
 
 def _device(device: object) -> str | int:
@@ -163,7 +168,7 @@ class safe_open:  # noqa: N801 -- the name that people import
             raise wrong_type("backend", backend, "str")
         if backend not in ("mmap", "pread"):
             raise SafetensorError(f'backend "{backend}" is invalid (expected one of: "mmap", "pread")')
-        file = File(path, cast(Backend, backend))
+        file = File(path, cast(Backend, backend), keep_open=device != "cpu")
         self._maker = make()
         self._file = file
 
@@ -203,9 +208,13 @@ class safe_open:  # noqa: N801 -- the name that people import
 
         Raises:
             SafetensorError: The framework has no type for one of them, or the file was left.
+            OSError: The system refuses.
         """
         file = self._opened()
         header = file.header
+        whole = self._maker.whole(file)
+        if whole is not None:
+            return whole
         tensors: dict[str, Any] = {}
         for rows in [slice(0, len(header))] if file.is_mapped else _groups(header.begins, header.ends):
             begins = header.begins[rows]

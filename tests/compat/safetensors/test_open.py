@@ -300,6 +300,13 @@ BROKEN: list[tuple[str, bytes, str]] = [
 ]
 
 
+def test_too_many_dimensions(tmp_path: Path) -> None:
+    """The shape is what is wrong, and not the header's length."""
+    path = written(tmp_path / "f", {"a": entry("U8", [1] * 65, 0, 1)}, b"x")
+    with pytest.raises(SafetensorError, match="header: invalid shape, data type, or offset for tensor: .*max_rank"):
+        safe_open(path, "pt")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("what", "raw", "phrase"), BROKEN, ids=[case[0] for case in BROKEN])
 def test_broken_files(tmp_path: Path, what: str, raw: bytes, phrase: str, backend: str) -> None:
