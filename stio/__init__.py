@@ -15,6 +15,8 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:
     from stio import sync as sync
     from stio.codec.header import TensorInfo as TensorInfo
+    from stio.counters import Stats as Stats
+    from stio.counters import stats as stats
     from stio.device.sources import LazyTensor as LazyTensor
     from stio.errors import AmbiguousCheckpointError as AmbiguousCheckpointError
     from stio.errors import ChangedDuringReadError as ChangedDuringReadError
@@ -83,6 +85,7 @@ _HOMES = {
     "SharedTensorsError": "stio.errors",
     "SliceError": "stio.errors",
     "Span": "stio.events",
+    "Stats": "stio.counters",
     "StioError": "stio.errors",
     "StorageError": "stio.errors",
     "Stream": "stio.reader",
@@ -98,6 +101,7 @@ _HOMES = {
     "open": "stio.reader",
     "save": "stio.writer",
     "save_state": "stio.state",
+    "stats": "stio.counters",
 }
 
 __all__ = [  # noqa: PLE0604  # the table is the one list of names; a test compares it with the imports above

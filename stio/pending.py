@@ -26,11 +26,12 @@ from stio.engine.pool import Pool, block_bytes_for
 from stio.engine.runtime import Operation
 from stio.engine.save import SaveRun
 from stio.engine.switching import switch_interval as shortened
-from stio.events import traced
+from stio.events import shown, traced
 from stio.manifest import FileState, manifest_notes, new_hasher
 from stio.plan.write import WritePlan, plan_writes
 from stio.progress import progress_callback
 from stio.saving import Destination, DestinationLike, SaveResult, SaveSettings, TensorsLike, settled
+from stio.spans import CALLER
 from stio.storage.base import Transaction
 from stio.storage.commit import LocalTransaction, begin_local
 from stio.storage.destination import OneFile
@@ -99,8 +100,9 @@ class PendingSave:
             planner=planner,
         )
         self._operation: Operation[SaveResult] = Operation(
-            body.carry_out, name="save", bell=self._bell, exit_patience=EXIT_PATIENCE_SECONDS
+            body.carry_out, name="save", kind="save", bell=self._bell, exit_patience=EXIT_PATIENCE_SECONDS
         )
+        self._operation.about = shown(destination)
         self._operation.start()
 
     def __del__(self) -> None:
@@ -285,7 +287,8 @@ class _Body:
             with traced(settings.trace, "plan"), collection_paused(len(self._tensors)):
                 plan = self._plan()
             if self.after is not None:
-                self.after.wait_turn(operation, durable=False)
+                with traced(settings.trace, "wait", detail="for the save before"):
+                    self.after.wait_turn(operation, durable=False)
             self._fit()
             run = SaveRun(
                 plan,
@@ -302,7 +305,8 @@ class _Body:
             run.start()
             try:
                 if self.after is not None:
-                    self.after.wait_turn(operation, durable=True)
+                    with traced(settings.trace, "wait", detail="for the save before"):
+                        self.after.wait_turn(operation, durable=True)
                     self.after = None  # or all saves of a training run would stay, a chain
                 with traced(settings.trace, "begin"):
                     transaction = self._begin(len(plan.shards))
@@ -339,6 +343,7 @@ class _Body:
         try:
             run.write_to(transaction.create([shard.nbytes for shard in plan.shards]))
             digests = run.complete()
+            operation.remark(lambda: f"{run.written_bytes:,} bytes in {len(plan.shards):,} files")
             written_seconds = perf_counter() - self._started
             names = transaction.shard_names
             hashes = {} if digests is None else dict(zip(names, digests, strict=True))
@@ -389,4 +394,7 @@ class _Body:
 
     def _tell_staged(self) -> None:
         self._staged_seconds = perf_counter() - self._started
+        if self._stage_first and self._settings.trace is not None:
+            staged = self._started + self._staged_seconds
+            self._settings.trace.add("wait", self._started, staged, detail="for the snapshot", lane=CALLER)
         self._announce()

@@ -177,8 +177,8 @@ class MapRoute:
         self._populates = populates
         self._pacer = Pacer(piece_bytes)
         self._dtype = dtype
-
-    label = "populate"
+        self.label = "populate" if populates else "map"
+        """What a trace calls its reads."""
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Populate a block's range."""
@@ -228,11 +228,13 @@ class StageRoute:
 
     label = "read"
 
-    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
-        """Read a block into a slot and queue its copies."""
+    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> float:
+        """Read a block into a slot and queue its copies; return the seconds that it waited for the slot."""
+        start = perf_counter()
         slot = self._stage.acquire(stopped)
+        waited = perf_counter() - start
         if slot is None:
-            return
+            return waited
         try:
             self._reader.read(group, block, slot, block.at, stopped)
             if stopped():
@@ -244,6 +246,7 @@ class StageRoute:
         event = self._stage.submit(slot, pairs)
         with self._lock:
             self._images[group.index].events.append(event)
+        return waited
 
     def finish(self, group: Group) -> Landed:
         """Return the device's tensors; the consumer's stream will wait for their last copy."""
