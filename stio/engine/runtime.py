@@ -291,13 +291,14 @@ class Operation(Generic[T]):
         outcome: counters.Outcome = "cancelled" if cancelled else "done" if self._error is None else "failed"
         seconds = time.perf_counter() - self._began
         counters.end(self._tally, outcome, seconds)
-        self._log("%s after %.3f s%s", outcome, seconds, "" if outcome == "cancelled" else self._remark)
+        told = f"failed by {type(self._error).__name__}" if outcome == "failed" else outcome
+        self._log("%s after %.3f s%s", told, seconds, "" if outcome == "cancelled" else self._remark)
 
     def _log(self, message: str, *values: object) -> None:
         """Write a line for who looks for them. Never in a loop; a handler that raises must not keep us from ending."""
         if logger.isEnabledFor(logging.DEBUG):
             with suppress(Exception):
-                logger.debug(f"%s %s: {message}", self._name, printable(self.about), *values)
+                logger.debug(f"%s: {message}", f"{self._name} {printable(self.about)}".rstrip(), *values)
 
     def _drop(self) -> None:
         """Get rid of a value that came too late; ends as any cancelled operation does."""

@@ -59,7 +59,7 @@ def test_each_operation_has_two_lines(directory, tmp_path, lines):
 def test_failures_and_cancels(directory, tmp_path, lines):
     with pytest.raises(stio.CheckpointNotFoundError):
         sync.load(tmp_path / "nothing")
-    assert "failed after" in lines()[1]
+    assert re.search(r": failed by CheckpointNotFoundError after [0-9.]+ s$", lines()[1])
     with sync.open(directory, memory="copy", budget_bytes=32 << 10) as checkpoint:
         lines()
         with checkpoint.stream() as stream:
