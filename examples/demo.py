@@ -33,15 +33,12 @@ async def main(path: Path, device: str, picture: Path, rounds: int) -> None:
     print(f"bit-equal to what safetensors {importlib.metadata.version('safetensors')} reads: {len(tensors)} tensors")
     del tensors
     await race(path, where, rounds)
-    name = path.name
     if where.type == "cpu":
         # No accelerator here: a fake one shows how reads, copies and their consumer overlap, and no speed.
         fake = FakeDevice(delay_seconds=0.004)
-        trace, title = await record(path, device=fake, budget_bytes=32 << 20), f"{name} to a fake device"
-        own = picture.with_stem(f"{picture.stem}-cpu")
-        draw(await record(path, memory="copy", budget_bytes=32 << 20), own, f"{name} to memory of its own on the CPU")
+        trace, title = await record(path, device=fake, budget_bytes=32 << 20), f"{path.name} to a fake device"
     else:
-        trace, title = await record(path, device=device, budget_bytes=32 << 20), f"{name} to {where}"
+        trace, title = await record(path, device=device, budget_bytes=32 << 20), f"{path.name} to {where}"
     for kind in (picture, picture.with_suffix(".html")):
         draw(trace, kind, title)
         print(f"what happened when: {kind}")

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from stio.codec.naming import index_name, manifest_name
 from stio.codec.sharding import TensorSource
@@ -30,7 +29,7 @@ from stio.events import shown, traced
 from stio.manifest import FileState, manifest_notes, new_hasher
 from stio.plan.write import WritePlan, plan_writes
 from stio.progress import progress_callback
-from stio.saving import Destination, DestinationLike, SaveResult, SaveSettings, TensorsLike, settled
+from stio.saving import Destination, DestinationLike, SaveResult, SaveSettings, TensorsLike, named, settled
 from stio.spans import CALLER
 from stio.storage.base import Transaction
 from stio.storage.commit import LocalTransaction, begin_local
@@ -89,7 +88,7 @@ class PendingSave:
         self._staged = self._delivered = self._cancelled = False
         self._bell = Bell()
         self._body = body = _Body(
-            _named(tensors),
+            named(tensors),
             settled(destination),
             settings,
             pool,
@@ -240,14 +239,6 @@ class PendingSave:
         self._bell.ring()
 
 
-def _named(tensors: TensorsLike) -> dict[str, torch.Tensor | LazyTensor]:
-    if isinstance(tensors, nn.Module):
-        return dict(tensors.state_dict())
-    if not isinstance(tensors, Mapping):
-        raise TypeError(f"tensors must be a mapping of names to tensors or a module, not {type(tensors).__name__}")
-    return dict(tensors)
-
-
 class _Body:
     """What a save's own thread does."""
 
@@ -314,6 +305,8 @@ class _Body:
             finally:
                 run.stop()
                 run.join()
+                if not self._stage_first:
+                    self._pool.clear()  # ours alone; we are part of a circle, which waits for the collector
 
     def _plan(self) -> WritePlan:
         tensors, self._tensors = self._tensors, {}

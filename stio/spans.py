@@ -18,7 +18,7 @@ class Span:
 
     name: str
     """What was done: `open`, `verify`, `plan`, `read`, `populate`, `map`, `copy`, `tensors` by loads; `plan`, `begin`,
-    `stage`, `hash`, `write`, `sync`, `commit` by saves; `wait` by either, `consume` by whoever takes a load's tensors."""
+    `stage`, `hash`, `write`, `sync`, `commit` by saves; `wait` by either, `consume` by who takes a load's tensors."""
     lane: str
     """The thread or device queue that did it."""
     start: float

@@ -140,9 +140,7 @@ def _picture(
     most = min(_MAX_BARS_IN_ROW, _MAX_BARS // max(1, len(rows))) // coarse
     bars = "".join(
         f'<g transform="translate(0 {_ROW * k + (_ROW - _BAR) // 2})">'
-        + "".join(
-            _bars(row, kinds, scale) if len(row.spans) <= most else _columns(row, kinds, scale, _COLUMN * coarse)
-        )
+        + "".join(_bars(row, kinds, scale) if len(row.spans) <= most else _columns(row, kinds, scale, _COLUMN * coarse))
         + "</g>"
         for k, row in enumerate(rows)
     )

@@ -44,7 +44,9 @@ def test_importing_costs_next_to_nothing() -> None:
 
 def test_importing_brings_nothing_heavy() -> None:
     heavy = ["torch", "numpy", "anyio", "asyncio", "msgspec", "aiofiles", "logging", "opentelemetry"]
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import stio; print([m for m in {heavy} if m in sys.modules])"
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import stio; print([m for m in {heavy} if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-I", "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
 
@@ -83,7 +85,13 @@ def test_the_wheel_says_what_the_project_does(wheel: Path) -> None:
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["Description-Content-Type"] == "text/markdown"
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
-    assert sorted(re.split("[^a-z]", line)[0] for line in required) == ["aiofiles", "anyio", "msgspec", "numpy", "torch"]
+    assert sorted(re.split("[^a-z]", line)[0] for line in required) == [
+        "aiofiles",
+        "anyio",
+        "msgspec",
+        "numpy",
+        "torch",
+    ]
 
 
 def test_the_sdist_can_be_built_from_and_tested(tmp_path: Path) -> None:
@@ -99,7 +107,10 @@ def test_the_sdist_can_be_built_from_and_tested(tmp_path: Path) -> None:
 def test_every_requirement_is_pinned_for_development() -> None:
     text = (ROOT / "constraints.txt").read_text()
     pins = {re.sub("[-_.]+", "-", name).lower() for name in re.findall(r"^([\w.-]+)==", text, re.MULTILINE)}
-    needed = [*PROJECT["dependencies"], *(line for lines in PROJECT["optional-dependencies"].values() for line in lines)]
+    needed = [
+        *PROJECT["dependencies"],
+        *(line for lines in PROJECT["optional-dependencies"].values() for line in lines),
+    ]
     names = {re.sub("[-_.]+", "-", re.split(r"[^\w.-]", line)[0]).lower() for line in needed}
     assert names - pins == set()
 

@@ -71,7 +71,9 @@ def test_errors_say_stio_before_anybody_asked() -> None:
     assert run("import stio.sync, stio.errors; print(stio.errors.FormatError)") == "<class 'stio.FormatError'>"
 
 
-@pytest.mark.parametrize("name", ["Checkpoint", "Limits", "ProgressEvent", "Span", "Stats", "Stream", "TensorInfo", "Trace"])
+@pytest.mark.parametrize(
+    "name", ["Checkpoint", "Limits", "ProgressEvent", "Span", "Stats", "Stream", "TensorInfo", "Trace"]
+)
 def test_members_are_documented(name: str) -> None:
     for member, value in vars(getattr(stio, name)).items():
         if not member.startswith("_") and (inspect.isroutine(value) or isinstance(value, property)):

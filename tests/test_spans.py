@@ -104,7 +104,15 @@ def test_times_for_people(seconds: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (32_000_000, "32 MB"), (1.7384e9, "1.74 GB"), (999.6e6, "1 GB"), (5e15, "5,000 TB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (32_000_000, "32 MB"),
+        (1.7384e9, "1.74 GB"),
+        (999.6e6, "1 GB"),
+        (5e15, "5,000 TB"),
+    ],
 )
 def test_sizes_for_people(nbytes: float, text: str) -> None:
     assert show_bytes(nbytes) == text

@@ -41,7 +41,8 @@ async def test_a_load_says_where_from_how_much_by_which_way_and_how_long(directo
     begin, end = lines()
     assert begin == f"load {directory}: begins"
     assert re.fullmatch(
-        rf"load {re.escape(str(directory))}: done after \d+\.\d{{3}} s; {DATA_BYTES} bytes of 6 tensors by CopyRoute", end
+        rf"load {re.escape(str(directory))}: done after \d+\.\d{{3}} s; {DATA_BYTES} bytes of 6 tensors by CopyRoute",
+        end,
     )
 
 

@@ -29,6 +29,8 @@ def directory(tmp_path_factory):
 
 
 DATA_BYTES = 8 * 256 * 256 * 4
+PAGES_BYTES = 2 * 4096
+"""Blocks begin and end at page borders: so much more is read of the two files, at most."""
 
 
 class Since:
@@ -51,7 +53,8 @@ async def test_a_load(directory, memory):
     await stio.load(directory, memory=memory)
     added = since.added()
     assert added.pop("load_seconds") > 0
-    assert added.pop("read_bytes", 0) == (0 if memory == "lazy" else DATA_BYTES)
+    read_bytes = added.pop("read_bytes", 0)
+    assert read_bytes == 0 if memory == "lazy" else DATA_BYTES <= read_bytes <= DATA_BYTES + PAGES_BYTES
     assert added == {"num_loads_done": 1}
 
 
@@ -141,7 +144,7 @@ def test_a_save(tmp_path):
     added = since.added()
     assert added.pop("save_seconds") > 0
     assert added.pop("written_bytes") == result.file_bytes
-    assert added.pop("staging_held_bytes", 0) <= 0  # what other tests left may go meanwhile
+    assert added.pop("staging_held_bytes", 0) <= 0  # at once; and what other tests left may go meanwhile
     assert added == {"num_saves_done": 1}
 
 
@@ -167,13 +170,17 @@ def test_a_conversion_is_a_save(directory, tmp_path):
     result = sync.convert(directory, tmp_path / "one.safetensors")
     added = since.added()
     assert since.counts() == {"num_saves_done": 1}
-    assert (added["read_bytes"], added["written_bytes"]) == (DATA_BYTES, result.file_bytes)
+    assert DATA_BYTES <= added["read_bytes"] <= DATA_BYTES + PAGES_BYTES
+    assert added["written_bytes"] == result.file_bytes
 
 
 def test_staging_memory_of_a_device_is_held_while_it_loads(directory):
     since, seen = Since(), []
     sync.load(
-        directory, device=FakeDevice(), budget_bytes=4 * MIB, progress=lambda _: seen.append(since.added().get("staging_held_bytes", 0))
+        directory,
+        device=FakeDevice(),
+        budget_bytes=4 * MIB,
+        progress=lambda _: seen.append(since.added().get("staging_held_bytes", 0)),
     )
     assert max(seen) > 0
     assert since.added().get("staging_held_bytes", 0) <= 0
@@ -191,6 +198,8 @@ def test_staging_memory_of_a_saver_is_held_until_it_goes(tmp_path):
 
 def test_nothing_is_lost_between_threads(directory):
     since, failures = Since(), []
+    sync.load(directory)
+    once = since.added()["read_bytes"]
 
     def work():
         try:
@@ -209,8 +218,8 @@ def test_nothing_is_lost_between_threads(directory):
     for thread in threads:
         thread.join()
     assert failures == []
-    assert since.counts() == {"num_loads_done": 20}
-    assert since.added()["read_bytes"] == 20 * DATA_BYTES
+    assert since.counts() == {"num_loads_done": 21}
+    assert since.added()["read_bytes"] == 21 * once
 
 
 def test_a_snapshot_is_a_value():

