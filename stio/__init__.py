@@ -122,13 +122,15 @@ def _adopt(home: str) -> None:
             value.__module__ = __name__
 
 
-def __getattr__(name: str) -> Any:
-    if name == "sync":
-        return import_module("stio.sync")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'stio' has no attribute {name!r}")
-    _adopt(_HOMES[name])
-    return globals()[name]
+if not TYPE_CHECKING:  # or a checker would take a name that is mistyped for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name == "sync":
+            return import_module("stio.sync")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'stio' has no attribute {name!r}")
+        _adopt(_HOMES[name])
+        return globals()[name]
 
 
 def __dir__() -> list[str]:
