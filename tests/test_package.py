@@ -38,7 +38,7 @@ def processor_seconds(code: str) -> float:
 def test_importing_costs_next_to_nothing() -> None:
     path = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
     extra = [processor_seconds(f"{path}import stio") - processor_seconds(f"{path}pass") for _ in range(7)]
-    assert statistics.median(extra) < 0.06, extra  # 5 ms here
+    assert statistics.median(extra) < 0.06, extra  # 12 ms here
 
 
 def test_importing_brings_nothing_heavy() -> None:
