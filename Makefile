@@ -12,8 +12,10 @@ STAMP := $(VENV)/.stio-installed
 MODEL_STAMP := $(VENV)/.stio-demo-model
 BENCH_STAMP := $(VENV)/.stio-bench
 DOCS_STAMP := $(VENV)/.stio-docs
+TOOLS ?= .venv-package
+TOOLS_STAMP := $(TOOLS)/.stio-tools
 
-.PHONY: demo test check fmt docs tutorial bench bench-save bench-compat fuzz crash clean
+.PHONY: demo test check fmt docs tutorial bench bench-save bench-compat fuzz crash package clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove it bit-equal, draw what happened
 	@$(BIN)/python examples/demo.py
@@ -52,8 +54,13 @@ fuzz: $(STAMP)
 crash: $(STAMP)  ## savers killed 10,000 times, every fault at every call, power cuts (as root): about 20 minutes
 	STIO_CRASH_KILLS=$(CRASH_KILLS) $(BIN)/python -m pytest tests/crash
 
+package: $(TOOLS_STAMP)  ## sdist, the wheel that is built from it, and a look at what an index would show of them
+	rm -rf dist
+	$(TOOLS)/bin/python -m build --no-isolation
+	$(TOOLS)/bin/python -m twine check --strict dist/*
+
 clean:
-	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TOOLS) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -64,7 +71,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@# torch first and alone: whatever comes later finds it satisfied
 	@$(PIP) install --constraint constraints.txt torch
 	@$(PIP) install --constraint constraints.txt hatchling editables
-	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[cli,dev,hash,hub,plot]'
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[cli,dev,hash,hub,otel,plot]'
+	@touch $@
+
+# Packaging has an environment of its own: its tools need none of stio's dependencies, and theirs are many.
+$(TOOLS_STAMP): pyproject.toml constraints.txt
+	@rm -f $@
+	@test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --constraint constraints.txt build hatchling twine
 	@touch $@
 
 # A trained model for the demo; without its dependencies, of which only the file is not in need.

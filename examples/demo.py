@@ -33,16 +33,15 @@ async def main(path: Path, device: str, picture: Path, rounds: int) -> None:
     print(f"bit-equal to what safetensors {importlib.metadata.version('safetensors')} reads: {len(tensors)} tensors")
     del tensors
     await race(path, where, rounds)
-    runs = {}
     if where.type == "cpu":
-        runs["to memory of its own on the CPU"] = await record(path, memory="copy", budget_bytes=32 << 20)
-        # No accelerator here: a fake one shows how copies and reads overlap, and no speed.
+        # No accelerator here: a fake one shows how reads, copies and their consumer overlap, and no speed.
         fake = FakeDevice(delay_seconds=0.004)
-        runs["to a fake device"] = await record(path, device=fake, budget_bytes=32 << 20)
+        trace, title = await record(path, device=fake, budget_bytes=32 << 20), f"{path.name} to a fake device"
     else:
-        runs[str(where)] = await record(path, device=device, budget_bytes=32 << 20)
-    draw(runs, picture)
-    print(f"what happened when: {picture}")
+        trace, title = await record(path, device=device, budget_bytes=32 << 20), f"{path.name} to {where}"
+    for kind in (picture, picture.with_suffix(".html")):
+        draw(trace, kind, title)
+        print(f"what happened when: {kind}")
 
 
 async def stream(path: Path, device: str) -> dict[str, torch.Tensor]:

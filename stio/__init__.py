@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from stio import sync as sync
     from stio.cache import HostCache as HostCache
     from stio.codec.header import TensorInfo as TensorInfo
+    from stio.counters import Stats as Stats
+    from stio.counters import stats as stats
     from stio.device.sources import LazyTensor as LazyTensor
     from stio.errors import AmbiguousCheckpointError as AmbiguousCheckpointError
     from stio.errors import ChangedDuringReadError as ChangedDuringReadError
@@ -87,6 +89,7 @@ _HOMES = {
     "SharedTensorsError": "stio.errors",
     "SliceError": "stio.errors",
     "Span": "stio.events",
+    "Stats": "stio.counters",
     "StioError": "stio.errors",
     "StorageError": "stio.errors",
     "Stream": "stio.reader",
@@ -102,6 +105,7 @@ _HOMES = {
     "open": "stio.reader",
     "save": "stio.writer",
     "save_state": "stio.state",
+    "stats": "stio.counters",
 }
 
 __all__ = [  # noqa: PLE0604  # the table is the one list of names; a test compares it with the imports above
@@ -122,13 +126,15 @@ def _adopt(home: str) -> None:
             value.__module__ = __name__
 
 
-def __getattr__(name: str) -> Any:
-    if name == "sync":
-        return import_module("stio.sync")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'stio' has no attribute {name!r}")
-    _adopt(_HOMES[name])
-    return globals()[name]
+if not TYPE_CHECKING:  # or a checker would take a name that is mistyped for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name == "sync":
+            return import_module("stio.sync")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'stio' has no attribute {name!r}")
+        _adopt(_HOMES[name])
+        return globals()[name]
 
 
 def __dir__() -> list[str]:

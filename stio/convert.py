@@ -20,6 +20,7 @@ from stio.device.tensors import TORCH_DTYPES
 from stio.engine.pool import Pool
 from stio.engine.runtime import Operation
 from stio.errors import ClosedError, printable
+from stio.events import shown
 from stio.manifest import HashName
 from stio.origins import Origin, open_origin
 from stio.pending import PendingSave
@@ -149,7 +150,7 @@ def start_conversion(
     def body(operation: Operation[SaveResult]) -> SaveResult:
         return _carry_out(operation, os.fspath(source), os.fspath(destination), settings)
 
-    return Operation(body, name="convert").start()
+    return Operation(body, name="convert", about=shown(source)).start()
 
 
 def _carry_out(

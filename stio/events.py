@@ -1,17 +1,22 @@
-"""What an operation says of itself while it runs: progress events, spans of a trace, limits it keeps.
+"""What an operation says of itself while it runs: progress events, the spans of a trace; and limits it keeps.
 
-Values only. Who records them is the engine; who draws them is a face.
+Who records them is the engine. What spans are, and what they come to, is in `spans.py`; `timeline.py` draws them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+
+from stio.page import page
+from stio.spans import CALLER, Span
+from stio.timeline import draw
 
 __all__ = ["Limits", "ProgressEvent", "Span", "Trace"]
 
@@ -55,28 +60,13 @@ class ProgressEvent:
     """Time since the operation began."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One piece of work on one lane, times in seconds since the trace began."""
-
-    name: str
-    """What was done: `open`, `verify`, `read`, `populate`, `copy`, `tensors`, `wait`, `consume` by loads; `plan`,
-    `begin`, `stage`, `hash`, `write`, `sync`, `commit` by saves."""
-    lane: str
-    """The thread or device queue that did it."""
-    start: float
-    """Begin, seconds."""
-    end: float
-    """End, seconds (half-open)."""
-    num_bytes: int = 0
-    """Bytes moved, 0 where none were."""
-    detail: str = ""
-    """File, way in, or what was waited for."""
-
-
 @dataclass(slots=True)
 class Trace:
-    """Record of the spans of one operation; pass it as `trace=` and read it afterwards.
+    """Record of the spans of an operation, or of several; pass it as `trace=` and read it afterwards.
+
+        trace = stio.Trace()
+        await stio.load("model/", trace=trace)
+        trace.save_svg("load.svg")
 
     Recording costs two clock reads and one append a span, and there is one span a block, not a tensor.
     """
@@ -99,7 +89,7 @@ class Trace:
         self, name: str, start: float, end: float, *, num_bytes: int = 0, detail: str = "", lane: str | None = None
     ) -> None:
         """Record one span; `start` and `end` are `perf_counter()` readings."""
-        lane = lane or str(getattr(_lane, "name", "caller"))
+        lane = lane or str(getattr(_lane, "name", CALLER))
         self.spans.append(Span(name, lane, start - self.origin, end - self.origin, num_bytes, detail))
 
     def save_chrome(self, path: str | Path) -> None:
@@ -122,7 +112,32 @@ class Trace:
         ]
         Path(path).write_text(json.dumps({"traceEvents": events}))
 
+    def save_svg(self, path: str | Path, *, title: str = "") -> None:
+        """Write a picture that shows at a glance where the time went: a row a lane, a colour a kind of work.
 
-def traced(trace: Trace | None, name: str) -> AbstractContextManager[None]:
+        It is below a megabyte however many spans there are, light or dark as its viewer is, and self-contained.
+
+        Args:
+            path: The file, replaced if it is there.
+            title: A line above the picture.
+        """
+        Path(path).write_text(draw(tuple(self.spans), title=title), encoding="utf-8")
+
+    def save_html(self, path: str | Path, *, title: str = "") -> None:
+        """Write a page with the picture of `save_svg`, to be zoomed by the mouse wheel; it needs no network.
+
+        Args:
+            path: The file, replaced if it is there.
+            title: A line above the picture, and the page's title.
+        """
+        Path(path).write_text(page(draw(tuple(self.spans), title=title), title=title), encoding="utf-8")
+
+
+def shown(place: object) -> str:
+    """Return where something comes from or goes to, for logs and traces; a place of one's own by its type."""
+    return os.fsdecode(place) if isinstance(place, str | os.PathLike) else type(place).__name__
+
+
+def traced(trace: Trace | None, name: str, *, detail: str = "") -> AbstractContextManager[None]:
     """Return a context that records one span, or nothing where nobody asked for a trace."""
-    return nullcontext() if trace is None else trace.span(name)
+    return nullcontext() if trace is None else trace.span(name, detail=detail)

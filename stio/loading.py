@@ -12,11 +12,11 @@ from torch import nn
 from stio.device.base import Landed
 from stio.engine.feed import Feed
 from stio.engine.opened import OpenCheckpoint, open_checkpoint
-from stio.engine.route import LoadOptions, prepare
+from stio.engine.route import LoadOptions, Transfer, prepare
 from stio.engine.runtime import Operation
 from stio.engine.switching import switch_interval as shortened
 from stio.errors import TensorNotFoundError
-from stio.events import traced
+from stio.events import shown, traced
 from stio.integrity import verify_files
 from stio.into import Into, LoadReport
 from stio.plan.read import Group, Names
@@ -34,8 +34,7 @@ def gather(
     landed: list[Landed] = []
     options = _by_target(options, opened)
     transfer = prepare(opened, names, options, deliver=lambda _, group: landed.append(group))
-    operation.on_cancel(transfer.run.stop)
-    transfer.carry_out()
+    _carry_out(operation, transfer)
     return landed
 
 
@@ -65,6 +64,11 @@ def carry_out_stream(
     """Deliver groups to a feed until all are there, at the consumer's pace."""
     transfer = prepare(opened, names, _by_target(options, opened), deliver=feed.put, hold=True)
     feed.attach(transfer.run)
+    _carry_out(operation, transfer)
+
+
+def _carry_out(operation: Operation[Any], transfer: Transfer) -> None:
+    operation.remark(transfer.describe)
     operation.on_cancel(transfer.run.stop)
     transfer.carry_out()
 
@@ -105,7 +109,7 @@ def start_reading(
     def body(operation: Operation[Any]) -> T:
         with shortened(settings.switch_interval):
             options = settings.load_options(slices)
-            with traced(settings.trace, "open"):
+            with traced(settings.trace, "open", detail=shown(source)):
                 opened = open_checkpoint(source, settings.open_options(), check=operation.check)
             try:
                 verify(opened, settings, operation)
@@ -113,7 +117,7 @@ def start_reading(
             finally:
                 opened.close()
 
-    return Operation(body, name="load").start()
+    return Operation(body, name="load", kind="load", about=shown(source)).start()
 
 
 class IntoLoad:
@@ -128,7 +132,8 @@ class IntoLoad:
         self._settings = settings
         self.report: LoadReport | None = None
         """What differed; there once the feed has ended."""
-        self.feed = Feed(self._body, name="load_into")
+        about = source.path if isinstance(source, OpenCheckpoint) else shown(source)
+        self.feed = Feed(self._body, name="load_into", about=about, trace=settings.trace)
         """Groups for the consumer's thread; its operation is not begun yet."""
 
     def _body(self, operation: Operation[None], feed: Feed) -> None:
@@ -137,9 +142,10 @@ class IntoLoad:
             if isinstance(self._source, OpenCheckpoint):
                 self._carry_out(operation, feed, self._source)
                 return
-            opened = open_checkpoint(
-                self._source, replace(settings.open_options(), strict=False), check=operation.check
-            )
+            with traced(settings.trace, "open", detail=shown(self._source)):
+                opened = open_checkpoint(
+                    self._source, replace(settings.open_options(), strict=False), check=operation.check
+                )
             try:
                 self._carry_out(operation, feed, opened)
             finally:
@@ -165,8 +171,7 @@ class IntoLoad:
 
         transfer = prepare(opened, names, options, deliver=deliver, hold=not direct)
         feed.attach(transfer.run)
-        operation.on_cancel(transfer.run.stop)
-        transfer.carry_out()
+        _carry_out(operation, transfer)
         self.report = report
 
     def place(self, landed: Landed) -> None:

@@ -7,18 +7,15 @@ The snapshot is complete first (the faces wait for that), the checkpoint durable
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from typing import Any
 
-import torch
-from torch import nn
-
-from stio.device.sources import LazyTensor
 from stio.engine.bell import Bell
 from stio.engine.pool import Pool
 from stio.engine.runtime import Operation
+from stio.events import shown
 from stio.save_body import Durable, Planner, SaveBody
-from stio.saving import DestinationLike, SaveResult, SaveSettings, TensorsLike, settled
+from stio.saving import DestinationLike, SaveResult, SaveSettings, TensorsLike, named, settled
 
 __all__ = ["PendingSave"]
 
@@ -52,7 +49,7 @@ class PendingSave:
         self._staged = self._delivered = self._cancelled = False
         self._bell = Bell()
         self._body = body = SaveBody(
-            _named(tensors),
+            named(tensors),
             settled(destination),
             settings,
             pool,
@@ -63,8 +60,9 @@ class PendingSave:
             planner=planner,
         )
         self._operation: Operation[SaveResult] = Operation(
-            body.carry_out, name="save", bell=self._bell, exit_patience=EXIT_PATIENCE_SECONDS
+            body.carry_out, name="save", kind="save", bell=self._bell, exit_patience=EXIT_PATIENCE_SECONDS
         )
+        self._operation.about = shown(destination)
         self._operation.start()
 
     def __del__(self) -> None:
@@ -200,11 +198,3 @@ class PendingSave:
     def _tell_staged(self) -> None:
         self._staged = True
         self._bell.ring()
-
-
-def _named(tensors: TensorsLike) -> dict[str, torch.Tensor | LazyTensor]:
-    if isinstance(tensors, nn.Module):
-        return dict(tensors.state_dict())
-    if not isinstance(tensors, Mapping):
-        raise TypeError(f"tensors must be a mapping of names to tensors or a module, not {type(tensors).__name__}")
-    return dict(tensors)

@@ -27,6 +27,7 @@ from stio.manifest import FileState, manifest_notes, new_hasher
 from stio.plan.write import WritePlan, plan_writes
 from stio.progress import progress_callback
 from stio.saving import Destination, SaveResult, SaveSettings
+from stio.spans import CALLER
 from stio.storage.base import Transaction
 from stio.storage.commit import LocalTransaction, begin_local
 from stio.storage.destination import OneFile
@@ -101,7 +102,8 @@ class SaveBody:
             with traced(settings.trace, "plan"), collection_paused(len(self._tensors)):
                 plan = self._plan()
             if self.after is not None:
-                self.after.wait_turn(operation, durable=False)
+                with traced(settings.trace, "wait", detail="for the save before"):
+                    self.after.wait_turn(operation, durable=False)
             self._fit()
             run = SaveRun(
                 plan,
@@ -118,7 +120,8 @@ class SaveBody:
             run.start()
             try:
                 if self.after is not None:
-                    self.after.wait_turn(operation, durable=True)
+                    with traced(settings.trace, "wait", detail="for the save before"):
+                        self.after.wait_turn(operation, durable=True)
                     self.after = None  # or all saves of a training run would stay, a chain
                 with traced(settings.trace, "begin"):
                     transaction = self._begin(len(plan.shards))
@@ -126,6 +129,8 @@ class SaveBody:
             finally:
                 run.stop()
                 run.join()
+                if not self._stage_first:
+                    self._pool.clear()  # ours alone; we are part of a circle, which waits for the collector
 
     def _plan(self) -> WritePlan:
         tensors, self._tensors = self._tensors, {}
@@ -155,6 +160,7 @@ class SaveBody:
         try:
             run.write_to(transaction.create([shard.nbytes for shard in plan.shards]))
             digests = run.complete()
+            operation.remark(lambda: f"{run.written_bytes:,} bytes in {len(plan.shards):,} files")
             written_seconds = perf_counter() - self._started
             names = transaction.shard_names
             hashes = {} if digests is None else dict(zip(names, digests, strict=True))
@@ -205,4 +211,7 @@ class SaveBody:
 
     def _tell_staged(self) -> None:
         self._staged_seconds = perf_counter() - self._started
+        if self._stage_first and self._settings.trace is not None:
+            staged = self._started + self._staged_seconds
+            self._settings.trace.add("wait", self._started, staged, detail="for the snapshot", lane=CALLER)
         self._announce()

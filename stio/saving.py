@@ -20,7 +20,16 @@ from stio.progress import Progress, progress_callback
 from stio.storage.base import Transaction
 from stio.storage.destination import OneFile, is_one_file
 
-__all__ = ["Destination", "DestinationLike", "SaveKeywords", "SaveResult", "SaveSettings", "TensorsLike", "settled"]
+__all__ = [
+    "Destination",
+    "DestinationLike",
+    "SaveKeywords",
+    "SaveResult",
+    "SaveSettings",
+    "TensorsLike",
+    "named",
+    "settled",
+]
 
 DEFAULT_MAX_SHARD_SIZE = "5GB"
 DEFAULT_PATTERN = "model{suffix}.safetensors"
@@ -47,6 +56,19 @@ DestinationLike: TypeAlias = str | os.PathLike[str] | Destination
 
 TensorsLike: TypeAlias = Mapping[str, torch.Tensor] | Mapping[str, torch.Tensor | LazyTensor] | nn.Module
 """Tensors by name, some of them perhaps lazy, or a module, whose `state_dict()` is meant."""
+
+
+def named(tensors: TensorsLike) -> dict[str, torch.Tensor | LazyTensor]:
+    """Return what is to be saved, by name, in a mapping that is nobody else's.
+
+    Raises:
+        TypeError: Neither a mapping nor a module.
+    """
+    if isinstance(tensors, nn.Module):
+        return dict(tensors.state_dict())
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"tensors must be a mapping of names to tensors or a module, not {type(tensors).__name__}")
+    return dict(tensors)
 
 
 def settled(destination: DestinationLike) -> str | OneFile | Destination:

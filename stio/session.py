@@ -18,6 +18,7 @@ from stio.engine.opened import OpenCheckpoint, open_checkpoint
 from stio.engine.runtime import Operation
 from stio.engine.switching import switch_interval as shortened
 from stio.errors import ClosedError
+from stio.events import shown, traced
 from stio.loading import IntoLoad, carry_out_stream, collect, verify
 from stio.plan.read import Names
 from stio.settings import Settings, SourceLike
@@ -82,7 +83,9 @@ class CheckpointBase:
         options = self._settings.open_options()
 
         def body(operation: Operation[Any]) -> OpenCheckpoint:
-            opened = open_checkpoint(self._source, options, check=operation.check)
+            with traced(self._settings.trace, "open", detail=shown(self._source)):
+                opened = open_checkpoint(self._source, options, check=operation.check)
+            operation.remark(lambda: f"{len(opened.files):,} files")
             try:
                 verify(opened, self._settings, operation)
             except BaseException:
@@ -92,7 +95,7 @@ class CheckpointBase:
 
         if self._opened is not None:
             raise RuntimeError("the checkpoint is open already")
-        return Operation(body, name="open", discard=OpenCheckpoint.close).start()
+        return Operation(body, name="open", about=shown(self._source), discard=OpenCheckpoint.close).start()
 
     def _start_load(
         self, names: Names | None, slices: Mapping[str, object] | None
@@ -103,7 +106,7 @@ class CheckpointBase:
             with shortened(settings.switch_interval):
                 return collect(operation, opened, names, settings.load_options(slices))
 
-        return self._own(Operation(body, name="load")).start()
+        return self._own(Operation(body, name="load", kind="load", about=opened.path)).start()
 
     def _feed(self, names: Names | None, slices: Mapping[str, object] | None) -> Feed:
         """Return a feed of groups, not begun yet."""
@@ -113,7 +116,7 @@ class CheckpointBase:
             with shortened(settings.switch_interval):
                 carry_out_stream(operation, feed, opened, names, settings.load_options(slices))
 
-        feed = Feed(body, name="stream")
+        feed = Feed(body, name="stream", about=opened.path, trace=settings.trace)
         self._own(feed.operation)
         return feed
 

@@ -75,7 +75,7 @@ def examine(path: str, *, hash_required: bool = False) -> Report:
         finally:
             opened.close()
 
-    operation: Operation[Report] = Operation(body, name="verify")
+    operation: Operation[Report] = Operation(body, name="verify", about=path)
     return operation.start().result()
 
 

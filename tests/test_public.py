@@ -48,13 +48,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         stio.lode  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_import_is_cheap() -> None:
-    heavy = {"torch", "numpy", "anyio", "asyncio", "msgspec", "aiofiles"}
-    assert run(f"import sys, stio; print(sorted({heavy} & set(sys.modules)))") == "[]"
-    code = "import time; t = time.perf_counter(); import stio; print(time.perf_counter() - t)"
-    assert min(float(run(code)) for _ in range(5)) < 0.06  # 8-12 ms on two busy cores
-
-
 def test_import_sync_imports_all_that_it_runs(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
@@ -78,7 +71,9 @@ def test_errors_say_stio_before_anybody_asked() -> None:
     assert run("import stio.sync, stio.errors; print(stio.errors.FormatError)") == "<class 'stio.FormatError'>"
 
 
-@pytest.mark.parametrize("name", ["Checkpoint", "Limits", "ProgressEvent", "Span", "Stream", "TensorInfo", "Trace"])
+@pytest.mark.parametrize(
+    "name", ["Checkpoint", "Limits", "ProgressEvent", "Span", "Stats", "Stream", "TensorInfo", "Trace"]
+)
 def test_members_are_documented(name: str) -> None:
     for member, value in vars(getattr(stio, name)).items():
         if not member.startswith("_") and (inspect.isroutine(value) or isinstance(value, property)):

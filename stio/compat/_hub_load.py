@@ -101,7 +101,7 @@ def _load_file(path: str, map_location: MapLocation) -> dict[str, torch.Tensor]:
         finally:
             opened.close()
 
-    take = Operation(body, name="load").start().result()
+    take = Operation(body, name="load", kind="load", about=path).start().result()
     tensors = take()
     return tensors if target == device else {name: tensor.to(device) for name, tensor in tensors.items()}
 

@@ -14,6 +14,7 @@ from time import perf_counter
 
 import torch
 
+from stio import counters
 from stio.codec.dtypes import tensor_nbytes
 from stio.device.base import Accelerator, Event
 from stio.device.tensors import TORCH_DTYPES, torch_shape, typed
@@ -59,6 +60,9 @@ class Stage:
         self._lost: list[Region] = []
         self._changed = threading.Condition()
         self._submitting = threading.Lock()
+        self.held_bytes = 0
+        """Bytes of the slots that were made and not let go of."""
+        counters.hold(self)
 
     def acquire(self, stopped: Callable[[], bool]) -> Region | None:
         """Return a free slot, waiting for the oldest copy if there is none; None once `stopped()`.
@@ -143,17 +147,21 @@ class Stage:
         finally:
             with self._changed:
                 self._unmade += len(self._free)
+                self.held_bytes -= self.slot_bytes * (len(self._free) + len(self._lost))
                 self._free.clear()
                 self._lost.clear()  # the allocator that pinned it waits for what it knows to be under way
 
     def _make(self) -> Region:
         try:
-            return self._accelerator.staging(self.slot_bytes)
+            slot = self._accelerator.staging(self.slot_bytes)
         except BaseException:
             with self._changed:
                 self._unmade += 1
                 self._changed.notify()
             raise
+        with self._changed:
+            self.held_bytes += self.slot_bytes
+        return slot
 
     def _take_off(self) -> _Flight:
         """Take the oldest flight, under the lock; who took it must `_land` it."""

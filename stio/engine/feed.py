@@ -6,11 +6,13 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from time import perf_counter
 
 from stio.device.base import Landed
 from stio.engine.bell import Bell
 from stio.engine.load import LoadRun
 from stio.engine.runtime import Operation
+from stio.events import Trace
 from stio.plan.read import Group
 
 __all__ = ["Feed"]
@@ -24,15 +26,23 @@ class Feed:
     Args:
         body: Runs on a thread: makes a run that delivers to `put`, announces it by `attach`, carries it out.
         name: Name of that thread.
+        about: What is loaded, for the log.
+        trace: Where it goes what the consumer did: wait for a group, and use it until it asked for the next.
     """
 
-    def __init__(self, body: Callable[[Operation[None], Feed], None], *, name: str) -> None:
+    def __init__(
+        self, body: Callable[[Operation[None], Feed], None], *, name: str, about: str = "", trace: Trace | None = None
+    ) -> None:
         self._items: deque[tuple[Group, Landed]] = deque()
         self._bell = Bell()
         self._run: LoadRun | None = None
         self._promoted: set[str] = set()
         self._held: Group | None = None
-        self.operation: Operation[None] = Operation(self._carry_out(body), name=name, bell=self._bell)
+        self._trace = trace
+        self._taken = 0.0  # when the consumer got the group that it holds
+        self.operation: Operation[None] = Operation(
+            self._carry_out(body), name=name, kind="load", about=about, bell=self._bell
+        )
         """The thread's work; cancelling it ends the feed."""
 
     def _carry_out(self, body: Callable[[Operation[None], Feed], None]) -> Callable[[Operation[None]], None]:
@@ -59,6 +69,7 @@ class Feed:
 
     async def next(self) -> Landed | None:
         """Return the next group, None at the end; waits in the current task."""
+        asked = self._ask()
         self._give_back()
         try:
             await self._bell.wait_for(self._ready)
@@ -70,17 +81,18 @@ class Feed:
             with suppress(asyncio.CancelledError):
                 await self.aclose()
             raise
-        return self._pick()
+        return self._pick(asked)
 
     def next_blocking(self) -> Landed | None:
         """Return the next group, None at the end; waits in this thread."""
+        asked = self._ask()
         self._give_back()
         try:
             self._bell.wait_for_blocking(self._ready)
         except BaseException:
             self.close()
             raise
-        return self._pick()
+        return self._pick(asked)
 
     def promote(self, names: set[str]) -> None:
         """Have the groups of these names read before all that has not begun."""
@@ -104,7 +116,17 @@ class Feed:
     def _ready(self) -> bool:
         return bool(self._items) or self.operation.done
 
-    def _pick(self) -> Landed | None:
+    def _ask(self) -> float:
+        """Record what the consumer did with the group that it holds; return the time."""
+        now, group = perf_counter(), self._held
+        if self._trace is not None and group is not None:
+            self._trace.add("consume", self._taken, now, num_bytes=group.payload_bytes)
+        return now
+
+    def _pick(self, asked: float) -> Landed | None:
+        self._taken = perf_counter()
+        if self._trace is not None:
+            self._trace.add("wait", asked, self._taken, detail="for the next group")
         if self.operation.done:
             try:
                 self.operation.outcome()  # an error withholds what is still in line

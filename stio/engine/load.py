@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Protocol
 
+from stio import counters
 from stio.device.base import Landed
 from stio.engine.budget import Budget
 from stio.engine.runtime import Cancelled, be_nice, start_thread
@@ -23,14 +24,22 @@ from stio.plan.read import Block, Group, ReadPlan
 __all__ = ["LoadRun", "Route"]
 
 
+_SHOWN_SECONDS = 1e-4
+"""Shorter waits for a slot are none: taking a free one takes as long."""
+
+
 class Route(Protocol):
     """One way from a file to tensors (see `stio.engine.ways`). Called from several workers at once."""
 
     label: str
     """What a trace calls its reads."""
 
-    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
-        """Bring a block's bytes to where its group lands. Blocks; may return early once `stopped()`."""
+    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> float | None:
+        """Bring a block's bytes to where its group lands. Blocks; may return early once `stopped()`.
+
+        Returns:
+            Seconds that it waited for staging memory before that, where there is some to wait for.
+        """
 
     def finish(self, group: Group) -> Landed:
         """Make the tensors of a group whose blocks have all been read."""
@@ -83,6 +92,15 @@ class LoadRun:
         self._error: BaseException | None = None
         self._done_bytes = self._done_tensors = 0
         self._reporting = threading.Lock()
+        self.read_bytes = 0
+        """Bytes of the blocks that were read."""
+        self.written_bytes = 0
+        """None; see `stio.counters`."""
+
+    @property
+    def used_bytes(self) -> int:
+        """What is taken of the budget."""
+        return self.budget.used_bytes
 
     def run(self) -> None:
         """Work until everything is delivered, on this thread and the run's own others.
@@ -91,6 +109,13 @@ class LoadRun:
             Cancelled: `stop` was called.
             BaseException: The first error of a worker, as it was raised.
         """
+        counters.enter(self)
+        try:
+            self._run()
+        finally:
+            counters.leave(self)
+
+    def _run(self) -> None:
         self._report(None)
         self._workers = 1
         for k in range(1, self._num_workers):
@@ -154,9 +179,12 @@ class LoadRun:
 
     def _take(self) -> Block | None:
         """Return the next block, waiting for budget if need be; None when there is nothing left to take."""
+        waits_since = 0.0
         with self._changed:
             while not self._stopped:
                 if self._blocks:
+                    if waits_since and self._trace is not None:
+                        self._trace.add("wait", waits_since, perf_counter(), detail="for budget")
                     return self._blocks.popleft()
                 if not self._waiting:
                     return None
@@ -167,6 +195,7 @@ class LoadRun:
                     self._blocks.extend(group.blocks or [Block(group.index, max(group.offset, 0), 0, 0)])
                     self._changed.notify_all()
                     continue
+                waits_since = waits_since or perf_counter()
                 self._changed.wait()
         return None
 
@@ -174,13 +203,18 @@ class LoadRun:
         group = self._plan.groups[block.group]
         route = self._routes[group.shard]
         start = perf_counter()
-        if block.nbytes:
-            route.read(group, block, self.is_stopped)
+        waited = (route.read(group, block, self.is_stopped) if block.nbytes else None) or 0.0
         if self._trace is not None:
-            self._trace.add(route.label, start, perf_counter(), num_bytes=block.nbytes, detail=type(route).__name__)
+            if waited > _SHOWN_SECONDS:
+                self._trace.add("wait", start, start + waited, detail="for staging memory")
+            self._trace.add(
+                route.label, start + waited, perf_counter(), num_bytes=block.nbytes, detail=type(route).__name__
+            )
         with self._changed:
             if self._stopped:
                 return
+            if route.label != "map":
+                self.read_bytes += block.nbytes
             self._left[block.group] -= 1
             if self._left[block.group]:
                 return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from stio import memory
+from stio import counters, memory
 from stio.memory import PAGE_BYTES, Region
 
 __all__ = ["Pool", "block_bytes_for"]
@@ -62,6 +62,12 @@ class Pool:
         self._free: list[Region] = []
         self._makers: dict[int, Callable[[int], Region]] = {}  # of the blocks in use, by address
         self._held_bytes = 0
+        counters.hold(self)
+
+    @property
+    def held_bytes(self) -> int:
+        """What it holds now, in use or kept."""
+        return self._held_bytes
 
     def fit(self, block_bytes: int, make: Callable[[int], Region]) -> None:
         """Give out blocks of this size from now on, made by `make`; others go, at once or once they are back."""

@@ -101,6 +101,11 @@ class Transfer:
     kept: tuple[Kept, ...] = ()
     """What a cache keeps of them; let go of at the end."""
 
+    def describe(self) -> str:
+        """Return what is read and by which way in, for the log."""
+        ways = sorted({type(self.routes[group.shard]).__name__ for group in self.plan.groups}) or ["nothing"]
+        return f"{self.plan.total_bytes:,} bytes of {self.plan.num_tensors:,} tensors by {', '.join(ways)}"
+
     def carry_out(self) -> None:
         """Run to the end, then make sure that the files are still what was planned; blocks.
 

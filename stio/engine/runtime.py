@@ -24,8 +24,9 @@ from typing import Any, Generic, TypeVar
 
 import anyio
 
+from stio import counters
 from stio.engine.bell import Bell
-from stio.errors import ClosedError
+from stio.errors import ClosedError, printable
 from stio.events import set_lane
 
 __all__ = ["Cancelled", "Operation", "be_nice", "start_thread"]
@@ -81,6 +82,8 @@ class Operation(Generic[T]):
         body: Called with this operation on the new thread. It should look at `cancelled` or hang a callback on
             `on_cancel`, and must leave nothing behind when it returns or raises.
         name: Name of the thread, a lane of traces.
+        kind: What it counts as in `stio.stats()`.
+        about: What it works on, for the log; it may come out of a file.
         bell: Rung when the body has ended, for those who wait for other things of it too.
         discard: Called with a value that nobody will take, the operation having been cancelled meanwhile.
         exit_patience: Seconds that the interpreter's exit waits for its end before it is cancelled.
@@ -91,12 +94,18 @@ class Operation(Generic[T]):
         body: Callable[[Operation[T]], T],
         *,
         name: str,
+        kind: counters.Kind = "other",
+        about: str = "",
         bell: Bell | None = None,
         discard: Callable[[T], object] = lambda _: None,
         exit_patience: float = 0.0,
     ) -> None:
         self._body = body
         self._name = name
+        self._kind: counters.Kind = kind
+        self.about = about
+        """See above."""
+        self._remark = ""
         self._lock = threading.RLock()  # a finalizer may cancel while its own thread is inside
         self._stops: list[Callable[[], None]] = []
         self._discard = discard
@@ -114,15 +123,24 @@ class Operation(Generic[T]):
 
     def start(self) -> Operation[T]:
         """Begin; returns at once."""
+        self._log("begins")
         _live.add(self)
+        self._began = time.perf_counter()
+        self._tally = counters.begin(self._kind)
         self._started = True  # before the thread: who closes us meanwhile must wait for it
         try:
             start_thread(self._run, name=self._name)
         except BaseException:
             self._started = False
+            counters.end(self._tally, None)
             _live.discard(self)
             raise
         return self
+
+    def remark(self, say: Callable[[], str]) -> None:
+        """Say what the log shall tell of it at its end (for bodies); not even asked where nobody listens."""
+        if logger.isEnabledFor(logging.DEBUG):
+            self._remark = f"; {say()}"
 
     def cancel(self) -> None:
         """Ask the body to end. Never blocks; callable from any thread, a finalizer included. Idempotent."""
@@ -257,6 +275,7 @@ class Operation(Generic[T]):
         # The body's closure holds plans, files and buffers: they must be free before the waiter goes on.
         del self._body
         _live.discard(self)
+        self._account()
         with self._lock:
             self._stops = []
             late = self.cancelled
@@ -265,6 +284,21 @@ class Operation(Generic[T]):
             self._drop()
             self._done = True
         self._bell.ring()
+
+    def _account(self) -> None:
+        """Count the end, and log it; nobody who waits has heard of it yet."""
+        cancelled = self.cancelled or isinstance(self._error, Cancelled)
+        outcome: counters.Outcome = "cancelled" if cancelled else "done" if self._error is None else "failed"
+        seconds = time.perf_counter() - self._began
+        counters.end(self._tally, outcome, seconds)
+        told = f"failed by {type(self._error).__name__}" if outcome == "failed" else outcome
+        self._log("%s after %.3f s%s", told, seconds, "" if outcome == "cancelled" else self._remark)
+
+    def _log(self, message: str, *values: object) -> None:
+        """Write a line for who looks for them. Never in a loop; a handler that raises must not keep us from ending."""
+        if logger.isEnabledFor(logging.DEBUG):
+            with suppress(Exception):
+                logger.debug(f"%s: {message}", f"{self._name} {printable(self.about)}".rstrip(), *values)
 
     def _drop(self) -> None:
         """Get rid of a value that came too late; ends as any cancelled operation does."""

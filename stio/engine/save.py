@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Protocol
 
+from stio import counters
 from stio.device.sources import Copy, LazyTensor, Readiness, copy_out, copy_small
 from stio.engine.pool import Pool
 from stio.engine.producing import Production
@@ -113,10 +114,15 @@ class SaveRun:
         self._done_bytes = 0
         self._done_tensors = sum(not source.nbytes for source in plan.sources)  # there is nothing to write of those
         self._reporting = threading.Lock()
+        self.written_bytes = 0
+        """Bytes of the blocks that were written."""
+        self.read_bytes = self.used_bytes = 0
+        """None; see `stio.counters`. The pool says what staging memory it holds."""
 
     def start(self) -> None:
         """Begin to fill blocks on threads of the run's own; `complete` must follow."""
         self._report(None)
+        counters.enter(self)
         for k in range(1, 1 + min(NUM_WORKERS - 1, len(self._blocks))):
             with self._changed:
                 self._workers += 1
@@ -169,6 +175,7 @@ class SaveRun:
         with self._changed:
             self._changed.wait_for(lambda: not self._workers)
             full, self._full = self._full, []
+        counters.leave(self)
         self._production.clear()
         self._sources = ()
         for _, region in full:
@@ -281,6 +288,7 @@ class SaveRun:
         with self._changed:
             if self._stopped:
                 return
+            self.written_bytes += block.nbytes
             self._left[block.shard] -= 1
             last = not self._left[block.shard]
         if last:

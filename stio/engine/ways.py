@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import torch
 
@@ -115,8 +116,8 @@ class MapRoute:
         self._cold = cold
         self._pacer = Pacer(piece_bytes)
         self._dtype = dtype
-
-    label = "populate"
+        self.label = "populate" if populates else "map"
+        """What a trace calls its reads."""
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Populate a block's range."""
@@ -177,16 +178,19 @@ class StageRoute:
 
     label = "read"
 
-    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
-        """Read a block into a slot, or have it lent, and queue its copies."""
+    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> float:
+        """Read a block into a slot, or have it lent, and queue its copies; return the seconds of waiting for a slot."""
+        waited = 0.0
         lent = self._reader.lend(block, stopped)
         if lent is not None:
             image = self._image(group)
             event = self._stage.submit(None, [pair for at, region in lent for pair in image.pairs(at, region)])
         else:
+            start = perf_counter()
             slot = self._stage.acquire(stopped)
+            waited = perf_counter() - start
             if slot is None:
-                return
+                return waited
             try:
                 self._reader.read(group, block, slot, block.at, stopped)
                 if stopped():
@@ -198,6 +202,7 @@ class StageRoute:
             event = self._stage.submit(slot, pairs)
         with self._lock:
             self._images[group.index].events.append(event)
+        return waited
 
     def finish(self, group: Group) -> Landed:
         """Return the device's tensors; the consumer's stream will wait for their last copy."""

@@ -1,0 +1,106 @@
+"""Traces as OpenTelemetry spans, under whatever span is current: where a request's or a training step's time went.
+
+    with recording("load the model") as trace:
+        tensors = await stio.load("model/", trace=trace)
+
+Needs `stio[otel]`, the interface alone: who sees the spans decides the application's own SDK. They are made when the
+work has ended, with the times that it took, so nothing of it stands in the way of a load. What has more spans than
+`max_spans` becomes one for each lane and kind of work; an exporter would drop what overruns its queue.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from stio.errors import printable
+from stio.events import Span, Trace
+from stio.spans import covered_seconds, summarize, usable
+
+try:
+    from opentelemetry import trace as otel
+    from opentelemetry.util.types import AttributeValue
+except ModuleNotFoundError as error:
+    raise ImportError("spans of OpenTelemetry are made with its interface: pip install 'stio[otel]'") from error
+
+__all__ = ["export_trace", "recording"]
+
+_MAX_SPANS = 512
+"""A batch of the SDK's exporter; its queue holds 2,048, and the application has spans of its own."""
+
+
+@contextmanager
+def recording(
+    name: str,
+    *,
+    tracer: otel.Tracer | None = None,
+    attributes: Mapping[str, AttributeValue] | None = None,
+    max_spans: int = _MAX_SPANS,
+) -> Iterator[Trace]:
+    """Hand out a trace for `trace=`; when the block ends, what it recorded becomes spans below one of this name.
+
+    That span is current inside the block, and carries an exception that leaves it.
+
+    Args:
+        name: Of the span.
+        tracer: Makes the spans; that of `stio` from the global provider unless given.
+        attributes: Further ones for the span.
+        max_spans: See `export_trace`.
+    """
+    tracer = tracer or otel.get_tracer("stio")
+    with tracer.start_as_current_span(name, attributes=attributes) as span:
+        trace = Trace()
+        try:
+            yield trace
+        finally:
+            if span.is_recording():
+                summary = summarize(tuple(trace.spans))
+                span.set_attributes({"stio.num_bytes": summary.num_bytes, "stio.summary": summary.sentence})
+                export_trace(trace, tracer=tracer, max_spans=max_spans)
+
+
+def export_trace(trace: Trace, *, tracer: otel.Tracer | None = None, max_spans: int = _MAX_SPANS) -> int:
+    """Make OpenTelemetry spans of a finished trace, children of the span that is current.
+
+    Args:
+        trace: Recorded in this process, or in another one since the machine was started: the clock is the machine's.
+        tracer: Makes the spans; that of `stio` from the global provider unless given.
+        max_spans: Above that, spans of one lane and name become one, with their number and times as attributes.
+
+    Returns:
+        How many were made.
+
+    Raises:
+        ValueError: `max_spans` is not positive.
+    """
+    if max_spans < 1:
+        raise ValueError(f"max_spans must be positive, not {max_spans}")
+    tracer = tracer or otel.get_tracer("stio")
+    zero = time.time_ns() - time.perf_counter_ns() + round(trace.origin * 1e9)  # of the trace, since 1970
+    ordered = usable(tuple(trace.spans))
+    groups = [[span] for span in ordered] if len(ordered) <= max_spans else _groups(ordered)
+    for group in groups:
+        start, end = group[0].start, max(span.end for span in group)
+        attributes = {"stio.lane": printable(group[0].lane), **_attributes(group)}
+        if len(group) == 1 and group[0].detail:
+            attributes["stio.detail"] = printable(group[0].detail)
+        made = tracer.start_span(
+            f"stio.{printable(group[0].name)}", start_time=zero + round(start * 1e9), attributes=attributes
+        )
+        made.end(end_time=zero + round(end * 1e9))
+    return len(groups)
+
+
+def _groups(ordered: Sequence[Span]) -> list[list[Span]]:
+    by_work: dict[tuple[str, str], list[Span]] = {}
+    for span in ordered:
+        by_work.setdefault((span.lane, span.name), []).append(span)
+    return list(by_work.values())
+
+
+def _attributes(spans: Sequence[Span]) -> dict[str, AttributeValue]:
+    found: dict[str, AttributeValue] = {"stio.num_bytes": sum(span.num_bytes for span in spans)}
+    if len(spans) > 1:
+        found |= {"stio.num_spans": len(spans), "stio.covered_seconds": covered_seconds(spans)}
+    return found

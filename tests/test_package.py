@@ -1,0 +1,261 @@
+"""What is shipped: what importing it costs, what the wheel and the sdist hold, and the types that a user's checker sees."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tarfile
+import textwrap
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import stio
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+# Importing.
+
+
+def processor_seconds(code: str) -> float:
+    """Return the processor time of an interpreter that runs this: of a noisy machine it sees less than a clock does."""
+    process = subprocess.Popen([sys.executable, "-I", "-c", code], cwd=ROOT)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_utime + usage.ru_stime
+
+
+def test_importing_costs_next_to_nothing() -> None:
+    path = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+    extra = [processor_seconds(f"{path}import stio") - processor_seconds(f"{path}pass") for _ in range(7)]
+    assert statistics.median(extra) < 0.06, extra  # 12 ms here
+
+
+def test_importing_brings_nothing_heavy() -> None:
+    heavy = ["torch", "numpy", "anyio", "asyncio", "msgspec", "aiofiles", "logging", "opentelemetry"]
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import stio; print([m for m in {heavy} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
+
+
+# What is built.
+
+
+def build(kind: str, target: Path) -> Path:
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", str(target)],
+        check=True, cwd=ROOT, capture_output=True,
+    )  # fmt: skip
+    (made,) = target.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    assert wheel.name == f"stio-{stio.__version__}-py3-none-any.whl"
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "stio").rglob("*.py")}
+    assert names == {*modules, "stio/py.typed"}
+
+
+def test_the_wheel_says_what_the_project_does(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        folder = f"stio-{stio.__version__}.dist-info"
+        metadata = email.message_from_bytes(archive.read(f"{folder}/METADATA"))
+        assert "stio = stio.__main__:main" in archive.read(f"{folder}/entry_points.txt").decode()
+        assert archive.read(f"{folder}/licenses/LICENSE")
+    assert set(metadata.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert sorted(re.split("[^a-z]", line)[0] for line in required) == [
+        "aiofiles",
+        "anyio",
+        "msgspec",
+        "numpy",
+        "torch",
+    ]
+
+
+def test_the_sdist_can_be_built_from_and_tested(tmp_path: Path) -> None:
+    made = build("sdist", tmp_path)
+    with tarfile.open(made) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = [*(ROOT / "stio").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    assert {path.relative_to(ROOT).as_posix() for path in wanted} <= names
+    assert {"pyproject.toml", "Makefile", "constraints.txt", "LICENSE", "README.md", "stio/py.typed"} <= names
+    assert not [name for name in names if re.search(r"(^|/)(\.git|\.venv|dist|build|__pycache__)(/|$)", name)]
+
+
+def test_every_requirement_is_pinned_for_development() -> None:
+    text = (ROOT / "constraints.txt").read_text()
+    pins = {re.sub("[-_.]+", "-", name).lower() for name in re.findall(r"^([\w.-]+)==", text, re.MULTILINE)}
+    needed = [
+        *PROJECT["dependencies"],
+        *(line for lines in PROJECT["optional-dependencies"].values() for line in lines),
+    ]
+    names = {re.sub("[-_.]+", "-", re.split(r"[^\w.-]", line)[0]).lower() for line in needed}
+    assert names - pins == set()
+
+
+# What a type checker sees from outside.
+
+PROGRAMS = {
+    "good.py": """
+    from collections.abc import Callable
+    from typing import Any, assert_type
+
+    import stio
+    import torch
+    from torch import nn
+
+
+    def show(event: stio.ProgressEvent) -> None:
+        assert_type(event.done_bytes, int)
+        assert_type(event.seconds, float)
+
+
+    async def load(module: nn.Module) -> None:
+        tensors = await stio.load("model/", device="cuda", dtype=torch.bfloat16, memory="copy", progress=show)
+        assert_type(tensors, dict[str, torch.Tensor])
+        await stio.load("model/", names=lambda name: name.startswith("h."), slices={"a": slice(3)}, limits=stio.Limits())
+        await stio.load("model/", names=["a", "b"], budget_bytes=1 << 20, verify=True, switch_interval=0.0005)
+        report = await stio.load_into(module, "model/", strict=False, assign=True)
+        assert_type(report, stio.LoadReport)
+        assert_type(report.missing, tuple[str, ...])
+        trace = stio.Trace()
+        async with stio.open("model/", device=torch.device("cpu"), trace=trace) as checkpoint:
+            assert_type(checkpoint, stio.Checkpoint)
+            assert_type(checkpoint.keys(), list[str])
+            assert_type(len(checkpoint), int)
+            assert_type(checkpoint.info("wte"), stio.TensorInfo)
+            assert_type(checkpoint.info("wte").shape, tuple[int, ...])
+            assert_type(await checkpoint.read("wte", slice(0, 8)), torch.Tensor)
+            async with checkpoint.stream() as stream:
+                assert_type(stream, stio.Stream)
+                async for name, tensor in stream:
+                    assert_type(name, str)
+                    assert_type(tensor, torch.Tensor)
+        assert_type(trace.spans, list[stio.Span])
+        assert_type(trace.save_svg("a.svg", title="a load"), None)
+        assert_type(trace.save_html("a.html"), None)
+        statistics = stio.stats()
+        assert_type(statistics, stio.Stats)
+        assert_type(statistics.num_loads_done, int)
+        assert_type(statistics.load_seconds, float)
+
+
+    async def save(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+        result = await stio.save(module, "out/", max_shard_size="5GB", metadata={"a": "b"}, hash="sha256")
+        assert_type(result, stio.SaveResult)
+        assert_type(result.files, tuple[str, ...])
+        lazy = stio.LazyTensor(torch.float32, (2, 3), lambda: torch.empty(2, 3))
+        await stio.save({"lazy": lazy, **tensors}, "out.safetensors", durability="none")
+        async with stio.Saver(keep_last=3, when_full="error") as saver:
+            assert_type(saver, stio.Saver)
+            pending = await saver.save(tensors, "step-100/")
+            assert_type(pending, stio.PendingSave)
+            assert_type(await pending, stio.SaveResult)
+            assert_type(pending.result(timeout=1.0), stio.SaveResult)
+        await stio.save_state({"step": 3}, "optim.safetensors")
+        assert_type(await stio.load_state("optim.safetensors"), Any)
+
+
+    def block(tensors: dict[str, torch.Tensor]) -> None:
+        assert_type(stio.sync.load("model/"), dict[str, torch.Tensor])
+        with stio.sync.open("model/") as checkpoint:
+            assert_type(checkpoint.read("wte"), torch.Tensor)
+            for name, tensor in checkpoint.stream():
+                assert_type((name, tensor), tuple[str, torch.Tensor])
+        assert_type(stio.sync.save(tensors, "out/"), stio.SaveResult)
+        with stio.sync.Saver() as saver:
+            assert_type(saver.save(tensors, "out/").result(), stio.SaveResult)
+
+
+    def errors(error: Exception) -> None:
+        if isinstance(error, stio.NoSpaceError):
+            found: OSError = error
+        if isinstance(error, stio.TensorNotFoundError):
+            missing: KeyError = error
+        if isinstance(error, stio.StioError):
+            assert_type(error.path, str | None)
+    """,
+    "bad.py": """
+    import stio
+
+    async def wrong() -> None:
+        await stio.load("model/", devise="cuda")  # E: call-arg
+        await stio.load(3)  # E: arg-type
+        await stio.load("model/", memory="mapped")  # E: arg-type
+        stio.load("model/")  # E: unused-coroutine
+        stio.lode("model/")  # E: attr-defined
+        reveal_type(await stio.load("model/"))  # N: dict[str, torch._tensor.Tensor]
+        reveal_type(stio.open("model/"))  # N: stio.reader.Checkpoint
+        with stio.open("model/"):  # E: attr-defined
+            pass
+        await stio.save({"a": 3}, "out/")  # E: dict-item
+        await stio.save({}, "out/", hash="md5")  # E: arg-type
+        stio.Saver(keep_last="3")  # E: arg-type
+        stio.stats().num_loads_done = 3  # E: misc
+        stio.Limits(3)  # E: call-arg
+        missing: int = stio.stats().load_seconds  # E: assignment
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def findings(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[tuple[int, str]]]:
+    """Return what a strict checker says of both programs, beside the wheel in an environment of its own.
+
+    In one run: most of its time goes into reading torch. What the wheel needs comes from the environment of the tests.
+    """
+    home = tmp_path_factory.mktemp("installed")
+    venv.create(home / "venv")
+    (packages,) = (home / "venv").glob("lib/python*/site-packages")
+    zipfile.ZipFile(wheel).extractall(packages)
+    (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    python = home / "venv" / "bin" / "python"
+    where = [python, "-I", "-c", "import stio; print(stio.__file__)"]
+    assert str(packages) in subprocess.run(where, check=True, capture_output=True, text=True).stdout
+    for name, text in PROGRAMS.items():
+        (home / name).write_text(textwrap.dedent(text))
+    options = ["--strict", "--no-error-summary", "--config-file=", "--python-executable", str(python)]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, *PROGRAMS],
+        cwd=home, env={k: v for k, v in os.environ.items() if k != "MYPYPATH"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert not done.stderr
+    found: dict[str, set[tuple[int, str]]] = {name: set() for name in PROGRAMS}
+    for line in done.stdout.splitlines():
+        match = re.fullmatch(r'(\w+\.py):(\d+): (?:error: .+\[([a-z-]+)\]|note: (?:Revealed type is "(.+)"|.+))', line)
+        assert match, line
+        name, number, error, kind = match.groups()
+        if error or kind:
+            found[name].add((int(number), f"E: {error}" if error else f"N: {kind}"))
+    return found
+
+
+def test_a_program_is_checked_against_the_installed_package(findings: dict[str, set[tuple[int, str]]]) -> None:
+    assert findings["good.py"] == set()
+
+
+def test_mistakes_are_found(findings: dict[str, set[tuple[int, str]]]) -> None:
+    lines = textwrap.dedent(PROGRAMS["bad.py"]).splitlines()
+    expected = {(k, line.partition("  # ")[2]) for k, line in enumerate(lines, 1) if "  # " in line}
+    assert findings["bad.py"] == expected
