@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio
 import pytest
 import torch
-from support import Gate, HookedRoot, eventually, eventually_async, ramp, run_python, save_sharded
+from support import Gate, HookedRoot, eventually, eventually_async, ramp, run_python, save_sharded, spin
 
 import stio
 from stio import sync
@@ -107,15 +107,21 @@ def test_a_load_that_fails_in_the_middle_counts_what_it_read(directory):
 
 
 async def test_a_load_under_way_and_cancelled(directory):
-    since, gate = Since(), Gate(after=2)
+    since, gate, scope = Since(), Gate(after=2), anyio.CancelScope()
+
+    async def load():
+        with scope:
+            await stio.load(HookedRoot(directory, gate), memory="copy", budget_bytes=MIB)
+
     async with anyio.create_task_group() as group:
-        group.start_soon(lambda: stio.load(HookedRoot(directory, gate), memory="copy", budget_bytes=MIB))
+        group.start_soon(load)
         assert await eventually_async(lambda: since.added().get("read_bytes", 0) > 0 and gate.reached.is_set())
         added = since.added()
         assert added["num_loads_running"] == 1
         assert 0 < added["budget_used_bytes"] <= MIB
         assert 0 < added["read_bytes"] < DATA_BYTES
-        group.cancel_scope.cancel()
+        scope.cancel()
+        await spin(20)  # the load has heard of it, and waits for its reads
         gate.opened.set()
     assert since.counts() == {"num_loads_cancelled": 1}
     assert since.added().get("budget_used_bytes", 0) == 0
