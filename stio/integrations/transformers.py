@@ -55,7 +55,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     A save that failed is raised by the next one or at the end of the training, which waits for what is under way.
     What Trainer does only while it saves by itself is refused when the training begins: `load_best_model_at_end`,
-    `save_strategy="best"`, pushes of each save. So are several processes, PEFT and quantized models.
+    `save_strategy="best"`, pushes of each save. So are DeepSpeed, FSDP, PEFT and quantized models.
 
     Args:
         output_dir: Where checkpoints go; by default to that of `TrainingArguments`.
@@ -235,7 +235,9 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._due = False
         self.wait()
         with_state = self._save_optimizer and not args.save_only_model
-        training = {"global_step": state.global_step, "at_epoch": at_epoch, "random": _get_random()}
+        training = {"global_step": state.global_step, "at_epoch": at_epoch, "random": _gather_random(args)}
+        if not args.should_save:
+            return  # another process does
         save = PublishedSave(self._directory(args), state.global_step, durable=self._durability == "full")
         with save:
             weights = _write_model_files(now["model"], save.path)
@@ -295,7 +297,10 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         now["lr_scheduler"].load_state_dict(training["scheduler"])
         if training["scaler"] is not None and (scaler := _scaler_of(now)) is not None:
             scaler.load_state_dict(training["scaler"])
-        self._random, self._random_at_epoch = training["random"], training["at_epoch"]
+        if len(training["random"]) == args.world_size:
+            self._random, self._random_at_epoch = training["random"][args.process_index], training["at_epoch"]
+        else:
+            logger.warning("the random generators are of %d processes and begin afresh", len(training["random"]))
 
 
 def _why_not(args: TrainingArguments, state: TrainerState, model: nn.Module) -> str | None:
@@ -304,8 +309,8 @@ def _why_not(args: TrainingArguments, state: TrainerState, model: nn.Module) -> 
         return "the best model is known to Trainer's own saving only; leave out load_best_model_at_end and 'best'"
     if args.push_to_hub and args.hub_strategy != "end":
         return 'only Trainer\'s own saving pushes; say hub_strategy="end", and push when the training is done'
-    if args.world_size > 1 or getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
-        return "several processes, DeepSpeed and FSDP need Trainer's own saving"
+    if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
+        return "DeepSpeed and FSDP need Trainer's own saving"
     if state.is_hyper_param_search:
         return "a hyperparameter search needs Trainer's own saving"
     if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
@@ -336,6 +341,16 @@ def _states_of(now: Mapping[str, Any]) -> dict[str, Any]:
 def _scaler_of(now: Mapping[str, Any]) -> Any:
     """Return the scaler of gradients that accelerate has given to its optimizer, None if there is none."""
     return getattr(now["optimizer"], "scaler", None)
+
+
+def _gather_random(args: TrainingArguments) -> list[dict[str, Any]]:
+    """Return the states of the random generators of all processes, in order; all of them must come here."""
+    mine = _get_random()
+    if args.world_size == 1:
+        return [mine]
+    states: list[Any] = [None] * args.world_size
+    torch.distributed.all_gather_object(states, mine)
+    return states
 
 
 def _get_random() -> dict[str, Any]:

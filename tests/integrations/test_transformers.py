@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +18,7 @@ import torch
 from integrations.test_train_example import run_kills
 from integrations.trainer_case import NUM_STEPS, STEPS_PER_EPOCH, WEIGHTS, AtStep, make_model, make_trainer, result
 from safetensors.torch import load_file
-from support import require_equal
+from support import REPOSITORY, require_equal
 from transformers import EarlyStoppingCallback, GPT2LMHeadModel, Trainer
 
 import stio
@@ -122,6 +125,30 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     done = run_kills("trainer_case", tmp_path, "--steps", *steps, "--trainings", 1 + KILLS // 4, "--kills", 4)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """Each has its own dropout; one saves for both."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, "-m", "integrations.ranks", str(tmp_path)]
+    shared = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]), "WORLD_SIZE": "2"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ended = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], ended
+    assert [stdout.splitlines()[-1] for stdout, _ in ended] == ["rank 0: 6 steps", "rank 1: 6 steps"]
+    training = sync.load_state(tmp_path / "whole" / "checkpoint-6" / "training_state")
+    assert not torch.equal(*(one["torch"] for one in training["random"]))
 
 
 def test_a_checkpoint_is_what_from_pretrained_takes(tmp_path: Path) -> None:
