@@ -102,7 +102,7 @@ def from_plain(value: Any) -> Any:
     if kind in _MAPPINGS:
         if TAG in value:
             return _restored(value)
-        result = kind()
+        result: Any = kind()
         for key, item in value.items():
             result[key] = from_plain(item)
         return result

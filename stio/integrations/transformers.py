@@ -16,6 +16,7 @@ import logging
 import os
 import random
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -236,6 +237,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self.wait()
         with_state = self._save_optimizer and not args.save_only_model
         training = {"global_step": state.global_step, "at_epoch": at_epoch, "random": _gather_random(args)}
+        if self._trainer is not None:
+            self._trainer.store_flos()  # gathers too
         if not args.should_save:
             return  # another process does
         save = PublishedSave(self._directory(args), state.global_step, durable=self._durability == "full")
@@ -260,7 +263,6 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """Return what `trainer_state.json` is to say."""
         callbacks = {**state.stateful_callbacks, type(control).__name__: control.state()}
         if self._trainer is not None:
-            self._trainer.store_flos()
             exported = [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
             callbacks = dataclasses.replace(state, stateful_callbacks=[*exported, control]).stateful_callbacks
         if with_state:
@@ -325,7 +327,8 @@ def _write_model_files(model: nn.Module, directory: str) -> dict[str, torch.Tens
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     if isinstance(model, PreTrainedModel):
         model.save_pretrained(directory, state_dict={})  # config, generation config, code of its own
-        os.unlink(os.path.join(directory, _WEIGHTS))  # without any
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(directory, _WEIGHTS))  # some versions write one without any
     return model.state_dict()
 
 
@@ -358,7 +361,8 @@ def _get_random() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        # Not of devices that nothing has used: to ask would begin to use them.
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
     }
 
 

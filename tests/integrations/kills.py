@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol, cast
 
 import torch
+import torch._dynamo  # an optimizer's first step imports it, for seconds
 
 LONGEST_SECONDS = 0.012
 """After the step's line: enough for the save that follows to begin, be written, or be published."""

@@ -36,12 +36,16 @@ class Small(LightningModule):
         self.log("loss", loss)
         return loss
 
-    def validation_step(self, batch: list[torch.Tensor], number: int) -> None:
-        self.log("val", nn.functional.mse_loss(self.layers(batch[0]), batch[1]))
-
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)]
+
+
+class Validated(Small):
+    """The same, with a validation after each epoch."""
+
+    def validation_step(self, batch: list[torch.Tensor], number: int) -> None:
+        self.log("val", nn.functional.mse_loss(self.layers(batch[0]), batch[1]))
 
 
 def loader() -> DataLoader[Any]:
@@ -49,7 +53,9 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
 
 
-def make_trainer(directory: Path, plugin: Any, *callbacks: Callback, epochs: int = NUM_STEPS // STEPS_PER_EPOCH, **keywords: Any) -> Trainer:
+def make_trainer(
+    directory: Path, plugin: Any, *callbacks: Callback, epochs: int = NUM_STEPS // STEPS_PER_EPOCH, **keywords: Any
+) -> Trainer:
     return Trainer(
         default_root_dir=directory,
         accelerator="cpu",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.lightning_case import STEPS_PER_EPOCH, Small, loader, make_trainer
+from integrations.lightning_case import STEPS_PER_EPOCH, Small, Validated, loader, make_trainer
 from integrations.test_train_example import run_kills
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -25,6 +25,11 @@ import stio
 from stio import sync
 from stio.integrations.lightning import StioCheckpointIO
 from stio.storage import calls
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The '.*_dataloader' does not have many workers:lightning.fabric.utilities.warnings.PossibleUserWarning",
+    "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",  # of torch, in Lightning's own code
+)
 
 KILLS = int(os.environ.get("STIO_TRAIN_KILLS", "0"))
 Weights = dict[str, torch.Tensor]
@@ -94,7 +99,9 @@ def test_a_resumed_training_ends_with_the_same_weights(tmp_path: Path, asynchron
     make_trainer(tmp_path, plugin, checkpoints(tmp_path / "c"), epochs=2).fit(first, loader())
     assert names_in(tmp_path / "c") == ["epoch=1-step=8.ckpt"]
     resumed = Small()
-    trainer = make_trainer(tmp_path, StioCheckpointIO(asynchronous=asynchronous), checkpoints(tmp_path / "c", save_top_k=-1))
+    trainer = make_trainer(
+        tmp_path, StioCheckpointIO(asynchronous=asynchronous), checkpoints(tmp_path / "c", save_top_k=-1)
+    )
     with pytest.warns(UserWarning, match="exists and is not empty"):
         trainer.fit(resumed, loader(), ckpt_path=tmp_path / "c" / "epoch=1-step=8.ckpt")
     assert trainer.global_step == 4 * STEPS_PER_EPOCH
@@ -114,8 +121,12 @@ def test_the_checkpoint_is_what_lightnings_own_would_be(tmp_path: Path) -> None:
     plugin = Both()
     saving = checkpoints(tmp_path / "c", every_n_train_steps=3, save_top_k=-1, monitor="loss")
     stopping = EarlyStopping("val", patience=9)
-    make_trainer(tmp_path, plugin, saving, stopping, epochs=2).fit(Small(rate=0.1, path=Path("/data")), loader(), loader())
-    found = [plugin.load_checkpoint(tmp_path / "c" / f"epoch={epoch}-step={step}.ckpt") for epoch, step in ((0, 3), (1, 6))]
+    make_trainer(tmp_path, plugin, saving, stopping, epochs=2).fit(
+        Validated(rate=0.1, path=Path("/data")), loader(), loader()
+    )
+    found = [
+        plugin.load_checkpoint(tmp_path / "c" / f"epoch={epoch}-step={step}.ckpt") for epoch, step in ((0, 3), (1, 6))
+    ]
     assert len(own) == 2
     for one, other in zip(found, own, strict=True):
         require_same(one, other)
@@ -146,7 +157,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
 
 
 def test_validate_takes_the_best(tmp_path: Path) -> None:
-    module = Small()
+    module = Validated()
     saving = checkpoints(tmp_path / "c", monitor="val", save_top_k=1, save_last=True)
     trainer = make_trainer(tmp_path, StioCheckpointIO(), saving)
     trainer.fit(module, loader(), loader())
@@ -158,7 +169,8 @@ def test_validate_takes_the_best(tmp_path: Path) -> None:
     require_equal(weights_of(module), best["state_dict"])
     assert len(visible(tmp_path / "c")) == 2
     trainer.fit_loop.max_epochs = 5
-    trainer.fit(module, loader(), loader(), ckpt_path="last")
+    with pytest.warns(UserWarning, match="exists and is not empty"):
+        trainer.fit(module, loader(), loader(), ckpt_path="last")
     assert trainer.global_step == 5 * STEPS_PER_EPOCH
 
 

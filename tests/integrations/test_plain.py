@@ -59,9 +59,19 @@ KEPT = {
     "sets": [{1, "a", (2, 3)}, frozenset({None}), set()],
     "namespace": Namespace(rate=0.1, inner=Namespace(paths=[Path("a")])),
     "factories": [defaultdict(list, a=[1]), defaultdict(None, b=2), defaultdict(int)],
-    "numpy": [np.arange(6, dtype=np.uint32).reshape(2, 3), np.float64(0.1), np.int16(-3), np.bool_(True), np.zeros((0, 2))],
+    "numpy": [
+        np.arange(6, dtype=np.uint32).reshape(2, 3),
+        np.float64(0.1),
+        np.int16(-3),
+        np.bool_(True),
+        np.zeros((0, 2)),
+    ],
     "views": [np.arange(12.0).reshape(3, 4).T, np.broadcast_to(np.float32(2), (2, 2))],
-    "generators": [random.getstate(), np.random.default_rng(3).bit_generator.state["state"]["inc"] % 2**64, np.random.get_state()],
+    "generators": [
+        random.getstate(),
+        np.random.default_rng(3).bit_generator.state["state"]["inc"] % 2**64,
+        np.random.get_state(),
+    ],
     "optimizer": torch.optim.Adam([torch.ones(2, requires_grad=True)]).state_dict(),
 }
 
