@@ -5,8 +5,8 @@
     callback.resume(trainer)      # trains; from the newest checkpoint if there is one
 
 The callback uses Trainer's public events alone. A save is asked for at the end of a step, before Trainer logs and
-evaluates, and Trainer's own saving comes after that. So the request is taken over and carried out at the next event: what
-is drawn from the random generators in between belongs to the steps before. On resume they are set at the same event.
+evaluates, and Trainer's own saving comes after that. So the request is taken over and carried out at the next event:
+what is drawn from the random generators in between belongs to the steps before. On resume they are set at that event.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _MARK = "stio"
 class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
     """Saves model, optimizer, scheduler and random generators while the training goes on, and goes on from there.
 
-    It saves when `TrainingArguments` says so (`save_strategy="steps"` or `"epoch"`, `save_steps`) instead of Trainer, to
-    `checkpoint-<step>` in `output_dir`. Such a directory appears when it is whole and durable, and holds what
-    `from_pretrained` takes, `trainer_state.json`, and `training_state/` for `stio.load_state`; no pickle. Names
-    of weights are those in memory. Trainer's `training_args.bin` is not among it.
+    It saves when `TrainingArguments` says so (`save_strategy="steps"` or `"epoch"`, `save_steps`), and Trainer does
+    not, to `checkpoint-<step>` in `output_dir`. Such a directory appears when it is whole and durable. It holds what
+    `from_pretrained` takes (the names of the weights are those in memory), `trainer_state.json`, and `training_state/`
+    for `stio.load_state`: no pickle, so no `training_args.bin` either.
 
     Train by `resume(trainer)`. `trainer.train(resume_from_checkpoint=True)` works too, with this callback among the
     trainer's. **Without it** Trainer takes the model alone from such a checkpoint, and says nothing.

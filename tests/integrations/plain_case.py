@@ -9,7 +9,7 @@ from support import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 
-import train as example  # noqa: E402  # the path first
+import train as example  # from there
 
 NUM_STEPS = 40
 SAVE_EVERY = 3

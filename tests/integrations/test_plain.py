@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ class Kind(Enum):
     ONE = 1
 
 
-class Text(str, Enum):
+class Text(StrEnum):
     A = "a"
 
 
