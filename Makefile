@@ -56,7 +56,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@# torch first and alone: whatever comes later finds it satisfied
 	@$(PIP) install --constraint constraints.txt torch
 	@$(PIP) install --constraint constraints.txt hatchling editables
-	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[cli,dev,hash,hub,plot]'
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[cli,dev,hash,hub,lightning,plot,transformers]'
 	@touch $@
 
 # A trained model for the demo; without its dependencies, of which only the file is not in need.

@@ -94,6 +94,19 @@ def test_a_resumed_training_ends_with_the_same_weights(tmp_path: Path, undisturb
     assert names_in(tmp_path) == [f"checkpoint-{NUM_STEPS}"]
 
 
+def test_forgotten_generators_are_noticed(
+    tmp_path: Path, undisturbed: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison can fail: without the generators dropout differs, and so do the weights."""
+    with pytest.raises(Stop):
+        StioCallback().resume(make_trainer(tmp_path, [stop_at(7)]))
+    monkeypatch.setattr("stio.integrations.transformers._set_random", lambda _: None)
+    again = make_trainer(tmp_path, [])
+    StioCallback().resume(again)
+    with pytest.raises(AssertionError):
+        require_equal(weights_of(again), undisturbed)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
