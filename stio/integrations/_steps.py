@@ -111,7 +111,9 @@ class PublishedSave:
                 save.result()
             operation.settle()
             self._staged.publish(f"checkpoint-{self._step}")
-        except BaseException:
+        except BaseException as error:
+            if not operation.cancelled:  # the training may have ended without anybody who waits
+                logger.error("saving the checkpoint of step %d failed: %s", self._step, error)
             self._roll_back()
             raise
         if keep_last:
