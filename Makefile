@@ -71,7 +71,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@# torch first and alone: whatever comes later finds it satisfied
 	@$(PIP) install --constraint constraints.txt torch
 	@$(PIP) install --constraint constraints.txt hatchling editables
-	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[cli,dev,hash,hub,otel,plot]'
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[cli,dev,hash,hub,lightning,otel,plot,transformers]'
 	@touch $@
 
 # Packaging has an environment of its own: its tools need none of stio's dependencies, and theirs are many.

@@ -1,0 +1,1 @@
+"""stio where models are trained and served: one module for each framework, which imports that framework only."""

@@ -1,0 +1,36 @@
+"""Each framework is imported by one module, which nobody else imports."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from support import run_python
+
+import stio
+
+PACKAGE = Path(stio.__file__).parent
+OWNERS = {"transformers": "integrations/transformers.py", "lightning": "integrations/lightning.py"}
+
+
+def importers(package: str) -> set[str]:
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if any(name == package or name.startswith(f"{package}.") for name in names):
+                found.add(path.relative_to(PACKAGE).as_posix())
+    return found
+
+
+@pytest.mark.parametrize("package", OWNERS)
+def test_one_module_imports_a_framework(package: str) -> None:
+    assert importers(package) == {OWNERS[package]}
+    assert importers(f"stio.integrations.{package}") == set()
+
+
+def test_stio_imports_none_of_them() -> None:
+    done = run_python(f"import sys, stio.sync, stio.integrations; print(sorted({set(OWNERS)} & set(sys.modules)))")
+    assert done.stdout == "[]\n", done.stderr

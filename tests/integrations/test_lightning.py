@@ -1,0 +1,312 @@
+"""Lightning's real Trainer on the CPU: resumes, rotation that never leaves nothing, saves beside the training, errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrations.lightning_case import STEPS_PER_EPOCH, Small, Validated, loader, make_trainer
+from integrations.test_train_example import run_kills
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
+from support import require_equal
+from torch import nn
+
+import stio
+from stio import sync
+from stio.integrations.lightning import StioCheckpointIO
+from stio.storage import calls
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The '.*_dataloader' does not have many workers:lightning.fabric.utilities.warnings.PossibleUserWarning",
+    "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",  # of torch, in Lightning's own code
+)
+
+KILLS = int(os.environ.get("STIO_TRAIN_KILLS", "0"))
+Weights = dict[str, torch.Tensor]
+
+
+class Color(Enum):
+    RED = "red"
+
+
+class AtStep(Callback):
+    """Calls a function at the end of a step."""
+
+    def __init__(self, act: Callable[[int], object]) -> None:
+        self._act = act
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        self._act(trainer.global_step)
+
+
+def checkpoints(directory: Path, **keywords: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(directory, **keywords)
+
+
+def weights_of(module: nn.Module) -> Weights:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory)) if directory.exists() else []
+
+
+def visible(directory: Path) -> list[str]:
+    return [name for name in names_in(directory) if not name.startswith(".")]
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Saves do not become durable before the event is set."""
+    plain, release = calls.fsync, threading.Event()
+
+    def fsync(fd: int) -> None:
+        assert release.wait(30)
+        plain(fd)
+
+    monkeypatch.setattr(calls, "fsync", fsync)
+    yield release
+    release.set()
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files cannot be made durable."""
+
+    def fsync(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(calls, "fsync", fsync)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_resumed_training_ends_with_the_same_weights(tmp_path: Path, asynchronous: bool) -> None:
+    undisturbed = Small()
+    make_trainer(tmp_path, TorchCheckpointIO(), enable_checkpointing=False).fit(undisturbed, loader())
+
+    first = Small()
+    plugin = StioCheckpointIO(asynchronous=asynchronous)
+    make_trainer(tmp_path, plugin, checkpoints(tmp_path / "c"), epochs=2).fit(first, loader())
+    assert names_in(tmp_path / "c") == ["epoch=1-step=8.ckpt"]
+    resumed = Small()
+    trainer = make_trainer(
+        tmp_path, StioCheckpointIO(asynchronous=asynchronous), checkpoints(tmp_path / "c", save_top_k=-1)
+    )
+    with pytest.warns(UserWarning, match="exists and is not empty"):
+        trainer.fit(resumed, loader(), ckpt_path=tmp_path / "c" / "epoch=1-step=8.ckpt")
+    assert trainer.global_step == 4 * STEPS_PER_EPOCH
+    require_equal(weights_of(resumed), weights_of(undisturbed))
+
+
+def test_the_checkpoint_is_what_lightnings_own_would_be(tmp_path: Path) -> None:
+    """Both in the same training; in the middle of an epoch, with the states of callbacks."""
+    own: list[dict[str, Any]] = []
+
+    class Both(StioCheckpointIO):
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+            TorchCheckpointIO().save_checkpoint(checkpoint, tmp_path / "own.ckpt")
+            own.append(torch.load(tmp_path / "own.ckpt", weights_only=False))
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    plugin = Both()
+    saving = checkpoints(tmp_path / "c", every_n_train_steps=3, save_top_k=-1, monitor="loss")
+    stopping = EarlyStopping("val", patience=9)
+    make_trainer(tmp_path, plugin, saving, stopping, epochs=2).fit(
+        Validated(rate=0.1, path=Path("/data")), loader(), loader()
+    )
+    found = [
+        plugin.load_checkpoint(tmp_path / "c" / f"epoch={epoch}-step={step}.ckpt") for epoch, step in ((0, 3), (1, 6))
+    ]
+    assert len(own) == 2
+    for one, other in zip(found, own, strict=True):
+        require_same(one, other)
+
+
+def require_same(found: Any, expected: Any, path: str = "") -> None:
+    assert type(found) is type(expected), path
+    if isinstance(expected, dict):
+        assert list(found) == list(expected), path
+        for key in expected:
+            require_same(found[key], expected[key], f"{path}/{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), path
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            require_same(one, other, f"{path}/{number}")
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype and torch.equal(found, expected), path
+    else:
+        assert found == expected, path
+
+
+@pytest.mark.timeout(120 + KILLS)
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    steps = range(1, 4 * STEPS_PER_EPOCH + 1) if KILLS else (4, 8, 15)
+    done = run_kills("lightning_case", tmp_path, "--steps", *steps, "--trainings", 1 + KILLS // 4, "--kills", 4)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_validate_takes_the_best(tmp_path: Path) -> None:
+    module = Validated()
+    saving = checkpoints(tmp_path / "c", monitor="val", save_top_k=1, save_last=True)
+    trainer = make_trainer(tmp_path, StioCheckpointIO(), saving)
+    trainer.fit(module, loader(), loader())
+    best = sync.load_state(saving.best_model_path)
+    with torch.no_grad():
+        module.layers[0].weight.zero_()
+    found = trainer.validate(module, loader(), ckpt_path="best", verbose=False)
+    assert found[0]["val"] == pytest.approx(float(saving.best_model_score))
+    require_equal(weights_of(module), best["state_dict"])
+    assert len(visible(tmp_path / "c")) == 2
+    trainer.fit_loop.max_epochs = 5
+    with pytest.warns(UserWarning, match="exists and is not empty"):
+        trainer.fit(module, loader(), loader(), ckpt_path="last")
+    assert trainer.global_step == 5 * STEPS_PER_EPOCH
+
+
+def test_the_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, held: threading.Event) -> None:
+    """The first save is held till the end of step 3; nothing of it is to be seen till then."""
+    seen: list[list[str]] = []
+
+    def act(step: int) -> None:
+        seen.append(visible(tmp_path / "c"))
+        if step == 3:
+            held.set()
+
+    weights: dict[int, Weights] = {}
+    module = Small()
+    saving = checkpoints(tmp_path / "c", every_n_train_steps=2, save_top_k=-1)
+    record = AtStep(lambda step: weights.update({step: weights_of(module)}))
+    make_trainer(tmp_path, StioCheckpointIO(), record, saving, AtStep(act), epochs=1).fit(module, loader())
+    assert seen[:3] == [[], [], []]
+    assert names_in(tmp_path / "c") == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
+    for step in (2, 4):
+        require_equal(sync.load_state(tmp_path / "c" / f"epoch=0-step={step}.ckpt")["state_dict"], weights[step])
+
+
+def test_an_old_checkpoint_goes_when_the_new_one_is_durable(tmp_path: Path, held: threading.Event) -> None:
+    old, new, plugin = tmp_path / "old.ckpt", tmp_path / "new.ckpt", StioCheckpointIO()
+    held.set()
+    plugin.save_checkpoint({"n": 1}, old)
+    plugin.load_checkpoint(old)  # waits
+    held.clear()
+    plugin.save_checkpoint({"n": 2}, new)
+    plugin.remove_checkpoint(old)
+    assert visible(tmp_path) == ["old.ckpt"]
+    held.set()
+    plugin.teardown()
+    assert names_in(tmp_path) == ["new.ckpt"]
+    plugin.remove_checkpoint(new)
+    plugin.remove_checkpoint(new)  # is not there
+    assert names_in(tmp_path) == []
+
+
+def test_what_is_saved_again_is_not_removed(tmp_path: Path, held: threading.Event) -> None:
+    file, plugin = tmp_path / "last.ckpt", StioCheckpointIO()
+    plugin.save_checkpoint({"n": 1}, file)
+    plugin.remove_checkpoint(file)
+    threading.Timer(0.05, held.set).start()  # the second save waits for the first
+    plugin.save_checkpoint({"n": 2}, file)
+    plugin.teardown()
+    assert plugin.load_checkpoint(file) == {"n": 2}
+    plugin.save_checkpoint({"n": 3}, file)
+    plugin.remove_checkpoint(file)
+    plugin.teardown()
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.usefixtures("broken")
+def test_an_error_of_a_save_is_raised_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    saving = checkpoints(tmp_path / "c", every_n_train_steps=2)
+    last: list[int] = []
+    with pytest.raises(stio.StorageError, match="Input/output error"):
+        make_trainer(tmp_path, StioCheckpointIO(), AtStep(last.append), saving).fit(Small(), loader())
+    assert last[-1] < 4 * STEPS_PER_EPOCH
+    (tmp_path / "old.ckpt").touch()
+    plugin = StioCheckpointIO()
+    plugin.save_checkpoint({"n": 1}, tmp_path / "new.ckpt")
+    with pytest.raises(stio.StorageError):
+        plugin.remove_checkpoint(tmp_path / "old.ckpt")  # the save may have failed by now
+        plugin.teardown()
+    plugin.teardown()
+    assert visible(tmp_path) == ["c", "old.ckpt"]
+
+
+@pytest.mark.usefixtures("broken")
+def test_an_error_at_the_end_is_raised_by_fit(tmp_path: Path) -> None:
+    saving = checkpoints(tmp_path / "c", every_n_epochs=4)
+    with pytest.raises(stio.StorageError, match="Input/output error"):
+        make_trainer(tmp_path, StioCheckpointIO(), saving).fit(Small(), loader())
+    assert names_in(tmp_path / "c") == []
+
+
+@pytest.mark.usefixtures("broken")
+def test_an_error_is_raised_at_once_when_not_asynchronous(tmp_path: Path) -> None:
+    with pytest.raises(stio.StorageError, match="Input/output error"):
+        StioCheckpointIO(asynchronous=False).save_checkpoint({"n": 1}, tmp_path / "a.ckpt")
+
+
+def test_hyperparameters(tmp_path: Path) -> None:
+    module = Small(rate=0.1, path=Path("/data"), options=Namespace(deep=[1, {2}]))
+    trainer = make_trainer(tmp_path, StioCheckpointIO(), epochs=1, enable_checkpointing=False)
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    found = trainer.strategy.load_checkpoint(tmp_path / "a.ckpt")["hyper_parameters"]
+    assert found == {"rate": 0.1, "path": Path("/data"), "options": Namespace(deep=[1, {2}])}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (Color.RED, r"state\['hyper_parameters'\]\['odd'\] is a .*Color"),
+        (print, r"\['odd'\] is a builtin_function_or_method"),
+        ([nn.Linear(1, 1)], r"\['odd'\]\[0\] is a torch.nn.modules.linear.Linear"),
+    ],
+    ids=["enum", "function", "module"],
+)
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_cannot_be_saved_is_named(tmp_path: Path, value: object, message: str, asynchronous: bool) -> None:
+    plugin = StioCheckpointIO(asynchronous=asynchronous)
+    with pytest.raises(TypeError, match=message) as caught:
+        plugin.save_checkpoint({"hyper_parameters": {"odd": value}}, tmp_path / "a.ckpt")
+    assert caught.value.__notes__ == ["save_hyperparameters(ignore=[...]) leaves it out of the checkpoint"]
+    plugin.teardown()
+    assert names_in(tmp_path) == []
+
+
+def test_wrong_calls(tmp_path: Path) -> None:
+    plugin = StioCheckpointIO()
+    with pytest.raises(TypeError, match="storage_options"):
+        plugin.save_checkpoint({}, tmp_path / "a.ckpt", storage_options={})
+    with pytest.raises(ValueError, match="local paths"):
+        plugin.save_checkpoint({}, "s3://bucket/a.ckpt")
+    with pytest.raises(TypeError, match="map_location"):
+        plugin.load_checkpoint(tmp_path / "a.ckpt", map_location={"cuda:0": "cpu"})
+    with pytest.raises(FileNotFoundError):
+        plugin.load_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match="durability"):
+        StioCheckpointIO(durability="some")  # type: ignore[arg-type]
+    torch.save({"state_dict": {}}, tmp_path / "theirs.ckpt")
+    with pytest.raises(stio.FormatError) as caught:
+        plugin.load_checkpoint(tmp_path / "theirs.ckpt")
+    assert "none of torch.save" in caught.value.__notes__[0]
+
+
+def test_with_a_manifest(tmp_path: Path) -> None:
+    plugin = StioCheckpointIO(hash="sha256", durability="none")
+    plugin.save_checkpoint({"w": torch.ones(3)}, tmp_path / "a.ckpt")
+    plugin.teardown()
+    assert names_in(tmp_path) == ["a.ckpt", "a.ckpt.manifest.json"]
+    assert torch.equal(sync.load_state(tmp_path / "a.ckpt", verify=True)["w"], torch.ones(3))
+    plugin.remove_checkpoint(tmp_path / "a.ckpt")
+    assert names_in(tmp_path) == []
