@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from stio.interrupts import die_of_it, starting
+from stio.interrupts import die_at_once, die_of_it, starting
 
 try:
     with starting():
@@ -27,6 +27,8 @@ def main() -> None:
         if end.code == INTERRUPTED:
             die_of_it()
         raise
+    finally:
+        die_at_once()  # what is left is the interpreter's end
 
 
 if __name__ == "__main__":

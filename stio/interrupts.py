@@ -9,7 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-__all__ = ["die_of_it", "starting"]
+__all__ = ["die_at_once", "die_of_it", "starting"]
+
+
+def die_at_once() -> bool:
+    """Let Ctrl-C end the process at once, by the signal, from here on; return whether that changed anything.
+
+    An ignored Ctrl-C (a background job's) stays ignored, a handler that somebody else put there stays too.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return False
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return True
 
 
 @contextmanager
@@ -17,13 +29,11 @@ def starting() -> Iterator[None]:
     """Let Ctrl-C end the process at once, without a traceback, while packages are imported.
 
     An import that is interrupted raises what it likes: torch's and numpy's turn a KeyboardInterrupt into errors of
-    their own. An ignored Ctrl-C (a background job's) stays ignored, a handler that somebody else put there stays too.
+    their own.
     """
-    is_ours = threading.current_thread() is threading.main_thread()
-    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not die_at_once():
         yield
         return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
