@@ -1,7 +1,7 @@
 """One run of one contestant of `stio bench`, in a process of its own: `python -m stio.bench_child SPEC`, SPEC as JSON.
 
-Imports are done, the device's runtime is up and the files are evicted before the clock starts; it starts at the call and
-stops when a byte of every page of every tensor was read, through the tensors, on their device. Prints the run as JSON.
+Imports are done, the device's runtime is up and the files are evicted before the clock starts; it starts at the call
+and stops when a byte of every page of every tensor was read, through the tensors, on their device. Prints JSON.
 """
 
 from __future__ import annotations

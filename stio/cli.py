@@ -1,8 +1,8 @@
 """The command line `stio`, also `python -m stio`: the group, and how its commands end.
 
 Each command stands in a file of its own, `cli_*.py`; none imports torch before it needs it, so an answer is there at
-once. A command returns its exit status (`cli_common.py` says what they mean). Errors are one sentence on standard error;
-what is no error of stio's or the system's is a bug, and comes with its traceback.
+once. A command returns its exit status (`cli_common.py` says what they mean). Errors are one sentence on standard
+error; what is no error of stio's or the system's is a bug, and comes with its traceback.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import io
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -51,23 +52,34 @@ class _Program(click.Group):
             why = one_line(error.strerror or str(error))
             raise CommandError(f"{where}{why}; look at the path, its permissions and the disk") from error
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **extra)
-        extra.setdefault("prog_name", "stio")  # under `python -m` too: help and completion name it
+    def main(  # type: ignore[override]  # click's is overloaded by whether it returns; this one does both too
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        prog_name = prog_name or "stio"  # under `python -m` too: help and completion name it
         try:
-            status = super().main(*args, standalone_mode=False, **extra)
+            status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+            if not standalone_mode:
+                return status
         except click.Abort:
+            if not standalone_mode:
+                raise
             status = _tell("Interrupted.", INTERRUPTED)
-        except click.UsageError as error:
-            status = _usage(error)
         except click.ClickException as error:
-            status = _tell(f"Error: {_sentence(error)}", ERROR)
+            if not standalone_mode:
+                raise
+            status = _explain(error)
         sys.exit(status if isinstance(status, int) else 0)
 
 
-def _usage(error: click.UsageError) -> int:
-    """Say what is wrong with a call, and where to read how it is done."""
+def _explain(error: click.ClickException) -> int:
+    """Say what is wrong; of a wrong call, where to read how it is done."""
+    if not isinstance(error, click.UsageError):
+        return _tell(f"Error: {_sentence(error)}", ERROR)
     if type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 shows the help by an error
         error.show()
         return ERROR
@@ -110,10 +122,10 @@ Completion: put the line of your shell into its start file.
 """
 
 
-@click.group(cls=_Program, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_COMPLETION)
+@click.group("stio", cls=_Program, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_COMPLETION)
 @click.version_option(__version__, prog_name="stio")
 def main() -> None:
-    """Look at safetensors checkpoints, load, compare, convert and measure them.
+    r"""Look at safetensors checkpoints, load, compare, convert and measure them.
 
     \b
     Exit status: 0 done; 1 damage or a difference was found;

@@ -82,9 +82,10 @@ class Contestant:
 def bench(path: str | None, device: str, rounds: int, size: str, as_json: bool, no_progress: bool) -> int:
     """Measure stio on this machine.
 
-    Beside the disk's limit, and what else is installed that loads safetensors. PATH is a checkpoint on the disk in question; without it a file is made in the working directory and removed
-    after. All is read cold. Peers that take part if they are installed: safetensors, runai-model-streamer,
-    fastsafetensors. A run takes some seconds beside its reading, most of them torch's import.
+    Beside the disk's limit, and what else is installed that loads safetensors. PATH is a checkpoint on the disk in
+    question; without it a file is made in the working directory and removed after. All is read cold. Peers that take
+    part if they are installed: safetensors, runai-model-streamer, fastsafetensors. A run takes some seconds beside its
+    reading, most of them torch's import.
     """
     if sys.platform != "linux":
         raise CommandError("files can be evicted and read past the page cache on Linux only; run it there")
@@ -95,7 +96,9 @@ def bench(path: str | None, device: str, rounds: int, size: str, as_json: bool, 
             raise CommandError(f"{text}; measure with one shard of it")
         contestants = [Contestant(name, label) for name, label in _present()]
         with Bar("measuring", is_wanted=not no_progress) as bar:
-            notes = _run_all(contestants, {"source": source, "paths": paths, "device": device}, rounds, total_bytes, bar)
+            notes = _run_all(
+                contestants, {"source": source, "paths": paths, "device": device}, rounds, total_bytes, bar
+            )
     notes += verdict(contestants)
     if as_json:
         click.echo(json.dumps(_as_json(contestants, notes, path, device, total_bytes), indent=2))
@@ -121,7 +124,9 @@ def _file_to_read(path: str | None, size: str) -> Iterator[str]:
     except ValueError as error:
         raise CommandError(f"--size: {error}") from error
     if nbytes > shutil.disk_usage(".").free:
-        raise CommandError(f"there is no room for {size_text(nbytes)} here; go to another disk, or take a smaller --size")
+        raise CommandError(
+            f"there is no room for {size_text(nbytes)} here; go to another disk, or take a smaller --size"
+        )
     with tempfile.TemporaryDirectory(prefix="stio-bench-", dir=".") as folder:
         made = os.path.join(folder, "model.safetensors")
         _make(made, nbytes)
@@ -148,9 +153,7 @@ def _files_of(source: str) -> tuple[list[str], int]:
         opened.close()
 
 
-def _run_all(
-    contestants: list[Contestant], task: dict[str, Any], rounds: int, total_bytes: int, bar: Bar
-) -> list[str]:
+def _run_all(contestants: list[Contestant], task: dict[str, Any], rounds: int, total_bytes: int, bar: Bar) -> list[str]:
     """Run every contestant once a round; return what is to be said of the circumstances."""
     draw, warm, is_direct = random.Random(1), False, True
     for _ in range(rounds):
@@ -223,7 +226,9 @@ def verdict(contestants: list[Contestant]) -> list[str]:
     said = []
     if limit is not None:
         share = limit / ours
-        reaches = "reads as fast as the raw reader" if share > 1 - _ALIKE else f"reaches {share:.0%} of the disk's limit"
+        reaches = (
+            "reads as fast as the raw reader" if share > 1 - _ALIKE else f"reaches {share:.0%} of the disk's limit"
+        )
         said.append(f"stio {reaches}.")
     peers = [(seconds, one.label) for one in contestants if one.name in PEERS and (seconds := one.median) is not None]
     if peers:

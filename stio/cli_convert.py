@@ -42,8 +42,9 @@ def convert(
 ) -> None:
     """Convert a checkpoint to safetensors.
 
-    Or to other shards, or to another dtype. SOURCE is a .safetensors file, an index, a directory, or a file of torch.save (.pt, .pth, .bin). DESTINATION is one
-    file if it ends in .safetensors, else a directory. What stands there is replaced in one step, or not at all.
+    Or to other shards, or to another dtype. SOURCE is a .safetensors file, an index, a directory, or a file of
+    torch.save (.pt, .pth, .bin). DESTINATION is one file if it ends in .safetensors, else a directory. What stands
+    there is replaced in one step, or not at all.
     """
     with starting():
         carry_out = stio.sync.convert

@@ -189,7 +189,7 @@ def _tree(listing: _Listing, depth: int | None) -> Iterator[str]:
 
 
 def _branches(node: _Node, before: str, levels: int) -> Iterator[tuple[str, str]]:
-    """Yield label and text of each line below a node, guides written as `\\0` to `\\3`, which no shown name holds."""
+    r"""Yield label and text of each line below a node, guides written as `\\0` to `\\3`, which no shown name holds."""
     ordered = sorted(node.children.items(), key=lambda item: _natural(item[0]))
     for k, (part, child) in enumerate(ordered):
         is_last = k == len(ordered) - 1

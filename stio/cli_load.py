@@ -50,9 +50,9 @@ def load(
     as_json: bool,
     no_progress: bool,
 ) -> None:
-    """Load a checkpoint to a device, and measure it.
+    """Load a checkpoint to a device.
 
-    PATH is a .safetensors file, a directory that holds a checkpoint, or its index. What the page cache holds comes
+    And say how fast that was. PATH is a .safetensors file, a directory that holds a checkpoint, or its index. What the page cache holds comes
     from there: `stio bench` measures the disk.
     """
     names = None if pattern is None else matcher(pattern)

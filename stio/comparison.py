@@ -11,6 +11,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -104,14 +105,12 @@ def compare(
     """
 
     def body(operation: Operation[Comparison]) -> Comparison:
-        opened: list[OpenCheckpoint] = []
-        try:
-            for path in (a, b):
-                opened.append(open_checkpoint(path, OpenOptions(strict=False), check=operation.check))
-            return _compare(*opened, wanted, header_only, progress, operation.check)
-        finally:
-            for one in opened:
-                one.close()
+        options = OpenOptions(strict=False)
+        with (
+            closing(open_checkpoint(a, options, check=operation.check)) as opened_a,
+            closing(open_checkpoint(b, options, check=operation.check)) as opened_b,
+        ):
+            return _compare(opened_a, opened_b, wanted, header_only, progress, operation.check)
 
     operation: Operation[Comparison] = Operation(body, name="diff")
     return operation.start().result()
@@ -135,7 +134,9 @@ def _compare(
     return Comparison(
         only_a=tuple(info for name, (info, _) in of_a.items() if name not in of_b),
         only_b=tuple(info for name, (info, _) in of_b.items() if name not in of_a),
-        changed=tuple((pair.a, pair.b) for pair in pairs if (pair.a.dtype, pair.a.shape) != (pair.b.dtype, pair.b.shape)),
+        changed=tuple(
+            (pair.a, pair.b) for pair in pairs if (pair.a.dtype, pair.a.shape) != (pair.b.dtype, pair.b.shape)
+        ),
         num_same=len(same),
         differing=tuple((pair.a, pair.difference) for pair in same if pair.difference.num_differing),
     )
@@ -163,9 +164,7 @@ class _Reading:
         check: Called between pieces; may raise to end it.
     """
 
-    def __init__(
-        self, pairs: list[_Pair], progress: Callable[[int, int], object], check: Callable[[], None]
-    ) -> None:
+    def __init__(self, pairs: list[_Pair], progress: Callable[[int, int], object], check: Callable[[], None]) -> None:
         self._ahead = self._pieces(pairs)
         self._total_bytes = sum(pair.a.nbytes for pair in pairs)
         self._progress = progress

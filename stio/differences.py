@@ -34,6 +34,9 @@ _SMALL_FLOATS = {
     "F4": (2, 1, 1, "finite"),
 }
 
+_QUIET = np.errstate(invalid="ignore", over="ignore")
+"""Infinities are subtracted, and NaNs of the signalling kind are cast; both are looked after."""
+
 
 def differences(dtype: str, a: bytes, b: bytes) -> tuple[int, float | int | None, int]:
     """Compare two pieces of memory, equally long, that hold whole values of one dtype.
@@ -44,16 +47,15 @@ def differences(dtype: str, a: bytes, b: bytes) -> tuple[int, float | int | None
     """
     num_differing, num_nan = 0, 0
     largest: float | int | None = None
-    with np.errstate(invalid="ignore", over="ignore"):  # infinities, and NaNs of the signalling kind
-        for start in range(0, len(a), _CHUNK_BYTES):
-            codes_a, codes_b = (_codes(dtype, side[start : start + _CHUNK_BYTES]) for side in (a, b))
-            differing = codes_a != codes_b
-            count = int(np.count_nonzero(differing))
-            if count:
-                here, nans = _largest(dtype, codes_a, codes_b, differing)
-                num_differing += count
-                num_nan += nans
-                largest = here if largest is None else largest if here is None else max(largest, here)
+    for start in range(0, len(a), _CHUNK_BYTES):
+        codes_a, codes_b = (_codes(dtype, side[start : start + _CHUNK_BYTES]) for side in (a, b))
+        differing = codes_a != codes_b
+        count = int(np.count_nonzero(differing))
+        if count:
+            here, nans = _largest(dtype, codes_a, codes_b, differing)
+            num_differing += count
+            num_nan += nans
+            largest = here if largest is None else largest if here is None else max(largest, here)
     return num_differing, largest, num_nan
 
 
@@ -69,6 +71,7 @@ def _codes(dtype: str, data: bytes) -> Array:
     return bits @ (1 << np.arange(width, dtype=np.uint8))
 
 
+@_QUIET
 def numbers(dtype: str, codes: Array) -> Array:
     """Return the numbers that bits mean: integers as they are, floats as float64, complex ones as complex128."""
     if dtype in _SMALL_FLOATS or dtype == "F8_E8M0":
@@ -86,7 +89,9 @@ def numbers(dtype: str, codes: Array) -> Array:
 def _table(dtype: str) -> Array:
     """Return the number that each code of a small float stands for."""
     if dtype == "F8_E8M0":  # powers of two, no sign, the last code NaN
-        return np.append(np.ldexp(1.0, np.arange(-127, 128)), np.nan)
+        powers: Array = np.ldexp(1.0, np.arange(-127, 129))
+        powers[-1] = np.nan
+        return powers
     exponent_bits, mantissa_bits, bias, kind = _SMALL_FLOATS[dtype]
     codes = np.arange(1 << (1 + exponent_bits + mantissa_bits))
     top = (1 << exponent_bits) - 1
@@ -106,6 +111,7 @@ def _table(dtype: str) -> Array:
     return values
 
 
+@_QUIET
 def _largest(dtype: str, codes_a: Array, codes_b: Array, differing: Array) -> tuple[float | int | None, int]:
     """Return the largest absolute difference, and how many values are NaN on one side only."""
     a, b = numbers(dtype, codes_a), numbers(dtype, codes_b)

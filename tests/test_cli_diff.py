@@ -63,7 +63,11 @@ def test_says_what_differs(pair: tuple[Path, Path]) -> None:
 def test_json(pair: tuple[Path, Path]) -> None:
     a, b = pair
     assert found(a, b, status=1) == {
-        **{"a": str(a), "b": str(b), "equal": False, "header_only": False, "num_compared": 2},
+        "a": str(a),
+        "b": str(b),
+        "equal": False,
+        "header_only": False,
+        "num_compared": 2,
         "only_in_a": [{"name": "gone", "dtype": "F32", "shape": [1, 6]}],
         "only_in_b": [{"name": "new", "dtype": "F32", "shape": [2, 6]}],
         "changed": [
@@ -76,8 +80,13 @@ def test_json(pair: tuple[Path, Path]) -> None:
         ],
         "values": [
             {
-                **{"name": "w", "dtype": "F32", "shape": [4, 6], "num_values": 24},
-                **{"num_differing": 2, "num_nan_on_one_side": 1, "max_abs_difference": 0.25},
+                "name": "w",
+                "dtype": "F32",
+                "shape": [4, 6],
+                "num_values": 24,
+                "num_differing": 2,
+                "num_nan_on_one_side": 1,
+                "max_abs_difference": 0.25,
             }
         ],
     }
@@ -125,7 +134,9 @@ def test_infinity_is_text_in_json(tmp_path: Path) -> None:
 
 
 def test_empty_and_scalar_tensors(tmp_path: Path) -> None:
-    paths = [write(tmp_path / f"{k}.safetensors", e=torch.zeros(0, 3), s=torch.tensor(k), t=torch.tensor(1)) for k in (1, 2)]
+    paths = [
+        write(tmp_path / f"{k}.safetensors", e=torch.zeros(0, 3), s=torch.tensor(k), t=torch.tensor(1)) for k in (1, 2)
+    ]
     (one,) = found(*paths, status=1)["values"]
     assert (one["name"], one["num_values"], one["max_abs_difference"]) == ("s", 1, 1)
 

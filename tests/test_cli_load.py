@@ -38,8 +38,12 @@ def test_json(model: Path, memory: str) -> None:
     found = json.loads(run("load", model, "--memory", memory, "--device", "cpu", "--json").stdout)
     seconds, rate = found.pop("seconds"), found.pop("bytes_per_second")
     assert found == {
-        **{"path": str(model), "device": ["cpu"], "memory": memory},
-        **{"num_tensors": 9, "total_bytes": 8 * 64 * 64 * 4 + 6, "timeline": None},
+        "path": str(model),
+        "device": ["cpu"],
+        "memory": memory,
+        "num_tensors": 9,
+        "total_bytes": 8 * 64 * 64 * 4 + 6,
+        "timeline": None,
     }
     assert 0 < seconds < 60
     assert rate is None if memory == "lazy" else rate == pytest.approx(found["total_bytes"] / seconds)
@@ -81,9 +85,7 @@ def test_a_timeline_for_perfetto(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["svg", "html"])
-def test_the_suffix_picks_the_writer(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
+def test_the_suffix_picks_the_writer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
     """Against the interface of `Trace`: a method for each kind, which takes the path."""
 
     class Recorder(stio.Trace):

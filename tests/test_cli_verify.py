@@ -18,7 +18,7 @@ from stio.cli_common import size_text
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    tensors = {"a.weight": torch.zeros(3, 4), "a.bias": torch.zeros(4, dtype=torch.bfloat16), LONG: torch.tensor(1)}
+    tensors = {"a.weight": torch.zeros(3, 4), "a.bias": torch.zeros(4, dtype=torch.bfloat16), "n": torch.tensor(1)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     return tmp_path / "model.safetensors"
 
@@ -35,7 +35,6 @@ def sharded(tmp_path: Path) -> Path:
     index = {"metadata": {"total_size": 24}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
-
 
 
 def note(folder: Path, name: str = "model.safetensors.manifest.json") -> Path:
@@ -108,11 +107,21 @@ def test_verify_as_json(sharded: Path) -> None:
     found = json.loads(done.stdout)
     problem = found["files"][1].pop("problem")
     assert "sha256 is not what the manifest says" in problem
-    first = {"name": "model-00001-of-00002.safetensors", "file_bytes": 80, "num_tensors": 1, "ok": True, "problem": None}
+    first = {
+        "name": "model-00001-of-00002.safetensors",
+        "file_bytes": 80,
+        "num_tensors": 1,
+        "ok": True,
+        "problem": None,
+    }
     second = {"name": "model-00002-of-00002.safetensors", "file_bytes": 88, "num_tensors": 1, "ok": False}
     assert found == {
-        **{"path": str(sharded), "ok": False, "problem": None, "algorithm": "sha256"},
-        **{"files": [first, second], "warnings": []},
+        "path": str(sharded),
+        "ok": False,
+        "problem": None,
+        "algorithm": "sha256",
+        "files": [first, second],
+        "warnings": [],
     }
     (sharded / "model.safetensors.manifest.json").unlink()
     assert json.loads(run("verify", sharded, "--json").stdout)["algorithm"] is None

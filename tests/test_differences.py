@@ -15,7 +15,16 @@ from stio.device.tensors import TORCH_DTYPES
 from stio.differences import _CHUNK_BYTES, _codes, differences, numbers
 
 SMALL = [name for name in DTYPES if name.startswith("F8")]
-INTEGERS = {"I8": "<i1", "U8": "<u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8"}
+INTEGERS = {
+    "I8": "<i1",
+    "U8": "<u1",
+    "I16": "<i2",
+    "U16": "<u2",
+    "I32": "<i4",
+    "U32": "<u4",
+    "I64": "<i8",
+    "U64": "<u8",
+}
 
 
 def data(values: torch.Tensor) -> bytes:

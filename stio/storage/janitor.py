@@ -226,7 +226,9 @@ def _goes_forward(home_fd: int, intent: Intent | None) -> bool:
         return True
     # Forward only over the very checkpoint that it had begun to replace: where locks do not reach, somebody may have
     # saved since.
-    return intent.commit == "files" and digest_of(read_small(home_fd, intent.last, MAX_INDEX_BYTES)) == intent.old_sha256
+    return (
+        intent.commit == "files" and digest_of(read_small(home_fd, intent.last, MAX_INDEX_BYTES)) == intent.old_sha256
+    )
 
 
 def _settle(home_fd: int, fd: int) -> str:
