@@ -52,7 +52,7 @@ class _Program(click.Group):
             why = one_line(error.strerror or str(error))
             raise CommandError(f"{where}{why}; look at the path, its permissions and the disk") from error
 
-    def main(  # type: ignore[override]  # click's is overloaded by whether it returns; this one does both too
+    def main(
         self,
         args: Sequence[str] | None = None,
         prog_name: str | None = None,

@@ -81,6 +81,13 @@ _ADVICE: tuple[tuple[type[StioError], str], ...] = (
 """What to do, where the message does not say it itself; the first class that fits counts."""
 
 
+_SPELLED = (
+    ("pass follow_symlinks=True if you trust it", "copy the file there if you trust it"),
+    ("trust_pickle=True", "--trust-pickle"),
+)
+"""Advice that names a keyword, and what it is on the command line."""
+
+
 class CommandError(click.ClickException):
     """What keeps a command from its work: one sentence, and what to do."""
 
@@ -90,6 +97,8 @@ class CommandError(click.ClickException):
 def explained(error: StioError) -> str:
     """Return an error as one line: what is wrong, and what to do about it."""
     text = one_line(str(error))
+    for keyword, spelled in _SPELLED:
+        text = text.replace(keyword, spelled)
     advice = next((advice for kind, advice in _ADVICE if isinstance(error, kind)), None)
     # After a semicolon messages of stio say what to do.
     return text if advice is None or ";" in error.message else f"{text}; {advice}"

@@ -52,8 +52,8 @@ def load(
 ) -> None:
     """Load a checkpoint to a device.
 
-    And say how fast that was. PATH is a .safetensors file, a directory that holds a checkpoint, or its index. What the page cache holds comes
-    from there: `stio bench` measures the disk.
+    And say how fast that was. PATH is a .safetensors file, a directory that holds a checkpoint, or its index. What the
+    page cache holds comes from there: `stio bench` measures the disk.
     """
     names = None if pattern is None else matcher(pattern)
     trace = None if timeline is None else Trace()

@@ -97,8 +97,8 @@ def _table(dtype: str) -> Array:
     top = (1 << exponent_bits) - 1
     exponents, mantissas = codes >> mantissa_bits & top, codes & ((1 << mantissa_bits) - 1)
     is_normal = exponents > 0
-    steps = np.where(is_normal, mantissas + (1 << mantissa_bits), mantissas)
-    values = np.ldexp(steps.astype(np.float64), np.where(is_normal, exponents, 1) - bias - mantissa_bits)
+    steps: Array = np.where(is_normal, mantissas + (1 << mantissa_bits), mantissas)
+    values: Array = np.ldexp(steps.astype(np.float64), np.where(is_normal, exponents, 1) - bias - mantissa_bits)
     if kind == "ieee":
         values[(exponents == top) & (mantissas == 0)] = np.inf
         values[(exponents == top) & (mantissas > 0)] = np.nan

@@ -70,7 +70,7 @@ def test_wrong_calls_are_2(source: Path) -> None:
 
 def test_what_needs_trust_is_refused_without(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 3), tmp_path / "module.pt")
-    assert "trust_pickle" in refused(tmp_path / "module.pt", tmp_path / "d.safetensors")
+    assert "--trust-pickle reads more" in refused(tmp_path / "module.pt", tmp_path / "d.safetensors")
 
 
 def test_a_bar_on_terminals_only(source: Path, tmp_path: Path) -> None:

@@ -138,6 +138,12 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert "give a directory with .safetensors files" in refused("inspect", tmp_path)
 
 
+def test_a_link_that_leads_out(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "m.safetensors").symlink_to(model)
+    assert "; copy the file there if you trust it" in refused("inspect", tmp_path / "folder")
+
+
 @pytest.mark.parametrize(
     ("pattern", "shown"),
     [("*.weight", 2), ("/weight$/", 2), ("/^a\\./", 2), ("a.*", 2), ("a", 0), ("/a/", 2), ("/", 0), ("//", 3)],
