@@ -219,33 +219,41 @@ def _table(contestants: list[Contestant], total_bytes: int) -> Iterator[str]:
 
 def verdict(contestants: list[Contestant]) -> list[str]:
     """Return what the medians say, as sentences."""
-    medians = {one.name: one.median for one in contestants}
-    limit, ours = medians[LIMIT], medians["stio"]
-    if ours is None:
+    by_name = {one.name: one for one in contestants}
+    ours, limit = by_name["stio"], by_name[LIMIT]
+    if ours.median is None:
         return ["stio could not load this; there is nothing to compare."]
     said = []
-    if limit is not None:
-        share = limit / ours
-        reaches = (
-            "reads as fast as the raw reader" if share > 1 - _ALIKE else f"reaches {share:.0%} of the disk's limit"
-        )
+    if limit.median is not None:
+        share = limit.median / ours.median
+        reaches = f"reaches {share:.0%} of the disk's limit" if share <= 1 - _ALIKE else "reads as fast as a raw reader"
         said.append(f"stio {reaches}.")
-    peers = [(seconds, one.label) for one in contestants if one.name in PEERS and (seconds := one.median) is not None]
+    peers = [(seconds, one.name) for one in contestants if one.name in PEERS and (seconds := one.median) is not None]
     if peers:
-        theirs, label = min(peers)
-        others = ", the fastest of the others" if len(peers) > 1 else ""
-        if abs(theirs / ours - 1) <= _ALIKE:
-            said.append(f"It is as fast as {label}{others}.")
-        elif theirs > ours:
-            said.append(f"It is {theirs / ours:.2g} times as fast as {label}{others}.")
-        else:
-            said.append(f"{label}{others} is {ours / theirs:.2g} times as fast as stio here.")
+        said += _beside(ours, by_name[min(peers)[1]], are_more=len(peers) > 1)
     else:
-        said.append(f"No peer is installed that it could be compared with ({', '.join(PEERS.values())}).")
-    swing = next((max(one.seconds) / min(one.seconds) for one in contestants if one.name == LIMIT and one.seconds), 1.0)
-    if swing > _RESTLESS:
+        said.append(f"There is no peer to compare it with: of {', '.join(PEERS.values())} none is installed and works.")
+    if limit.median is not None and (swing := max(limit.seconds) / min(limit.seconds)) > _RESTLESS:
         said.append(f"The disk's own rate changed by a factor of {swing:.1f} meanwhile: run it again in a quiet hour.")
     return said
+
+
+def _beside(ours: Contestant, best: Contestant, *, are_more: bool) -> Iterator[str]:
+    """Say how stio does beside the best of its peers, and whether the runs bear that out."""
+    assert ours.median is not None
+    assert best.median is not None
+    ratio, others = best.median / ours.median, ", the fastest of the others" if are_more else ""
+    if abs(ratio - 1) <= _ALIKE:
+        yield f"It is as fast as {best.label}{others}."
+        return
+    if ratio > 1:
+        yield f"It is {ratio:.2g} times as fast as {best.label}{others}."
+    else:
+        yield f"{best.label} is {1 / ratio:.2g} times as fast as stio here."
+    if min(len(ours.seconds), len(best.seconds)) < 2:
+        yield "One round says little: take more to be sure."
+    elif max(min(ours.seconds), min(best.seconds)) <= min(max(ours.seconds), max(best.seconds)):
+        yield "Their runs overlap: take more rounds to be sure."
 
 
 def _as_json(

@@ -155,7 +155,7 @@ def test_a_peer_that_fails_is_left_out(model: Path, scripted: dict[str, dict[str
     scripted["safetensors"] = {"error": "no such dtype"}
     lines = run("bench", model).stdout.splitlines()
     assert "safetensors: failed: no such dtype" in lines
-    assert lines[-1].startswith("No peer is installed")
+    assert lines[-1].startswith("There is no peer to compare it with")
 
 
 def test_a_peer_with_other_tensors_has_failed(model: Path, scripted: dict[str, dict[str, Any]]) -> None:
@@ -191,19 +191,24 @@ def contestants(**seconds: list[float]) -> Iterator[Contestant]:
 @pytest.mark.parametrize(
     ("seconds", "sentences"),
     [
-        ({"limit": [1.0], "stio": [1.02]}, ["stio reads as fast as the raw reader.", "No peer is installed"]),
+        ({"limit": [1.0], "stio": [1.02]}, ["stio reads as fast as a raw reader.", "There is no peer"]),
         ({"limit": [1.0], "stio": [2.0], "safetensors": [2.05]}, ["stio reaches 50%", "It is as fast as safetensors."]),
         (
-            {"limit": [1.0], "stio": [2.0], "safetensors": [5.0], "fastsafetensors": [4.0]},
-            ["stio reaches 50%", "It is 2 times as fast as fastsafetensors, the fastest of the others."],
+            {"limit": [1.0], "stio": [2.0, 2.1], "safetensors": [5.0, 5.0], "fastsafetensors": [4.0, 4.2]},
+            ["stio reaches 49%", "It is 2 times as fast as fastsafetensors, the fastest of the others."],
         ),
         (
             {"limit": [1.0, 2.0, 3.0], "stio": [3.0], "runai_model_streamer": [2.0]},
             [
                 "stio reaches 67%",
-                "runai-model-streamer is 1.5 times as fast as stio here.",
+                "runai-model-streamer is 1.5 times",
+                "One round says little",
                 "The disk's own rate changed",
             ],
+        ),
+        (
+            {"limit": [1.0], "stio": [1.0, 2.0, 3.0], "safetensors": [2.9, 3.0, 4.0]},
+            ["stio reaches 50%", "It is 1.5 times as fast as safetensors.", "Their runs overlap"],
         ),
         ({"limit": [1.0], "stio": []}, ["stio could not load this"]),
     ],
