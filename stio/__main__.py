@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from stio.interrupts import die_at_once, die_of_it, starting
+from stio.interrupts import die_of_it, ignore, starting
 
 try:
     with starting():
@@ -28,7 +28,7 @@ def main() -> None:
             die_of_it()
         raise
     finally:
-        die_at_once()  # what is left is the interpreter's end
+        ignore()  # what is left is the interpreter's end
 
 
 if __name__ == "__main__":

@@ -9,19 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-__all__ = ["die_at_once", "die_of_it", "starting"]
+__all__ = ["die_of_it", "ignore", "starting"]
 
 
-def die_at_once() -> bool:
-    """Let Ctrl-C end the process at once, by the signal, from here on; return whether that changed anything.
-
-    An ignored Ctrl-C (a background job's) stays ignored, a handler that somebody else put there stays too.
-    """
+def _is_ours() -> bool:
+    """Return whether Ctrl-C is Python's here: not ignored (a background job's), not handled by somebody else."""
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return False
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return True
+    return is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @contextmanager
@@ -31,13 +25,20 @@ def starting() -> Iterator[None]:
     An import that is interrupted raises what it likes: torch's and numpy's turn a KeyboardInterrupt into errors of
     their own.
     """
-    if not die_at_once():
+    if not _is_ours():
         yield
         return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def ignore() -> None:
+    """Let Ctrl-C do nothing from here on: the work is done, its status says how, and must not become another one."""
+    if _is_ours():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def die_of_it() -> NoReturn:

@@ -287,6 +287,17 @@ main()
     assert interrupted("diff", *files, when=begun.exists, program=program) == (-signal.SIGINT, "", "\nInterrupted.\n")
 
 
+def test_ctrl_c_after_the_work_changes_nothing(model: Path) -> None:
+    code = """
+import atexit, os, signal, sys
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
+from stio.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code, "inspect", str(model)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_starting_leaves_other_handlers_alone() -> None:
     before = signal.getsignal(signal.SIGINT)
     try:
