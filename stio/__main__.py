@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import sys
 
+from stio.interrupts import die_of_it, ignore, starting
+
 try:
-    from stio.cli import main
+    with starting():
+        from stio.cli import main as command
+        from stio.cli_common import INTERRUPTED
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] not in ("click", "rich"):
         raise
-    sys.exit("stio: the command line needs two more packages: pip install 'stio[cli]'")
+    print("stio: the command line needs two more packages: pip install 'stio[cli]'", file=sys.stderr)
+    sys.exit(2)
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the program and exit."""
+    try:
+        command()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            die_of_it()
+        raise
+    finally:
+        ignore()  # what is left is the interpreter's end
+
 
 if __name__ == "__main__":
     main()

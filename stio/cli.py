@@ -1,272 +1,144 @@
-"""The command line: `stio inspect PATH`, `stio verify PATH`, and `stio convert SOURCE DESTINATION` (`cli_convert.py`).
+"""The command line `stio`, also `python -m stio`: the group, and how its commands end.
 
-Imports no torch, so that an answer is there at once. A terminal gets a drawn table; a pipe gets plain columns,
-whole names and no colours. Names and metadata come out of files that nobody vouches for: control characters are
-escaped before they reach a terminal. Exit status: 0, 1 for what a checkpoint or the system refuses, 2 for a call
-that is wrong.
+Each command stands in a file of its own, `cli_*.py`; none imports torch before it needs it, so an answer is there at
+once. A command returns its exit status (`cli_common.py` says what they mean). Errors are one sentence on standard
+error; what is no error of stio's or the system's is a bug, and comes with its traceback.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Literal
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from stio import __version__
+from stio.cli_bench import bench
+from stio.cli_common import BROKEN_PIPE, ERROR, INTERRUPTED, CommandError, explained, one_line
 from stio.cli_convert import convert
-from stio.codec.header import TensorInfo
-from stio.engine.opened import OpenCheckpoint, OpenOptions, open_checkpoint
-from stio.errors import StioError, printable
-from stio.verification import Report, examine
+from stio.cli_diff import diff
+from stio.cli_gc import gc
+from stio.cli_inspect import inspect
+from stio.cli_load import load
+from stio.cli_verify import verify
+from stio.errors import StioError
 
 __all__ = ["main"]
 
-MOST_DRAWN_ROWS = 2_000
-"""Above it the terminal gets plain columns too: drawing costs 0.3 ms a row."""
 
+class _Program(click.Group):
+    """A group whose every end is clean: a status, at most one line on standard error, no traceback."""
 
-class _Command(click.Group):
-    """Turns errors of stio into one line and exit status 1."""
-
-    def invoke(self, ctx: click.Context) -> object:
+    def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where a full disk or a closed pipe can still be told of
+            return result
         except StioError as error:
-            raise click.ClickException(_line(str(error))) from error
+            raise CommandError(explained(error)) from error
+        except BrokenPipeError:
+            _forget_pipes()
+            raise click.exceptions.Exit(BROKEN_PIPE) from None
+        except MemoryError as error:
+            raise CommandError("there is not enough memory; free some, or take a smaller part by --filter") from error
+        except OSError as error:
+            where = f"{one_line(os.fsdecode(error.filename))}: " if error.filename is not None else ""
+            why = one_line(error.strerror or str(error))
+            raise CommandError(f"{where}{why}; look at the path, its permissions and the disk") from error
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        prog_name = prog_name or "stio"  # under `python -m` too: help and completion name it
+        try:
+            status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+            if not standalone_mode:
+                return status
+        except click.Abort:
+            if not standalone_mode:
+                raise
+            status = _tell("Interrupted.", INTERRUPTED)
+        except click.ClickException as error:
+            if not standalone_mode:
+                raise
+            status = _explain(error)
+        sys.exit(status if isinstance(status, int) else 0)
 
 
-@click.group(cls=_Command, context_settings={"help_option_names": ["-h", "--help"]})
+def _explain(error: click.ClickException) -> int:
+    """Say what is wrong; of a wrong call, where to read how it is done."""
+    if not isinstance(error, click.UsageError):
+        return _tell(f"Error: {_sentence(error)}", ERROR)
+    if type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 shows the help by an error
+        error.show()
+        return ERROR
+    program = error.ctx.command_path if error.ctx is not None else "stio"
+    return _tell(f"Error: {_sentence(error)} (see `{program} --help`)", ERROR)
+
+
+def _sentence(error: click.ClickException) -> str:
+    return one_line(" ".join(error.format_message().split())).rstrip(".")
+
+
+def _tell(text: str, status: int) -> int:
+    with suppress(OSError):  # nobody listens
+        click.echo(text, err=True)
+    return status
+
+
+def _forget_pipes() -> None:
+    """Let what is still to be written go nowhere: the interpreter would complain of it at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with suppress(OSError, io.UnsupportedOperation):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    _tell(f"warning: {one_line(str(message))}", 0)
+
+
+_COMPLETION = """\b
+Completion: put the line of your shell into its start file.
+  bash, ~/.bashrc:  eval "$(_STIO_COMPLETE=bash_source stio)"
+  zsh, ~/.zshrc:    eval "$(_STIO_COMPLETE=zsh_source stio)"
+  fish, ~/.config/fish/completions/stio.fish:
+                    _STIO_COMPLETE=fish_source stio | source
+"""
+
+
+@click.group("stio", cls=_Program, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_COMPLETION)
 @click.version_option(__version__, prog_name="stio")
 def main() -> None:
-    """Look at safetensors checkpoints, and make them."""
+    r"""Look at safetensors checkpoints, load, compare, convert and measure them.
+
+    \b
+    Exit status: 0 done; 1 damage or a difference was found;
+    2 an error; 130 interrupted; 141 the reader of our output left.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that the terminal's encoding lacks is shown escaped
             stream.reconfigure(errors="backslashreplace")
+    if not sys.warnoptions:
+        # What torch says of a file's age or kind is no use to who converts it; what stio warns of is one line.
+        warnings.filterwarnings("ignore", module=r"torch(\.|$)")
+        warnings.showwarning = _show_warning
 
 
-main.add_command(convert)
-
-
-@main.command()
-@click.argument("path")
-@click.option("--filter", "pattern", metavar="PATTERN", help="Only tensors whose name matches, as in 'model.*.bias'.")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON: everything, sizes in bytes.")
-def inspect(path: str, pattern: str | None, as_json: bool) -> None:
-    """List the tensors of a checkpoint: names, dtypes, shapes, sizes, shards.
-
-    PATH is a .safetensors file, a directory that holds a checkpoint, or its index. Only headers are read.
-    """
-    opened = open_checkpoint(path, OpenOptions(strict=False))
-    try:
-        listing = _list(opened, pattern)
-    finally:
-        opened.close()
-    if as_json:
-        click.echo(json.dumps(listing.as_json(), indent=2))
-        return
-    # rich drops colours for NO_COLOR and keeps bold; whoever sets it wants neither.
-    colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    console = Console(color_system=colours, highlight=False, emoji=False, markup=False)
-    if console.is_terminal and len(listing.tensors) <= MOST_DRAWN_ROWS:
-        _draw(listing, console)
-    else:
-        click.echo("\n".join(_plain(listing)))
-
-
-@main.command()
-@click.argument("path")
-@click.option("--hash-required", is_flag=True, help="Fail where no manifest holds hashes to compare with.")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-def verify(path: str, hash_required: bool, as_json: bool) -> None:
-    """Look for damage: headers, index, holes, and hashes where a manifest holds them.
-
-    PATH is a .safetensors file, a directory that holds a checkpoint, or its index. Files are read whole where there
-    is a manifest; otherwise headers only, and tensors of dtype BOOL.
-    """
-    try:
-        report = examine(path, hash_required=hash_required)
-    except ImportError as error:  # the package that made the hashes
-        raise click.ClickException(str(error)) from error
-    if as_json:
-        click.echo(json.dumps(_report_as_json(report), indent=2))
-    else:
-        click.echo("\n".join(_report_lines(report)))
-    if not report.ok:
-        sys.exit(1)
-
-
-def _report_lines(report: Report) -> Iterator[str]:
-    """Yield a line for each file, then one for each warning, then the verdict."""
-    for file in report.files:
-        if file.problem is not None:
-            yield f"{_line(file.name)}: {_line(file.problem)}"
-            continue
-        hashed = "not compared with a hash" if report.algorithm is None else f"{report.algorithm} as in the manifest"
-        size = f"{_count(file.num_tensors, 'tensor')}, {_size(file.nbytes)}"
-        yield f"{_line(file.name)}: header and sizes fit, {hashed} ({size})"
-    for warning in report.warnings:
-        yield f"warning: {_line(warning)}"
-    if report.algorithm is None:
-        yield "no manifest: nothing says what the bytes should be"
-    wrong = sum(file.problem is not None for file in report.files)
-    verdict = "ok" if report.ok else f"{wrong} of {_count(len(report.files), 'file')} wrong"
-    yield f"{_line(report.path)}: {verdict}"
-
-
-def _report_as_json(report: Report) -> dict[str, object]:
-    return {
-        "path": report.path,
-        "ok": report.ok,
-        "algorithm": report.algorithm,
-        "files": [
-            {
-                "name": file.name,
-                "file_bytes": file.nbytes,
-                "num_tensors": file.num_tensors,
-                "ok": file.problem is None,
-                "problem": file.problem,
-            }
-            for file in report.files
-        ],
-        "warnings": list(report.warnings),
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class _Listing:
-    """What `inspect` found, ready to be shown."""
-
-    path: str
-    num_tensors: int
-    shards: dict[str, int]
-    tensors: list[TensorInfo]
-    aliases: dict[str, str]
-    metadata: dict[str, object]
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def by_dtype(self) -> dict[str, tuple[int, int]]:
-        """Return number and bytes of the tensors of each dtype, the largest share first."""
-        totals: dict[str, tuple[int, int]] = {}
-        for tensor in self.tensors:
-            count, nbytes = totals.get(tensor.dtype, (0, 0))
-            totals[tensor.dtype] = count + 1, nbytes + tensor.nbytes
-        return dict(sorted(totals.items(), key=lambda item: (-item[1][1], item[0])))
-
-    def headline(self) -> str:
-        shown = len(self.tensors)
-        count = _count(shown, "tensor") if shown == self.num_tensors else f"{shown:,} of {self.num_tensors:,} tensors"
-        return f"{_line(self.path)}: {count}, {_size(self.total_bytes)}, {_count(len(self.shards), 'shard')}"
-
-    def columns(self) -> list[str]:
-        return ["name", "dtype", "shape", "size", *(["shard"] if len(self.shards) > 1 else [])]
-
-    def rows(self) -> Iterator[list[str]]:
-        for tensor in self.tensors:
-            shape = ", ".join(map(str, tensor.shape))
-            row = [_line(tensor.name), tensor.dtype, f"[{shape}]", _size(tensor.nbytes)]
-            yield [*row, _line(tensor.shard)] if len(self.shards) > 1 else row
-
-    def notes(self) -> Iterator[str]:
-        """Yield a line for each dtype, alias and entry of the metadata."""
-        for dtype, (count, nbytes) in self.by_dtype().items():
-            yield f"{dtype}: {_count(count, 'tensor')}, {_size(nbytes)}"
-        for alias, target in self.aliases.items():
-            yield f"alias {_line(alias)} = {_line(target)}"
-        for key, value in self.metadata.items():
-            yield f"metadata {_line(key)}: {_line(value if isinstance(value, str) else json.dumps(value))}"
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "path": self.path,
-            "num_tensors": len(self.tensors),
-            "total_bytes": self.total_bytes,
-            "dtypes": {d: {"num_tensors": count, "nbytes": nbytes} for d, (count, nbytes) in self.by_dtype().items()},
-            "shards": [{"name": name, "file_bytes": nbytes} for name, nbytes in self.shards.items()],
-            "metadata": self.metadata,
-            "aliases": self.aliases,
-            "tensors": [
-                {
-                    "name": tensor.name,
-                    "dtype": tensor.dtype,
-                    "shape": list(tensor.shape),
-                    "nbytes": tensor.nbytes,
-                    "shard": tensor.shard,
-                    "file_offset": tensor.file_offset,
-                }
-                for tensor in self.tensors
-            ],
-        }
-
-
-def _list(opened: OpenCheckpoint, pattern: str | None) -> _Listing:
-    def wanted(name: str) -> bool:
-        return pattern is None or fnmatchcase(name, pattern)
-
-    return _Listing(
-        path=opened.path,
-        num_tensors=sum(len(header) for header in opened.headers),
-        shards={h.shard: f.identity.nbytes for h, f in zip(opened.headers, opened.files, strict=True)},
-        tensors=[header.info(name) for header in opened.headers for name in header.names if wanted(name)],
-        aliases={alias: target for alias, target in opened.aliases.items() if wanted(alias) or wanted(target)},
-        metadata=dict(opened.metadata),
-    )
-
-
-def _plain(listing: _Listing) -> Iterator[str]:
-    """Yield columns of text, nothing cut."""
-    yield listing.headline()
-    rows = [listing.columns(), *listing.rows()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(_padded(row, widths)).rstrip()
-    yield from listing.notes()
-
-
-def _padded(row: Sequence[str], widths: Iterable[int]) -> Iterator[str]:
-    for number, (cell, width) in enumerate(zip(row, widths, strict=True)):
-        yield cell.rjust(width) if number == 3 else cell.ljust(width)
-
-
-def _draw(listing: _Listing, console: Console) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for number, column in enumerate(listing.columns()):
-        table.add_column(column, justify="right" if number == 3 else "left", overflow="fold", no_wrap=number in (1, 3))
-    for name, dtype, *rest in listing.rows():
-        table.add_row(Text(name), Text(dtype, "cyan"), *map(Text, rest))
-    console.print(Text(listing.headline(), "bold"))
-    console.print(table)
-    for note in listing.notes():
-        console.print(Text(printable(note), "dim"))
-
-
-def _line(text: str) -> str:
-    """Return text on one line, what a terminal would obey escaped."""
-    return text if text.isprintable() else "".join(map(printable, text))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _size(nbytes: int) -> str:
-    """Return a size in decimal units, as disks and hubs state it."""
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    size, units = float(nbytes), ["TB", "GB", "MB", "kB"]
-    while True:
-        size, unit = size / 1000, units.pop()
-        if size < 999.95 or not units:
-            return f"{size:,.1f} {unit}"
+for _command in (inspect, verify, diff, load, convert, bench, gc):
+    main.add_command(_command)

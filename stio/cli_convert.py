@@ -1,29 +1,27 @@
 """`stio convert SOURCE DESTINATION`: a checkpoint of another kind, cut or dtype becomes safetensors.
 
-Imports no torch until it runs. Errors are one sentence, as of the other commands; Ctrl-C rolls back before it ends.
+Imports no torch until it runs. Ctrl-C rolls back before it ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 import stio
-from stio.errors import StioError, printable
-from stio.events import ProgressEvent
+from stio.cli_common import PATH, Bar, CommandError, counted, one_line
+from stio.errors import StioError
+from stio.interrupts import starting
 from stio.manifest import HashName
 
 __all__ = ["convert"]
 
 
 @click.command()
-@click.argument("source")
-@click.argument("destination")
+@click.argument("source", type=PATH)
+@click.argument("destination", type=PATH)
 @click.option("--max-shard-size", metavar="SIZE", help="Most bytes of tensors in one file, as in '5GB' (directories).")
 @click.option("--dtype", metavar="DTYPE", help="Cast floating tensors, as in 'bfloat16'.")
 @click.option("--key", metavar="KEY", help="Where a .pt file holds the tensors, as in 'state_dict'.")
@@ -42,15 +40,17 @@ def convert(
     as_json: bool,
     no_progress: bool,
 ) -> None:
-    """Convert a checkpoint to safetensors, or to other shards or another dtype.
+    """Convert a checkpoint to safetensors.
 
-    SOURCE is a .safetensors file, an index, a directory, or a file of torch.save (.pt, .pth, .bin). DESTINATION is one
-    file if it ends in .safetensors, else a directory. What stands there is replaced in one step, or not at all.
+    Or to other shards, or to another dtype. SOURCE is a .safetensors file, an index, a directory, or a file of
+    torch.save (.pt, .pth, .bin). DESTINATION is one file if it ends in .safetensors, else a directory. What stands
+    there is replaced in one step, or not at all.
     """
-    bar = _Bar(sys.stderr.isatty() and not no_progress)
+    with starting():
+        carry_out = stio.sync.convert
     try:
-        with bar:
-            result = stio.sync.convert(
+        with Bar("converting", is_wanted=not no_progress) as bar:
+            result = carry_out(
                 source,
                 destination,
                 max_shard_size=max_shard_size,
@@ -61,54 +61,11 @@ def convert(
                 progress=bar,
             )
     except StioError:
-        raise  # the group shows it
-    except ImportError as error:  # the package that makes the hashes
-        raise click.ClickException(str(error)) from error
-    except (TypeError, ValueError) as error:
-        raise _WrongCallError(_line(str(error))) from error
+        raise  # the group explains it
+    except (ImportError, TypeError, ValueError) as error:  # the package that makes hashes; arguments that cannot be
+        raise CommandError(one_line(str(error))) from error
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
         return
-    count = f"{len(result.files):,} file{'' if len(result.files) == 1 else 's'}"
-    click.echo(f"{_line(result.path)}: {count}, {result.total_bytes:,} bytes in {result.committed_seconds:.1f} s")
-
-
-class _WrongCallError(click.ClickException):
-    """Arguments that cannot be: one sentence, without the usage, and exit status 2."""
-
-    exit_code = 2
-
-
-class _Bar:
-    """A bar on the terminal, or nothing.
-
-    Args:
-        is_drawn: Whether to draw.
-    """
-
-    def __init__(self, is_drawn: bool) -> None:
-        self._progress = Progress(
-            TextColumn("converting"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-            disable=not is_drawn,
-        )
-        self._task = self._progress.add_task("", total=None)
-
-    def __enter__(self) -> None:
-        self._progress.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def __call__(self, event: ProgressEvent) -> None:
-        self._progress.update(self._task, completed=event.done_bytes, total=event.total_bytes)
-
-
-def _line(text: str) -> str:
-    """Return text on one line, what a terminal would obey escaped."""
-    return text if text.isprintable() else "".join(map(printable, text))
+    size = f"{counted(len(result.files), 'file')}, {result.total_bytes:,} bytes"
+    click.echo(f"{one_line(result.path)}: {size} in {result.committed_seconds:.1f} s")

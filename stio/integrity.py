@@ -94,6 +94,7 @@ def judge_files(
     check: Callable[[], None],
     budget_bytes: int = MOST_WORKERS * PIECE_BYTES,
     to_the_end: bool,
+    advance: Callable[[int], object] = lambda nbytes: None,
 ) -> list[Finding]:
     """Compare all files of a checkpoint with a manifest: names and sizes first, then digests on a few threads.
 
@@ -103,6 +104,7 @@ def judge_files(
         check: See `verify_files`.
         budget_bytes: See `verify_files`.
         to_the_end: Return what is wrong with each file, instead of raising what is found first.
+        advance: Called with the bytes of each piece that was hashed, from several threads.
 
     Returns:
         What was found of each file, in the checkpoint's order.
@@ -112,7 +114,7 @@ def judge_files(
         ImportError: See `verify_files`.
     """
     new_hasher(manifest.algorithm)  # raises where its package is missing, before anything is read
-    comparison = _Comparison(opened, manifest, check=check, to_the_end=to_the_end)
+    comparison = _Comparison(opened, manifest, check=check, to_the_end=to_the_end, advance=advance)
     comparison.run(budget_bytes)
     return [Finding(header.shard, comparison.wrong.get(k)) for k, header in enumerate(opened.headers)]
 
@@ -121,7 +123,13 @@ class _Comparison:
     """Files on their way through a few threads, the caller's own among them; see `judge_files`."""
 
     def __init__(
-        self, opened: OpenCheckpoint, manifest: Manifest, *, check: Callable[[], None], to_the_end: bool
+        self,
+        opened: OpenCheckpoint,
+        manifest: Manifest,
+        *,
+        check: Callable[[], None],
+        to_the_end: bool,
+        advance: Callable[[int], object],
     ) -> None:
         assert opened.manifest is not None
         self._files = opened.files
@@ -130,6 +138,7 @@ class _Comparison:
         self._manifest_path = opened.manifest.path
         self._check = check
         self._to_the_end = to_the_end
+        self._advance = advance
         self._changed = threading.Condition()
         self._ahead: deque[int] = deque()
         self._workers = 0
@@ -216,6 +225,7 @@ class _Comparison:
             piece = memory.sub(0, min(memory.nbytes, nbytes - offset))
             file.read_into(offset, [piece])
             hash_region(hasher, piece)
+            self._advance(piece.nbytes)
         file.check_unchanged()  # what was rewritten meanwhile is not damaged
         return hasher.hexdigest()
 

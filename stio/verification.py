@@ -53,7 +53,9 @@ class Report:
         return not any(file.problem for file in self.files)
 
 
-def examine(path: str, *, hash_required: bool = False) -> Report:
+def examine(
+    path: str, *, hash_required: bool = False, progress: Callable[[int, int], object] = lambda nbytes, total: None
+) -> Report:
     """Examine a checkpoint: all that can be known without its maker, and its hashes where it has a manifest.
 
     Blocks; a KeyboardInterrupt ends it before it comes out.
@@ -61,6 +63,7 @@ def examine(path: str, *, hash_required: bool = False) -> Report:
     Args:
         path: See `open_checkpoint`.
         hash_required: A checkpoint without a manifest is an error.
+        progress: Called with the bytes of each piece that was hashed and those of all files, from several threads.
 
     Raises:
         StioError: It cannot be opened: a header, the index or the manifest is wrong, or a shard is missing.
@@ -71,7 +74,7 @@ def examine(path: str, *, hash_required: bool = False) -> Report:
         with _warnings() as warnings:
             opened = open_checkpoint(path, OpenOptions(with_manifest=True), check=operation.check)
         try:
-            return _examine(opened, hash_required, warnings, operation.check)
+            return _examine(opened, hash_required, warnings, operation.check, progress)
         finally:
             opened.close()
 
@@ -79,13 +82,22 @@ def examine(path: str, *, hash_required: bool = False) -> Report:
     return operation.start().result()
 
 
-def _examine(opened: OpenCheckpoint, hash_required: bool, warnings: list[str], check: Callable[[], None]) -> Report:
+def _examine(
+    opened: OpenCheckpoint,
+    hash_required: bool,
+    warnings: list[str],
+    check: Callable[[], None],
+    progress: Callable[[int, int], object],
+) -> Report:
     manifest = read_manifest(opened)
     if manifest is None and hash_required:
         raise no_manifest(opened)
     problems: dict[str, StioError | None] = {}
     if manifest is not None:
-        findings = judge_files(opened, manifest, check=check, to_the_end=True)
+        total_bytes = sum(file.identity.nbytes for file in opened.files)
+        findings = judge_files(
+            *(opened, manifest), check=check, to_the_end=True, advance=lambda nbytes: progress(nbytes, total_bytes)
+        )
         problems = {finding.name: finding.error for finding in findings}
     files = []
     for file, header in zip(opened.files, opened.headers, strict=True):

@@ -38,6 +38,9 @@ LOCAL_IMPORTS: dict[str, str] = {}
 
 DYNAMIC_IMPORTS = {
     "__init__.py": "the lazy table: `import stio` must not cost torch",
+    "bench_child.py": "one process loads by one contestant of `stio bench`, and imports that alone",
+    "cli_load.py": "torch, when the command runs: all commands are imported to list them",
+    "comparison.py": "numpy, when values differ: equal checkpoints cost none",
     "compat/safetensors/_open.py": "torch is wanted with framework='pt' only, the engine with another device only",
     "compat/safetensors/_serialize.py": "the save path needs torch, `serialize` does not",
     "manifest.py": "xxhash is an extra, wanted with hash='xxh3' only",

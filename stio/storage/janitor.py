@@ -22,6 +22,7 @@ from stio.storage.checks import refused
 from stio.storage.intent import (
     FILES_NAME,
     MAX_INDEX_BYTES,
+    Intent,
     digest_of,
     finish,
     is_committed,
@@ -62,7 +63,9 @@ class GarbageReport:
         return GarbageReport(self.finished + other.finished, self.undone + other.undone, self.kept + other.kept)
 
 
-def collect_garbage(path: str | os.PathLike[str], *, max_age_seconds: float = MAX_AGE_SECONDS) -> GarbageReport:
+def collect_garbage(
+    path: str | os.PathLike[str], *, max_age_seconds: float = MAX_AGE_SECONDS, dry_run: bool = False
+) -> GarbageReport:
     """Finish or undo saves whose process died, and remove what they left.
 
     Every save does that where it works; this is for places that none comes back to. Saves that are under way are
@@ -72,6 +75,7 @@ def collect_garbage(path: str | os.PathLike[str], *, max_age_seconds: float = MA
         path: A destination of saves. Both places are looked at in which a save to it works: itself and its parent.
         max_age_seconds: On filesystems whose locks do not tell whether an owner lives (NFS, FUSE and the like),
             younger staging directories are left alone.
+        dry_run: Change nothing; the report says what would be done as things stand.
 
     Raises:
         CheckpointNotFoundError: There is neither such a destination nor its parent.
@@ -89,7 +93,7 @@ def collect_garbage(path: str | os.PathLike[str], *, max_age_seconds: float = MA
             raise refused("opening the directory", directory, error) from error
         seen += 1
         try:
-            report += reclaim(fd, directory, max_age_seconds=max_age_seconds)
+            report += reclaim(fd, directory, max_age_seconds=max_age_seconds, dry_run=dry_run)
         finally:
             calls.close(fd)
     if not seen:
@@ -97,13 +101,16 @@ def collect_garbage(path: str | os.PathLike[str], *, max_age_seconds: float = MA
     return report
 
 
-def reclaim(home_fd: int, path: str, *, max_age_seconds: float = MAX_AGE_SECONDS) -> GarbageReport:
+def reclaim(
+    home_fd: int, path: str, *, max_age_seconds: float = MAX_AGE_SECONDS, dry_run: bool = False
+) -> GarbageReport:
     """Clean one directory; see `collect_garbage`. Where that is not possible it is left as it is, without an error.
 
     Args:
         home_fd: The directory, opened by the caller for itself (its lock is taken).
         path: Name for messages.
         max_age_seconds: Age from which on a lock that cannot be trusted is not asked any more.
+        dry_run: Change nothing.
     """
     report = GarbageReport()
     try:
@@ -113,11 +120,12 @@ def reclaim(home_fd: int, path: str, *, max_age_seconds: float = MAX_AGE_SECONDS
         return report
     for name in names:
         if name.startswith(TRASH):
-            calls.remove_tree(name, dir_fd=home_fd)
+            if not dry_run:
+                calls.remove_tree(name, dir_fd=home_fd)
         elif _STAGING_NAME.fullmatch(name):
             where = os.path.join(path, name)
             try:
-                outcome = _reclaim_one(home_fd, name, path, max_age_seconds)
+                outcome = _reclaim_one(home_fd, name, path, max_age_seconds, dry_run)
             except (OSError, ConcurrentSaveError) as error:
                 # A read-only directory among them: whoever can write there will clean it.
                 logger.debug("%s is left alone: %s", where, error)
@@ -131,7 +139,7 @@ def _is_no_trash(name: str) -> bool:
     return not name.startswith(TRASH)
 
 
-def _reclaim_one(home_fd: int, name: str, path: str, max_age_seconds: float) -> str | None:
+def _reclaim_one(home_fd: int, name: str, path: str, max_age_seconds: float, dry_run: bool) -> str | None:
     """Finish or undo one save if its owner is dead; return which, None if another janitor did."""
     fds: list[int] = []
     held = None
@@ -140,7 +148,7 @@ def _reclaim_one(home_fd: int, name: str, path: str, max_age_seconds: float) -> 
             fds.append(fd := calls.open_directory(name, dir_fd=home_fd))
             if not _may_speak(home_fd, fd):
                 return "kept"
-            lock = _open_lock(fd)
+            lock = _open_lock(fd, may_create=not dry_run)
         except FileNotFoundError:
             return None
         if lock is None:
@@ -151,6 +159,8 @@ def _reclaim_one(home_fd: int, name: str, path: str, max_age_seconds: float) -> 
             return "kept"
         if not is_same(home_fd, name, fd):
             return None
+        if dry_run:
+            return "finished" if _goes_forward(home_fd, read_intent(fd)) else "undone"
         with locked(home_fd, path):
             outcome = _settle(home_fd, fd)
             trash = to_trash(home_fd, name)
@@ -173,13 +183,15 @@ def _may_speak(home_fd: int, fd: int) -> bool:
     return not home.st_mode & stat.S_ISVTX or os.fstat(fd).st_uid in (os.geteuid(), home.st_uid)
 
 
-def _open_lock(fd: int) -> int | None:
+def _open_lock(fd: int, *, may_create: bool) -> int | None:
     """Open a staging directory's lock; None if its owner may be about to create it."""
     try:
         return calls.open_file(LOCK_NAME, os.O_RDWR, dir_fd=fd)
     except FileNotFoundError:
         if time.time() - os.fstat(fd).st_mtime < _UNLOCKED_SECONDS:
             return None
+    if not may_create:
+        return calls.open_directory(".", dir_fd=fd)  # stands for it: an owner that has no lock by now is dead
     try:
         # Created here, so that an owner that is this slow finds it taken and goes elsewhere.
         return calls.open_file(LOCK_NAME, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=fd)
@@ -206,17 +218,25 @@ def _is_forsaken(lock_fd: int, max_age_seconds: float) -> bool:
     return False
 
 
+def _goes_forward(home_fd: int, intent: Intent | None) -> bool:
+    """Return whether a dead save is to be finished, not undone."""
+    if intent is None:
+        return False
+    if is_committed(home_fd, intent):
+        return True
+    # Forward only over the very checkpoint that it had begun to replace: where locks do not reach, somebody may have
+    # saved since.
+    return (
+        intent.commit == "files" and digest_of(read_small(home_fd, intent.last, MAX_INDEX_BYTES)) == intent.old_sha256
+    )
+
+
 def _settle(home_fd: int, fd: int) -> str:
     """Roll a dead save forward if it had committed, else back."""
     intent = read_intent(fd)
     if intent is None:
         return "undone"  # nothing was visible yet
-    forward = is_committed(home_fd, intent)
-    if intent.commit == "files" and not forward:
-        # Forward only over the very checkpoint that it had begun to replace: where locks do not reach, somebody may
-        # have saved since.
-        forward = digest_of(read_small(home_fd, intent.last, MAX_INDEX_BYTES)) == intent.old_sha256
-    if not forward:
+    if not _goes_forward(home_fd, intent):
         roll_back(home_fd, fd, intent, durable=True)
         return "undone"
     if intent.commit == "files":

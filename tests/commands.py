@@ -1,0 +1,74 @@
+"""What tests of the command line share: the real program, the program in this process, and a terminal to run it on."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from stio.cli import main
+
+PROGRAM = [sys.executable, "-m", "stio"]
+
+
+def run(*arguments: object, status: int = 0) -> Result:
+    """Run in this process, with pipes for standard output and error."""
+    done = CliRunner().invoke(main, list(map(str, arguments)))
+    assert done.exit_code == status, done.output
+    return done
+
+
+def refused(*arguments: object) -> str:
+    """Run what ends in an error, and return the one sentence that it says."""
+    done = run(*arguments, status=2)
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("Error: ")
+    return line
+
+
+def stio(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the real program with pipes."""
+    return subprocess.run(
+        [*PROGRAM, *map(str, arguments)], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+
+
+def terminal(*arguments: object, **environment: str) -> str:
+    """Run the real program on a pseudoterminal of 80 columns and return all it was sent."""
+    main_fd, side = pty.openpty()
+    environ = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "CI")}
+    environ |= {"TERM": "xterm-256color", "COLUMNS": "80", **environment}
+    with subprocess.Popen([*PROGRAM, *map(str, arguments)], stdin=side, stdout=side, stderr=side, env=environ):
+        os.close(side)
+        received = b""
+        try:
+            while piece := os.read(main_fd, 65536):
+                received += piece
+        except OSError:  # EIO: the other side was closed
+            pass
+    os.close(main_fd)
+    return received.decode()
+
+
+def interrupted(
+    *arguments: object, when: Callable[[], bool], program: Sequence[str] = PROGRAM, cwd: Path | None = None
+) -> tuple[int, str, str]:
+    """Run the real program, press Ctrl-C when something is true, and return status, output and error."""
+    process = subprocess.Popen(
+        [*program, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd
+    )
+    deadline = time.monotonic() + 60
+    while not when():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    return process.returncode, out, error
