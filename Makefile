@@ -12,7 +12,7 @@ STAMP := $(VENV)/.stio-installed
 MODEL_STAMP := $(VENV)/.stio-demo-model
 BENCH_STAMP := $(VENV)/.stio-bench
 
-.PHONY: demo test check fmt bench bench-save bench-compat fuzz crash clean
+.PHONY: demo test check fmt bench bench-save bench-compat bench-server fuzz crash clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove it bit-equal, draw what happened
 	@$(BIN)/python examples/demo.py
@@ -37,6 +37,9 @@ bench-save: $(STAMP)  ## the same for saves; its peers are here already
 
 bench-compat: $(STAMP)  ## the drop-in modules beside what they stand in for
 	$(BIN)/python -m benchmarks.compat
+
+bench-server: $(STAMP)  ## the latency of a server's answers while it loads
+	$(BIN)/python -m benchmarks.server
 
 fuzz: $(STAMP)
 	$(BIN)/python tests/fuzz_header.py --seconds $(FUZZ_SECONDS)
