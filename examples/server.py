@@ -206,7 +206,7 @@ def create_app(root: Path, first: str, load: Load = load) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         gc.collect()
-        gc.freeze()  # or each full collection goes through torch's own objects: 50 to 200 ms in which nobody is answered
+        gc.freeze()  # else full collections go through torch's objects: 50 to 200 ms without an answer
         models.begin(first)
         yield
         await models.aclose()

@@ -124,6 +124,8 @@ def server(command: list[str], port: int, **options: Any) -> Iterator[Server]:
     finally:
         process.kill()
         process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -306,8 +308,6 @@ def slow_server(root: Path, first: str) -> Iterator[Server]:
         with server(command, port, pass_fds=[descriptor], stdout=subprocess.PIPE) as found:
             listening.close()
             yield found
-            assert found.process.stdout is not None
-            found.process.stdout.close()
 
 
 def require_nothing_left(found: Server) -> None:
@@ -381,7 +381,7 @@ def test_shutdown_cancels_a_load(large: Path, first: str) -> None:
         seconds = found.stop()
         require_nothing_left(found)
         num_reads = sum(weight.nbytes for weight in LARGE.values()) / 4096
-        assert seconds < num_reads * READ_SECONDS / 4 / 3  # four workers would have needed three times as long, at least
+        assert seconds < num_reads * READ_SECONDS / 4 / 3  # what four workers would have needed, divided by three
 
 
 def test_a_first_model_that_is_not_there_can_be_replaced(large: Path) -> None:

@@ -55,9 +55,7 @@ def test_names_slices_and_dtype(directory):
     index = {"layer.3": np.s_[2:4, :]}
     found = dict(weights(directory, names=["layer.3", "layer.5"], slices=index, dtype=torch.bfloat16))
     expected = oracle(directory)
-    require_equal(
-        found, {"layer.3": expected["layer.3"][2:4].bfloat16(), "layer.5": expected["layer.5"].bfloat16()}
-    )
+    require_equal(found, {"layer.3": expected["layer.3"][2:4].bfloat16(), "layer.5": expected["layer.5"].bfloat16()})
 
 
 def test_to_a_device(directory):
@@ -162,7 +160,7 @@ def test_closing_it_waits_for_a_read_under_way(root):
 def test_an_error_of_the_consumers_ends_it(root):
     with pytest.raises(ZeroDivisionError):
         for _, tensor in weights(root, **SMALL):
-            tensor.numel() / 0  # noqa: B018
+            tensor.numel() / 0
     gc.collect()
     assert all(file.closed for file in root.files)
 
