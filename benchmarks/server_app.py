@@ -38,16 +38,13 @@ def _stio(example: Any) -> Callable[..., Any]:
     return load
 
 
-def _in_a_thread(fill: Callable[[Any, dict[str, torch.Tensor]], None]) -> Callable[[Any], Callable[..., Any]]:
+def _in_a_thread(assemble: Callable[[Any, dict[str, torch.Tensor]], Any]) -> Callable[[Any], Callable[..., Any]]:
     def prepare(example: Any) -> Callable[..., Any]:
         async def unchecked(path: Path) -> None:
             """Let a swap begin at once: a look at the file is stio's."""
 
         def blocking(path: Path) -> Any:
-            tensors = load_file(path)
-            network = example.network_for({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-            fill(network, tensors)
-            return example.Served(path.name, network)
+            return example.Served(path.name, assemble(example, load_file(path)))
 
         async def load(path: Path, progress: object) -> Any:
             return await asyncio.to_thread(blocking, path)
@@ -58,13 +55,15 @@ def _in_a_thread(fill: Callable[[Any, dict[str, torch.Tensor]], None]) -> Callab
     return prepare
 
 
-def _copy(network: Any, tensors: dict[str, torch.Tensor]) -> None:
-    network.to(torch.bfloat16).to_empty(device="cpu").load_state_dict(tensors)
+def _copy(example: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    network = example.assemble(tensors).to_empty(device="cpu")
+    network.load_state_dict(tensors)
+    return network
 
 
-def _map(network: Any, tensors: dict[str, torch.Tensor]) -> None:
-    network.load_state_dict(tensors, assign=True)
+def _map(example: Any, tensors: dict[str, torch.Tensor]) -> Any:
     meters.touch_all(meters.tensor_arrays(tensors), "page")
+    return example.assemble(tensors)
 
 
 _LOADS: dict[str, Callable[[Any], Callable[..., Any]]] = {

@@ -14,7 +14,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ SWITCH_SECONDS = 0.0005
 logger = logging.getLogger("uvicorn.error")
 
 Progress = Callable[[ProgressEvent], object]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 # The model: put your own here.
@@ -60,27 +61,30 @@ class Network(nn.Module):
         return self.head(x)
 
 
-def network_for(shapes: Mapping[str, tuple[int, ...]]) -> Network:
-    """Make the network whose weights have these names and shapes.
+def expected_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """Return what the network of this size has; the size is read off a few of the shapes that were found.
 
     Raises:
-        ValueError: They are another model's.
+        KeyError: One of these is not there.
+        ValueError: It is no matrix.
     """
-    try:
-        (vocabulary, hidden), (wide, _) = shapes["embed.weight"], shapes["blocks.0.0.weight"]
-        network = Network(vocabulary, hidden, wide, sum(name.endswith(".2.weight") for name in shapes))
-    except (KeyError, ValueError):
-        network = None
-    if network is None or dict(shapes) != {name: tuple(weight.shape) for name, weight in network.state_dict().items()}:
-        raise ValueError("the checkpoint has other tensors than this server's model")
+    (vocabulary, hidden), (wide, _) = shapes["embed.weight"], shapes["blocks.0.0.weight"]
+    found: dict[str, tuple[int, ...]] = {"embed.weight": (vocabulary, hidden), "head.weight": (vocabulary, hidden)}
+    for number in range(sum(name.endswith(".2.weight") for name in shapes)):
+        found |= {f"blocks.{number}.0.weight": (wide, hidden), f"blocks.{number}.2.weight": (hidden, wide)}
+    return found
+
+
+def assemble(tensors: Mapping[str, torch.Tensor]) -> Network:
+    """Make the network of loaded weights, which become its parameters: nothing is copied."""
+    vocabulary, hidden = tensors["embed.weight"].shape
+    num_blocks = sum(name.endswith(".2.weight") for name in tensors)
+    network = Network(vocabulary, hidden, len(tensors["blocks.0.0.weight"]), num_blocks)
+    network.load_state_dict(tensors, assign=True)
     return network.eval()
 
 
 # Loading.
-
-
-def shapes_of(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    return {name: checkpoint.info(name).shape for name in checkpoint}
 
 
 @dataclass(frozen=True)
@@ -106,15 +110,20 @@ async def check(path: Path) -> None:
         ValueError: It is another model's.
     """
     async with stio.open(path) as checkpoint:
-        network_for(shapes_of(checkpoint))
+        shapes = {name: checkpoint.info(name).shape for name in checkpoint}
+    with suppress(KeyError, ValueError):
+        if shapes == expected_shapes(shapes):
+            return
+    raise ValueError(f"{path}: these are other tensors than this server's model has")
 
 
 async def load(path: Path, progress: Progress, device: str = "cpu") -> Served:
     """Load a model; the event loop goes on meanwhile, and cancelling this ends the load."""
     async with stio.open(path, device=device, progress=progress, switch_interval=SWITCH_SECONDS) as checkpoint:
-        network = network_for(shapes_of(checkpoint))
-        await checkpoint.load_into(network, assign=True)
-        return Served(checkpoint.metadata.get("version", path.name), network)
+        tensors = await checkpoint.load()
+        version = checkpoint.metadata.get("version", path.name)
+    # Each call of torch's may wait for the GIL, here a few for each tensor: not on the event loop.
+    return Served(version, await asyncio.to_thread(assemble, tensors))
 
 
 Load = Callable[[Path, Progress], Awaitable[Served]]
@@ -158,7 +167,9 @@ class Models:
 
     async def _carry_out(self, path: str) -> None:
         try:
-            self.current = await self._load(self._root / path, self._note)
+            loaded = await self._load(self._root / path, self._note)
+            old, self.current = [self.current], loaded
+            await asyncio.to_thread(old.clear)  # freeing may wait for the GIL, too, once for each tensor
         except Exception as error:
             logger.exception("loading %r failed", path)
             self.error = f"{path}: {error}"

@@ -274,9 +274,7 @@ SLOW = f"""
         source = HookedRoot(path, hook_for(path))
         try:
             async with stio.open(source, progress=progress, memory="copy", budget_bytes=1 << 14) as checkpoint:
-                network = server.network_for(server.shapes_of(checkpoint))
-                await checkpoint.load_into(network, assign=True)
-                return server.Served(path.name, network)
+                return server.Served(path.name, server.assemble(await checkpoint.load()))
         finally:
             source.close()
 
