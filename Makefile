@@ -15,7 +15,7 @@ DOCS_STAMP := $(VENV)/.stio-docs
 TOOLS ?= .venv-package
 TOOLS_STAMP := $(TOOLS)/.stio-tools
 
-.PHONY: demo test check fmt docs tutorial bench bench-save bench-compat fuzz crash package clean
+.PHONY: demo test check fmt docs tutorial bench bench-save bench-compat bench-server fuzz crash package clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove it bit-equal, draw what happened
 	@$(BIN)/python examples/demo.py
@@ -47,6 +47,9 @@ bench-save: $(STAMP)  ## the same for saves; its peers are here already
 
 bench-compat: $(STAMP)  ## the drop-in modules beside what they stand in for
 	$(BIN)/python -m benchmarks.compat
+
+bench-server: $(STAMP)  ## the latency of a server's answers while it loads
+	$(BIN)/python -m benchmarks.server
 
 fuzz: $(STAMP)
 	$(BIN)/python tests/fuzz_header.py --seconds $(FUZZ_SECONDS)

@@ -13,6 +13,7 @@ from pathlib import Path
 _PACKAGES = (
     *("stio", "torch", "numpy", "safetensors", "huggingface_hub", "runai-model-streamer", "fastsafetensors"),
     *("anyio", "msgspec"),
+    *("fastapi", "uvicorn", "uvloop", "httpx"),
 )
 
 

@@ -43,6 +43,7 @@ DYNAMIC_IMPORTS = {
     "comparison.py": "numpy, when values differ: equal checkpoints cost none",
     "compat/safetensors/_open.py": "torch is wanted with framework='pt' only, the engine with another device only",
     "compat/safetensors/_serialize.py": "the save path needs torch, `serialize` does not",
+    "integrations/vllm.py": "vLLM is there when it calls; the hub is asked for files that are not on this machine only",
     "manifest.py": "xxhash is an extra, wanted with hash='xxh3' only",
     "progress.py": "tqdm is an extra, wanted with progress=True only",
 }

@@ -1,0 +1,263 @@
+"""An inference server that answers while its weights come in: `python examples/server.py MODELS FIRST`.
+
+`GET /health` answers from the first moment. `GET /ready` tells how far a load is, in percent and bytes; it is 503
+until there is a model. `POST /models {"path": "v2"}` looks at MODELS/v2, answers 202, loads it beside the model that
+answers, and switches once it is whole. Each request is answered by one model; the old one is freed after the last
+request that it answers, so there must be room for two. One load at a time: a second is refused with 409. A load
+that fails leaves the old model in place, and `/ready` says why. Shutdown cancels a load. Needs fastapi and uvicorn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import uvicorn
+from fastapi import FastAPI, HTTPException, Response
+from pydantic import BaseModel, Field
+from torch import nn
+
+import stio
+from stio import Checkpoint, ProgressEvent  # now, and not at their first use, which would be on the event loop
+
+SWITCH_SECONDS = 0.0005
+"""While a load runs: beside a busy Python thread requests wait for the GIL, and by default 5 ms each time."""
+
+logger = logging.getLogger("uvicorn.error")
+
+Progress = Callable[[ProgressEvent], object]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+# The model: put your own here.
+
+
+class Network(nn.Module):
+    """Scores the next token by an embedding, residual blocks, and a head; made on `meta`, where it costs no memory."""
+
+    def __init__(self, vocabulary: int, hidden: int, wide: int, num_blocks: int) -> None:
+        super().__init__()
+        linear = partial(nn.Linear, bias=False, device="meta")
+        self.embed = nn.Embedding(vocabulary, hidden, device="meta")
+        self.blocks = nn.ModuleList(
+            nn.Sequential(linear(hidden, wide), nn.GELU(), linear(wide, hidden)) for _ in range(num_blocks)
+        )
+        self.head = linear(hidden, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the scores of what comes after tokens [length]: [vocabulary]."""
+        x = self.embed(tokens).mean(0)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def expected_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """Return what the network of this size has; the size is read off a few of the shapes that were found.
+
+    Raises:
+        KeyError: One of these is not there.
+        ValueError: It is no matrix.
+    """
+    (vocabulary, hidden), (wide, _) = shapes["embed.weight"], shapes["blocks.0.0.weight"]
+    found: dict[str, tuple[int, ...]] = {"embed.weight": (vocabulary, hidden), "head.weight": (vocabulary, hidden)}
+    for number in range(sum(name.endswith(".2.weight") for name in shapes)):
+        found |= {f"blocks.{number}.0.weight": (wide, hidden), f"blocks.{number}.2.weight": (hidden, wide)}
+    return found
+
+
+def assemble(tensors: Mapping[str, torch.Tensor]) -> Network:
+    """Make the network of loaded weights, which become its parameters: nothing is copied."""
+    vocabulary, hidden = tensors["embed.weight"].shape
+    num_blocks = sum(name.endswith(".2.weight") for name in tensors)
+    network = Network(vocabulary, hidden, len(tensors["blocks.0.0.weight"]), num_blocks)
+    network.load_state_dict(tensors, assign=True)
+    return network.eval()
+
+
+# Loading.
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that can answer."""
+
+    version: str
+    network: Network
+
+    @torch.inference_mode()
+    def predict(self, tokens: list[int]) -> int:
+        weight = self.network.embed.weight
+        if max(tokens) >= len(weight):
+            raise ValueError(f"tokens must be below {len(weight)}")
+        return int(self.network(torch.tensor(tokens, device=weight.device)).argmax())
+
+
+async def check(path: Path) -> None:
+    """Look at a checkpoint without reading its tensors.
+
+    Raises:
+        StioError: It is not there, or broken.
+        ValueError: It is another model's.
+    """
+    async with stio.open(path) as checkpoint:
+        shapes = {name: checkpoint.info(name).shape for name in checkpoint}
+    with suppress(KeyError, ValueError):
+        if shapes == expected_shapes(shapes):
+            return
+    raise ValueError(f"{path}: these are other tensors than this server's model has")
+
+
+async def load(path: Path, progress: Progress, device: str = "cpu") -> Served:
+    """Load a model; the event loop goes on meanwhile, and cancelling this ends the load."""
+    async with stio.open(path, device=device, progress=progress, switch_interval=SWITCH_SECONDS) as checkpoint:
+        tensors = await checkpoint.load()
+        version = checkpoint.metadata.get("version", path.name)
+    # Each call of torch's may wait for the GIL, here a few for each tensor: not on the event loop.
+    return Served(version, await asyncio.to_thread(assemble, tensors))
+
+
+Load = Callable[[Path, Progress], Awaitable[Served]]
+
+
+class Models:
+    """The model that answers, and the one that is on its way. All of it runs on the event loop, so it needs no lock.
+
+    Args:
+        root: Directory of the models.
+        load: Loads one, telling how far it is.
+    """
+
+    def __init__(self, root: Path, load: Load) -> None:
+        self._root, self._load = root, load
+        self._progress: ProgressEvent | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.current: Served | None = None
+        self.loading: str | None = None
+        self.error: str | None = None
+
+    async def swap(self, path: str) -> None:
+        """Begin to load another model, once it is known that there is one."""
+        if self.loading is not None:
+            raise HTTPException(409, f"{self.loading} is being loaded")
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            raise HTTPException(400, "a path leads from the server's directory of models down")
+        self.loading, self._progress = path, None  # from here on a second one is refused
+        try:
+            await check(self._root / path)
+        except (stio.StioError, ValueError) as error:
+            raise HTTPException(404 if isinstance(error, stio.CheckpointNotFoundError) else 422, str(error)) from error
+        finally:
+            self.loading = None
+        self.begin(path)
+
+    def begin(self, path: str) -> None:
+        """Load a model on a task, and switch to it."""
+        self.loading, self._progress, self.error = path, None, None
+        self._task = asyncio.create_task(self._carry_out(path))
+
+    async def _carry_out(self, path: str) -> None:
+        try:
+            loaded = await self._load(self._root / path, self._note)
+            old, self.current = [self.current], loaded
+            await asyncio.to_thread(old.clear)  # freeing may wait for the GIL, too, once for each tensor
+        except Exception as error:
+            logger.exception("loading %r failed", path)
+            self.error = f"{path}: {error}"
+        finally:
+            self.loading = None
+
+    def _note(self, event: ProgressEvent) -> None:
+        self._progress = event  # called by stio's threads
+
+    def state(self) -> dict[str, object]:
+        """Tell who answers, what is on its way and how far, and what failed last."""
+        event = self._progress if self.loading is not None else None
+        done, total = (event.done_bytes, event.total_bytes) if event else (0, 0)
+        percent = round(100 * done / (total or 1), 1)
+        loading = {"path": self.loading, "percent": percent, "bytes": done, "total_bytes": total}
+        return {
+            "ready": self.current is not None,
+            "version": self.current.version if self.current else None,
+            "loading": loading if self.loading is not None else None,
+            "error": self.error,
+        }
+
+    async def aclose(self) -> None:
+        """Cancel a load, and wait until nothing of it is left."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+
+# The server.
+
+
+class Swap(BaseModel):
+    path: str = Field(min_length=1)
+
+
+class Question(BaseModel):
+    tokens: list[Annotated[int, Field(ge=0)]] = Field(min_length=1, max_length=4096)
+
+
+def create_app(root: Path, first: str, load: Load = load) -> FastAPI:
+    """Return the application; it begins to load `root / first` when it is started."""
+    models = Models(root, load)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        gc.collect()
+        gc.freeze()  # else full collections go through torch's objects: 50 to 200 ms without an answer
+        models.begin(first)
+        yield
+        await models.aclose()
+
+    app = FastAPI(lifespan=lifespan)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready(response: Response) -> dict[str, object]:
+        response.status_code = 200 if models.current is not None else 503
+        return models.state()
+
+    @app.post("/models", status_code=202)
+    async def swap(wish: Swap) -> dict[str, object]:
+        await models.swap(wish.path)
+        return models.state()
+
+    @app.post("/predict")
+    def predict(question: Question) -> dict[str, object]:  # no coroutine: FastAPI runs it on a thread
+        served = models.current  # whatever is switched meanwhile, this request has its model
+        if served is None:
+            raise HTTPException(503, "no model is loaded yet")
+        try:
+            return {"version": served.version, "next": served.predict(question.tokens)}
+        except ValueError as error:
+            raise HTTPException(422, str(error)) from error
+
+    return app
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", type=Path, metavar="MODELS", help="a directory of models")
+    parser.add_argument("first", metavar="FIRST", help="the one to begin with: a file or a directory below MODELS")
+    parser.add_argument("--device", default="cpu", help="what torch.device takes, or auto")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    options = parser.parse_args()
+    application = create_app(options.models, options.first, partial(load, device=options.device))
+    uvicorn.run(application, host=options.host, port=options.port)

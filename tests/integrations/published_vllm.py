@@ -1,0 +1,105 @@
+"""A stand-in for vLLM with the interface that it publishes for loaders of others, and no more.
+
+Written from the API pages of vLLM 0.32.0 (`vllm.model_executor.model_loader`, `vllm.config.load`, "Plugin System"); the
+same names and signatures stand in those of 0.15.0 and 0.28.0. What is not loading (configurations, quantization,
+building a model from its name) is left out: `load_model` here is given the model's class.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+
+import torch
+from torch import nn
+
+VERSION = "0.32.0"
+
+
+@dataclass
+class LoadConfig:
+    """`vllm.config.load.LoadConfig`, as far as loading safetensors goes."""
+
+    load_format: str = "auto"
+    download_dir: str | None = None
+    model_loader_extra_config: dict = field(default_factory=dict)
+    device: str | None = None
+    ignore_patterns: list[str] | str = field(default_factory=lambda: ["original/**/*"])
+    use_tqdm_on_load: bool = True
+
+    def __post_init__(self):
+        self.load_format = self.load_format.lower()
+
+
+class BaseModelLoader(ABC):
+    """`vllm.model_executor.model_loader.BaseModelLoader`."""
+
+    def __init__(self, load_config: LoadConfig):
+        self.load_config = load_config
+
+    @abstractmethod
+    def download_model(self, model_config) -> None:
+        raise NotImplementedError
+
+    @abstractmethod
+    def load_weights(self, model: nn.Module, model_config) -> None:
+        raise NotImplementedError
+
+    def load_model(self, vllm_config, model_config, prefix: str = "") -> nn.Module:
+        device = self.load_config.device or vllm_config.device_config.device
+        with torch.device(device):
+            model = model_config.model_class()
+        self.load_weights(model, model_config)
+        return model.eval()
+
+
+def make() -> SimpleNamespace:
+    """Return fresh modules by name, and the warnings that registering gave."""
+    loaders: dict[str, type[BaseModelLoader]] = {}
+    warnings: list[str] = []
+
+    def register_model_loader(load_format: str):
+        def wrap(loader_class):
+            if load_format in loaders:
+                warnings.append(f"{load_format} is already registered")
+            if not issubclass(loader_class, BaseModelLoader):
+                raise ValueError("The model loader must be a subclass of `BaseModelLoader`.")
+            loaders[load_format] = loader_class
+            return loader_class
+
+        return wrap
+
+    def get_model_loader(load_config: LoadConfig) -> BaseModelLoader:
+        if load_config.load_format not in loaders:
+            raise ValueError(f"Load format `{load_config.load_format}` is not supported")
+        return loaders[load_config.load_format](load_config)
+
+    names = (
+        "vllm",
+        "vllm.config",
+        "vllm.config.load",
+        "vllm.model_executor",
+        "vllm.model_executor.model_loader",
+        "vllm.model_executor.model_loader.base_loader",
+    )
+    modules = {name: ModuleType(name) for name in names}
+    modules["vllm"].__version__ = VERSION
+    modules["vllm.config.load"].LoadConfig = LoadConfig
+    modules["vllm.model_executor.model_loader.base_loader"].BaseModelLoader = BaseModelLoader
+    package = modules["vllm.model_executor.model_loader"]
+    package.BaseModelLoader = BaseModelLoader
+    package.register_model_loader = register_model_loader
+    package.get_model_loader = get_model_loader
+    return SimpleNamespace(modules=modules, warnings=warnings)
+
+
+def install(monkeypatch) -> SimpleNamespace:
+    """Put fresh modules where `import vllm` finds them."""
+    made = make()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, module in made.modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return made

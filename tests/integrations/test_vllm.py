@@ -1,0 +1,330 @@
+"""The loader for vLLM, held against the interface that vLLM publishes, and against vLLM itself where it is installed.
+
+The stand-in is `published_vllm.py`, which names the version that it was written from. Nothing here serves a request.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import sys
+import tomllib
+from importlib import import_module
+from importlib.metadata import EntryPoint
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+from integrations import published_vllm
+from support import HookedRoot, nothing_left, ramp, run_python, save_file, save_sharded
+from torch import nn
+
+from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, StorageError
+from stio.integrations import iterators, vllm
+
+ROOT = Path(__file__).parents[2]
+LOADERS = "vllm.model_executor.model_loader"
+
+
+# vLLM itself takes part where it is.
+@pytest.fixture(params=["published", *(["installed"] if find_spec("vllm") else [])])
+def loaders(request, monkeypatch):
+    """Return the module of vLLM's loaders, stio's among them."""
+    if request.param == "published":
+        published_vllm.install(monkeypatch)
+    vllm.register()
+    return import_module(LOADERS)
+
+
+def loader_of(loaders, **fields):
+    config = import_module("vllm.config.load").LoadConfig(load_format="stio", **{"use_tqdm_on_load": False, **fields})
+    return loaders.get_model_loader(config)
+
+
+def config_of(model, **fields):
+    return SimpleNamespace(**{"model": str(model), "revision": None, "quantization": None, **fields})
+
+
+class Model(nn.Module):
+    """A model as vLLM's are: it takes an iterator of names and tensors, and says what it took."""
+
+    def __init__(self, names=("a", "b"), tracks=True):
+        super().__init__()
+        self.names, self.tracks = names, tracks
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.full((4, 6), torch.nan), requires_grad=False))
+        self.devices = set()
+
+    def load_weights(self, pairs):
+        loaded = set()
+        for name, tensor in pairs:
+            self.devices.add(tensor.device)
+            self.get_parameter(name).copy_(tensor)
+            loaded.add(name)
+        return loaded if self.tracks else None
+
+
+def tensors_of(*names):
+    return {name: ramp(4, 6, start=place) for place, name in enumerate(names)}
+
+
+def require_loaded(model, tensors):
+    for name, tensor in tensors.items():
+        assert torch.equal(model.get_parameter(name), tensor), name
+
+
+@pytest.fixture
+def directory(tmp_path):
+    save_file(tensors_of("a", "b"), tmp_path / "model" / "model.safetensors")
+    return tmp_path / "model"
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    gc.collect()
+    with nothing_left():
+        yield
+
+
+# The plugin.
+
+
+def test_the_entry_point_registers(monkeypatch):
+    made = published_vllm.install(monkeypatch)
+    group = "vllm.general_plugins"
+    (entry,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][group].items()
+    register = EntryPoint(*entry, group).load()
+    assert register is vllm.register
+    for _ in range(3):  # vLLM's processes may call a plugin more than once
+        register()
+    assert made.warnings == []
+    loader = loader_of(made.modules[LOADERS])
+    assert isinstance(loader, published_vllm.BaseModelLoader)
+    assert (type(loader).__name__, type(loader).__module__) == ("StioModelLoader", "stio.integrations.vllm")
+    assert "extra-config" in type(loader).__doc__
+
+
+def test_without_vllm_it_says_so(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ImportError, match="vllm"):
+        vllm.register()
+
+
+def test_importing_it_touches_neither_vllm_nor_cuda():
+    code = """
+        import sys, torch
+        def touched(*_, **__):
+            raise SystemExit("CUDA was touched")
+        for name in ("_lazy_init", "init", "is_available", "device_count", "current_device", "get_device_properties"):
+            setattr(torch.cuda, name, touched)
+        torch._C._cuda_getDeviceCount = touched
+        import stio.integrations.iterators, stio.integrations.vllm
+        print([name for name in sys.modules if name.partition(".")[0] in ("vllm", "huggingface_hub", "transformers")])
+    """
+    done = run_python(code)
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+
+
+def test_signatures_are_the_published_ones(loaders):
+    mine = type(loader_of(loaders))
+    for name in ("__init__", "download_model", "load_weights"):
+        published = inspect.signature(getattr(loaders.BaseModelLoader, name)).parameters
+        assert list(inspect.signature(getattr(mine, name)).parameters) == list(published)
+    assert mine.load_model is loaders.BaseModelLoader.load_model
+    assert not inspect.isabstract(mine)
+
+
+# Loading.
+
+
+def test_load_weights(loaders, directory):
+    loader, model = loader_of(loaders), Model()
+    loader.download_model(config_of(directory))  # it is here: nothing to do
+    loader.load_weights(model, config_of(directory))
+    require_loaded(model, tensors_of("a", "b"))
+    assert model.devices == {torch.device("cpu")}
+
+
+def test_load_model_goes_through_it(monkeypatch, directory):
+    loaders = published_vllm.install(monkeypatch).modules[LOADERS]
+    vllm.register()
+    vllm_config = SimpleNamespace(device_config=SimpleNamespace(device="cpu"))
+    model = loader_of(loaders).load_model(vllm_config, config_of(directory, model_class=Model))
+    require_loaded(model, tensors_of("a", "b"))
+    assert not model.training
+
+
+def test_extra_configuration_becomes_keywords(loaders, directory, monkeypatch):
+    seen = []
+    weights = vllm.weights
+    monkeypatch.setattr(vllm, "weights", lambda source, **given: seen.append(given) or weights(source, **given))
+    text = '{"memory": "copy", "budget_bytes": 1048576, "switch_interval": 0.001, "device": "cpu"}'
+    loader = loader_of(loaders, model_loader_extra_config=json.loads(text))
+    loader.load_weights(model := Model(), config_of(directory))
+    require_loaded(model, tensors_of("a", "b"))
+    assert seen == [{"progress": False, **json.loads(text)}]
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "text"),
+    [
+        ({"num_threads": 8}, ValueError, r"does not know num_threads.*it takes .*budget_bytes"),
+        ({"memory": "copy", "colour\n": 1}, ValueError, r"colour\\n"),
+        ({"memory": "none"}, ValueError, "memory="),
+        ({"budget_bytes": "1GB"}, TypeError, "budget_bytes"),
+    ],
+)
+def test_extra_configuration_that_is_wrong(loaders, extra, error, text):
+    with pytest.raises(error, match=text):
+        loader_of(loaders, model_loader_extra_config=extra)
+
+
+@pytest.mark.parametrize(("shows", "rank", "bars"), [(True, 0, True), (False, 0, False), (True, 1, False)])
+def test_the_first_rank_shows_a_bar(loaders, directory, monkeypatch, shows, rank, bars):
+    seen = []
+    monkeypatch.setattr(vllm, "weights", lambda source, **keywords: seen.append(keywords) or iterators.weights(source))
+    monkeypatch.setattr(vllm, "_num_ranks", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    loader_of(loaders, use_tqdm_on_load=shows).load_weights(Model(), config_of(directory))
+    assert seen[0]["progress"] is bars
+
+
+@pytest.mark.parametrize(("ranks", "device"), [(1, "cuda:3"), (2, "cpu")])
+def test_tensors_go_where_the_model_is_unless_ranks_share_them(loaders, directory, monkeypatch, ranks, device):
+    seen = []
+    monkeypatch.setattr(vllm, "weights", lambda source, **keywords: seen.append(keywords) or iterators.weights(source))
+    monkeypatch.setattr(vllm, "_num_ranks", lambda: ranks)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    model = Model()
+    elsewhere = SimpleNamespace(device=torch.device("cuda:3"))
+    on_meta = SimpleNamespace(device=torch.device("meta"))
+    monkeypatch.setattr(model, "parameters", lambda: iter([on_meta, elsewhere]))
+    loader_of(loaders).load_weights(model, config_of(directory))
+    assert seen[0]["device"] == torch.device(device)
+
+
+def test_one_process_is_one_rank():
+    assert (vllm._num_ranks(), vllm._rank()) == (1, 0)
+
+
+# Which files.
+
+
+def test_the_index_says_all(loaders, tmp_path):
+    save_sharded(tensors_of("a", "b"), tmp_path, 2)
+    save_file(tensors_of("consolidated"), tmp_path / "consolidated.safetensors")
+    loader_of(loaders).load_weights(model := Model(), config_of(tmp_path))
+    require_loaded(model, tensors_of("a", "b"))
+
+
+def test_files_without_an_index(loaders, tmp_path):
+    tensors = tensors_of("a", "b")
+    for name, tensor in tensors.items():
+        save_file({name: tensor}, tmp_path / f"{name}.safetensors")
+    loader_of(loaders).load_weights(model := Model(), config_of(tmp_path))
+    require_loaded(model, tensors)
+    with pytest.raises(AmbiguousCheckpointError):  # stio itself does not guess; vLLM's users expect it
+        next(iterators.weights(tmp_path))
+
+
+def test_the_files_that_the_model_chooses(loaders, directory):
+    save_file(tensors_of("other"), directory / "part" / "x.safetensors")
+    model = Model(("other",))
+    model.allow_patterns_overrides = ["none/*.safetensors", "*.bin", "part/*.safetensors", "*.safetensors"]
+    loader_of(loaders).load_weights(model, config_of(directory))
+    require_loaded(model, tensors_of("other"))
+
+
+def test_secondary_weights_and_their_prefix(loaders, directory, tmp_path):
+    save_file({"weight": ramp(4, 6, start=9)}, tmp_path / "second" / "model.safetensors")
+    model = Model(("a", "b", "tower_weight"))
+    model.secondary_weights = [
+        SimpleNamespace(
+            model_or_path=str(tmp_path / "second"), revision=None, prefix="tower_", allow_patterns_overrides=None
+        )
+    ]
+    loader_of(loaders).load_weights(model, config_of(directory))
+    require_loaded(model, {**tensors_of("a", "b"), "tower_weight": ramp(4, 6, start=9)})
+
+
+@pytest.mark.parametrize("name", ["model.bin", "readme.md"])
+def test_a_directory_without_any(loaders, tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointNotFoundError, match=r"\*\.safetensors"):
+        loader_of(loaders).load_weights(Model(), config_of(tmp_path))
+
+
+def test_what_is_on_the_hub_is_fetched(loaders, directory, monkeypatch):
+    asked, signature = [], inspect.signature(huggingface_hub.snapshot_download)
+
+    def snapshot_download(repository, **keywords):
+        asked.append((repository, keywords))
+        return str(directory)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    loader = loader_of(loaders, download_dir="/cache", ignore_patterns=["original/**/*"])
+    loader.download_model(config_of("org/name", revision="main"))
+    loader.load_weights(model := Model(), config_of("org/name", revision="main"))
+    require_loaded(model, tensors_of("a", "b"))
+    repository, keywords = asked[0]
+    assert repository == "org/name"
+    assert keywords == {
+        "revision": "main",
+        "cache_dir": "/cache",
+        "allow_patterns": ["*.safetensors", "*.safetensors.index.json"],
+        "ignore_patterns": ["original/**/*"],
+    }
+    signature.bind(repository, **keywords)
+    assert asked[1] == asked[0]
+
+
+# What goes wrong.
+
+
+def test_weights_that_are_missing_are_an_error(loaders, directory):
+    with pytest.raises(ValueError, match=r"1 of the model's weights .* c$"):
+        loader_of(loaders).load_weights(Model(("a", "b", "c")), config_of(directory))
+
+
+@pytest.mark.parametrize("how", ["untracked", "quantized", "made by the quantization"])
+def test_weights_that_may_be_missing(loaders, directory, how):
+    model = Model(("a", "b", "c"), tracks=how != "untracked")
+    if how == "made by the quantization":
+        model.quant_method = SimpleNamespace(process_weights_after_loading=lambda layer: None)
+    loader_of(loaders).load_weights(model, config_of(directory, quantization="fp8" if how == "quantized" else None))
+    require_loaded(model, tensors_of("a", "b"))
+
+
+def test_an_error_of_the_models_ends_the_reading(loaders, directory, monkeypatch):
+    root = HookedRoot(directory)
+    monkeypatch.setattr(vllm, "weights", lambda source, **keywords: iterators.weights(root, memory="copy"))
+
+    class Failing(Model):
+        def load_weights(self, pairs):
+            self.kept = pairs  # even so
+            next(pairs)
+            raise KeyError("unexpected")
+
+    model = Failing()
+    with pytest.raises(KeyError, match="unexpected"):
+        loader_of(loaders).load_weights(model, config_of(directory))
+    assert all(file.closed for file in root.files)
+    assert list(model.kept) == []
+    root.close()
+
+
+def test_an_error_of_the_storage_comes_out(loaders, directory, monkeypatch):
+    def fail(name, offset, nbytes):
+        raise StorageError("the cable is out", path=name)
+
+    root = HookedRoot(directory, fail)
+    monkeypatch.setattr(vllm, "weights", lambda source, **keywords: iterators.weights(root, memory="copy"))
+    with pytest.raises(StorageError, match="cable"):
+        loader_of(loaders).load_weights(Model(), config_of(directory))
+    root.close()
