@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field
 from torch import nn
 
 import stio
-from stio import Checkpoint, ProgressEvent  # now, and not at their first use, which would be on the event loop
+from stio import Checkpoint, ProgressEvent  # noqa: F401  # now: their first use would be on the event loop
 
 SWITCH_SECONDS = 0.0005
 """While a load runs: beside a busy Python thread requests wait for the GIL, and by default 5 ms each time."""
