@@ -180,8 +180,8 @@ def test_it_reads_no_further_ahead_than_the_budget(root, directory):
     largest = 64 * 75 * 4
     taken = 0
     for _, tensor in weights(root, **SMALL):
-        # What was handed over, the budget, one tensor that may be larger than all of it; reads end with a page.
-        assert root.data_bytes_read <= taken + BUDGET_BYTES + largest + len(root.log) * PAGE_BYTES
+        # What was handed over, the budget, one tensor that may be larger than all of it, pages at ends of files.
+        assert root.data_bytes_read <= taken + BUDGET_BYTES + largest + 4 * PAGE_BYTES
         taken += tensor.nbytes
     assert taken == sum(tensor.nbytes for tensor in oracle(directory).values())
 
