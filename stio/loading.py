@@ -101,7 +101,7 @@ def carry_out_stream(
     transfer = prepare(
         opened, wish.names, options, deliver=lambda group, landed: feed.put(group, wish.dress(landed)), hold=True
     )
-    feed.attach(transfer.run)
+    feed.attach(transfer.run, opened.aliases)
     operation.on_cancel(transfer.run.stop)
     transfer.carry_out()
 

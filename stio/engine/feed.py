@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from stio.device.base import Landed
@@ -31,6 +31,7 @@ class Feed:
         self._bell = Bell()
         self._run: LoadRun | None = None
         self._promoted: set[str] = set()
+        self._aliases: Mapping[str, str] = {}
         self._held: Group | None = None
         self.operation: Operation[None] = Operation(self._carry_out(body), name=name, bell=self._bell)
         """The thread's work; cancelling it ends the feed."""
@@ -47,10 +48,11 @@ class Feed:
 
         return run
 
-    def attach(self, run: LoadRun) -> None:
-        """Say whose budget is given back (called by the body)."""
+    def attach(self, run: LoadRun, aliases: Mapping[str, str] | None = None) -> None:
+        """Say whose budget is given back, and which names are another tensor's (called by the body)."""
+        self._aliases = aliases or {}
         self._run = run
-        run.promote(self._promoted)
+        run.promote(self._with_data(self._promoted))
 
     def put(self, group: Group, landed: Landed) -> None:
         """Deliver a group (called by workers)."""
@@ -87,7 +89,11 @@ class Feed:
         self._promoted |= names
         run = self._run
         if run is not None and not self.operation.done:
-            run.promote(names)
+            run.promote(self._with_data(names))
+
+    def _with_data(self, names: set[str]) -> set[str]:
+        """A plan knows the names that have data, the caller those that the checkpoint shows."""
+        return {self._aliases.get(name, name) for name in names}
 
     async def aclose(self) -> None:
         """End the operation, and wait until nothing of it is left."""

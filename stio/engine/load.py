@@ -134,6 +134,12 @@ class LoadRun:
             chosen = {group.index for group in first}
             self._waiting = deque([*first, *(group for group in self._waiting if group.index not in chosen)])
 
+    def arrange(self, order: Iterable[int]) -> None:
+        """Take what has not begun in this order of the groups' indices; what it does not name comes last."""
+        rank = {index: k for k, index in enumerate(dict.fromkeys(order))}
+        with self._changed:
+            self._waiting = deque(sorted(self._waiting, key=lambda group: rank.get(group.index, len(rank))))
+
     def is_stopped(self) -> bool:
         """Whether workers should end."""
         return self._stopped

@@ -18,7 +18,7 @@ from stio import memory
 from stio.device.base import Accelerator, Landed
 from stio.device.cuda import TorchAccelerator
 from stio.device.staging import Stage
-from stio.device.tensors import require_dtypes
+from stio.device.tensors import Casts, require_dtypes
 from stio.engine.load import LoadRun, Route
 from stio.engine.opened import OpenCheckpoint
 from stio.engine.ways import CopyRoute, MapRoute, StageRoute
@@ -54,14 +54,16 @@ class LoadOptions:
 
     device: torch.device | Accelerator
     """Where tensors go; an accelerator object stands for itself (tests)."""
-    dtype: torch.dtype | None = None
-    """Cast floating tensors to it."""
+    dtype: Casts | None = None
+    """Cast to it; see `stio.device.tensors.Casts`."""
     memory: Memory = "auto"
     """How tensors on the CPU get their memory."""
     budget_bytes: int = 512 * _MIB
     """Most bytes between storage and consumer."""
     slices: Mapping[str, object] = field(default_factory=dict)
     """By name, the part to load."""
+    prompt: bool = False
+    """Cut small groups, so that the first are there early; else large ones, so that the last is."""
     progress: Callable[[ProgressEvent], object] | None = None
     """Called at the start and after each group."""
     trace: Trace | None = None
@@ -179,16 +181,22 @@ class _Chooser:
         return self._accelerator is None and self._options.memory != "copy" and memory.HAVE_MMAP
 
     def plan_options(self) -> PlanOptions:
+        nbytes = self._group_bytes()
+        if self._options.prompt:
+            # All workers are on a group of their own when the first one is complete: a sixteenth of all is read then.
+            nbytes = min(nbytes, _pages(self._total_bytes // (16 * _NUM_WORKERS)))
+        return PlanOptions(group_bytes=nbytes, block_bytes=nbytes)
+
+    def _group_bytes(self) -> int:
         if not self.maps:
-            return PlanOptions(group_bytes=self._block_bytes, block_bytes=self._block_bytes)
+            return self._block_bytes
         # Populating costs no memory of ours and no staging: blocks may be long, but a worker's share of the whole must
         # not be so long that the others wait for the last one. What is in memory already takes no time to speak of,
         # but beside a busy Python thread each block costs 5 ms: 1.7 GB in 115 ms with 16 blocks, in 62 with 9.
         warm = bool(self._resident) and min(self._resident.values()) == 1.0
         each = 4 if warm else 8
         share = min(_LARGEST_GROUP_BYTES, max(_BLOCK_BYTES, self._total_bytes // (_NUM_MAP_WORKERS * each)))
-        nbytes = _pages(min(share, self._options.budget_bytes // (each // 2)))
-        return PlanOptions(group_bytes=nbytes, block_bytes=nbytes)
+        return _pages(min(share, self._options.budget_bytes // (each // 2)))
 
     def route(self, file: Source, *, needed: bool) -> Route:
         options, dtype = self._options, self._options.dtype

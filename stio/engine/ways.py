@@ -17,7 +17,7 @@ import torch
 from stio import memory
 from stio.device.base import Accelerator, Landed
 from stio.device.staging import DeviceImage, Stage
-from stio.device.tensors import finish, tensors_in
+from stio.device.tensors import Casts, finish, tensors_in
 from stio.engine.runtime import Cancelled
 from stio.memory import HUGE_PAGE_BYTES, PAGE_BYTES, Region
 from stio.plan.read import GAP, Block, Group
@@ -60,7 +60,7 @@ class Pacer:
             self.piece_bytes = max(_SMALLEST_PIECE_BYTES, self.piece_bytes // 2)
 
 
-def _tensors(group: Group, region: Region, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def _tensors(group: Group, region: Region, dtype: Casts | None) -> dict[str, torch.Tensor]:
     tensors = tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets)
     if group.posts or dtype is not None:
         tensors = finish(tensors, {group.names[k]: post for k, post in group.posts.items()}, dtype)
@@ -128,10 +128,10 @@ class CopyRoute:
 
     Args:
         source: The open file.
-        dtype: Cast floating tensors to it.
+        dtype: Cast to it; see `stio.device.tensors.Casts`.
     """
 
-    def __init__(self, source: Source, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, source: Source, *, dtype: Casts | None = None) -> None:
         self._reader = _Reader(source)
         self._images = _Images()
         self._dtype = dtype
@@ -160,7 +160,7 @@ class MapRoute:
         copy: The way for scattered groups.
         populates: Read it now; otherwise each page is read when it is touched.
         piece_bytes: What the first call should populate; later ones by how long that took.
-        dtype: Cast floating tensors to it.
+        dtype: Cast to it; see `stio.device.tensors.Casts`.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class MapRoute:
         *,
         populates: bool,
         piece_bytes: int,
-        dtype: torch.dtype | None = None,
+        dtype: Casts | None = None,
     ) -> None:
         self._mapped = mapped
         self._copy = copy
@@ -213,11 +213,11 @@ class StageRoute:
         source: The open file.
         accelerator: The device.
         stage: Its staging slots, shared by all files of the load.
-        dtype: Cast floating tensors to it, on the device.
+        dtype: Cast to it on the device; see `stio.device.tensors.Casts`.
     """
 
     def __init__(
-        self, source: Source, accelerator: Accelerator, stage: Stage, *, dtype: torch.dtype | None = None
+        self, source: Source, accelerator: Accelerator, stage: Stage, *, dtype: Casts | None = None
     ) -> None:
         self._reader = _Reader(source)
         self._accelerator = accelerator
@@ -256,7 +256,7 @@ class StageRoute:
                 tensors = finish(tensors, {group.names[k]: post for k, post in group.posts.items()}, self._dtype)
             events = [self._accelerator.copy([])]
         accelerator, memory_in_use = self._accelerator, [*tensors.values(), *image.shared]
-        return Landed(tensors, lambda: accelerator.hand_over(memory_in_use, events))
+        return Landed(tensors, lambda: accelerator.hand_over(memory_in_use, events), events)
 
     def close(self) -> None:
         """Wait for the copies under way; then nothing reads a slot or writes to the device any more."""
