@@ -182,6 +182,10 @@ class Filling:
     def _finish(self) -> None:
         self._run = None
         self._detach()
+        for slot in self._slots:
+            if slot.filled:
+                slot.release()
+        self._slots, self._by_source = [slot for slot in self._slots if not slot.filled], {}
         self._opened.discard()
 
     # The load.
@@ -198,12 +202,9 @@ class Filling:
                 transfer.carry_out()
         finally:
             self._finish()
-        for slot in self._slots:
-            if slot.filled:
-                slot.release()
-            else:  # the checkpoint lacks it, which strict=False let pass
-                slot.restore()
-        self._slots, self._by_source = [], {}
+        for slot in self._slots:  # the checkpoint lacks these, which strict=False let pass
+            slot.restore()
+        self._slots = []
 
     def _deliver(self, group: Group, landed: Landed) -> None:
         """Fill a group's parameters (called by workers)."""
