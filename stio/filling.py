@@ -188,6 +188,13 @@ class Filling:
         self._slots, self._by_source = [slot for slot in self._slots if not slot.filled], {}
         self._opened.discard()
 
+    def settle(self) -> None:
+        """Leave what the checkpoint lacks, which strict=False let pass, on `meta` as it was. Idempotent."""
+        with self._leaving:
+            slots, self._slots = self._slots, []
+        for slot in slots:
+            slot.restore()
+
     # The load.
 
     def _body(self, operation: Operation[None]) -> None:
@@ -202,10 +209,6 @@ class Filling:
                 transfer.carry_out()
         finally:
             self._finish()
-        for slot in self._slots:  # the checkpoint lacks these, which strict=False let pass
-            slot.restore()
-        self._slots = []
-
     def _deliver(self, group: Group, landed: Landed) -> None:
         """Fill a group's parameters (called by workers)."""
         landed.wait()  # on the host: other streams than this thread's may use them next
@@ -297,6 +300,7 @@ def _waits(filling: Filling, slots: Sequence[Slot]) -> Callable[[nn.Module, obje
     """Return a hook. A plain function: copies of a module would copy what a method belongs to."""
 
     def wait_for_parameters(module: nn.Module, inputs: object) -> None:
+        # If you are sent here by torch.jit.script: it must not compile what is not there yet; script after `done()`.
         if left := [slot for slot in slots if not slot.filled]:
             filling.wait(left)
 

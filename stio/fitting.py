@@ -155,10 +155,12 @@ class Fit:
         seen: set[int] = set()
         registered = {id(buffer) for buffer in module.buffers()}
         sources = into.sources
+        with_data: dict[int, str] = {}  # of tied names, the first that has data brings it
         for name in names:
+            if sources[name][0] in infos:
+                with_data.setdefault(id(sources[name][1]), name)
+        for name in dict.fromkeys(with_data[key] for n in names if (key := id(sources[n][1])) in with_data):
             source, target = sources[name]
-            if source not in infos or id(target) in seen:  # tied: the first name that has data brings it
-                continue
             seen.add(id(target))
             final = _final_dtype(name, infos[source], target, dtype, opened.path)
             casts.setdefault(source, final)

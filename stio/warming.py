@@ -163,6 +163,7 @@ class WarmStartBase:
 
     def _outcome(self) -> LoadReport:
         self._load.operation.outcome()
+        self._load.settle()
         return self._report
 
 

