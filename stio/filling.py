@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.jit._trace import is_tracing
 from torch.utils.hooks import RemovableHandle
 
 from stio.device.base import Landed
@@ -30,6 +31,8 @@ from stio.placeholder import Slot
 from stio.plan.read import Group, ReadPlan
 
 __all__ = ["Filling", "Wish"]
+
+_is_tracing: Callable[[], bool] = is_tracing  # torch leaves it untyped
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +266,7 @@ class Filling:
 
     def _require_ordinary(self) -> None:
         what = ""
-        if torch.jit.is_tracing():
+        if _is_tracing():
             what = "torch.jit.trace"
         elif self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             what = "a CUDA graph"

@@ -141,7 +141,7 @@ class Waiting(nn.Parameter):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stubs show a function where a class method is meant
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Refuse a use from below Python, where it is too late to wait.
@@ -159,10 +159,10 @@ class Waiting(nn.Parameter):
         _wait([slot_of(self)])
         return self.__reduce_ex__(protocol)
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         slot = vars(self).get(_SLOT)
-        if slot is None:  # the data came between the call and this line
-            return super().__repr__()
+        if slot is None:
+            return "Parameter whose data has come this moment"
         what = "has no data" if slot.gate.ended else "waits for its data"
         return f"Parameter {printable(slot.name)} {what}: {list(self.shape)}, {slot.dtype}, {slot.device}"
 
@@ -211,16 +211,18 @@ _ANSWERED = frozenset(
         *_getters("shape", "dtype", "layout", "ndim", "itemsize", "nbytes", "is_meta", "is_sparse", "is_quantized"),
         *_getters("is_nested", "is_mkldnn", "requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad", "output_nr"),
         *_getters("_version"),
-        torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]  # a descriptor, to torch's stubs a bool
+        vars(torch._C.TensorBase)["requires_grad"].__set__,
         *(getattr(torch.Tensor, name) for name in _METHODS),
         *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
     ]
 )
 """What is known of a parameter without its data. None of it lets go of the GIL, so none runs while it is swapped."""
 
-_OF_THE_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
-    torch.Tensor.device.__get__: lambda device: device,  # type: ignore[attr-defined]  # likewise
-    torch.Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]  # likewise
-    torch.Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]  # likewise
-}
+_OF_THE_DEVICE: dict[Any, Callable[[torch.device], Any]] = dict(
+    zip(
+        _getters("device", "is_cpu", "is_cuda"),
+        (lambda device: device, lambda device: device.type == "cpu", lambda device: device.type == "cuda"),
+        strict=True,
+    )
+)
 """Where a parameter will be: `x.to(weight.device)` must not send x to `meta`."""

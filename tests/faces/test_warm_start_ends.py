@@ -8,6 +8,7 @@ import errno
 import pickle
 import signal
 import threading
+from functools import partial
 
 import anyio
 import pytest
@@ -82,7 +83,7 @@ async def test_a_failed_load_fails_the_forward(tmp_path):
                 assert eventually(load.waiters)
                 load.gate.opened.set()
             assert isinstance(running.error, ClosedError)
-            assert "embed.weight never came: the warm start failed: disk: the disk is gone" in str(running.error)
+            assert "scale never came: the warm start failed: disk: the disk is gone" in str(running.error)
             assert isinstance(running.error.__cause__, StorageError)
             require_refusing(load.module, "failed: disk")
             with pytest.raises(StorageError):
@@ -92,11 +93,12 @@ async def test_a_failed_load_fails_the_forward(tmp_path):
     load.root.close()
 
 
-@pytest.mark.parametrize("n", range(1, 6))
-async def test_a_read_that_fails(directory, n):
+@pytest.mark.parametrize("n", [1, 2, 5, 9, 14])
+async def test_a_read_that_fails(tmp_path, n):
     """Whichever it is: the block is not entered, or its end raises; what came is right, what did not refuses."""
-    root, module, count = HookedRoot(directory), on_meta(Net), [0]
-    real = made(Net)
+    wide = partial(Net, 64)
+    real, module, count = made(wide), on_meta(wide), [0]
+    root = HookedRoot(saved(real, tmp_path))
 
     def fail(*_):
         count[0] += 1
