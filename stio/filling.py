@@ -212,6 +212,7 @@ class Filling:
                 transfer.carry_out()
         finally:
             self._finish()
+
     def _deliver(self, group: Group, landed: Landed) -> None:
         """Fill a group's parameters (called by workers)."""
         landed.wait()  # on the host: other streams than this thread's may use them next
@@ -291,7 +292,9 @@ class Filling:
     def _refusal(self, slot: Slot) -> ClosedError:
         name, failure = printable(slot.name), self.operation.failure
         if os.getpid() != self._process:
-            return ClosedError(f"{name} never comes in a forked child: the parent's warm start loads it", path=self._path)
+            return ClosedError(
+                f"{name} never comes in a forked child: the parent's warm start loads it", path=self._path
+            )
         if failure is None:
             return ClosedError(f"{name} never came: the warm start was ended before that", path=self._path)
         error = ClosedError(f"{name} never came: the warm start failed: {failure}", path=self._path)

@@ -169,7 +169,9 @@ class Fit:
             elif id(target) in registered:
                 buffers[id(target)] = source
             else:
-                raise MismatchError("state_dict() shows what is neither parameter nor buffer", path=opened.path, found=name)
+                raise MismatchError(
+                    "state_dict() shows what is neither parameter nor buffer", path=opened.path, found=name
+                )
         _require_meta(module, wishes, seen, opened.path)
         wishes += [
             Wish(parameter, name, None, parameter.dtype)
@@ -180,9 +182,7 @@ class Fit:
         return cls(report, tuple(wishes), buffers, casts)
 
 
-def _final_dtype(
-    name: str, info: TensorInfo, target: torch.Tensor, wish: torch.dtype | None, path: str
-) -> torch.dtype:
+def _final_dtype(name: str, info: TensorInfo, target: torch.Tensor, wish: torch.dtype | None, path: str) -> torch.dtype:
     require_dtypes([info.dtype], path=path)
     own = TORCH_DTYPES[info.dtype]
     final = wish if wish is not None and own.is_floating_point else target.dtype
@@ -190,7 +190,10 @@ def _final_dtype(
         cast(name, torch.empty(1, dtype=own), final)  # it raises now what it would raise when all is under way
     if target.requires_grad and not (final.is_floating_point or final.is_complex):
         raise MismatchError(
-            "the parameter wants a gradient, which this dtype cannot have", path=path, expected="floating", found=f"{final} for {name}"
+            "the parameter wants a gradient, which this dtype cannot have",
+            path=path,
+            expected="floating",
+            found=f"{final} for {name}",
         )
     return final
 

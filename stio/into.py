@@ -112,7 +112,7 @@ class Into:
 
     @property
     def sources(self) -> dict[str, tuple[str, torch.Tensor]]:
-        """By the module's name: the checkpoint's name, where it has one, and the tensor. Tied tensors are one object."""
+        """By the module's name: the checkpoint's name for it, and the tensor. Tied tensors are one object."""
         return {name: (self._aliases.get(name, name), target) for name, target in self._targets.items()}
 
     @property

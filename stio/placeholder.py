@@ -159,7 +159,7 @@ class Waiting(nn.Parameter):
         _wait([slot_of(self)])
         return self.__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter's
         slot = vars(self).get(_SLOT)
         if slot is None:
             return "Parameter whose data has come this moment"

@@ -1,8 +1,8 @@
 """Warm starts, for people: a module on `meta` whose forward may start while its parameters are still being loaded.
 
 On entering the block, names, shapes and dtypes are compared, buffers are loaded, and parameters become ones that
-wait (`stio.placeholder`). Then the load goes on beside the block (`stio.filling`), on threads of the engine's: a forward that
-blocks the loop's own thread is waited for by nobody. What both faces share stands here too.
+wait (`stio.placeholder`). Then the load goes on beside the block (`stio.filling`), on threads of the engine's: it
+needs nothing of a loop whose thread a forward blocks. What both faces share stands here too.
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ class WarmStartBase:
         order: See `warm_start`.
     """
 
-    def __init__(
-        self, module: nn.Module, source: SourceLike, settings: Settings, order: Iterable[str] | None
-    ) -> None:
+    def __init__(self, module: nn.Module, source: SourceLike, settings: Settings, order: Iterable[str] | None) -> None:
         require_fit(module)
         self._module: nn.Module | None = module
         self._source = source

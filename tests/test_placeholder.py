@@ -48,7 +48,8 @@ NAMES = sorted(
     name
     for name in dir(torch.Tensor)
     # What Python itself needs of any object, and what is no use of a tensor.
-    if name not in {"__class__", "__dict__", "__weakref__", "__init__", "__new__", "__subclasshook__", "__init_subclass__"}
+    if name
+    not in {"__class__", "__dict__", "__weakref__", "__init__", "__new__", "__subclasshook__", "__init_subclass__"}
     and name not in {"__getattribute__", "__setattr__", "__delattr__", "__dir__", "__sizeof__", "__getstate__"}
     and not isinstance(inspect.getattr_static(torch.Tensor, name), classmethod | staticmethod | type)
 )

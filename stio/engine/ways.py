@@ -216,9 +216,7 @@ class StageRoute:
         dtype: Cast to it on the device; see `stio.device.tensors.Casts`.
     """
 
-    def __init__(
-        self, source: Source, accelerator: Accelerator, stage: Stage, *, dtype: Casts | None = None
-    ) -> None:
+    def __init__(self, source: Source, accelerator: Accelerator, stage: Stage, *, dtype: Casts | None = None) -> None:
         self._reader = _Reader(source)
         self._accelerator = accelerator
         self._stage = stage

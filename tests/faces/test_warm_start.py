@@ -7,10 +7,9 @@ import json
 import threading
 import weakref
 
-import anyio
 import pytest
 import torch
-from support import HookedRoot, eventually, nothing_left, ramp, require_equal, save_file, save_sharded
+from support import HookedRoot, eventually, eventually_async, nothing_left, ramp, require_equal, save_file, save_sharded
 from torch import nn
 from warm import TOKENS, Net, alike, held, in_thread, made, on_meta, saved
 
@@ -115,12 +114,10 @@ async def test_a_forward_that_blocks_the_loop(tmp_path):
 async def test_the_loop_goes_on_while_another_thread_waits(tmp_path):
     with held(Net, tmp_path) as load:
         with in_thread(load.module, TOKENS) as running:
-            while not load.waiters():
-                await anyio.sleep(0.001)
+            assert await eventually_async(load.waiters)
             assert not running.over.is_set()
             load.gate.opened.set()
-            while not running.over.is_set():
-                await anyio.sleep(0.001)
+            assert await eventually_async(running.over.is_set)
         assert alike(running.outcome(), load.real(TOKENS))
 
 
@@ -179,7 +176,12 @@ async def test_execution_order(tmp_path, order):
 async def test_order_takes_parameters_and_submodules(directory):
     module = on_meta(Net)
     async with stio.warm_start(module, directory, order=["norm", "attention.in_proj_weight", "head.weight"]) as warm:
-        assert list(warm._filling._by_source)[:4] == ["norm.weight", "norm.bias", "attention.in_proj_weight", "embed.weight"]
+        assert list(warm._filling._by_source)[:4] == [
+            "norm.weight",
+            "norm.bias",
+            "attention.in_proj_weight",
+            "embed.weight",
+        ]
     async with stio.warm_start(on_meta(Net), directory, order="norm") as warm:
         assert next(iter(warm._filling._by_source)) == "norm.weight"
     module = on_meta(Net)
@@ -275,7 +277,10 @@ async def test_buffers_that_nobody_fills_are_refused(tmp_path, directory):
 
 async def test_casts(tmp_path):
     """To the module's dtype as load_into does, or to what was asked for; known before the data is."""
-    save_file({"weight": ramp(4, 3).nan_to_num(), "bias": ramp(4, dtype=torch.float16).nan_to_num()}, tmp_path / "m.safetensors")
+    save_file(
+        {"weight": ramp(4, 3).nan_to_num(), "bias": ramp(4, dtype=torch.float16).nan_to_num()},
+        tmp_path / "m.safetensors",
+    )
     for wish, weight in [(None, torch.bfloat16), (torch.float64, torch.float64)]:
         module = nn.Linear(3, 4, device="meta", dtype=torch.bfloat16)
         async with stio.warm_start(module, tmp_path, dtype=wish):

@@ -123,7 +123,7 @@ async def test_a_read_that_fails(tmp_path, n):
 
 async def test_a_file_that_was_changed_meanwhile(tmp_path):
     with pytest.raises(stio.ChangedDuringReadError):
-        with held(Net, tmp_path) as load:
+        with held(Net, tmp_path):
             with open(tmp_path / "model.safetensors", "ab") as file:
                 file.write(b" ")
 
@@ -256,8 +256,7 @@ async def test_a_cancel_of_the_block_ends_the_load(tmp_path):
         group.start_soon(block)
         assert await eventually_async(lambda: over and load.gate.reached.is_set())
         group.cancel_scope.cancel()
-        with anyio.CancelScope(shield=True):
-            load.gate.opened.set()
+        load.gate.opened.set()
     assert over[-1] == 0
     running = over[0]
     assert eventually(running.over.is_set)
@@ -369,7 +368,8 @@ FORKED = """
 def test_a_forked_child_is_told(tmp_path):
     """It has no load: what had not come when it was forked raises, what had is there."""
     found = run_python(
-        FORKED + """
+        FORKED
+        + """
     with held(Net, Path(sys.argv[1])) as load:
         assert load.gate.reached.wait(5)
         waiting = threading.Thread(target=lambda: load.module.scale + 1)
@@ -411,7 +411,8 @@ def test_a_forked_child_is_told(tmp_path):
 def test_exit_inside_the_block(tmp_path):
     """The interpreter ends though a load is held: it is cancelled, and nobody hangs."""
     found = run_python(
-        FORKED + """
+        FORKED
+        + """
     from warm import Held
     load = Held(Net, Path(sys.argv[1]))
     load.warm.__enter__()

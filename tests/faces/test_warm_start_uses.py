@@ -427,6 +427,7 @@ def test_first_uses_in_many_threads(tmp_path):
 
 def test_uses_while_parameters_arrive(tmp_path):
     """No thread ever computes with what is not there, whenever it comes."""
+
     def make():
         return nn.Sequential(*[nn.Linear(16, 16) for _ in range(60)])
 
