@@ -40,8 +40,12 @@ def require_fit(module: nn.Module) -> None:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"warm_start takes a module, not {type(module).__name__}")
+    reasons: dict[type[nn.Module], str] = {}  # a model has thousands of modules, of a few kinds
     for name, part in module.named_modules():
-        why = next((why for home, why in _FOREIGN.items() if _comes_from(part, home)), "")
+        kind = type(part)
+        if kind not in reasons:
+            reasons[kind] = next((why for home, why in _FOREIGN.items() if _comes_from(kind, home)), "")
+        why = reasons[kind]
         if not why and getattr(part, "_compiled_call_impl", None) is not None:
             why = _FOREIGN["torch._dynamo"]
         if why:
@@ -54,8 +58,8 @@ def require_fit(module: nn.Module) -> None:
             raise WarmStartError(f"{printable(name)} cannot be warm-started, {why}")
 
 
-def _comes_from(part: nn.Module, home: str) -> bool:
-    return any(f"{kind.__module__}.".startswith(f"{home}.") for kind in type(part).__mro__)
+def _comes_from(kind: type[nn.Module], home: str) -> bool:
+    return any(f"{base.__module__}.".startswith(f"{home}.") for base in kind.__mro__)
 
 
 def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -66,7 +70,8 @@ def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _strange(tensor: torch.Tensor) -> str:
     kind = type(tensor)
     if isinstance(tensor, Waiting):
-        return "" if slot_of(tensor).gate.ended else "another warm start has not filled it yet"
+        slot = slot_of(tensor)
+        return "" if slot is None or slot.gate.ended else "another warm start has not filled it yet"
     if is_lazy(tensor):
         return "it is lazy: let the module find out its shapes first, with an input on 'meta'"
     plain = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -80,8 +85,8 @@ def _strange(tensor: torch.Tensor) -> str:
 def revive(module: nn.Module) -> None:
     """Make what an earlier warm start left without data a plain parameter on `meta` again."""
     for parameter in module.parameters():
-        if isinstance(parameter, Waiting):
-            slot_of(parameter).restore()
+        if isinstance(parameter, Waiting) and (slot := slot_of(parameter)) is not None and slot.gate.ended:
+            slot.restore()
 
 
 def in_order(names: Sequence[str], order: Iterable[str] | None) -> list[str]:

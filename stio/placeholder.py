@@ -152,31 +152,30 @@ class Waiting(nn.Parameter):
         raise _too_deep(func, _slots_in((args, kwargs)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _wait([slot_of(self)])
+        _wait(list(_slots_in(self)))
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        _wait([slot_of(self)])
+        _wait(list(_slots_in(self)))
         return self.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter's
-        slot = vars(self).get(_SLOT)
+        slot = slot_of(self)
         if slot is None:
             return "Parameter whose data has come this moment"
         what = "has no data" if slot.gate.ended else "waits for its data"
         return f"Parameter {printable(slot.name)} {what}: {list(self.shape)}, {slot.dtype}, {slot.device}"
 
 
-def slot_of(parameter: Waiting) -> Slot:
-    """Return where a parameter waits."""
-    slot: Slot = getattr(parameter, _SLOT)
-    return slot
+def slot_of(parameter: Waiting) -> Slot | None:
+    """Return where a parameter waits; None if its data came a moment ago."""
+    return vars(parameter).get(_SLOT)
 
 
 def _slots_in(value: Any) -> Iterator[Slot]:
     """Yield the slots of all parameters that still wait in nested arguments."""
     if isinstance(value, Waiting):
-        if (slot := vars(value).get(_SLOT)) is not None:
+        if (slot := slot_of(value)) is not None:
             yield slot
     elif isinstance(value, list | tuple):
         for item in value:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from stio.device.base import Landed
+from stio.device.tensors import collection_paused
 from stio.engine.opened import OpenCheckpoint, open_checkpoint
 from stio.engine.route import LoadOptions
 from stio.engine.runtime import Operation
@@ -107,7 +108,6 @@ class WarmStartBase:
         module, self._module = self._module, None  # whoever keeps us must not keep it
         if module is None:
             raise RuntimeError("a warm start is entered once; make another one")
-        require_fit(module)  # it may have changed since
         revive(module)
         into = Into(module, fills=True)
         names = in_order(list(into.sources), self._order)
@@ -119,6 +119,7 @@ class WarmStartBase:
         return Operation(body, name="open", discard=lambda ready: ready.filling.abandon()).start()
 
     def _prepare(self, operation: Operation[Any], module: nn.Module, into: Into, names: list[str]) -> _Ready:
+        require_fit(module)  # it may have changed since it was given to us
         settings = self._settings
         options = settings.load_options()
         with traced(settings.trace, "open"):
@@ -133,7 +134,8 @@ class WarmStartBase:
             operation.check()
             device = options.device if isinstance(options.device, torch.device) else options.device.device
             filling = Filling(opened, options, device, settings.switch_interval)
-            filling.adopt(module, fit.wishes)
+            with collection_paused(len(fit.wishes)):
+                filling.adopt(module, fit.wishes)
         except BaseException:
             opened.discard()
             raise

@@ -193,8 +193,9 @@ def test_a_kind_that_cannot_change_is_left_as_it_was():
         kept.append(nn.Parameter(data))
         return kept[-1]
 
-    parameter, _ = waiting(FakeGate(), kind=keep)
-    assert slot_of(parameter).parameter is kept[0]
+    parameter, slot = waiting(FakeGate(), kind=keep)
+    assert slot_of(parameter) is slot
+    assert slot.parameter is kept[0]
 
 
 def test_nobody_sees_a_plain_parameter_without_data():

@@ -451,3 +451,19 @@ async def test_the_face_after_the_block_holds_no_memory(directory):
     gc.collect()
     assert gone() is None
     assert await warm.done() == stio.LoadReport((), ())
+
+
+async def test_many_parameters(tmp_path):
+    """10,000 of them, which wait in any order."""
+
+    def make():
+        return nn.ModuleList(nn.Linear(2, 2) for _ in range(5000))
+
+    real, module = made(make), on_meta(make)
+    directory = saved(real, tmp_path)
+    x = torch.rand(2)
+    async with stio.warm_start(module, directory):
+        with torch.inference_mode():
+            for k in range(4999, 0, -500):
+                assert torch.equal(module[k](x), real[k](x))
+    require_equal(dict(module.state_dict()), dict(real.state_dict()))
