@@ -10,6 +10,7 @@ To fill one, the tensor is swapped in first and the class follows: who sees the 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, SupportsIndex
 
@@ -85,7 +86,7 @@ class Slot:
         parameter = self.parameter
         with torch._C.DisableTorchFunctionSubclass():
             wants_gradient = parameter.requires_grad
-            real = nn.Parameter(tensor, requires_grad=wants_gradient)
+            real: Any = nn.Parameter(tensor, requires_grad=wants_gradient)
             # It takes over what the parameter was: C++ may still hold on to that, and must go on to be refused.
             setattr(real, _SLOT, self)
             real.__class__ = Waiting
@@ -94,6 +95,9 @@ class Slot:
             if real.requires_grad != wants_gradient:  # set by another thread meanwhile
                 parameter.requires_grad_(real.requires_grad)
             _renew_hooks(parameter)
+            if wants_gradient and real._use_count() > 1:
+                # `autograd.Function.apply` asks no class, and notes where gradients go before its forward waits.
+                real.register_post_accumulate_grad_hook(_pass_on(weakref.ref(parameter)))
         # Another thread may be about to ask what was `Waiting` a moment ago: it lives until the warm start is over.
         self._other = real
         self.filled = True
@@ -118,6 +122,19 @@ def _renew_hooks(parameter: nn.Parameter) -> None:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if hooks := getattr(parameter, name, None):
             setattr(parameter, name, hooks)
+
+
+def _pass_on(parameter: weakref.ref[nn.Parameter]) -> Callable[[torch.Tensor], None]:
+    """Return a hook that gives a gradient for what a parameter was to the parameter."""
+
+    def pass_on(other: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient, other.grad = other.grad, None
+        owner = parameter()
+        if owner is not None and gradient is not None:
+            owner.grad = gradient if owner.grad is None else owner.grad + gradient
+
+    return pass_on
 
 
 class Waiting(nn.Parameter):

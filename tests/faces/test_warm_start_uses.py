@@ -136,6 +136,17 @@ class Scale(nn.Module):
         return Scaled.apply(x, self.scale)
 
 
+class Borrowing(nn.Module):
+    """Gives another module's parameter to such a function, so that no hook waits for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.lender = Scale()
+
+    def forward(self, x):
+        return Scaled.apply(x, self.lender.scale)
+
+
 def hooked(module):
     module.scale.register_hook(lambda gradient: gradient * 0 + 5)
     module(TOKENS).sum().backward()
@@ -363,6 +374,7 @@ MODULES = {
     "parameter list": (lambda: nn.ParameterList([nn.Parameter(torch.rand(8)) for _ in range(3)]), lambda m: sum(m)),
     "parametrized": (lambda: parametrizations.weight_norm(nn.Linear(8, 3)), lambda m: m(SEQUENCE)),
     "function": (Scale, lambda m: m(SEQUENCE)),
+    "function of another module's parameter": (Borrowing, lambda m: m(SEQUENCE) + m(SEQUENCE)),
 }
 
 
