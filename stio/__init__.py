@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from stio.errors import TruncatedError as TruncatedError
     from stio.errors import UnsafePathError as UnsafePathError
     from stio.errors import UnsupportedDtypeError as UnsupportedDtypeError
+    from stio.errors import WarmStartError as WarmStartError
     from stio.events import Limits as Limits
     from stio.events import ProgressEvent as ProgressEvent
     from stio.events import Span as Span
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from stio.shelf import CacheStats as CacheStats
     from stio.state import load_state as load_state
     from stio.state import save_state as save_state
+    from stio.warming import WarmStart as WarmStart
+    from stio.warming import warm_start as warm_start
     from stio.writer import Saver as Saver
     from stio.writer import save as save
 
@@ -99,6 +102,8 @@ _HOMES = {
     "TruncatedError": "stio.errors",
     "UnsafePathError": "stio.errors",
     "UnsupportedDtypeError": "stio.errors",
+    "WarmStart": "stio.warming",
+    "WarmStartError": "stio.errors",
     "load": "stio.reader",
     "load_into": "stio.reader",
     "load_state": "stio.state",
@@ -106,6 +111,7 @@ _HOMES = {
     "save": "stio.writer",
     "save_state": "stio.state",
     "stats": "stio.counters",
+    "warm_start": "stio.warming",
 }
 
 __all__ = [  # noqa: PLE0604  # the table is the one list of names; a test compares it with the imports above

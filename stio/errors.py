@@ -13,6 +13,7 @@
     ├── MismatchError (ValueError)           a module and a checkpoint do not fit each other
     ├── UnsupportedDtypeError (TypeError)    a dtype that torch (or this torch) has no type for
     ├── ClosedError (RuntimeError)           the checkpoint or stream was closed
+    ├── WarmStartError (RuntimeError)        a module, or a use of it, that cannot wait for a warm start
     ├── IntegrityError (ValueError)          the bytes are not those that the manifest promises
     ├── SharedTensorsError (RuntimeError)    tensors to be saved share memory, and shared="error"
     ├── SaveInProgressError (RuntimeError)   a saver has as many saves under way as it may
@@ -56,6 +57,7 @@ __all__ = [
     "TruncatedError",
     "UnsafePathError",
     "UnsupportedDtypeError",
+    "WarmStartError",
 ]
 
 SHOWN_CHARACTERS = 120
@@ -166,6 +168,10 @@ class UnsupportedDtypeError(StioError, TypeError):
 
 class ClosedError(StioError, RuntimeError):
     """The object was closed before this call."""
+
+
+class WarmStartError(StioError, RuntimeError):
+    """A module, or a use of its parameters, that cannot wait until a warm start is done."""
 
 
 class StorageError(StioError, OSError):

@@ -12,7 +12,7 @@ from stio.codec.header import TensorInfo
 from stio.device.tensors import TORCH_DTYPES, torch_shape
 from stio.errors import MismatchError, printable
 
-__all__ = ["Into", "LoadReport"]
+__all__ = ["Into", "LoadReport", "listed"]
 
 _SHOWN_NAMES = 5
 
@@ -33,10 +33,12 @@ class Into:
     Args:
         module: Its `state_dict()` decides names and shapes.
         assign: Replace the tensors by the loaded ones instead of copying into them.
+        fills: Tensors on `meta` get memory of their own (`stio.warm_start`); this only compares.
     """
 
-    def __init__(self, module: nn.Module, *, assign: bool) -> None:
+    def __init__(self, module: nn.Module, *, assign: bool = False, fills: bool = False) -> None:
         self._module = module
+        self._fills = fills
         self.assigns = assign
         """Whether tensors are replaced and not copied into."""
         self._targets: dict[str, torch.Tensor] = {
@@ -74,15 +76,16 @@ class Into:
         )
         unexpected = tuple(name for name in infos if name not in self._targets)
         self._require_shapes(infos, path)
-        if not self.assigns and (empty := tuple(name for name in present if self._targets[name].is_meta)):
+        has_room = self.assigns or self._fills
+        if not has_room and (empty := tuple(name for name in present if self._targets[name].is_meta)):
             raise MismatchError(
-                f"the module's tensors on 'meta' have no memory to copy into; pass assign=True: {_listed(empty)}",
+                f"the module's tensors on 'meta' have no memory to copy into; pass assign=True: {listed(empty)}",
                 path=path,
             )
         if strict and (missing or unexpected):
             raise MismatchError(
                 "the checkpoint does not fit the module; strict=False loads what fits: "
-                f"missing {_listed(missing)}, unexpected {_listed(unexpected)}",
+                f"missing {listed(missing)}, unexpected {listed(unexpected)}",
                 path=path,
             )
         # What is replaced may go to a device by its own name; what is copied is wanted once, tied or not.
@@ -107,6 +110,11 @@ class Into:
             raise MismatchError(
                 f"shapes differ, the checkpoint's for the module's: {'; '.join(wrong[:_SHOWN_NAMES])}{more}", path=path
             )
+
+    @property
+    def sources(self) -> dict[str, tuple[str, torch.Tensor]]:
+        """By the module's name: the checkpoint's name for it, and the tensor. Tied tensors are one object."""
+        return {name: (self._aliases.get(name, name), target) for name, target in self._targets.items()}
 
     @property
     def on_cpu(self) -> bool:
@@ -161,12 +169,13 @@ def _has_gradient(dtype: str) -> bool:
 
 def _place(tensor: torch.Tensor) -> object:
     """Return what two names of one tensor share; unique for tensors without memory."""
-    if tensor.device.type == "meta" or not tensor.numel():
+    if tensor.is_meta or not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def listed(names: tuple[str, ...]) -> str:
+    """Return names for a message, the first few of many."""
     if not names:
         return "nothing"
     more = f" and {len(names) - _SHOWN_NAMES} others" if len(names) > _SHOWN_NAMES else ""

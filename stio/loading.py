@@ -63,7 +63,7 @@ def carry_out_stream(
 ) -> None:
     """Deliver groups to a feed until all are there, at the consumer's pace."""
     transfer = prepare(opened, names, _by_target(options, opened), deliver=feed.put, hold=True)
-    feed.attach(transfer.run)
+    feed.attach(transfer.run, opened.aliases)
     _carry_out(operation, transfer)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -31,12 +31,14 @@ from stio.saver import SaverBase
 from stio.saving import DestinationLike, SaveKeywords, SaveResult, SaveSettings, TensorsLike
 from stio.session import CheckpointBase, StreamBase
 from stio.settings import DEFAULT_BUDGET_BYTES, Keywords, Settings, SourceLike
+from stio.warming import WarmStartBase
 
 __all__ = [
     "Checkpoint",
     "HostCache",
     "Saver",
     "Stream",
+    "WarmStart",
     "convert",
     "load",
     "load_into",
@@ -44,6 +46,7 @@ __all__ = [
     "open",
     "save",
     "save_state",
+    "warm_start",
 ]
 
 _warned = False
@@ -168,6 +171,54 @@ class HostCache(HostCacheBase):
         """Bring all files of a checkpoint; see `stio.HostCache.prefetch`."""
         _warn_under_a_loop()
         self._start_prefetch(source, keywords).result()
+
+
+def warm_start(
+    module: nn.Module, source: SourceLike, *, order: Iterable[str] | None = None, **keywords: Unpack[Keywords]
+) -> WarmStart:
+    """Load a module on `meta` while its forward may run already; see `stio.warm_start`."""
+    return WarmStart(module, source, Settings(**keywords), order)
+
+
+class WarmStart(WarmStartBase):
+    """A warm start under way; the blocking twin of `stio.WarmStart`."""
+
+    def __enter__(self) -> Self:
+        _warn_under_a_loop()
+        module = self._module
+        ready = self._begin().result()
+        assert module is not None
+        self._go_on(module, ready)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.done()
+        finally:
+            self.close()
+
+    def done(self) -> LoadReport:
+        """Wait until all parameters are there; see `stio.WarmStart.done`."""
+        load = self._load
+        load.bell.wait_for_blocking(lambda: load.operation.done)
+        return self._outcome()
+
+    def close(self) -> None:
+        """End the load, if it has not ended, and wait until nothing of it is left. Idempotent."""
+        if self._filling is None:
+            return
+        interrupted: BaseException | None = None
+        while self._filling.operation.running:
+            try:
+                self._filling.operation.close()
+            except BaseException as error:
+                interrupted = error  # a KeyboardInterrupt has to wait until no thread fills parameters
+        self._filling.close()
+        if interrupted is not None:
+            raise interrupted
 
 
 def save(

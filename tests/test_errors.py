@@ -18,7 +18,7 @@ PARENTS = {
     "FormatError": ValueError, "TruncatedError": ValueError, "LimitError": ValueError, "IndexFormatError": ValueError,
     "UnsafePathError": ValueError, "CheckpointNotFoundError": FileNotFoundError, "AmbiguousCheckpointError": ValueError,
     "TensorNotFoundError": KeyError, "SliceError": IndexError, "MismatchError": ValueError,
-    "UnsupportedDtypeError": TypeError, "ClosedError": RuntimeError, "StorageError": OSError,
+    "UnsupportedDtypeError": TypeError, "ClosedError": RuntimeError, "WarmStartError": RuntimeError, "StorageError": OSError,
     "ChangedDuringReadError": OSError, "NoSpaceError": OSError, "CommitUncertainError": OSError, "IntegrityError": ValueError,
     "SharedTensorsError": RuntimeError, "SaveInProgressError": RuntimeError, "ConcurrentSaveError": RuntimeError, "DeviceError": RuntimeError, "DeviceMemoryError": RuntimeError,
 }  # fmt: skip

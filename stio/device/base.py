@@ -6,7 +6,7 @@ and a group's tensors are handed over (`Landed`) behind the mark of their last c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -75,6 +75,13 @@ class Landed:
     """By name."""
     hand_over: Callable[[], None] | None = None
     """Makes the calling thread's stream wait for the copies; None on the CPU, where nothing is under way."""
+    events: Sequence[Event] = ()
+    """Marks of the copies, for a host that must know that the data is there, whichever stream will use it."""
+
+    def wait(self) -> None:
+        """Block this thread, without the GIL, until the data is there."""
+        for event in self.events:
+            event.synchronize()
 
     def take(self) -> dict[str, torch.Tensor]:
         """Return the tensors to the calling thread; its current stream waits for them, the thread does not."""

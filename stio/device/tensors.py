@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from stio.memory import Region
 __all__ = [
     "FORMAT_DTYPES",
     "TORCH_DTYPES",
+    "Casts",
     "cast",
     "collection_paused",
     "finish",
@@ -262,10 +263,14 @@ def _make(
     return result
 
 
+Casts: TypeAlias = torch.dtype | Mapping[str, torch.dtype]
+"""What to cast to: one dtype, for the floating tensors; or by name, for those that are named, whatever they are."""
+
+
 def finish(
-    tensors: dict[str, torch.Tensor], posts: Mapping[str, Selection], dtype: torch.dtype | None
+    tensors: dict[str, torch.Tensor], posts: Mapping[str, Selection], dtype: Casts | None
 ) -> dict[str, torch.Tensor]:
-    """Pick what is left to pick from partly read tensors, and cast the floating ones, where they are.
+    """Pick what is left to pick from partly read tensors, and cast, where they are.
 
     Raises:
         UnsupportedDtypeError: torch has no cast from a tensor's dtype (packed F4).
@@ -280,8 +285,10 @@ def finish(
         tensors[name] = typed(tensor, FORMAT_DTYPES[own], tuple(tensor.shape))
     if dtype is not None:
         for name, tensor in tensors.items():
-            if tensor.is_floating_point() and tensor.dtype != dtype:
-                tensors[name] = cast(name, tensor, dtype)
+            wanted = dtype if isinstance(dtype, torch.dtype) else dtype.get(name)
+            floats = tensor.is_floating_point() or not isinstance(dtype, torch.dtype)
+            if floats and wanted is not None and tensor.dtype != wanted:
+                tensors[name] = cast(name, tensor, wanted)
     return tensors
 
 

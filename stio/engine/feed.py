@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from time import perf_counter
 
@@ -37,6 +37,7 @@ class Feed:
         self._bell = Bell()
         self._run: LoadRun | None = None
         self._promoted: set[str] = set()
+        self._aliases: Mapping[str, str] = {}
         self._held: Group | None = None
         self._trace = trace
         self._taken = 0.0  # when the consumer got the group that it holds
@@ -57,10 +58,11 @@ class Feed:
 
         return run
 
-    def attach(self, run: LoadRun) -> None:
-        """Say whose budget is given back (called by the body)."""
+    def attach(self, run: LoadRun, aliases: Mapping[str, str] | None = None) -> None:
+        """Say whose budget is given back, and which names are another tensor's (called by the body)."""
+        self._aliases = aliases or {}
         self._run = run
-        run.promote(self._promoted)
+        run.promote(self._with_data(self._promoted))
 
     def put(self, group: Group, landed: Landed) -> None:
         """Deliver a group (called by workers)."""
@@ -99,7 +101,11 @@ class Feed:
         self._promoted |= names
         run = self._run
         if run is not None and not self.operation.done:
-            run.promote(names)
+            run.promote(self._with_data(names))
+
+    def _with_data(self, names: set[str]) -> set[str]:
+        """A plan knows the names that have data, the caller those that the checkpoint shows."""
+        return {self._aliases.get(name, name) for name in names}
 
     async def aclose(self) -> None:
         """End the operation, and wait until nothing of it is left."""

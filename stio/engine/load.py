@@ -86,6 +86,7 @@ class LoadRun:
         self._changed = threading.Condition()
         self._waiting: deque[Group] = deque(plan.groups)
         self._blocks: deque[Block] = deque()
+        self._rank: dict[int, int] = {}
         self._left = [max(1, len(group.blocks)) for group in plan.groups]
         self._workers = 0
         self._stopped = False
@@ -159,6 +160,17 @@ class LoadRun:
             chosen = {group.index for group in first}
             self._waiting = deque([*first, *(group for group in self._waiting if group.index not in chosen)])
 
+    def arrange(self, order: Iterable[int]) -> None:
+        """Take what is left in this order of the groups' indices, every one of them named.
+
+        What is left of a group that has begun is put off too: it may be one large tensor, and nobody waits for it.
+        """
+        rank = {index: k for k, index in enumerate(dict.fromkeys(order))}
+        with self._changed:
+            self._rank = rank
+            self._waiting = deque(sorted(self._waiting, key=lambda group: rank[group.index]))
+            self._blocks = deque(sorted(self._blocks, key=lambda block: rank[block.group]))
+
     def is_stopped(self) -> bool:
         """Whether workers should end."""
         return self._stopped
@@ -182,22 +194,34 @@ class LoadRun:
         waits_since = 0.0
         with self._changed:
             while not self._stopped:
-                if self._blocks:
-                    if waits_since and self._trace is not None:
-                        self._trace.add("wait", waits_since, perf_counter(), detail="for budget")
-                    return self._blocks.popleft()
+                if self._blocks and not self._is_overtaken():
+                    return self._next_block(waits_since)
                 if not self._waiting:
                     return None
                 group = self._waiting[0]
                 if self.budget.try_acquire(group.nbytes):
                     self._waiting.popleft()
                     # A group of empty tensors has no reads; an empty block carries it through the same door.
-                    self._blocks.extend(group.blocks or [Block(group.index, max(group.offset, 0), 0, 0)])
+                    blocks = group.blocks or [Block(group.index, max(group.offset, 0), 0, 0)]
+                    self._blocks.extendleft(reversed(blocks))
                     self._changed.notify_all()
                     continue
+                if self._blocks:
+                    return self._next_block(waits_since)
                 waits_since = waits_since or perf_counter()
                 self._changed.wait()
         return None
+
+    def _next_block(self, waits_since: float) -> Block:
+        """Take the first block; record the wait for budget that came before it, if there was one."""
+        if waits_since and self._trace is not None:
+            self._trace.add("wait", waits_since, perf_counter(), detail="for budget")
+        return self._blocks.popleft()
+
+    def _is_overtaken(self) -> bool:
+        """Whether a group that has not begun is wanted before what is left of those that have."""
+        rank = self._rank
+        return bool(rank and self._waiting and rank[self._waiting[0].index] < rank[self._blocks[0].group])
 
     def _bring(self, block: Block) -> None:
         group = self._plan.groups[block.group]

@@ -21,7 +21,7 @@ from stio.device.base import Accelerator, Landed, Target
 from stio.device.cuda import TorchAccelerator
 from stio.device.placement import Placement
 from stio.device.staging import Stage
-from stio.device.tensors import require_dtypes
+from stio.device.tensors import Casts, require_dtypes
 from stio.engine.kept import FileCache, Kept
 from stio.engine.load import LoadRun, Route
 from stio.engine.opened import OpenCheckpoint
@@ -59,14 +59,16 @@ class LoadOptions:
 
     device: Target | Placement
     """Where all tensors go, or where each does; an accelerator object stands for itself (tests)."""
-    dtype: torch.dtype | None = None
-    """Cast floating tensors to it."""
+    dtype: Casts | None = None
+    """Cast to it; see `stio.device.tensors.Casts`."""
     memory: Memory = "auto"
     """How tensors on the CPU get their memory."""
     budget_bytes: int = 512 * _MIB
     """Most bytes between storage and consumer."""
     slices: Mapping[str, object] = field(default_factory=dict)
     """By name, the part to load."""
+    prompt: bool = False
+    """Cut small groups, so that the first are there early; else large ones, so that the last is."""
     progress: Callable[[ProgressEvent], object] | None = None
     """Called at the start and after each group."""
     trace: Trace | None = None
@@ -292,10 +294,13 @@ class _Target:
         self._stage: Stage | None = None
         if accelerator is not None:
             self._stage = Stage(accelerator, slot_bytes=slot_bytes, num_slots=2 * _NUM_WORKERS, trace=options.trace)
-            self.plan_options = PlanOptions(group_bytes=slot_bytes, block_bytes=slot_bytes)
+            nbytes = slot_bytes
         else:
             nbytes = self._mapped_bytes() if self.maps else _pages(min(_BLOCK_BYTES, run_budget_bytes // 4))
-            self.plan_options = PlanOptions(group_bytes=nbytes, block_bytes=nbytes)
+        if options.prompt:
+            # All workers are on a group of their own when the first one is complete: a sixteenth of all is read then.
+            nbytes = min(nbytes, _pages(total_bytes // (16 * _NUM_WORKERS)))
+        self.plan_options = PlanOptions(group_bytes=nbytes, block_bytes=nbytes)
 
     @property
     def maps(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 from stio import memory
 from stio.device.base import Accelerator, Landed
 from stio.device.staging import DeviceImage, Stage
-from stio.device.tensors import finish, tensors_in
+from stio.device.tensors import Casts, finish, tensors_in
 from stio.engine.kept import Kept
 from stio.engine.readers import KeptReader, Pacer, reader
 from stio.engine.runtime import Cancelled
@@ -30,7 +30,7 @@ from stio.storage.mapped import MappedFile
 __all__ = ["CopyRoute", "KeepRoute", "MapRoute", "StageRoute"]
 
 
-def _tensors(group: Group, region: Region, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def _tensors(group: Group, region: Region, dtype: Casts | None) -> dict[str, torch.Tensor]:
     tensors = tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets)
     if group.posts or dtype is not None:
         tensors = finish(tensors, {group.names[k]: post for k, post in group.posts.items()}, dtype)
@@ -63,11 +63,11 @@ class CopyRoute:
 
     Args:
         source: The open file.
-        dtype: Cast floating tensors to it.
+        dtype: Cast to it; see `stio.device.tensors.Casts`.
         kept: The file's image.
     """
 
-    def __init__(self, source: Source, *, dtype: torch.dtype | None = None, kept: Kept | None = None) -> None:
+    def __init__(self, source: Source, *, dtype: Casts | None = None, kept: Kept | None = None) -> None:
         self._reader = reader(source, kept)
         self._images = _Images()
         self._dtype = dtype
@@ -97,7 +97,7 @@ class MapRoute:
         populates: Read it now; otherwise each page is read when it is touched.
         cold: The disk sets the pace, so that the processors have time to touch what it brings.
         piece_bytes: What the first call should populate; later ones by how long that took.
-        dtype: Cast floating tensors to it.
+        dtype: Cast to it; see `stio.device.tensors.Casts`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class MapRoute:
         populates: bool,
         cold: bool,
         piece_bytes: int,
-        dtype: torch.dtype | None = None,
+        dtype: Casts | None = None,
     ) -> None:
         self._mapped = mapped
         self._copy = copy
@@ -156,7 +156,7 @@ class StageRoute:
         source: The open file.
         accelerator: The device.
         stage: Its staging slots, shared by all files of the load.
-        dtype: Cast floating tensors to it, on the device.
+        dtype: Cast to it on the device; see `stio.device.tensors.Casts`.
         kept: The file's image; it must be held until this is closed.
     """
 
@@ -166,7 +166,7 @@ class StageRoute:
         accelerator: Accelerator,
         stage: Stage,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: Casts | None = None,
         kept: Kept | None = None,
     ) -> None:
         self._reader = reader(source, kept)
@@ -215,7 +215,7 @@ class StageRoute:
                 tensors = finish(tensors, {group.names[k]: post for k, post in group.posts.items()}, self._dtype)
             events = [self._accelerator.copy([])]
         accelerator, memory_in_use = self._accelerator, [*tensors.values(), *image.shared]
-        return Landed(tensors, lambda: accelerator.hand_over(memory_in_use, events))
+        return Landed(tensors, lambda: accelerator.hand_over(memory_in_use, events), events)
 
     def close(self) -> None:
         """Wait for the copies under way; then nothing reads a slot or writes to the device any more."""

@@ -275,6 +275,33 @@ def test_promote_moves_what_has_not_begun():
     assert made.delivered == [0, 7, 4, 6, 1, 2, 3, 5]
 
 
+def test_arranged_before_it_runs():
+    made = Scheduler(plan_of(*[10] * 5))
+    made.run.arrange([3, 1, 1, 4, 0, 2, 3])
+    made.start().end()
+    assert made.delivered == [3, 1, 4, 0, 2]
+
+
+@pytest.mark.parametrize("budget_bytes", [100, 1000])
+def test_arranged_while_it_runs(budget_bytes):
+    """What is left of a group that has begun waits for what is wanted first, unless the budget has no room for that."""
+    held, go = threading.Event(), threading.Event()
+
+    def on_read(group, block):
+        if (group.index, block.at) == (0, 25):
+            held.set()
+            assert go.wait(PATIENCE_SECONDS)
+
+    made = Scheduler(plan_of(*[100] * 4, blocks=4), FakeRoute(on_read), budget_bytes=budget_bytes).start()
+    assert held.wait(PATIENCE_SECONDS)
+    made.run.arrange([2, 3, 0, 1])
+    go.set()
+    made.end()
+    assert made.delivered == ([2, 3, 0, 1] if budget_bytes == 1000 else [0, 2, 3, 1])
+    assert len(made.route.reads) == 16
+    assert made.run.budget.used_bytes == 0
+
+
 # Ends.
 
 
