@@ -143,11 +143,9 @@ class _Client:
             await asyncio.sleep(self._pace)
         return begin, time.perf_counter()
 
-    async def swap(self) -> tuple[float, float]:
-        """Have the other file loaded, in the state of the case; give from when to when the server loaded."""
-        name = next(self._files)
-        if self._spec.state == "cold":
-            await asyncio.to_thread(pagecache.evict, Path(self._spec.directory, name))
+    async def swap(self, *, cold: bool) -> tuple[float, float]:
+        """Have the other file loaded; give from when to when the server loaded."""
+        name = await self._next(cold)
         await asyncio.sleep(_SETTLE_SECONDS)
         begin = time.perf_counter()
         await self.ask("POST", "/models", 202, json={"path": name})
@@ -171,18 +169,21 @@ class _Client:
 
         task = asyncio.create_task(predict())
         for _ in range(_MIXED_SWAPS):
-            await self.swap()
+            await self.swap(cold=False)  # a prediction may still hold the model whose file would have to go
         swapped.set()
         await task
         record["num_predictions"] = len(answers)
 
-    async def begin_load(self) -> None:
+    async def begin_load(self, *, cold: bool) -> None:
         """Begin a load, and do not wait for it."""
-        name = next(self._files)
-        if self._spec.state == "cold":
-            await asyncio.to_thread(pagecache.evict, Path(self._spec.directory, name))
-        await self.ask("POST", "/models", 202, json={"path": name})
+        await self.ask("POST", "/models", 202, json={"path": await self._next(cold)})
         await asyncio.sleep(_SETTLE_SECONDS)
+
+    async def _next(self, cold: bool) -> str:
+        name = next(self._files)
+        if cold:
+            await asyncio.to_thread(pagecache.evict, Path(self._spec.directory, name))
+        return name
 
 
 async def _measure(spec: ServerSpec, base_url: str, record: Record) -> None:
@@ -200,7 +201,7 @@ async def _measure(spec: ServerSpec, base_url: str, record: Record) -> None:
         windows: list[tuple[float, float]] = []
         count, deadline = 0, time.monotonic() + _MAX_LOADING_SECONDS
         while (count < _NUM_PROBES or len(windows) < _MIN_SWAPS) and time.monotonic() < deadline:
-            windows.append(await client.swap())
+            windows.append(await client.swap(cold=spec.state == "cold"))
             count += len(log.latencies(*windows[-1]))
         await client.swap_beside_predictions(record)
         probing.cancel()
@@ -210,7 +211,7 @@ async def _measure(spec: ServerSpec, base_url: str, record: Record) -> None:
         record["loading"] = meters.percentiles(loading)
         record["num_turns"] = len(windows)
         record["seconds"] = median(end - begin for begin, end in windows)
-        await client.begin_load()
+        await client.begin_load(cold=spec.state == "cold")
     record |= {"num_requests": log.num_requests, "num_failed": len(log.failures), "failures": log.failures[:5]}
     if len(loading) < _NUM_PROBES:
         record["error"] = f"only {len(loading)} probes"

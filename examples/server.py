@@ -61,6 +61,9 @@ class Network(nn.Module):
         return self.head(x)
 
 
+Network(1, 1, 1, 1)  # at the first use of `meta` torch imports for a second: not while somebody waits for an answer
+
+
 def expected_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """Return what the network of this size has; the size is read off a few of the shapes that were found.
 
