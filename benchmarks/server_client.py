@@ -187,7 +187,8 @@ class _Client:
 
 
 async def _measure(spec: ServerSpec, base_url: str, record: Record) -> None:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    # A connection that the server is about to close (uvicorn does so after 5 s) must not be taken for a failure.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100, keepalive_expiry=2.0)
     async with httpx.AsyncClient(base_url=base_url, timeout=_PATIENCE_SECONDS, limits=limits) as http:
         client = _Client(http, spec)
         log = client.log

@@ -14,7 +14,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,16 +26,15 @@ from fastapi import FastAPI, HTTPException, Response
 from pydantic import BaseModel, Field
 from torch import nn
 
-import stio
-from stio import Checkpoint, ProgressEvent  # noqa: F401  # now: their first use would be on the event loop
+import stio.sync  # with all that a load runs; at its first use it would be imported on the event loop
 
 SWITCH_SECONDS = 0.0005
 """While a load runs: beside a busy Python thread requests wait for the GIL, and by default 5 ms each time."""
 
 logger = logging.getLogger("uvicorn.error")
 
-Progress = Callable[[ProgressEvent], object]
-Shapes = Mapping[str, tuple[int, ...]]
+Progress = Callable[[stio.ProgressEvent], object]
+Load = Callable[[Path, Progress], Awaitable["Served"]]
 
 
 # The model: put your own here.
@@ -64,25 +63,22 @@ class Network(nn.Module):
 Network(1, 1, 1, 1)  # at the first use of `meta` torch imports for a second: not while somebody waits for an answer
 
 
-def expected_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """Return what the network of this size has; the size is read off a few of the shapes that were found.
-
-    Raises:
-        KeyError: One of these is not there.
-        ValueError: It is no matrix.
-    """
-    (vocabulary, hidden), (wide, _) = shapes["embed.weight"], shapes["blocks.0.0.weight"]
-    found: dict[str, tuple[int, ...]] = {"embed.weight": (vocabulary, hidden), "head.weight": (vocabulary, hidden)}
-    for number in range(sum(name.endswith(".2.weight") for name in shapes)):
-        found |= {f"blocks.{number}.0.weight": (wide, hidden), f"blocks.{number}.2.weight": (hidden, wide)}
-    return found
+def fits(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Tell whether these are the names and shapes of a network's weights, of whatever size."""
+    try:
+        (vocabulary, hidden), (wide, _) = shapes["embed.weight"], shapes["blocks.0.0.weight"]
+    except (KeyError, ValueError):
+        return False
+    expected: dict[str, tuple[int, ...]] = dict.fromkeys(["embed.weight", "head.weight"], (vocabulary, hidden))
+    for number in range((len(shapes) - 2) // 2):
+        expected |= {f"blocks.{number}.0.weight": (wide, hidden), f"blocks.{number}.2.weight": (hidden, wide)}
+    return shapes == expected
 
 
 def assemble(tensors: Mapping[str, torch.Tensor]) -> Network:
     """Make the network of loaded weights, which become its parameters: nothing is copied."""
     vocabulary, hidden = tensors["embed.weight"].shape
-    num_blocks = sum(name.endswith(".2.weight") for name in tensors)
-    network = Network(vocabulary, hidden, len(tensors["blocks.0.0.weight"]), num_blocks)
+    network = Network(vocabulary, hidden, len(tensors["blocks.0.0.weight"]), (len(tensors) - 2) // 2)
     network.load_state_dict(tensors, assign=True)
     return network.eval()
 
@@ -106,18 +102,11 @@ class Served:
 
 
 async def check(path: Path) -> None:
-    """Look at a checkpoint without reading its tensors.
-
-    Raises:
-        StioError: It is not there, or broken.
-        ValueError: It is another model's.
-    """
+    """Look at a checkpoint without reading its tensors; raise StioError if it is broken, ValueError if another's."""
     async with stio.open(path) as checkpoint:
         shapes = {name: checkpoint.info(name).shape for name in checkpoint}
-    with suppress(KeyError, ValueError):
-        if shapes == expected_shapes(shapes):
-            return
-    raise ValueError(f"{path}: these are other tensors than this server's model has")
+    if not fits(shapes):
+        raise ValueError(f"{path}: these are other tensors than this server's model has")
 
 
 async def load(path: Path, progress: Progress, device: str = "cpu") -> Served:
@@ -129,20 +118,12 @@ async def load(path: Path, progress: Progress, device: str = "cpu") -> Served:
     return Served(version, await asyncio.to_thread(assemble, tensors))
 
 
-Load = Callable[[Path, Progress], Awaitable[Served]]
-
-
 class Models:
-    """The model that answers, and the one that is on its way. All of it runs on the event loop, so it needs no lock.
-
-    Args:
-        root: Directory of the models.
-        load: Loads one, telling how far it is.
-    """
+    """The model that answers, and the one that is on its way. All of it runs on the event loop, so it needs no lock."""
 
     def __init__(self, root: Path, load: Load) -> None:
         self._root, self._load = root, load
-        self._progress: ProgressEvent | None = None
+        self._progress: stio.ProgressEvent | None = None
         self._task: asyncio.Task[None] | None = None
         self.current: Served | None = None
         self.loading: str | None = None
@@ -179,7 +160,7 @@ class Models:
         finally:
             self.loading = None
 
-    def _note(self, event: ProgressEvent) -> None:
+    def _note(self, event: stio.ProgressEvent) -> None:
         self._progress = event  # called by stio's threads
 
     def state(self) -> dict[str, object]:
@@ -258,7 +239,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, metavar="MODELS", help="a directory of models")
     parser.add_argument("first", metavar="FIRST", help="the one to begin with: a file or a directory below MODELS")
-    parser.add_argument("--device", default="cpu", help="what torch.device takes, or auto")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()

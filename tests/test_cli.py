@@ -102,6 +102,7 @@ def test_every_error_says_what_to_do(kind: type[StioError]) -> None:
         package.MismatchError,
         package.SliceError,
         package.SaveInProgressError,
+        package.WarmStartError,  # no command makes one
     ) or re.search(r"broke; .{8,}", text)
     assert explained(kind("it broke; mend it", path="a")) == "a: it broke; mend it"
 
