@@ -24,11 +24,12 @@ from typing import Any
 
 import click
 
-from stio.cli_common import PATH, Bar, CommandError, aligned, one_line, rate_text, size_text
+from stio.cli_common import PATH, Bar, CommandError, aligned, one_line, rate_text
 from stio.codec.build import build_header
 from stio.codec.sharding import parse_size
 from stio.engine.opened import OpenOptions, open_checkpoint
 from stio.memory import fits
+from stio.spans import show_bytes
 
 __all__ = ["bench", "verdict"]
 
@@ -92,7 +93,7 @@ def bench(path: str | None, device: str, rounds: int, size: str, as_json: bool, 
     with _file_to_read(path, size) as source:
         paths, total_bytes = _files_of(source)
         if not fits(total_bytes + (1 << 30)):
-            text = f"{one_line(source)}: {size_text(total_bytes)} do not fit into memory"
+            text = f"{one_line(source)}: {show_bytes(total_bytes)} do not fit into memory"
             raise CommandError(f"{text}; measure with one shard of it")
         contestants = [Contestant(name, label) for name, label in _present()]
         with Bar("measuring", is_wanted=not no_progress) as bar:
@@ -125,7 +126,7 @@ def _file_to_read(path: str | None, size: str) -> Iterator[str]:
         raise CommandError(f"--size: {error}") from error
     if nbytes > shutil.disk_usage(".").free:
         raise CommandError(
-            f"there is no room for {size_text(nbytes)} here; go to another disk, or take a smaller --size"
+            f"there is no room for {show_bytes(nbytes)} here; go to another disk, or take a smaller --size"
         )
     with tempfile.TemporaryDirectory(prefix="stio-bench-", dir=".") as folder:
         made = os.path.join(folder, "model.safetensors")

@@ -39,6 +39,7 @@ from stio.errors import (
     printable,
 )
 from stio.events import ProgressEvent
+from stio.spans import show_bytes
 
 __all__ = [
     "BROKEN_PIPE",
@@ -55,7 +56,6 @@ __all__ = [
     "matcher",
     "one_line",
     "rate_text",
-    "size_text",
 ]
 
 NO, ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
@@ -145,20 +145,9 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def size_text(nbytes: float) -> str:
-    """Return a size in decimal units, as disks and hubs state it."""
-    if nbytes < 1000:
-        return f"{nbytes:.0f} B"
-    size, units = float(nbytes), ["TB", "GB", "MB", "kB"]
-    while True:
-        size, unit = size / 1000, units.pop()
-        if size < 999.95 or not units:
-            return f"{size:,.1f} {unit}"
-
-
 def rate_text(nbytes: int, seconds: float) -> str:
     """Return a rate."""
-    return f"{size_text(nbytes / max(seconds, 1e-9))}/s"
+    return f"{show_bytes(nbytes / max(seconds, 1e-9))}/s"
 
 
 def aligned(rows: Iterable[Sequence[str]], *, right: frozenset[int] | set[int]) -> Iterator[str]:

@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stio.cli_common import PATH, aligned, console, counted, matcher, one_line, size_text
+from stio.cli_common import PATH, aligned, console, counted, matcher, one_line
 from stio.codec.header import TensorInfo
 from stio.engine.opened import OpenCheckpoint, OpenOptions, open_checkpoint
 from stio.errors import printable
+from stio.spans import show_bytes
 
 __all__ = ["inspect"]
 
@@ -88,20 +89,20 @@ class _Listing:
     def headline(self) -> str:
         shown = len(self.tensors)
         count = counted(shown, "tensor") if shown == self.num_tensors else f"{shown:,} of {self.num_tensors:,} tensors"
-        return f"{one_line(self.path)}: {count}, {size_text(self.total_bytes)}, {counted(len(self.shards), 'shard')}"
+        return f"{one_line(self.path)}: {count}, {show_bytes(self.total_bytes)}, {counted(len(self.shards), 'shard')}"
 
     def columns(self) -> list[str]:
         return ["name", "dtype", "shape", "size", *(["shard"] if len(self.shards) > 1 else [])]
 
     def rows(self) -> Iterator[list[str]]:
         for tensor in self.tensors:
-            row = [one_line(tensor.name), tensor.dtype, str(list(tensor.shape)), size_text(tensor.nbytes)]
+            row = [one_line(tensor.name), tensor.dtype, str(list(tensor.shape)), show_bytes(tensor.nbytes)]
             yield [*row, one_line(tensor.shard)] if len(self.shards) > 1 else row
 
     def notes(self) -> Iterator[str]:
         """Yield a line for each dtype, alias and entry of the metadata."""
         for dtype, (count, nbytes) in self.by_dtype().items():
-            yield f"{dtype}: {counted(count, 'tensor')}, {size_text(nbytes)}"
+            yield f"{dtype}: {counted(count, 'tensor')}, {show_bytes(nbytes)}"
         for alias, target in self.aliases.items():
             yield f"alias {one_line(alias)} = {one_line(target)}"
         for key, value in self.metadata.items():
@@ -168,8 +169,8 @@ class _Node:
 
     def text(self) -> str:
         if self.tensor is not None:
-            return f"{self.tensor.dtype} {list(self.tensor.shape)}  {size_text(self.tensor.nbytes)}"
-        return f"{counted(self.num_tensors, 'tensor')}, {size_text(self.nbytes)}"
+            return f"{self.tensor.dtype} {list(self.tensor.shape)}  {show_bytes(self.tensor.nbytes)}"
+        return f"{counted(self.num_tensors, 'tensor')}, {show_bytes(self.nbytes)}"
 
 
 def _tree(listing: _Listing, depth: int | None) -> Iterator[str]:

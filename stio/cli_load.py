@@ -15,9 +15,10 @@ from typing import Any, Literal
 import click
 
 import stio
-from stio.cli_common import PATH, Bar, CommandError, counted, matcher, one_line, rate_text, size_text
+from stio.cli_common import PATH, Bar, CommandError, counted, matcher, one_line, rate_text
 from stio.events import Trace
 from stio.interrupts import starting
+from stio.spans import show_bytes
 
 __all__ = ["load"]
 
@@ -111,7 +112,7 @@ def _tell(result: dict[str, Any], as_json: bool) -> None:
     device = ", ".join(result["device"]) or "no device"
     rate = rate_text(nbytes, result["seconds"]) if result["memory"] != "lazy" else "read when they are used"
     click.echo(
-        f"{one_line(result['path'])}: {tensors}, {size_text(nbytes)} on {device} in {result['seconds']:.3f} s, {rate}"
+        f"{one_line(result['path'])}: {tensors}, {show_bytes(nbytes)} on {device} in {result['seconds']:.3f} s, {rate}"
     )
     if result["timeline"] is not None:
         click.echo(f"timeline: {one_line(result['timeline'])}")

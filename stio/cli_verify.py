@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import click
 
-from stio.cli_common import NO, PATH, Bar, CommandError, counted, explained, one_line, size_text
+from stio.cli_common import NO, PATH, Bar, CommandError, counted, explained, one_line
 from stio.errors import FormatError, IndexFormatError, IntegrityError, StioError, UnsafePathError
+from stio.spans import show_bytes
 from stio.verification import Report, examine
 
 __all__ = ["verify"]
@@ -51,7 +52,7 @@ def _lines(report: Report) -> Iterator[str]:
             yield f"{one_line(file.name)}: {one_line(file.problem)}"
             continue
         hashed = "not compared with a hash" if report.algorithm is None else f"{report.algorithm} as in the manifest"
-        size = f"{counted(file.num_tensors, 'tensor')}, {size_text(file.nbytes)}"
+        size = f"{counted(file.num_tensors, 'tensor')}, {show_bytes(file.nbytes)}"
         yield f"{one_line(file.name)}: header and sizes fit, {hashed} ({size})"
     for warning in report.warnings:
         yield f"warning: {one_line(warning)}"

@@ -30,14 +30,14 @@ from stio.errors import ClosedError, TensorNotFoundError, WarmStartError, printa
 from stio.placeholder import Slot
 from stio.plan.read import Group, ReadPlan
 
-__all__ = ["Filling", "Wish"]
+__all__ = ["Awaited", "Filling"]
 
 _is_tracing: Callable[[], bool] = is_tracing  # torch leaves it untyped
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """One parameter that shall wait."""
+class Awaited:
+    """One parameter that shall wait for its data."""
 
     parameter: nn.Parameter
     """The parameter, on `meta`."""
@@ -123,7 +123,7 @@ class Filling:
 
     # The module.
 
-    def adopt(self, module: nn.Module, wishes: Sequence[Wish]) -> None:
+    def adopt(self, module: nn.Module, wishes: Sequence[Awaited]) -> None:
         """Let a module's parameters wait from here on: all of them or, after an error, none."""
         try:
             for wish in wishes:

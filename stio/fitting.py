@@ -17,7 +17,7 @@ from stio.codec.header import TensorInfo
 from stio.device.tensors import TORCH_DTYPES, cast, require_dtypes
 from stio.engine.opened import OpenCheckpoint
 from stio.errors import MismatchError, TensorNotFoundError, WarmStartError, printable
-from stio.filling import Wish
+from stio.filling import Awaited
 from stio.into import Into, LoadReport, listed
 from stio.placeholder import Waiting, slot_of
 
@@ -120,7 +120,7 @@ class Fit:
 
     report: LoadReport
     """What differs."""
-    wishes: tuple[Wish, ...]
+    wishes: tuple[Awaited, ...]
     """The parameters that wait, in the order in which they are read."""
     buffers: Mapping[int, str]
     """By the id of a buffer, the checkpoint's name of its data."""
@@ -154,7 +154,7 @@ class Fit:
         """
         infos = {name: header.info(name) for header in opened.headers for name in header.names}
         _, report = into.match(infos, opened.aliases, strict=strict, path=opened.path)
-        wishes: list[Wish] = []
+        wishes: list[Awaited] = []
         buffers: dict[int, str] = {}
         casts: dict[str, torch.dtype] = {}
         seen: set[int] = set()
@@ -170,7 +170,7 @@ class Fit:
             final = _final_dtype(name, infos[source], target, dtype, opened.path)
             casts.setdefault(source, final)
             if isinstance(target, nn.Parameter):
-                wishes.append(Wish(target, name, source, final))
+                wishes.append(Awaited(target, name, source, final))
             elif id(target) in registered:
                 buffers[id(target)] = source
             else:
@@ -179,7 +179,7 @@ class Fit:
                 )
         _require_meta(module, wishes, seen, opened.path)
         wishes += [
-            Wish(parameter, name, None, parameter.dtype)
+            Awaited(parameter, name, None, parameter.dtype)
             for name, parameter in module.named_parameters()
             if parameter.is_meta and id(parameter) not in seen
         ]
@@ -203,7 +203,7 @@ def _final_dtype(name: str, info: TensorInfo, target: torch.Tensor, wish: torch.
     return final
 
 
-def _require_meta(module: nn.Module, wishes: Sequence[Wish], seen: set[int], path: str) -> None:
+def _require_meta(module: nn.Module, wishes: Sequence[Awaited], seen: set[int], path: str) -> None:
     """Parameters must be on `meta`, or have nothing in the checkpoint; buffers must not be left there."""
     if real := tuple(wish.name for wish in wishes if not wish.parameter.is_meta):
         raise MismatchError(

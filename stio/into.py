@@ -69,7 +69,7 @@ class Into:
         """
         self._aliases = {alias: target for alias, target in aliases.items() if alias in self._targets}
         wanted = [name for name in infos if name in self._targets]
-        present = {*wanted, *self._aliases}
+        present = dict.fromkeys([*wanted, *self._aliases])  # in an order that messages keep
         twins = {_place(self._targets[name]) for name in present}
         missing = tuple(
             name for name, target in self._targets.items() if name not in present and _place(target) not in twins

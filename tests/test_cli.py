@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 import stio as package
 from stio import cli_verify
 from stio.cli import main
-from stio.cli_common import explained, rate_text, size_text
+from stio.cli_common import explained, rate_text
 from stio.errors import StioError
 from stio.interrupts import starting
 
@@ -330,13 +330,6 @@ def test_starting_on_another_thread_does_nothing() -> None:
 
 
 # Texts.
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_960, "1.0 MB"), (7 * 10**15, "7,000.0 TB")]
-)
-def test_sizes(nbytes: int, text: str) -> None:
-    assert size_text(nbytes) == text
 
 
 def test_rates() -> None:

@@ -13,7 +13,7 @@ import torch
 from commands import refused, run
 from safetensors.torch import save_file
 
-from stio.cli_common import size_text
+from stio.spans import show_bytes
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_c102_every_damaged_file_is_named(sharded: Path) -> None:
 
 def test_no_manifest_is_said(model: Path) -> None:
     assert verified(model) == [
-        f"model.safetensors: header and sizes fit, not compared with a hash (3 tensors, {size_text(model.stat().st_size)})",
+        f"model.safetensors: header and sizes fit, not compared with a hash (3 tensors, {show_bytes(model.stat().st_size)})",
         "no manifest: nothing says what the bytes should be",
         f"{model}: ok",
     ]

@@ -73,7 +73,7 @@ class Readiness:
         """
         marks: dict[torch.device, tuple[Any, Any]] = {}
         for tensor in tensors.values():
-            device = None if type(tensor) is torch.Tensor and tensor.is_cpu else _accelerator_of(tensor)
+            device = _accelerator_of(tensor)
             if device is not None and device not in marks:
                 module: Any = torch.get_device_module(device)
                 try:
@@ -103,7 +103,7 @@ def staging_for(tensors: Iterable[object]) -> Callable[[int], Region]:
     Equal devices get an equal function, so that whoever keeps the memory can tell whether it still fits.
     """
     for tensor in tensors:
-        device = None if type(tensor) is torch.Tensor and tensor.is_cpu else _accelerator_of(tensor)
+        device = _accelerator_of(tensor)
         if device is not None:
             return _pinned(device)
     return memory.allocate
