@@ -19,7 +19,6 @@ from benchmarks.processes import Settings
 from benchmarks.suite import Suite
 
 HERE = Path(__file__).resolve().parent
-SIZE_BYTES, QUICK_SIZE_BYTES = 1_700_000_000, 400_000_000
 PRIME_BYTES, QUICK_PRIME_BYTES = 4_000_000_000, 1_000_000_000
 
 
@@ -34,7 +33,7 @@ def main(suite: Suite, description: str, arguments: list[str] | None = None) -> 
     else:
         cases = [case for case in suite.cases if not options.cases or case.name in options.cases]
         with _directory(options.dir, options.keep) as directory:
-            records = _run(suite, cases, _settings(options, directory), out)
+            records = _run(suite, cases, _settings(options, suite, directory), out)
     _publish(suite, records, out, write_readme=options.publish or not partial)
     return 1 if report.num_missed(records, suite) else 0
 
@@ -55,6 +54,7 @@ def _run(suite: Suite, cases: list[Case], settings: Settings, out: Path) -> list
             {
                 "kind": "machine",
                 **machine.describe(),
+                **suite.describe(),
                 "disk": machine.describe_disk(settings.directory),
                 "date": time.strftime("%Y-%m-%d"),
                 "size_bytes": settings.size_bytes,
@@ -76,10 +76,10 @@ def _publish(suite: Suite, records: list[dict[str, Any]], out: Path, *, write_re
         report.write_between_markers(HERE / "README.md", text, suite.markers)
 
 
-def _settings(options: argparse.Namespace, directory: Path) -> Settings:
+def _settings(options: argparse.Namespace, suite: Suite, directory: Path) -> Settings:
     return Settings(
         directory=directory,
-        size_bytes=options.size_bytes or (QUICK_SIZE_BYTES if options.quick else SIZE_BYTES),
+        size_bytes=options.size_bytes or (suite.quick_size_bytes if options.quick else suite.size_bytes),
         prime_bytes=QUICK_PRIME_BYTES if options.quick else PRIME_BYTES,
         rounds=options.rounds,
         quick=options.quick,
@@ -103,7 +103,7 @@ def _parser(suite: Suite, description: str) -> argparse.ArgumentParser:
     names = [case.name for case in suite.cases]
     parser.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help=f"of: {', '.join(names)}")
     parser.add_argument("--rounds", type=int, help="rounds of every case")
-    parser.add_argument("--size-bytes", type=int, help=f"size of the model, {SIZE_BYTES} by default")
+    parser.add_argument("--size-bytes", type=int, help=f"size of the model, {suite.size_bytes} by default")
     parser.add_argument("--quick", action="store_true", help="a small file, one round: does it run, how fast roughly")
     parser.add_argument("--out", type=Path, help="the raw figures, JSON lines; the chart goes beside them")
     parser.add_argument("--dir", type=Path, default=HERE.parent.parent, help="a directory on a real disk for the files")

@@ -67,10 +67,11 @@ class Layout:
 def llama_layout(size_bytes: int) -> Layout:
     """Give the names and shapes of a Llama-like model of at least `size_bytes`.
 
-    The layers are those of a model of one billion parameters (hidden 2048, 32 query and 8 key-value heads); their
-    number follows the size. Below 1 GB hidden is 1024, so that a quick run still has several layers.
+    The layers are those of a model of one billion parameters (hidden 2048, a quarter of the query heads for keys and
+    values); their number follows the size. Below 1 GB hidden is 1024, so that a quick run still has several layers;
+    from 8 GB on it is 4096, as models of that size have it.
     """
-    hidden = 2048 if size_bytes >= 1_000_000_000 else 1024
+    hidden = 4096 if size_bytes >= 8_000_000_000 else 2048 if size_bytes >= 1_000_000_000 else 1024
     narrow, wide, vocabulary = hidden // 4, 4 * hidden, 32000
     layer = {
         "input_layernorm.weight": (hidden,),
@@ -130,13 +131,37 @@ def sparse_layout(size_bytes: int) -> Layout:
     return _sorted_layout("sparse", {f"model.layers.{index}.mlp.weight": (rows, rows) for index in range(count)})
 
 
-def write_file(path: Path, layout: Layout, *, sparse: bool = False) -> int:
+def write_sharded(directory: Path, layout: Layout, max_shard_bytes: int) -> list[Path]:
+    """Write `layout` as shards with an index, as models above some GB are published; give the shards' paths."""
+    shards: list[list[TensorShape]] = [[]]
+    room = max_shard_bytes
+    for tensor in layout.tensors:
+        if shards[-1] and tensor.nbytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(tensor)
+        room -= tensor.nbytes
+    paths, weight_map, first_block = [], {}, 0
+    for number, tensors in enumerate(shards, 1):
+        path = directory / f"model-{number:05}-of-{len(shards):05}.safetensors"
+        shard = Layout(layout.label, tuple(tensors))
+        write_file(path, shard, first_block=first_block)
+        first_block += -(-shard.data_bytes // _BLOCK_BYTES)  # no two shards have the same bytes
+        weight_map |= dict.fromkeys((tensor.name for tensor in tensors), path.name)
+        paths.append(path)
+    index = {"metadata": {"total_size": layout.data_bytes}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return paths
+
+
+def write_file(path: Path, layout: Layout, *, sparse: bool = False, first_block: int = 0) -> int:
     """Write `layout` to `path`, by large buffered writes, synced.
 
     Args:
         path: Where; an existing file is replaced.
         layout: What.
         sparse: Leave the data a hole.
+        first_block: Where in the endless row of pseudo-random blocks its data begins.
 
     Returns:
         The file's size in bytes.
@@ -148,7 +173,7 @@ def write_file(path: Path, layout: Layout, *, sparse: bool = False) -> int:
         if sparse:
             file.truncate(size_bytes)
         else:
-            for block in _random_blocks(layout.data_bytes):
+            for block in _random_blocks(layout.data_bytes, first_block):
                 _write_all(file.fileno(), block.data)
         os.fsync(file.fileno())
     return size_bytes
@@ -209,10 +234,10 @@ def _sorted_layout(label: str, shapes: dict[str, tuple[int, ...]]) -> Layout:
     return Layout(label, tuple(TensorShape(name, shapes[name]) for name in sorted(shapes)))
 
 
-def _random_blocks(total_bytes: int) -> Iterator[np.ndarray]:
+def _random_blocks(total_bytes: int, first_block: int = 0) -> Iterator[np.ndarray]:
     """Yield pseudo-random blocks: one drawn block, with each block's number mixed in (much faster than drawing all)."""
     drawn = np.random.default_rng(_SEED).integers(0, 2**63, _BLOCK_BYTES // 8, dtype=np.uint64)
-    for number, start in enumerate(range(0, total_bytes, _BLOCK_BYTES)):
+    for number, start in enumerate(range(0, total_bytes, _BLOCK_BYTES), first_block):
         mixed = drawn ^ np.uint64((number + 1) * 0x9E3779B97F4A7C15 % 2**64)
         yield mixed.view(np.uint8)[: min(_BLOCK_BYTES, total_bytes - start)]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 _PACKAGES = (
     *("stio", "torch", "numpy", "safetensors", "huggingface_hub", "runai-model-streamer", "fastsafetensors"),
+    "instanttensor",
     *("anyio", "msgspec"),
     *("fastapi", "uvicorn", "uvloop", "httpx"),
 )

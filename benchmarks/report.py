@@ -97,7 +97,8 @@ def _machine_text(header: Record) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in header["packages"].items() if version)
     return (
         f"{header['date']}. {header['cpu']}, {header['num_cpus']} CPUs, {header['memory_bytes'] / 2**30:.0f} GiB, "
-        f"Linux {header['kernel']}, {disk['filesystem']}, read-ahead {disk['read_ahead_kb']} KiB; Python "
+        f"Linux {header['kernel']}, {disk['filesystem']}, read-ahead {disk['read_ahead_kb']} KiB"
+        f"{', ' + header['accelerator'] if 'accelerator' in header else ''}; Python "
         f"{header['python']}; {packages}. Model {header['size_bytes'] / 1e9:.1f} GB, up to "
         f"{header['prime_bytes'] / 1e9:.1f} GB of memory touched and freed before each run."
     )

@@ -66,3 +66,12 @@ class Suite:
 
     picture: str
     """What the chart shows, for those who cannot see it."""
+
+    size_bytes: int = 1_700_000_000
+    """Size of the model in a full run."""
+
+    quick_size_bytes: int = 400_000_000
+    """Its size in a quick one."""
+
+    describe: Callable[[], Record] = dict
+    """Says more about the machine than `machine.describe`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -92,11 +94,51 @@ def test_touching_reads_a_range_and_no_more(
         seen.append((at, count := read(fd, buffers, at)))
         return count
 
-    monkeypatch.setattr(mapped_module, "_SCRATCHES_A_CALL", 3)
+    monkeypatch.setattr(mapped_module, "_TOUCH_BYTES", 3 << 16)
+    monkeypatch.setattr(mapped_module, "_SLOW_TOUCH_SECONDS", 60.0)
     monkeypatch.setattr(os, "preadv", preadv)
     MappedFile(file).touch(offset, nbytes)
     assert sum(count for _, count in seen) == nbytes
     assert [at for at, _ in seen] == list(range(offset, offset + nbytes, 3 << 16))
+
+
+def test_nothing_is_touched_any_more_where_it_was_slow(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others want the processor, or the GIL: a server that answers comes before pages that are warm."""
+    read, seen = os.preadv, []
+
+    def preadv(fd: int, buffers: list[memoryview], at: int) -> int:
+        seen.append(at)
+        time.sleep(0.003 if at >= 1 << 20 else 0)
+        return read(fd, buffers, at)
+
+    monkeypatch.setattr(mapped_module, "_SLOW_TOUCH_SECONDS", 0.003)
+    monkeypatch.setattr(os, "preadv", preadv)
+    mapped = MappedFile(file)
+    mapped.touch(1 << 20, 1 << 20)
+    mapped.touch(0, len(DATA))
+    assert seen == [1 << 20]
+
+
+def test_one_thread_touches_at_a_time(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, inside, most = os.preadv, [], []
+
+    def preadv(fd: int, buffers: list[memoryview], at: int) -> int:
+        inside.append(at)
+        most.append(len(inside))
+        time.sleep(0.001)
+        inside.remove(at)
+        return read(fd, buffers, at)
+
+    monkeypatch.setattr(mapped_module, "_SLOW_TOUCH_SECONDS", 60.0)
+    monkeypatch.setattr(os, "preadv", preadv)
+    mapped = MappedFile(file)
+    threads = [threading.Thread(target=mapped.touch, args=(k << 20, 1 << 19)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(most) > 5
+    assert max(most) == 1
 
 
 def test_c90_touching_a_file_that_was_cut_ends(file: LocalFile, path: Path) -> None:
