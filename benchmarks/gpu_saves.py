@@ -107,7 +107,7 @@ async def measure(contestant: str, directory: Path, size_bytes: int, *, verify: 
     async with SAVERS[contestant](tensors) as begin:
         for number in range(REPEATS):
             last = verify and number == REPEATS - 1 and contestant == "stio-saver"
-            before = {name: bytes_of(tensor) for name, tensor in tensors.items()} if last else {}
+            before = {name: bytes_of(tensor).copy() for name, tensor in tensors.items()} if last else {}
             path = directory / f"save-{number}"
             gpu_device.synchronize()
             started = time.perf_counter()
