@@ -48,6 +48,7 @@ class Into:
             if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")
         }
         self._loaded: dict[str, torch.Tensor] = {}
+        self._made: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._aliases: Mapping[str, str] = {}
 
     def match(
@@ -118,8 +119,8 @@ class Into:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether tensors can be put in place on any thread: no device queue orders the copies."""
-        return self.assigns or all(target.device.type in ("cpu", "meta") for target in self._targets.values())
+        """Whether all that holds data is on the CPU."""
+        return all(target.device.type in ("cpu", "meta") for target in self._targets.values())
 
     @property
     def device(self) -> torch.device:
@@ -128,7 +129,7 @@ class Into:
         return devices.pop() if len(devices) == 1 and "meta" not in {d.type for d in devices} else torch.device("cpu")
 
     def put(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take loaded tensors: copy them into the module's, or keep them for `complete`."""
+        """Take loaded tensors: copy them into the module's, or keep them for `make`."""
         if self.assigns:
             self._loaded.update(tensors)
             return
@@ -138,26 +139,34 @@ class Into:
             for name, tensor in sources.items():
                 self._targets[name].copy_(tensor, non_blocking=True)
 
-    def complete(self) -> None:
-        """With `assign`, replace the module's tensors, tied names by one and the same: the first of them that came."""
-        if not self.assigns:
-            return
+    def make(self) -> None:
+        """With `assign`, make the module's new tensors, tied names one and the same: the first of them that came.
+
+        Each call of torch's may wait for the GIL, a few for each tensor: not for the thread of somebody's event loop.
+        """
         found = {name: self._loaded.get(name) for name in self._targets}
         # A checkpoint may hold one of several tied names only, without saying so: the module knows of its ties.
         twins: dict[object, torch.Tensor] = {}
         for name, loaded in found.items():
             if loaded is not None:
                 twins.setdefault(_place(self._targets[name]), loaded)
-        made: dict[int, torch.Tensor] = {}
+        made: dict[int, nn.Parameter] = {}
         for name, old in self._targets.items():
             new = twins.get(_place(old))
             if new is None:
                 continue
             owner, _, leaf = name.rpartition(".")
-            submodule = self._module.get_submodule(owner)
             if isinstance(old, nn.Parameter):
-                made.setdefault(id(new), nn.Parameter(new, requires_grad=old.requires_grad))
-                submodule.register_parameter(leaf, made[id(new)])  # type: ignore[arg-type]
+                if (key := id(new)) not in made:
+                    made[key] = nn.Parameter(new, requires_grad=old.requires_grad)
+                new = made[key]
+            self._made.append((self._module.get_submodule(owner), leaf, new))
+
+    def complete(self) -> None:
+        """With `assign`, put what was made in its place: all of it at once, for whoever shares this thread."""
+        for submodule, leaf, new in self._made:
+            if isinstance(new, nn.Parameter):
+                submodule.register_parameter(leaf, new)
             else:
                 submodule.register_buffer(leaf, new)
 

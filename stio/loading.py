@@ -130,6 +130,7 @@ class IntoLoad:
         self.into = Into(module, assign=assign)
         """The target."""
         self._settings = settings
+        self._landed: list[Landed] = []
         self.report: LoadReport | None = None
         """What differed; there once the feed has ended."""
         about = source.path if isinstance(source, OpenCheckpoint) else shown(source)
@@ -164,14 +165,19 @@ class IntoLoad:
         direct = self.into.on_cpu and options.device == torch.device("cpu")
 
         def deliver(group: Group, landed: Landed) -> None:
-            if direct:
+            if self.into.assigns:
+                self._landed.append(landed)  # handed over at the end, with all the others
+                self.into.put(landed.tensors)
+            elif direct:
                 self.into.put(landed.take())
             else:
                 feed.put(group, landed)
 
-        transfer = prepare(opened, names, options, deliver=deliver, hold=not direct)
+        transfer = prepare(opened, names, options, deliver=deliver, hold=not (direct or self.into.assigns))
         feed.attach(transfer.run)
         _carry_out(operation, transfer)
+        if self.into.assigns:
+            self.into.make()
         self.report = report
 
     def place(self, landed: Landed) -> None:
@@ -179,7 +185,9 @@ class IntoLoad:
         self.into.put(landed.take())
 
     def complete(self) -> LoadReport:
-        """Finish once the feed has ended."""
+        """Finish on the consumer's thread, once the feed has ended."""
+        for landed in self._landed:
+            landed.take()
         self.into.complete()
         assert self.report is not None
         return self.report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import safetensors.torch
@@ -13,6 +14,8 @@ from torch import nn
 import stio
 from stio import sync
 from stio.errors import MismatchError
+from stio.into import Into
+from stio.testing import FakeDevice
 
 pytestmark = pytest.mark.anyio
 
@@ -182,6 +185,31 @@ async def test_an_error_leaves_an_assigned_module_untouched(untied_file, tmp_pat
         await stio.load_into(model, root, assign=True)
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
     root.close()
+
+
+async def test_a_loops_thread_makes_no_parameters(untied_file, monkeypatch):
+    """Beside a busy Python thread each call of torch's may cost 5 ms: 10,000 parameters took 0.16 s of the loop's time."""
+    make, threads = Into.make, []
+    monkeypatch.setattr(Into, "make", lambda self: (threads.append(threading.get_ident()), make(self)))
+    model = Tied("meta")
+    await stio.load_into(model, untied_file, assign=True)
+    made = model.embed.weight
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
+    assert made is model.head.weight
+    assert torch.equal(made, filled()["embed.weight"])
+
+
+async def test_assigned_from_a_device_handed_over_on_the_callers_thread(untied_file, monkeypatch):
+    device, threads = FakeDevice(), []
+    hand_over = device.hand_over
+    monkeypatch.setattr(device, "hand_over", lambda *args: (threads.append(threading.get_ident()), hand_over(*args)))
+    model = Tied("meta")
+    await stio.load_into(model, untied_file, assign=True, device=device)
+    assert set(threads) == {threading.get_ident()}
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.embed.weight, filled()["embed.weight"])
+    assert torch.equal(model.steps, filled()["steps"])
 
 
 async def test_a_target_that_cannot_be_written_fails_and_leaves_nothing(tmp_path):
