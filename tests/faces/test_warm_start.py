@@ -386,25 +386,6 @@ async def test_a_parameter_waits_for_its_copy(directory):
         over.set()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch sees no accelerator here")
-@pytest.mark.parametrize("own_stream", [False, True])
-async def test_the_accelerator(directory, own_stream):
-    device = torch.accelerator.current_accelerator()
-    real, module = made(Net).to(device), on_meta(Net)
-    streams = torch.get_device_module(device)
-    async with stio.warm_start(module, directory, device=device) as warm:
-        assert module.scale.device.type == device.type
-        assert module.hidden.device.type == device.type
-        stream = streams.Stream() if own_stream else streams.current_stream()
-        with streams.stream(stream), torch.inference_mode():
-            out = module(TOKENS.to(device))
-        stream.synchronize()
-        assert torch.allclose(out, real(TOKENS.to(device)), atol=1e-5)
-        await warm.done()
-    require_equal(dict(module.state_dict()), dict(real.state_dict()))
-
-
 # The object.
 
 
