@@ -54,6 +54,9 @@ class Stage:
         self.slot_bytes = slot_bytes
         """Size of a slot."""
         self._unmade = num_slots
+        self._making_ahead = False
+        self._closing = False
+        self._failure: BaseException | None = None
         self._free: list[Region] = []
         self._flying: deque[_Flight] = deque()
         self._landing = 0  # flights that some thread waits for right now
@@ -73,15 +76,18 @@ class Stage:
         """
         while not stopped():
             with self._changed:
+                if self._failure is not None:
+                    raise self._failure
                 if self._free:
                     return self._free.pop()
-                make = self._unmade > 0
+                make = self._unmade > 0 and not self._making_ahead
                 if make:
                     self._unmade -= 1
-                elif self._flying:
+                elif self._flying and (not self._making_ahead or self._flying[0].event.query()):
                     flight = self._take_off()
                 else:
-                    self._changed.wait(0.05)  # all slots are in other readers' hands; `stopped` does not notify
+                    # All slots are in other readers' hands, or one is being made; `stopped` does not notify.
+                    self._changed.wait(0.05)
                     continue
             if make:
                 return self._make()
@@ -89,6 +95,26 @@ class Stage:
             if slot is not None:
                 return slot
         return None
+
+    def make_ahead(self, start: Callable[[Callable[[], None]], None], num_slots: int) -> None:
+        """Have slots made beside the caller, one after the other, before readers ask for them; returns at once.
+
+        Making one takes as long as reading into it (it is pinned, 0.1 s per GB), and the driver makes one at a time.
+        Readers take what is there, and make themselves what is not made here. A failure is theirs to raise.
+
+        Args:
+            start: Runs a function on a thread.
+            num_slots: How many will be needed; more than there may be are not made.
+        """
+        with self._changed:
+            count = min(num_slots, self._unmade)
+            self._making_ahead = count > 0
+        if not count:
+            return
+        try:
+            start(lambda: self._make_so_many(count))
+        except RuntimeError:  # the limit of threads: readers make their own
+            self._made_ahead(None)
 
     def submit(self, slot: Region | None, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
         """Queue the copies out of a slot; it comes back by itself when they are done, at once if they are refused.
@@ -142,6 +168,10 @@ class Stage:
         Raises:
             DeviceError: See `drain`.
         """
+        with self._changed:
+            self._closing = True
+            self._changed.wait_for(lambda: not self._making_ahead)
+            self._failure = None
         try:
             self.drain()
         finally:
@@ -150,6 +180,27 @@ class Stage:
                 self.held_bytes -= self.slot_bytes * (len(self._free) + len(self._lost))
                 self._free.clear()
                 self._lost.clear()  # the allocator that pinned it waits for what it knows to be under way
+
+    def _make_so_many(self, count: int) -> None:
+        failure: BaseException | None = None
+        try:
+            for _ in range(count):
+                with self._changed:
+                    if self._closing:
+                        break
+                    self._unmade -= 1
+                self.give_back(self._make())
+                with self._changed:
+                    self._changed.notify_all()  # those who find no slot look whether a copy is over
+        except BaseException as error:
+            failure = error
+        self._made_ahead(failure)
+
+    def _made_ahead(self, failure: BaseException | None) -> None:
+        with self._changed:
+            self._failure = failure
+            self._making_ahead = False
+            self._changed.notify_all()
 
     def _make(self) -> Region:
         try:

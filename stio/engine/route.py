@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -27,6 +28,7 @@ from stio.engine.load import LoadRun, Route
 from stio.engine.opened import OpenCheckpoint
 from stio.engine.ranks import host_is_shared
 from stio.engine.ring import Ring, ring_of, usable_cores
+from stio.engine.runtime import start_thread
 from stio.engine.ways import CopyRoute, KeepRoute, MapRoute, StageRoute
 from stio.engine.wishes import Wish, wishes_of
 from stio.events import ProgressEvent, Trace, traced
@@ -161,6 +163,22 @@ def _prepare(
 ) -> Transfer:
     wishes = wishes_of(opened, names, options.device)
     targets = _targets(opened, wishes, options)
+    try:
+        return _planned(opened, wishes, targets, options, deliver, hold)
+    except BaseException:
+        for target in targets:
+            target.abandon()
+        raise
+
+
+def _planned(
+    opened: OpenCheckpoint,
+    wishes: Sequence[Wish],
+    targets: Sequence[_Target],
+    options: LoadOptions,
+    deliver: Callable[[Group, Landed], None],
+    hold: bool,
+) -> Transfer:
     lanes = [
         _Lane(file, header, wish, target, wish.positions[shard])
         for shard, (file, header) in enumerate(zip(opened.files, opened.headers, strict=True))
@@ -206,8 +224,7 @@ def prepare_prefetch(
 ) -> Transfer:
     """Plan to read all files of a checkpoint into their images, which are let go of at the end."""
     for file in opened.files:
-        if isinstance(file, LocalFile):
-            _read_directly(file, _resident_fraction(file))
+        _read_directly(file, _resident_fraction(file))
     sizes = PlanOptions(group_bytes=_BLOCK_BYTES, block_bytes=_BLOCK_BYTES)
     everything = [range(len(header)) for header in opened.headers]
     plan = plan_reads(opened.headers, everything, slices={}, options=sizes)
@@ -296,6 +313,8 @@ class _Target:
         if accelerator is not None:
             self.num_workers = ring.num_workers
             self._stage = Stage(accelerator, slot_bytes=ring.slot_bytes, num_slots=ring.num_slots, trace=options.trace)
+            if options.cache is None:  # from there most is copied without a stop
+                self._stage.make_ahead(partial(start_thread, name="pin"), -(-total_bytes // ring.slot_bytes))
             nbytes = ring.slot_bytes
         else:
             nbytes = self._mapped_bytes() if self.maps else _pages(min(_BLOCK_BYTES, run_budget_bytes // 4))
@@ -305,6 +324,11 @@ class _Target:
                 nbytes, _pages(total_bytes // (16 * (_NUM_WORKERS if accelerator is None else ring.num_workers)))
             )
         self.plan_options = PlanOptions(group_bytes=nbytes, block_bytes=nbytes)
+
+    def abandon(self) -> None:
+        """Let go of what was made for it: nothing will be read."""
+        if self._stage is not None:
+            self._stage.close()
 
     @property
     def maps(self) -> bool:
@@ -337,8 +361,7 @@ class _Target:
                 piece_bytes=_LARGEST_GROUP_BYTES if resident == 1.0 else _BLOCK_BYTES,
                 dtype=dtype,
             )
-        if isinstance(file, LocalFile):
-            _read_directly(file, self._resident[file])
+        _read_directly(file, self._resident[file] if isinstance(file, LocalFile) else _COLD_BELOW)
         if self._accelerator is None or self._stage is None:
             return CopyRoute(file, dtype=dtype, kept=kept)
         return StageRoute(file, self._accelerator, self._stage, dtype=dtype, kept=kept)
@@ -355,14 +378,14 @@ def _wanted_bytes(header: Header, chosen: Sequence[int]) -> int:
     return sum(header.ends[k] - header.begins[k] for k in chosen)
 
 
-def _resident_fraction(file: LocalFile) -> float:
-    fraction = file.resident_fraction()
+def _resident_fraction(file: Source) -> float:
+    fraction = file.resident_fraction() if isinstance(file, LocalFile) else None
     return _COLD_BELOW if fraction is None else fraction  # not known: neither the cold way nor the warm one
 
 
-def _read_directly(file: LocalFile, resident: float) -> None:
+def _read_directly(file: Source, resident: float) -> None:
     """Read a cold file past the page cache; not where ranks share the host, who all want it: the first one fills it."""
-    if resident < _COLD_BELOW and not host_is_shared():
+    if isinstance(file, LocalFile) and resident < _COLD_BELOW and not host_is_shared():
         file.use_direct()
 
 

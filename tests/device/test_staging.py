@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import random
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +50,116 @@ def test_slots_are_made_when_needed() -> None:
     assert slot.nbytes == SLOT
     stage.give_back(slot)
     assert stage.acquire(never) is slot
+    assert device.num_staging == 1
+
+
+# Slots that are made ahead.
+
+
+class Slow(FakeDevice):
+    """Makes staging memory when it is let."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.allowed = threading.Semaphore(0)
+
+    def staging(self, nbytes: int) -> Region:
+        assert self.allowed.acquire(timeout=30)
+        return super().staging(nbytes)
+
+
+def on_thread(make: Callable[[], None]) -> None:
+    threading.Thread(target=make, daemon=True).start()
+
+
+def test_slots_are_made_before_readers_ask() -> None:
+    device = FakeDevice()
+    stage = Stage(device, slot_bytes=SLOT, num_slots=3)
+    stage.make_ahead(on_thread, 2)
+    slots = [stage.acquire(never) for _ in range(3)]  # the third is made by who asks
+    assert len({slot.address for slot in slots if slot}) == 3
+    assert device.num_staging == 3
+    stage.make_ahead(on_thread, 9)  # there are no more
+    assert device.num_staging == 3
+    for slot in slots:
+        assert slot is not None
+        stage.give_back(slot)
+    stage.close()
+    assert stage.held_bytes == 0
+
+
+def test_readers_wait_for_what_is_made_or_for_a_copy() -> None:
+    """Two that make slots are no faster than one, and a copy is over sooner."""
+    device = Slow(manual=True)
+    stage = Stage(device, slot_bytes=SLOT, num_slots=4)
+    stage.make_ahead(on_thread, 4)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(stage.acquire, never)
+        device.allowed.release()
+        slot = waiting.result(30)
+        assert slot is not None
+        stage.submit(slot, [(device.empty(1), slot.sub(0, 1))])
+        waiting = pool.submit(stage.acquire, never)
+        while not waiting.done():
+            device.step()
+        assert waiting.result() is slot
+    assert device.num_staging == 1
+    for _ in range(3):
+        device.allowed.release()
+    stage.give_back(slot)
+    stage.close()
+
+
+def test_a_reader_that_is_stopped_does_not_wait_for_a_slot() -> None:
+    device = Slow()
+    stage = Stage(device, slot_bytes=SLOT, num_slots=1)
+    stage.make_ahead(on_thread, 1)
+    stopped = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(stage.acquire, stopped.is_set)
+        stopped.set()
+        assert waiting.result(30) is None
+    device.allowed.release()
+    stage.close()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_no_host_memory_for_a_slot_that_is_made_ahead(number: int) -> None:
+    device = FakeDevice(refuse_staging=number)
+    stage = Stage(device, slot_bytes=SLOT, num_slots=3)
+    stage.make_ahead(on_thread, 3)
+    with pytest.raises(MemoryError):
+        while True:
+            assert stage.acquire(never) is not None
+    stage.close()
+    assert stage.acquire(never) is not None
+
+
+def test_closing_waits_for_the_slot_that_is_being_made() -> None:
+    """And has no others made."""
+    device = Slow()
+    stage = Stage(device, slot_bytes=SLOT, num_slots=3)
+    stage.make_ahead(on_thread, 3)
+    closer = threading.Thread(target=stage.close)
+    closer.start()
+    closer.join(0.02)
+    assert closer.is_alive()
+    device.allowed.release()
+    closer.join(30)
+    assert not closer.is_alive()
+    assert device.num_staging == 1
+    gc.collect()
+    assert (stage.held_bytes, device.staging_bytes) == (0, 0)
+
+
+def test_without_a_thread_readers_make_their_own() -> None:
+    def refuse(make: Callable[[], None]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    device = FakeDevice()
+    stage = Stage(device, slot_bytes=SLOT, num_slots=2)
+    stage.make_ahead(refuse, 2)
+    assert stage.acquire(never) is not None
     assert device.num_staging == 1
 
 
