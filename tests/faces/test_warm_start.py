@@ -370,6 +370,23 @@ async def test_a_device(directory, dtype):
     assert device.num_pending == 0
 
 
+async def test_buffers_are_there_for_any_stream(directory):
+    """A mark that the stream of the moment waits for is not enough: the forward may run on another one."""
+    late = []
+
+    class Watched(FakeDevice):
+        def hand_over(self, tensors, events):
+            events = list(events)
+            late.append(not all(event.query() for event in events))
+            super().hand_over(tensors, events)
+
+    module = on_meta(Net)
+    async with stio.warm_start(module, directory, device=Watched(delay_seconds=0.02), dtype=torch.float16):
+        pass
+    assert late
+    assert not any(late)
+
+
 async def test_a_parameter_waits_for_its_copy(directory):
     device, module = FakeDevice(manual=True), on_meta(Net)
     over = threading.Event()
