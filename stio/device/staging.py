@@ -22,10 +22,14 @@ from stio.errors import DeviceError, StioError
 from stio.events import Trace
 from stio.memory import Region
 
-__all__ = ["OWN_ALLOCATION_BYTES", "DeviceImage", "Stage"]
+__all__ = ["OWN_ALLOCATION_BYTES", "VECTOR_BYTES", "DeviceImage", "Stage"]
 
 OWN_ALLOCATION_BYTES = 2 << 20
-"""Tensors of this size and above are allocations of their own; smaller ones share one a group."""
+"""Tensors of this size and above are allocations of their own; smaller ones share some."""
+
+VECTOR_BYTES = 16
+"""Kernels load vectors of this size, and some do not look whether a tensor begins at a multiple of it, as each
+allocation of torch's does. Shorter tensors are aligned as their dtype asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +245,15 @@ class Stage:
         return flight.slot
 
 
+@dataclass(frozen=True, slots=True)
+class _Small:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
 @dataclass(slots=True)
 class _Piece:
     start: int
@@ -250,7 +263,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class DeviceImage:
-    """The device memory of one group: an allocation for each large tensor, one for each run of small ones."""
+    """The device memory of one group: an allocation for each large tensor, one for each aligned run of small ones."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """The group's tensors, filled when the events have passed."""
@@ -275,19 +288,22 @@ class DeviceImage:
             DeviceMemoryError: The device is full; what was allocated is free again.
         """
         image = cls()
-        small: list[tuple[str, str, tuple[int, ...], int, int]] = []
+        run: list[_Small] = []
         for name, dtype, shape, start in zip(names, dtypes, shapes, offsets, strict=True):
             nbytes = tensor_nbytes(dtype, shape)
-            if 0 < nbytes < OWN_ALLOCATION_BYTES:
-                small.append((name, dtype, shape, start, start + nbytes))
+            is_small = 0 < nbytes < OWN_ALLOCATION_BYTES
+            if run and not (is_small and _is_aligned(start - run[0].start, dtype, nbytes)):
+                image._carve(accelerator, run)
+                run = []
+            if is_small:
+                run.append(_Small(name, dtype, shape, start, start + nbytes))
                 continue
-            image._carve_small(accelerator, small)
-            small = []
             flat = accelerator.empty(nbytes)
             image.tensors[name] = typed(flat, dtype, torch_shape(dtype, shape))
             if nbytes:
                 image._pieces.append(_Piece(start, start + nbytes, flat))
-        image._carve_small(accelerator, small)
+        if run:
+            image._carve(accelerator, run)
         return image
 
     def pairs(self, start: int, slot: Region) -> list[tuple[torch.Tensor, Region]]:
@@ -300,20 +316,19 @@ class DeviceImage:
                 found.append((piece.target[low - piece.start : high - piece.start], slot.sub(low - start, high - low)))
         return found
 
-    def _carve_small(self, accelerator: Accelerator, run: list[tuple[str, str, tuple[int, ...], int, int]]) -> None:
-        if not run:
-            return
-        start, stop = run[0][3], run[-1][4]
+    def _carve(self, accelerator: Accelerator, run: Sequence[_Small]) -> None:
+        start, stop = run[0].start, run[-1].stop
         flat = accelerator.empty(stop - start)
         self.shared.append(flat)
         self._pieces.append(_Piece(start, stop, flat))
-        for name, dtype, shape, begin, end in run:
-            if (begin - start) % TORCH_DTYPES[dtype].itemsize:  # the file did not align it: a place of its own
-                own = accelerator.empty(end - begin)
-                self.tensors[name] = typed(own, dtype, torch_shape(dtype, shape))
-                self._pieces.append(_Piece(begin, end, own))
-            else:
-                self.tensors[name] = _carved(flat[begin - start : end - start], dtype, shape)
+        for small in run:
+            part = flat[small.start - start : small.stop - start]
+            self.tensors[small.name] = _carved(part, small.dtype, small.shape)
+
+
+def _is_aligned(offset: int, dtype: str, nbytes: int) -> bool:
+    """Return whether a tensor may lie there in an allocation."""
+    return not offset % (VECTOR_BYTES if nbytes >= VECTOR_BYTES else TORCH_DTYPES[dtype].itemsize)
 
 
 def _carved(part: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from stio import memory
 from stio.codec.dtypes import tensor_nbytes
-from stio.device.staging import OWN_ALLOCATION_BYTES, DeviceImage, Stage
+from stio.device.staging import OWN_ALLOCATION_BYTES, VECTOR_BYTES, DeviceImage, Stage
 from stio.device.tensors import TORCH_DTYPES
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.events import Trace
@@ -107,6 +107,29 @@ def test_readers_wait_for_what_is_made_or_for_a_copy() -> None:
     for _ in range(3):
         device.allowed.release()
     stage.give_back(slot)
+    stage.close()
+
+
+def test_a_copy_that_does_not_end_keeps_nobody_from_a_slot_that_is_made() -> None:
+    device = Slow(manual=True)
+    stage = Stage(device, slot_bytes=SLOT, num_slots=2)
+    stage.make_ahead(on_thread, 2)
+    device.allowed.release()
+    slot = stage.acquire(never)
+    assert slot is not None
+    stage.submit(slot, [(device.empty(1), slot.sub(0, 1))])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(stage.acquire, never)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.02)
+        device.allowed.release()
+        try:
+            other = waiting.result(10)
+        finally:
+            device.step()
+    assert other is not None
+    assert other is not slot
+    stage.give_back(other)
     stage.close()
 
 
@@ -367,11 +390,14 @@ LARGE = (OWN_ALLOCATION_BYTES // 4,)
     ("layout", "num_allocations"),
     [
         ([("F32", LARGE, 0), ("F32", LARGE, 0)], 2),
-        ([("F32", (5,), 0), ("BF16", (3, 3), 2), ("U8", (1,), 0)], 1),
-        ([("U8", (3,), 5), ("F32", LARGE, 0), ("F32", (7,), 0), ("I64", (2,), 0)], 3),
-        ([("U8", (1,), 0), ("F64", (4,), 0), ("I16", (2,), 1)], 2),  # misaligned: a place of its own
+        ([("F32", (5,), 0), ("BF16", (3,), 2), ("U8", (1,), 0)], 1),
+        ([("F32", (4,), 0), ("BF16", (3, 3), 16), ("F32", (), 2), ("F32", (), 0), ("U8", (16,), 4)], 1),
+        ([("F32", (5,), 0), ("BF16", (3, 3), 2), ("U8", (1,), 0)], 2),  # no place for vectors
+        ([("F32", (), 0)] * 6 + [("F16", (9,), 0)] * 2, 3),
+        ([("U8", (3,), 5), ("F32", LARGE, 0), ("F32", (7,), 0), ("I64", (2,), 0)], 4),
+        ([("U8", (1,), 0), ("F64", (4,), 0), ("I16", (2,), 1)], 3),  # misaligned: a place of its own
         ([("F32", (0, 3), 0), ("F32", (2,), 0), ("F32", (0,), 0)], 1),
-        ([("F4", (2, 6), 0), ("C64", (2,), 2), ("BOOL", (), 0)], 1),
+        ([("F4", (2, 6), 0), ("C64", (2,), 2), ("BOOL", (), 0)], 2),
     ],
 )
 @pytest.mark.parametrize("slot_bytes", [4096, 100_001, 8 << 20])
@@ -404,7 +430,16 @@ def test_image_brings_bytes_where_they_belong(
         assert tensor.untyped_storage().nbytes() == nbytes == tensor.nbytes
         assert not tensor._is_view()
         at += nbytes
-    assert len({tensor.untyped_storage().data_ptr() for tensor in image.shared}) <= num_allocations
+        assert nbytes < VECTOR_BYTES or not offset_in(image.shared, tensor) % VECTOR_BYTES
+    num_large = sum(tensor.nbytes >= OWN_ALLOCATION_BYTES for tensor in image.tensors.values())
+    assert len(image.shared) + num_large == num_allocations
+
+
+def offset_in(allocations: list[torch.Tensor], tensor: torch.Tensor) -> int:
+    """Return how far into its allocation a tensor lies."""
+    offsets = [tensor.data_ptr() - shared.data_ptr() for shared in allocations]
+    found = [offset for offset, shared in zip(offsets, allocations, strict=True) if 0 <= offset < shared.nbytes]
+    return found[0] if found else 0
 
 
 def test_image_without_memory_frees_what_it_had() -> None:
