@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+GPU_PYTHON ?= python3
 FUZZ_SECONDS ?= 600
 CRASH_KILLS ?= 10000
 
@@ -15,7 +16,7 @@ DOCS_STAMP := $(VENV)/.stio-docs
 TOOLS ?= .venv-package
 TOOLS_STAMP := $(TOOLS)/.stio-tools
 
-.PHONY: demo test check fmt docs tutorial bench bench-save bench-compat bench-server fuzz crash package clean
+.PHONY: demo test check fmt docs tutorial bench bench-save bench-compat bench-server gpu fuzz crash package clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove it bit-equal, draw what happened
 	@$(BIN)/python examples/demo.py
@@ -50,6 +51,16 @@ bench-compat: $(STAMP)  ## the drop-in modules beside what they stand in for
 
 bench-server: $(STAMP)  ## the latency of a server's answers while it loads
 	$(BIN)/python -m benchmarks.server
+
+# With the Python that has CUDA's torch, and no environment of our own: such a machine may have no network, and lack what
+# other tests need (pytest-asyncio, trio; what is missing is skipped). So settings of plugins that are not there are let
+# pass, and what its versions of other packages announce for the future. Where torch sees no accelerator it fails (status 2): asked to prove something on a GPU, it has proved nothing.
+GPU_TESTS := tests/gpu tests/device
+gpu:  ## all that needs an accelerator: its tests, then its benchmark; GPU_PYTHON names the interpreter
+	$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS) -o addopts='--import-mode=importlib --strict-markers -r fEs' -o minversion=7.4 \
+		-W ignore::pytest.PytestConfigWarning -W default::DeprecationWarning -W default::FutureWarning
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.accelerator.is_available() else "torch sees no accelerator here: the GPU tests were skipped, and nothing was measured")'
+	$(GPU_PYTHON) -m benchmarks.gpu
 
 fuzz: $(STAMP)
 	$(BIN)/python tests/fuzz_header.py --seconds $(FUZZ_SECONDS)

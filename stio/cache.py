@@ -19,7 +19,7 @@ from typing import Any, Self, TypedDict, Unpack
 import torch
 
 from stio import memory
-from stio.device.base import resolve_device
+from stio.device.base import current_device, numbered, resolve_device
 from stio.device.copying import has_streams
 from stio.device.cuda import TorchAccelerator
 from stio.engine.kept import Image, Kept
@@ -113,7 +113,7 @@ class HostCacheBase:
         if not isinstance(device, str | int | torch.device):
             raise TypeError(f"device= takes a device of torch's or 'auto', not {device!r}")
         self._budget_bytes = budget_bytes
-        self._device = device
+        self._device: str | int | torch.device = numbered(device, current_device())
         self._begin()
         _caches.add(self)
 

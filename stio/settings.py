@@ -9,7 +9,7 @@ from typing import TypeAlias, TypedDict
 
 import torch
 
-from stio.device.base import Accelerator
+from stio.device.base import Accelerator, current_device, numbered
 from stio.device.placement import resolve_placement
 from stio.engine.kept import FileCache
 from stio.engine.opened import OpenOptions
@@ -21,7 +21,8 @@ from stio.storage.base import AsyncRoot, Root
 __all__ = ["DeviceLike", "DevicesLike", "Keywords", "Memory", "Settings", "SourceLike"]
 
 DeviceLike: TypeAlias = str | int | torch.device | Accelerator
-"""What `torch.device` takes, `"auto"`, or a device of one's own (`stio.testing`)."""
+"""What `torch.device` takes, `"auto"`, or a device of one's own (`stio.testing`). A name without a number means the
+calling thread's current device of that kind (`torch.cuda.set_device`)."""
 
 DevicesLike: TypeAlias = DeviceLike | Mapping[str, DeviceLike] | Callable[[str], DeviceLike]
 """One device; or one for each tensor: a mapping from names, and prefixes of names that end at a dot, of which the
@@ -81,11 +82,7 @@ class Settings:
     """A `stio.HostCache`: files come from there, or go there on their way. Tensors on the CPU are copies then."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.device, Mapping):
-            object.__setattr__(self, "device", dict(self.device))  # the caller's may change before it is looked at
-            for name in self.device:
-                if not isinstance(name, str):
-                    raise TypeError(f"device= takes a mapping from names, not from {name!r}")
+        object.__setattr__(self, "device", _from_here(self.device))
         progress_callback(self.progress)  # raises for what it cannot use, before anything begins
         if self.switch_interval is not None and self.switch_interval <= 0:
             raise ValueError(f"switch_interval must be positive, not {self.switch_interval}")
@@ -125,3 +122,16 @@ class Settings:
             trace=self.trace,
             cache=self.cache,
         )
+
+
+def _from_here(device: DevicesLike) -> DevicesLike:
+    """Return what `device=` means in the calling thread: "cuda" is the thread's current one of them."""
+    current = current_device()
+    if isinstance(device, Mapping):  # a copy: the caller's may change before it is looked at
+        for name in device:
+            if not isinstance(name, str):
+                raise TypeError(f"device= takes a mapping from names, not from {name!r}")
+        return {name: numbered(where, current) for name, where in device.items()}
+    if callable(device) and not isinstance(device, torch.device | Accelerator) and current is not None:
+        return lambda name: numbered(device(name), current)
+    return numbered(device, current)  # type: ignore[no-any-return]  # what it was, or a device

@@ -178,7 +178,10 @@ def _load_buffers(
     if not fit.buffers:
         return ()
     names = list(dict.fromkeys(fit.buffers.values()))
-    return tuple(gather(operation, opened, names, replace(options, progress=None, prompt=False)))
+    loaded = gather(operation, opened, names, replace(options, progress=None, prompt=False))
+    for landed in loaded:
+        landed.wait()  # here and on the host, casts too: a forward may run on any stream
+    return tuple(loaded)
 
 
 class WarmStart(WarmStartBase):

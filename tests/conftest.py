@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what it puts in the background so, and every process of a test's would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+def _backend(loop: str, name: str, **options: Any) -> Any:
+    """Return a loop to run on; a machine with a GPU and no network may lack all but asyncio."""
+    missing = pytest.mark.skipif(find_spec(loop) is None, reason=f"{loop} is not installed")
+    return pytest.param((name, options), id=loop, marks=missing)
+
+
 BACKENDS = [
-    pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),
-    pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"),
-    pytest.param(("trio", {}), id="trio"),
+    _backend("asyncio", "asyncio", use_uvloop=False),
+    _backend("uvloop", "asyncio", use_uvloop=True),
+    _backend("trio", "trio"),
 ]
 
 

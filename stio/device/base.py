@@ -16,7 +16,7 @@ import torch
 from stio.errors import DeviceError
 from stio.memory import Region
 
-__all__ = ["Accelerator", "Event", "Landed", "Target", "resolve_device"]
+__all__ = ["Accelerator", "Event", "Landed", "Target", "current_device", "numbered", "resolve_device"]
 
 
 class Event(Protocol):
@@ -88,6 +88,32 @@ class Landed:
         if self.hand_over is not None:
             self.hand_over()
         return self.tensors
+
+
+def current_device() -> torch.device | None:
+    """Return the calling thread's current accelerator; None where torch has not begun to use one.
+
+    It is a thread's own (`torch.cuda.set_device`), and loads run on threads of theirs, where it is number 0. As long as
+    nothing has begun nobody has chosen, and nothing is begun to find that out: it takes long.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return None
+    has_begun = getattr(torch.get_device_module(accelerator), "is_initialized", None)
+    return torch.device(accelerator.type, _current_index()) if has_begun is not None and has_begun() else None
+
+
+def numbered(device: Any, current: torch.device | None) -> Any:
+    """Return the device that is meant where `current` is the current one; what it does not concern stays as it is."""
+    if current is None or isinstance(device, Accelerator):
+        return device
+    if device == "auto":
+        return current
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        return device  # `resolve_device` will say so
+    return current if str(wanted) == current.type else device  # without a number
 
 
 def resolve_device(device: Any) -> torch.device:

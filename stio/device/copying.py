@@ -16,7 +16,7 @@ import torch
 
 from stio import memory
 from stio.device.base import Event
-from stio.device.cuda import TorchAccelerator, bytes_of
+from stio.device.cuda import HAVE_STREAMS, Mark, TorchAccelerator, bytes_of, on_stream
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.memory import HOLD_BYTES, Region, move, move_holding
 
@@ -123,7 +123,7 @@ def _accelerator_of(tensor: object) -> torch.device | None:
 def has_streams(device: torch.device) -> bool:
     """Return whether torch can copy from this kind of device beside its other work."""
     module = torch.get_device_module(device)
-    return all(hasattr(module, needed) for needed in ("Event", "Stream", "current_stream", "stream"))
+    return all(hasattr(module, needed) for needed in HAVE_STREAMS)
 
 
 @cache
@@ -259,7 +259,7 @@ def _queue_copies(device: torch.device, copies: Sequence[Copy], ready: Readiness
     except RuntimeError as error:
         raise DeviceError(f"{device} does not answer: {error}") from error
     try:
-        with module.stream(stream), torch.no_grad():
+        with on_stream(module, device, stream), torch.no_grad():
             targets, parts = [], []
             for tensor, start, region in copies:
                 if tensor.is_contiguous() and not any(pending(tensor)):
@@ -271,8 +271,7 @@ def _queue_copies(device: torch.device, copies: Sequence[Copy], ready: Readiness
                     _queue_strided(tensor, start, region)
             if targets:
                 torch._foreach_copy_(targets, parts, non_blocking=True)
-            event = module.Event()
-            event.record(stream)
+            return Mark(module, device, stream)
     except BaseException as error:
         with suppress(RuntimeError):  # a device that is lost says so a second time
             stream.synchronize()
@@ -285,7 +284,6 @@ def _queue_copies(device: torch.device, copies: Sequence[Copy], ready: Readiness
                 expected=f"{_PART_BYTES:,} bytes",
             ) from error
         raise DeviceError(f"copying from {device} failed: {error}") from error
-    return event  # type: ignore[no-any-return]  # torch's event modules are untyped
 
 
 def _queue_strided(tensor: torch.Tensor, start: int, region: Region) -> None:

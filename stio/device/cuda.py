@@ -1,8 +1,11 @@
 """The accelerator that torch sees: CUDA, and what else its generic stream API serves (ROCm, XPU).
 
-One copy stream a load. Memory is allocated under that stream, so the allocator knows where it is written; the
+One copy stream a device. Memory is allocated under that stream, so the allocator knows where it is written; the
 consumer's stream waits for the event behind the copies, the host never does. Staging memory is pinned by torch's
 own host allocator, in powers of two because it rounds up to them, and cached by it between loads.
+
+Every call of the driver is made with the target as the thread's current device. A new thread's is number 0, and to ask
+an event or to come back from a stream there makes a context on it: half a gigabyte, for a load that goes elsewhere.
 """
 
 from __future__ import annotations
@@ -11,18 +14,64 @@ import ctypes
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
 
 from stio import memory
-from stio.device.base import Event
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.memory import Region
 
-__all__ = ["TorchAccelerator", "bytes_of"]
+__all__ = ["HAVE_STREAMS", "Mark", "TorchAccelerator", "bytes_of", "on_stream"]
 
 logger = logging.getLogger("stio")
+
+HAVE_STREAMS = ("Event", "Stream", "current_stream", "device", "stream")
+"""What torch's module of a kind of device has if it can copy beside its other work."""
+
+
+class Mark:
+    """An event of torch's, asked with its device as the thread's current one; see above.
+
+    Args:
+        module: torch's module of the device's kind.
+        device: The device, its index resolved.
+        stream: What has been queued there is what the mark stands behind.
+    """
+
+    def __init__(self, module: Any, device: torch.device, stream: Any) -> None:
+        self._module, self._device = module, device
+        self.event: Any = module.Event()
+        """torch's own, for streams that are to wait."""
+        self.event.record(stream)
+
+    def query(self) -> bool:
+        """Return whether everything before the mark has been done."""
+        with self._module.device(self._device):
+            return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        """Block this thread, without the GIL, until it has."""
+        with self._module.device(self._device):
+            self.event.synchronize()
+
+
+@contextmanager
+def on_stream(module: Any, device: torch.device, stream: Any) -> Iterator[None]:
+    """Return a context in which torch's work goes to a stream of the device; no other device gets a context by it."""
+    with module.device(device), module.stream(stream):
+        yield
+
+
+@cache
+def _copy_stream(module: Any, device: torch.device) -> Any:
+    """Return the process's copy stream of a device.
+
+    torch's allocator keeps freed memory for the stream that it was allocated under: with a stream for each load, a
+    model that replaces another one would find none of its memory, and the device would look full.
+    """
+    return module.Stream(device=device)
 
 
 class TorchAccelerator:
@@ -38,14 +87,14 @@ class TorchAccelerator:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
-        if not all(hasattr(self._module, name) for name in ("Event", "Stream", "current_stream", "stream")):
+        if not all(hasattr(self._module, name) for name in HAVE_STREAMS):
             raise DeviceError(
                 "torch has no streams for this kind of device; load to the CPU and move the tensors",
                 expected="cuda, or another device with streams",
                 found=str(device),
             )
         try:
-            self._stream: Any = self._module.Stream(device=device)
+            self._stream: Any = _copy_stream(self._module, device)
         except RuntimeError as error:
             raise DeviceError(f"{device} does not answer: {error}") from error
         self._pinned = True
@@ -65,7 +114,7 @@ class TorchAccelerator:
         if self._pinned:
             try:
                 with self.on_queue():  # pinning belongs to a device's context: to this one's, not to number 0's
-                    tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+                    tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 self._pinned = False
                 logger.warning("pinning host memory failed, copies to %s will be slower: %s", self._device, error)
@@ -78,7 +127,7 @@ class TorchAccelerator:
         with self.on_queue(needed_bytes=nbytes):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
+    def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Mark:
         """Queue copies on the copy stream, in one call, and an event behind them.
 
         Raises:
@@ -86,18 +135,16 @@ class TorchAccelerator:
         """
         sources = [bytes_of(region) for _, region in pairs]
         try:
-            with self._module.stream(self._stream):
+            with on_stream(self._module, self._device, self._stream):
                 if pairs:
                     torch._foreach_copy_([target for target, _ in pairs], sources, non_blocking=True)
-                event = self._module.Event()
-                event.record(self._stream)
+                return Mark(self._module, self._device, self._stream)
         except RuntimeError as error:
             with suppress(RuntimeError):  # a device that is lost says so a second time
                 self._stream.synchronize()
             raise DeviceError(f"copying to {self._device} failed: {error}") from error
-        return event  # type: ignore[no-any-return]  # torch's event modules are untyped
 
-    def hand_over(self, tensors: Iterable[torch.Tensor], events: Iterable[Event]) -> None:
+    def hand_over(self, tensors: Iterable[torch.Tensor], events: Iterable[Any]) -> None:
         """Let the current stream wait for the copies, and the allocator know that it uses the memory.
 
         `record_stream` does nothing for a small tensor carved from a shared allocation: its memory is not the
@@ -105,7 +152,7 @@ class TorchAccelerator:
         """
         stream = self._module.current_stream(self._device)
         for event in events:
-            stream.wait_event(event)
+            stream.wait_event(event.event)
         for tensor in tensors:
             tensor.record_stream(stream)
 
@@ -117,7 +164,7 @@ class TorchAccelerator:
             DeviceMemoryError: What was done in it needs more memory than the device has.
         """
         try:
-            with self._module.stream(self._stream):
+            with on_stream(self._module, self._device, self._stream):
                 yield
         except torch.OutOfMemoryError as error:
             free = self._free_bytes()

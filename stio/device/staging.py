@@ -22,10 +22,14 @@ from stio.errors import DeviceError, StioError
 from stio.events import Trace
 from stio.memory import Region
 
-__all__ = ["OWN_ALLOCATION_BYTES", "DeviceImage", "Stage"]
+__all__ = ["OWN_ALLOCATION_BYTES", "VECTOR_BYTES", "DeviceImage", "Stage"]
 
 OWN_ALLOCATION_BYTES = 2 << 20
-"""Tensors of this size and above are allocations of their own; smaller ones share one a group."""
+"""Tensors of this size and above are allocations of their own; smaller ones share some."""
+
+VECTOR_BYTES = 16
+"""Kernels load vectors of this size, and some do not look whether a tensor begins at a multiple of it, as each
+allocation of torch's does. Shorter tensors are aligned as their dtype asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,9 @@ class Stage:
         self.slot_bytes = slot_bytes
         """Size of a slot."""
         self._unmade = num_slots
+        self._making_ahead = False
+        self._closing = False
+        self._failure: BaseException | None = None
         self._free: list[Region] = []
         self._flying: deque[_Flight] = deque()
         self._landing = 0  # flights that some thread waits for right now
@@ -73,15 +80,18 @@ class Stage:
         """
         while not stopped():
             with self._changed:
+                if self._failure is not None:
+                    raise self._failure
                 if self._free:
                     return self._free.pop()
-                make = self._unmade > 0
+                make = self._unmade > 0 and not self._making_ahead
                 if make:
                     self._unmade -= 1
-                elif self._flying:
+                elif self._flying and (not self._making_ahead or self._flying[0].event.query()):
                     flight = self._take_off()
                 else:
-                    self._changed.wait(0.05)  # all slots are in other readers' hands; `stopped` does not notify
+                    # All slots are in other readers' hands, or one is being made; `stopped` does not notify.
+                    self._changed.wait(0.05)
                     continue
             if make:
                 return self._make()
@@ -89,6 +99,26 @@ class Stage:
             if slot is not None:
                 return slot
         return None
+
+    def make_ahead(self, start: Callable[[Callable[[], None]], None], num_slots: int) -> None:
+        """Have slots made beside the caller, one after the other, before readers ask for them; returns at once.
+
+        Making one takes as long as reading into it (it is pinned, 0.1 s per GB), and the driver makes one at a time.
+        Readers take what is there, and make themselves what is not made here. A failure is theirs to raise.
+
+        Args:
+            start: Runs a function on a thread.
+            num_slots: How many will be needed; more than there may be are not made.
+        """
+        with self._changed:
+            count = min(num_slots, self._unmade)
+            self._making_ahead = count > 0
+        if not count:
+            return
+        try:
+            start(lambda: self._make_so_many(count))
+        except RuntimeError:  # the limit of threads: readers make their own
+            self._made_ahead(None)
 
     def submit(self, slot: Region | None, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
         """Queue the copies out of a slot; it comes back by itself when they are done, at once if they are refused.
@@ -142,6 +172,10 @@ class Stage:
         Raises:
             DeviceError: See `drain`.
         """
+        with self._changed:
+            self._closing = True
+            self._changed.wait_for(lambda: not self._making_ahead)
+            self._failure = None
         try:
             self.drain()
         finally:
@@ -150,6 +184,27 @@ class Stage:
                 self.held_bytes -= self.slot_bytes * (len(self._free) + len(self._lost))
                 self._free.clear()
                 self._lost.clear()  # the allocator that pinned it waits for what it knows to be under way
+
+    def _make_so_many(self, count: int) -> None:
+        failure: BaseException | None = None
+        try:
+            for _ in range(count):
+                with self._changed:
+                    if self._closing:
+                        break
+                    self._unmade -= 1
+                self.give_back(self._make())
+                with self._changed:
+                    self._changed.notify_all()  # those who find no slot look whether a copy is over
+        except BaseException as error:
+            failure = error
+        self._made_ahead(failure)
+
+    def _made_ahead(self, failure: BaseException | None) -> None:
+        with self._changed:
+            self._failure = failure
+            self._making_ahead = False
+            self._changed.notify_all()
 
     def _make(self) -> Region:
         try:
@@ -190,6 +245,15 @@ class Stage:
         return flight.slot
 
 
+@dataclass(frozen=True, slots=True)
+class _Small:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
 @dataclass(slots=True)
 class _Piece:
     start: int
@@ -199,7 +263,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class DeviceImage:
-    """The device memory of one group: an allocation for each large tensor, one for each run of small ones."""
+    """The device memory of one group: an allocation for each large tensor, one for each aligned run of small ones."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """The group's tensors, filled when the events have passed."""
@@ -224,19 +288,22 @@ class DeviceImage:
             DeviceMemoryError: The device is full; what was allocated is free again.
         """
         image = cls()
-        small: list[tuple[str, str, tuple[int, ...], int, int]] = []
+        run: list[_Small] = []
         for name, dtype, shape, start in zip(names, dtypes, shapes, offsets, strict=True):
             nbytes = tensor_nbytes(dtype, shape)
-            if 0 < nbytes < OWN_ALLOCATION_BYTES:
-                small.append((name, dtype, shape, start, start + nbytes))
+            is_small = 0 < nbytes < OWN_ALLOCATION_BYTES
+            if run and not (is_small and _is_aligned(start - run[0].start, dtype, nbytes)):
+                image._carve(accelerator, run)
+                run = []
+            if is_small:
+                run.append(_Small(name, dtype, shape, start, start + nbytes))
                 continue
-            image._carve_small(accelerator, small)
-            small = []
             flat = accelerator.empty(nbytes)
             image.tensors[name] = typed(flat, dtype, torch_shape(dtype, shape))
             if nbytes:
                 image._pieces.append(_Piece(start, start + nbytes, flat))
-        image._carve_small(accelerator, small)
+        if run:
+            image._carve(accelerator, run)
         return image
 
     def pairs(self, start: int, slot: Region) -> list[tuple[torch.Tensor, Region]]:
@@ -249,20 +316,19 @@ class DeviceImage:
                 found.append((piece.target[low - piece.start : high - piece.start], slot.sub(low - start, high - low)))
         return found
 
-    def _carve_small(self, accelerator: Accelerator, run: list[tuple[str, str, tuple[int, ...], int, int]]) -> None:
-        if not run:
-            return
-        start, stop = run[0][3], run[-1][4]
+    def _carve(self, accelerator: Accelerator, run: Sequence[_Small]) -> None:
+        start, stop = run[0].start, run[-1].stop
         flat = accelerator.empty(stop - start)
         self.shared.append(flat)
         self._pieces.append(_Piece(start, stop, flat))
-        for name, dtype, shape, begin, end in run:
-            if (begin - start) % TORCH_DTYPES[dtype].itemsize:  # the file did not align it: a place of its own
-                own = accelerator.empty(end - begin)
-                self.tensors[name] = typed(own, dtype, torch_shape(dtype, shape))
-                self._pieces.append(_Piece(begin, end, own))
-            else:
-                self.tensors[name] = _carved(flat[begin - start : end - start], dtype, shape)
+        for small in run:
+            part = flat[small.start - start : small.stop - start]
+            self.tensors[small.name] = _carved(part, small.dtype, small.shape)
+
+
+def _is_aligned(offset: int, dtype: str, nbytes: int) -> bool:
+    """Return whether a tensor may lie there in an allocation."""
+    return not offset % (VECTOR_BYTES if nbytes >= VECTOR_BYTES else TORCH_DTYPES[dtype].itemsize)
 
 
 def _carved(part: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -25,6 +26,9 @@ from stio.device.tensors import Casts, require_dtypes
 from stio.engine.kept import FileCache, Kept
 from stio.engine.load import LoadRun, Route
 from stio.engine.opened import OpenCheckpoint
+from stio.engine.ranks import host_is_shared
+from stio.engine.ring import Ring, ring_of, usable_cores
+from stio.engine.runtime import start_thread
 from stio.engine.ways import CopyRoute, KeepRoute, MapRoute, StageRoute
 from stio.engine.wishes import Wish, wishes_of
 from stio.events import ProgressEvent, Trace, traced
@@ -159,6 +163,22 @@ def _prepare(
 ) -> Transfer:
     wishes = wishes_of(opened, names, options.device)
     targets = _targets(opened, wishes, options)
+    try:
+        return _planned(opened, wishes, targets, options, deliver, hold)
+    except BaseException:
+        for target in targets:
+            target.abandon()
+        raise
+
+
+def _planned(
+    opened: OpenCheckpoint,
+    wishes: Sequence[Wish],
+    targets: Sequence[_Target],
+    options: LoadOptions,
+    deliver: Callable[[Group, Landed], None],
+    hold: bool,
+) -> Transfer:
     lanes = [
         _Lane(file, header, wish, target, wish.positions[shard])
         for shard, (file, header) in enumerate(zip(opened.files, opened.headers, strict=True))
@@ -204,8 +224,7 @@ def prepare_prefetch(
 ) -> Transfer:
     """Plan to read all files of a checkpoint into their images, which are let go of at the end."""
     for file in opened.files:
-        if isinstance(file, LocalFile) and _resident_fraction(file) < _COLD_BELOW:
-            file.use_direct()
+        _read_directly(file, _resident_fraction(file))
     sizes = PlanOptions(group_bytes=_BLOCK_BYTES, block_bytes=_BLOCK_BYTES)
     everything = [range(len(header)) for header in opened.headers]
     plan = plan_reads(opened.headers, everything, slices={}, options=sizes)
@@ -250,18 +269,17 @@ def _targets(opened: OpenCheckpoint, wishes: Sequence[Wish], options: LoadOption
         if isinstance(file, LocalFile) and any(wish.positions[shard] for wish in wishes)
     }
     accelerators = [_accelerator(wish.device) for wish in wishes]
-    # Half for staging slots, two a worker on each device: one is filled while the other is copied. Half for what the
-    # consumer has not taken yet.
+    # Half for staging slots, half for what the consumer has not taken yet.
     num_staged = sum(accelerator is not None for accelerator in accelerators)
-    slot_bytes = _pages(min(_BLOCK_BYTES, options.budget_bytes // (4 * _NUM_WORKERS * max(1, num_staged))))
-    run_budget_bytes = max(1, options.budget_bytes - 2 * _NUM_WORKERS * num_staged * slot_bytes)
+    ring = ring_of(options.budget_bytes, num_staged, num_cores=usable_cores())
+    run_budget_bytes = max(1, options.budget_bytes - ring.num_slots * num_staged * ring.slot_bytes)
     return [
         _Target(
             options,
             accelerator,
             total_bytes=total,
             run_budget_bytes=run_budget_bytes,
-            slot_bytes=slot_bytes,
+            ring=ring,
             resident={
                 file: resident[file]
                 for file, chosen in zip(opened.files, wish.positions, strict=True)
@@ -282,7 +300,7 @@ class _Target:
         *,
         total_bytes: int,
         run_budget_bytes: int,
-        slot_bytes: int,
+        ring: Ring,
         resident: Mapping[LocalFile, float],
     ) -> None:
         self._options = options
@@ -293,14 +311,24 @@ class _Target:
         self.num_workers = _NUM_MAP_WORKERS if self.maps else _NUM_WORKERS
         self._stage: Stage | None = None
         if accelerator is not None:
-            self._stage = Stage(accelerator, slot_bytes=slot_bytes, num_slots=2 * _NUM_WORKERS, trace=options.trace)
-            nbytes = slot_bytes
+            self.num_workers = ring.num_workers
+            self._stage = Stage(accelerator, slot_bytes=ring.slot_bytes, num_slots=ring.num_slots, trace=options.trace)
+            if options.cache is None:  # from there most is copied without a stop
+                self._stage.make_ahead(partial(start_thread, name="pin"), -(-total_bytes // ring.slot_bytes))
+            nbytes = ring.slot_bytes
         else:
             nbytes = self._mapped_bytes() if self.maps else _pages(min(_BLOCK_BYTES, run_budget_bytes // 4))
         if options.prompt:
             # All workers are on a group of their own when the first one is complete: a sixteenth of all is read then.
-            nbytes = min(nbytes, _pages(total_bytes // (16 * _NUM_WORKERS)))
+            nbytes = min(
+                nbytes, _pages(total_bytes // (16 * (_NUM_WORKERS if accelerator is None else ring.num_workers)))
+            )
         self.plan_options = PlanOptions(group_bytes=nbytes, block_bytes=nbytes)
+
+    def abandon(self) -> None:
+        """Let go of what was made for it: nothing will be read."""
+        if self._stage is not None:
+            self._stage.close()
 
     @property
     def maps(self) -> bool:
@@ -333,8 +361,7 @@ class _Target:
                 piece_bytes=_LARGEST_GROUP_BYTES if resident == 1.0 else _BLOCK_BYTES,
                 dtype=dtype,
             )
-        if isinstance(file, LocalFile) and self._resident[file] < _COLD_BELOW:
-            file.use_direct()
+        _read_directly(file, self._resident[file] if isinstance(file, LocalFile) else _COLD_BELOW)
         if self._accelerator is None or self._stage is None:
             return CopyRoute(file, dtype=dtype, kept=kept)
         return StageRoute(file, self._accelerator, self._stage, dtype=dtype, kept=kept)
@@ -351,9 +378,15 @@ def _wanted_bytes(header: Header, chosen: Sequence[int]) -> int:
     return sum(header.ends[k] - header.begins[k] for k in chosen)
 
 
-def _resident_fraction(file: LocalFile) -> float:
-    fraction = file.resident_fraction()
+def _resident_fraction(file: Source) -> float:
+    fraction = file.resident_fraction() if isinstance(file, LocalFile) else None
     return _COLD_BELOW if fraction is None else fraction  # not known: neither the cold way nor the warm one
+
+
+def _read_directly(file: Source, resident: float) -> None:
+    """Read a cold file past the page cache; not where ranks share the host, who all want it: the first one fills it."""
+    if isinstance(file, LocalFile) and resident < _COLD_BELOW and not host_is_shared():
+        file.use_direct()
 
 
 def _accelerator(device: Target) -> Accelerator | None:

@@ -18,6 +18,7 @@ from support import ALL_DTYPES, assorted, bits_of, ramp, require_equal
 from stio import memory
 from stio.device import copying
 from stio.device.copying import Copy, Readiness, copy_out, copy_small, staging_for
+from stio.device.cuda import Mark
 from stio.device.sources import sources_of
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.memory import Region
@@ -291,15 +292,21 @@ DEVICE = torch.device("cpu")
 def module(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """Stand for `torch.cuda`, over the CPU."""
     module = types.SimpleNamespace(
-        Event=FakeEvent, Stream=FakeStream, current_stream=lambda device: CURRENT, stream=lambda stream: nullcontext()
+        Event=FakeEvent,
+        Stream=FakeStream,
+        current_stream=lambda device: CURRENT,
+        device=lambda device: nullcontext(),
+        stream=lambda stream: nullcontext(),
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     return module
 
 
 def device_copy(copies: list[Copy], ready: Readiness | None = None) -> FakeEvent:
-    event = copying._queue_copies(DEVICE, copies, ready or Readiness())
-    copying._wait_for([(DEVICE, event)])
+    mark = copying._queue_copies(DEVICE, copies, ready or Readiness())
+    copying._wait_for([(DEVICE, mark)])
+    assert isinstance(mark, Mark)
+    event = mark.event
     assert isinstance(event, FakeEvent)
     assert event.passed
     return event

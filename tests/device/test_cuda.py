@@ -1,32 +1,26 @@
-"""The real accelerator, where there is one; its failures, which few machines show on demand, with a module in its stead."""
+"""The code for real accelerators, over a stand-in for `torch.cuda`: failures, contexts, whole loads; see test_contract.py."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import types
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerators import HAVE_GPU
+from stand_in import DEVICE, HERE, THERE, StandIn, install
+from support import bits_of, require_equal
 
 import stio.sync
-from stio.device.base import Accelerator, resolve_device
-from stio.device.cuda import TorchAccelerator
+from stio import memory
+from stio.device import copying
+from stio.device.base import resolve_device
+from stio.device.copying import Readiness, has_streams
+from stio.device.cuda import HAVE_STREAMS, TorchAccelerator
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.memory import Region
-from stio.testing import write_checkpoint
-
-HAVE_GPU = torch.accelerator.is_available()
-
-
-def gpu(test: Any) -> Any:
-    return pytest.mark.gpu(pytest.mark.skipif(not HAVE_GPU, reason="torch sees no accelerator here")(test))
-
-
-# Without one.
+from stio.testing import MemoryRoot, checkpoint_files
 
 
 @pytest.mark.skipif(HAVE_GPU, reason="there is an accelerator")
@@ -48,67 +42,54 @@ def test_cpu(device: object) -> None:
     assert resolve_device(device) == torch.device("cpu")
 
 
-class FakeStream:
-    def __init__(self, device: torch.device | None = None) -> None:
-        self.waits = 0
-
-    def synchronize(self) -> None:
-        self.waits += 1
-
-
-class FakeEvent:
-    def record(self, stream: FakeStream) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """Stand for `torch.cuda`, over the CPU."""
-    module = types.SimpleNamespace(
-        Event=FakeEvent,
-        Stream=FakeStream,
-        current_stream=lambda device: FakeStream(),
-        stream=lambda stream: nullcontext(),
-        mem_get_info=lambda device: (1000, 2000),
-    )
+def driver(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    driver = StandIn(memory_bytes=64 << 20)
+    install(monkeypatch, driver)
+    return driver
+
+
+@pytest.mark.parametrize("lacks", HAVE_STREAMS)
+def test_device_without_streams(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    module = types.SimpleNamespace(**dict.fromkeys(set(HAVE_STREAMS) - {lacks}))
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    return module
-
-
-def test_device_without_streams(module: types.SimpleNamespace) -> None:
-    del module.Stream
+    assert not has_streams(DEVICE)
     with pytest.raises(DeviceError, match="streams"):
-        TorchAccelerator(torch.device("cpu"))
+        TorchAccelerator(DEVICE)
 
 
-def test_c96_out_of_memory(module: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = TorchAccelerator(torch.device("cpu"))
+def test_a_device_that_does_not_answer(driver: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(device: torch.device) -> None:
+        raise RuntimeError("the device is lost")
 
-    def full(*_: object, **__: object) -> torch.Tensor:
+    monkeypatch.setattr(driver, "Stream", lost)
+    with pytest.raises(DeviceError, match="does not answer: the device is lost"):
+        TorchAccelerator(DEVICE)
+
+
+def test_c96_out_of_memory(driver: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = TorchAccelerator(DEVICE)
+
+    def full(*_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("full")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", full)
-        with pytest.raises(DeviceMemoryError) as caught:
-            accelerator.empty(4096)
-    assert (caught.value.needed_bytes, caught.value.free_bytes) == (4096, 1000)
+    with pytest.raises(DeviceMemoryError) as caught:
+        accelerator.empty(65 << 20)
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (65 << 20, 64 << 20)
     with pytest.raises(DeviceMemoryError) as caught, accelerator.on_queue():  # a cast, say
         full()
-    assert caught.value.free_bytes == 1000
-    del module.mem_get_info
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (None, 64 << 20)
+    monkeypatch.setattr(driver, "mem_get_info", full)
+    with pytest.raises(DeviceMemoryError) as caught, accelerator.on_queue():
+        full()
+    assert caught.value.free_bytes is None
+    monkeypatch.delattr(StandIn, "mem_get_info")
+    monkeypatch.delattr(driver, "mem_get_info")
     with pytest.raises(DeviceMemoryError), accelerator.on_queue():
         full()
 
 
-def test_c97_pinning_fails(
-    module: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_c97_pinning_fails(driver: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     real, calls = torch.empty, []
 
     def empty(*args: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
@@ -118,95 +99,83 @@ def test_c97_pinning_fails(
         return real(*args, **more)
 
     monkeypatch.setattr(torch, "empty", empty)
-    accelerator = TorchAccelerator(torch.device("cpu"))
+    accelerator = TorchAccelerator(DEVICE)
     with caplog.at_level(logging.WARNING, "stio"):
         slots = [accelerator.staging(4096) for _ in range(3)]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert len(calls) == 1
     slots[0].write(0, bytes(range(256)))
     target = real(256, dtype=torch.uint8)
-    accelerator.copy([(target[:100], slots[0].sub(0, 100)), (target[100:], slots[0].sub(100, 156))])
+    accelerator.copy([(target[:100], slots[0].sub(0, 100)), (target[100:], slots[0].sub(100, 156))]).synchronize()
     assert target.tolist() == list(range(256))
 
 
-def test_refused_copies_have_ended(module: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = TorchAccelerator(torch.device("cpu"))
-    assert isinstance(accelerator, Accelerator)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("launch failed")
-
-    monkeypatch.setattr(torch, "_foreach_copy_", refuse)
-    slot = accelerator_slot(accelerator)
-    with pytest.raises(DeviceError, match="launch failed"):
-        accelerator.copy([(torch.empty(1, dtype=torch.uint8), slot.sub(0, 1))])
-    assert accelerator._stream.waits == 1
-
-
-def accelerator_slot(accelerator: TorchAccelerator) -> Region:
-    accelerator._pinned = False
-    return accelerator.staging(64)
-
-
-# With one.
+# Whole loads.
 
 
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, torch.Tensor]:
     chance = torch.Generator().manual_seed(0)
-    small = {f"small.{k}": torch.randn(k + 1, generator=chance) for k in range(50)}
-    large = {f"large.{k}": torch.randn(1000, 1000 + k, generator=chance) for k in range(10)}
-    return small | large | {"e": torch.empty(0, 3), "h": torch.randn(77, generator=chance).bfloat16()}
+    small = {f"small.{k:02}": torch.randn(k + 1, generator=chance) for k in range(50)}
+    return small | {f"large.{k}": torch.randn(600, 1000 + k, generator=chance) for k in range(5)}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, torch.Tensor]) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("gpu"), tensors, 2)
+@pytest.mark.parametrize("budget_bytes", [1 << 18, 4 << 20, 512 << 20])
+def test_a_load_waits_for_its_copies(driver: StandIn, tensors: dict[str, torch.Tensor], budget_bytes: int) -> None:
+    """Streams do nothing until they must: what nobody waited for would be poison."""
+    root = MemoryRoot(checkpoint_files(tensors, 2))
+    for _ in range(2):
+        found = stio.sync.load(root, device=TorchAccelerator(DEVICE), budget_bytes=budget_bytes)
+        driver.current_stream(DEVICE).synchronize()
+        require_equal(found, tensors)
 
 
-@gpu
-@pytest.mark.parametrize("budget_bytes", [4 << 20, 512 << 20])
-def test_gpu_load(checkpoint: Path, tensors: dict[str, torch.Tensor], budget_bytes: int) -> None:
-    loaded = stio.sync.load(checkpoint, device="auto", budget_bytes=budget_bytes)
-    assert set(loaded) == set(tensors)
-    for name, tensor in tensors.items():
-        assert loaded[name].device == resolve_device("auto")
-        assert torch.equal(loaded[name].cpu(), tensor)
-        assert loaded[name].untyped_storage().nbytes() == tensor.nbytes
+def test_what_a_stream_drops_is_taken_over_when_its_consumer_is_through(
+    driver: StandIn, tensors: dict[str, torch.Tensor]
+) -> None:
+    found: dict[str, bytes] = {}
+    mine = driver.current_stream(DEVICE)
+    device = TorchAccelerator(DEVICE)
+    with stio.sync.open(MemoryRoot(checkpoint_files(tensors)), device=device, budget_bytes=1 << 20) as opened:
+        for name, tensor in opened.stream():
+            region = Region(tensor.data_ptr(), tensor.nbytes)
+            mine.put(lambda name=name, region=region: found.setdefault(name, region.tobytes()))  # type: ignore[misc]
+            del tensor
+    device._stream.run()
+    mine.run()
+    assert found == {name: bits_of(tensor) for name, tensor in tensors.items()}
 
 
-@gpu
-def test_gpu_stream_reuses_memory_safely(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Dropped tensors give their memory back while the consumer's stream may still read them."""
+def test_all_loads_share_a_copy_stream(driver: StandIn, tensors: dict[str, torch.Tensor]) -> None:
+    """Memory that was freed belongs to the stream that it was allocated under."""
     for _ in range(3):
-        with stio.sync.open(checkpoint, device="auto", budget_bytes=8 << 20) as opened:
-            sums = {name: (tensor.double() * 2).sum() for name, tensor in opened.stream()}
-        for name, tensor in tensors.items():
-            torch.testing.assert_close(sums[name].cpu(), (tensor.double() * 2).sum())
+        stio.sync.load(MemoryRoot(checkpoint_files(tensors)), device=TorchAccelerator(DEVICE))
+    assert driver.num_streams == 1
 
 
-@gpu
-def test_gpu_cast_and_slice(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
-    with stio.sync.open(checkpoint, device="auto", dtype=torch.float16) as opened:
-        part = opened.read("large.3", (slice(None, None, -2), slice(3, 9)))
-    assert torch.equal(part.cpu(), tensors["large.3"].flip(0)[::2, 3:9].half())
+def test_no_other_device_gets_a_context(driver: StandIn, tensors: dict[str, torch.Tensor]) -> None:
+    """Not from a load's threads, nor from the consumer's; not from a save's."""
+    stio.sync.load(MemoryRoot(checkpoint_files(tensors)), device=TorchAccelerator(DEVICE), budget_bytes=1 << 20)
+    assert driver.contexts == {THERE}
+    mark = TorchAccelerator(DEVICE).copy([])
+    assert not mark.query()
+    mark.synchronize()
+    assert mark.query()
+    assert driver.contexts == {THERE}
+    regions = [memory.allocate(tensor.nbytes) for tensor in tensors.values()]
+    copies = list(zip(tensors.values(), [0] * len(tensors), regions, strict=True))
+    ready = Readiness({DEVICE: (driver.Event(), driver.Stream(DEVICE))})
+    copying._wait_for([(DEVICE, copying._queue_copies(DEVICE, copies, ready))])
+    for tensor, region in zip(tensors.values(), regions, strict=True):
+        assert region.sub(0, tensor.nbytes).tobytes() == bits_of(tensor)
+    assert driver.contexts == {THERE}
 
 
-@gpu
-def test_gpu_pinned_memory_is_reused(checkpoint: Path) -> None:
-    accelerator = TorchAccelerator(resolve_device("auto"))
-    first = accelerator.staging(1 << 20)
-    assert first.owner.is_pinned()
-    address = first.address
-    del first
-    gc.collect()
-    assert TorchAccelerator(resolve_device("auto")).staging(1 << 20).address == address
-
-
-@gpu
-def test_gpu_c96_out_of_memory() -> None:
-    accelerator = TorchAccelerator(resolve_device("auto"))
-    with pytest.raises(DeviceMemoryError) as caught:
-        accelerator.empty(1 << 50)
-    assert caught.value.needed_bytes == 1 << 50
-    assert accelerator.empty(1024).nbytes == 1024
+def test_the_stand_in_makes_contexts_as_torch_does(driver: StandIn) -> None:
+    """Or the test above could not fail."""
+    with driver.device(DEVICE):
+        pass
+    assert driver.contexts == {THERE}
+    with driver.stream(driver.Stream(DEVICE)):
+        pass
+    assert driver.contexts == {HERE, THERE}

@@ -1,4 +1,4 @@
-"""The fake device does nothing before its time, and everything that it is asked to do wrong."""
+"""The fake device does nothing before its time, and everything that it is asked to do wrong; see test_contract.py too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from stio import memory
-from stio.device.base import Accelerator
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.memory import Region
 from stio.testing import POISON, FakeDevice
@@ -22,14 +21,9 @@ def filled(device: FakeDevice, data: bytes) -> Region:
     return slot
 
 
-def test_is_an_accelerator() -> None:
-    device = FakeDevice()
-    assert isinstance(device, Accelerator)
-    assert device.device == torch.device("cpu")
-
-
 def test_copies_happen_when_the_event_passes() -> None:
     device = FakeDevice(manual=True)
+    assert device.device == torch.device("cpu")
     slot, target = filled(device, b"abcdef"), device.empty(6)
     event = device.copy([(target[:2], slot.sub(0, 2)), (target[2:], slot.sub(2, 4))])
     assert bytes(target.tolist()) == bytes([POISON]) * 6

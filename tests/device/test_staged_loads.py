@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support import nothing_left
 
 import stio.sync
-from stio.errors import DeviceError, DeviceMemoryError, StorageError
+from stio.errors import DeviceError, DeviceMemoryError, SliceError, StorageError
+from stio.memory import Region
 from stio.testing import FakeDevice, FaultyRoot, MemoryRoot, checkpoint_files
 
 
@@ -133,6 +136,66 @@ def test_failing_read_at_every_number(files: dict[str, bytes], tensors: dict[str
         assert same(loaded, tensors)
         break
     assert number > 5
+
+
+def test_no_staging_memory_at_every_number(files: dict[str, bytes], tensors: dict[str, torch.Tensor]) -> None:
+    """Slots are made ahead, on a thread of their own: its failure is the load's."""
+    for number in range(1, 30):
+        device = FakeDevice(refuse_staging=number)
+        try:
+            loaded = stio.sync.load(MemoryRoot(files), device=device, budget_bytes=1 << 20)
+        except MemoryError:
+            assert device.num_pending == 0
+            require_freed(device)
+            continue
+        assert same(loaded, tensors)
+        break
+    assert number > 4
+
+
+class Gated(FakeDevice):
+    """Makes staging memory once it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.go = threading.Event(), threading.Event()
+
+    def staging(self, nbytes: int) -> Region:
+        self.entered.set()
+        assert self.go.wait(30)
+        return super().staging(nbytes)
+
+
+def test_what_is_refused_before_anything_is_read_leaves_no_staging_memory(files: dict[str, bytes]) -> None:
+    device = Gated()
+    wrong = {"large.1": slice(None, None, 0)}
+    with nothing_left(), ThreadPoolExecutor(1) as pool:
+        load = pool.submit(stio.sync.load, MemoryRoot(files), device=device, slices=wrong, budget_bytes=1 << 20)
+        assert device.entered.wait(30)
+        with pytest.raises(TimeoutError):
+            load.result(0.05)  # memory is being made for it
+        device.go.set()
+        with pytest.raises(SliceError):
+            load.result(30)
+    assert device.num_staging == 1
+    require_freed(device)
+
+
+def test_p4_cancel_while_slots_are_made(files: dict[str, bytes]) -> None:
+    device = Gated()
+    with nothing_left(), stio.sync.open(MemoryRoot(files), device=device, budget_bytes=1 << 20) as checkpoint:
+        stream = checkpoint.stream()
+        stream.__enter__()
+        assert device.entered.wait(30)
+        closer = threading.Thread(target=stream.close)
+        closer.start()
+        closer.join(0.02)
+        assert closer.is_alive()  # the memory is being made for us
+        device.go.set()
+        closer.join(30)
+        assert not closer.is_alive()
+    del stream
+    require_freed(device)
 
 
 def test_p4_cancel_waits_for_copies(files: dict[str, bytes]) -> None:

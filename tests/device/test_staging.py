@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import random
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
 from stio import memory
 from stio.codec.dtypes import tensor_nbytes
-from stio.device.staging import OWN_ALLOCATION_BYTES, DeviceImage, Stage
+from stio.device.staging import OWN_ALLOCATION_BYTES, VECTOR_BYTES, DeviceImage, Stage
 from stio.device.tensors import TORCH_DTYPES
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.events import Trace
@@ -48,6 +50,139 @@ def test_slots_are_made_when_needed() -> None:
     assert slot.nbytes == SLOT
     stage.give_back(slot)
     assert stage.acquire(never) is slot
+    assert device.num_staging == 1
+
+
+# Slots that are made ahead.
+
+
+class Slow(FakeDevice):
+    """Makes staging memory when it is let."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.allowed = threading.Semaphore(0)
+
+    def staging(self, nbytes: int) -> Region:
+        assert self.allowed.acquire(timeout=30)
+        return super().staging(nbytes)
+
+
+def on_thread(make: Callable[[], None]) -> None:
+    threading.Thread(target=make, daemon=True).start()
+
+
+def test_slots_are_made_before_readers_ask() -> None:
+    device = FakeDevice()
+    stage = Stage(device, slot_bytes=SLOT, num_slots=3)
+    stage.make_ahead(on_thread, 2)
+    slots = [stage.acquire(never) for _ in range(3)]  # the third is made by who asks
+    assert len({slot.address for slot in slots if slot}) == 3
+    assert device.num_staging == 3
+    stage.make_ahead(on_thread, 9)  # there are no more
+    assert device.num_staging == 3
+    for slot in slots:
+        assert slot is not None
+        stage.give_back(slot)
+    stage.close()
+    assert stage.held_bytes == 0
+
+
+def test_readers_wait_for_what_is_made_or_for_a_copy() -> None:
+    """Two that make slots are no faster than one, and a copy is over sooner."""
+    device = Slow(manual=True)
+    stage = Stage(device, slot_bytes=SLOT, num_slots=4)
+    stage.make_ahead(on_thread, 4)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(stage.acquire, never)
+        device.allowed.release()
+        slot = waiting.result(30)
+        assert slot is not None
+        stage.submit(slot, [(device.empty(1), slot.sub(0, 1))])
+        waiting = pool.submit(stage.acquire, never)
+        while not waiting.done():
+            device.step()
+        assert waiting.result() is slot
+    assert device.num_staging == 1
+    for _ in range(3):
+        device.allowed.release()
+    stage.give_back(slot)
+    stage.close()
+
+
+def test_a_copy_that_does_not_end_keeps_nobody_from_a_slot_that_is_made() -> None:
+    device = Slow(manual=True)
+    stage = Stage(device, slot_bytes=SLOT, num_slots=2)
+    stage.make_ahead(on_thread, 2)
+    device.allowed.release()
+    slot = stage.acquire(never)
+    assert slot is not None
+    stage.submit(slot, [(device.empty(1), slot.sub(0, 1))])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(stage.acquire, never)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.02)
+        device.allowed.release()
+        try:
+            other = waiting.result(10)
+        finally:
+            device.step()
+    assert other is not None
+    assert other is not slot
+    stage.give_back(other)
+    stage.close()
+
+
+def test_a_reader_that_is_stopped_does_not_wait_for_a_slot() -> None:
+    device = Slow()
+    stage = Stage(device, slot_bytes=SLOT, num_slots=1)
+    stage.make_ahead(on_thread, 1)
+    stopped = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(stage.acquire, stopped.is_set)
+        stopped.set()
+        assert waiting.result(30) is None
+    device.allowed.release()
+    stage.close()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_no_host_memory_for_a_slot_that_is_made_ahead(number: int) -> None:
+    device = FakeDevice(refuse_staging=number)
+    stage = Stage(device, slot_bytes=SLOT, num_slots=3)
+    stage.make_ahead(on_thread, 3)
+    with pytest.raises(MemoryError):
+        while True:
+            assert stage.acquire(never) is not None
+    stage.close()
+    assert stage.acquire(never) is not None
+
+
+def test_closing_waits_for_the_slot_that_is_being_made() -> None:
+    """And has no others made."""
+    device = Slow()
+    stage = Stage(device, slot_bytes=SLOT, num_slots=3)
+    stage.make_ahead(on_thread, 3)
+    closer = threading.Thread(target=stage.close)
+    closer.start()
+    closer.join(0.02)
+    assert closer.is_alive()
+    device.allowed.release()
+    closer.join(30)
+    assert not closer.is_alive()
+    assert device.num_staging == 1
+    gc.collect()
+    assert (stage.held_bytes, device.staging_bytes) == (0, 0)
+
+
+def test_without_a_thread_readers_make_their_own() -> None:
+    def refuse(make: Callable[[], None]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    device = FakeDevice()
+    stage = Stage(device, slot_bytes=SLOT, num_slots=2)
+    stage.make_ahead(refuse, 2)
+    assert stage.acquire(never) is not None
     assert device.num_staging == 1
 
 
@@ -255,11 +390,14 @@ LARGE = (OWN_ALLOCATION_BYTES // 4,)
     ("layout", "num_allocations"),
     [
         ([("F32", LARGE, 0), ("F32", LARGE, 0)], 2),
-        ([("F32", (5,), 0), ("BF16", (3, 3), 2), ("U8", (1,), 0)], 1),
-        ([("U8", (3,), 5), ("F32", LARGE, 0), ("F32", (7,), 0), ("I64", (2,), 0)], 3),
-        ([("U8", (1,), 0), ("F64", (4,), 0), ("I16", (2,), 1)], 2),  # misaligned: a place of its own
+        ([("F32", (5,), 0), ("BF16", (3,), 2), ("U8", (1,), 0)], 1),
+        ([("F32", (4,), 0), ("BF16", (3, 3), 16), ("F32", (), 2), ("F32", (), 0), ("U8", (16,), 4)], 1),
+        ([("F32", (5,), 0), ("BF16", (3, 3), 2), ("U8", (1,), 0)], 2),  # no place for vectors
+        ([("F32", (), 0)] * 6 + [("F16", (9,), 0)] * 2, 3),
+        ([("U8", (3,), 5), ("F32", LARGE, 0), ("F32", (7,), 0), ("I64", (2,), 0)], 4),
+        ([("U8", (1,), 0), ("F64", (4,), 0), ("I16", (2,), 1)], 3),  # misaligned: a place of its own
         ([("F32", (0, 3), 0), ("F32", (2,), 0), ("F32", (0,), 0)], 1),
-        ([("F4", (2, 6), 0), ("C64", (2,), 2), ("BOOL", (), 0)], 1),
+        ([("F4", (2, 6), 0), ("C64", (2,), 2), ("BOOL", (), 0)], 2),
     ],
 )
 @pytest.mark.parametrize("slot_bytes", [4096, 100_001, 8 << 20])
@@ -292,7 +430,16 @@ def test_image_brings_bytes_where_they_belong(
         assert tensor.untyped_storage().nbytes() == nbytes == tensor.nbytes
         assert not tensor._is_view()
         at += nbytes
-    assert len({tensor.untyped_storage().data_ptr() for tensor in image.shared}) <= num_allocations
+        assert nbytes < VECTOR_BYTES or not offset_in(image.shared, tensor) % VECTOR_BYTES
+    num_large = sum(tensor.nbytes >= OWN_ALLOCATION_BYTES for tensor in image.tensors.values())
+    assert len(image.shared) + num_large == num_allocations
+
+
+def offset_in(allocations: list[torch.Tensor], tensor: torch.Tensor) -> int:
+    """Return how far into its allocation a tensor lies."""
+    offsets = [tensor.data_ptr() - shared.data_ptr() for shared in allocations]
+    found = [offset for offset, shared in zip(offsets, allocations, strict=True) if 0 <= offset < shared.nbytes]
+    return found[0] if found else 0
 
 
 def test_image_without_memory_frees_what_it_had() -> None:

@@ -272,17 +272,6 @@ def test_c100_a_forked_child_begins_afresh(shared: Path) -> None:
     assert found.returncode == 0, found.stderr
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch sees no accelerator here")
-def test_pinned_memory_on_a_real_device(shared: Path, tensors: Tensors) -> None:
-    cache = stio.sync.HostCache(64 * MIB)
-    cache.prefetch(shared)
-    for _ in range(3):
-        require_equal(stio.sync.load(shared, device="auto", cache=cache), tensors)
-    assert cache._memory.is_pinned
-    cache.evict()
-
-
 # Cancels.
 
 

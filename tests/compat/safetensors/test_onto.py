@@ -190,13 +190,3 @@ def test_the_cpu_needs_no_engine(file: Path) -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert found.strip() == "[]"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch sees no accelerator here")
-def test_a_real_device(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    device = str(torch.accelerator.current_accelerator())
-    for backend in BACKENDS:
-        found = load_file(file, device=device, backend=backend)
-        require_equal({name: tensor.cpu() for name, tensor in found.items()}, tensors)
-        assert {tensor.device.type for tensor in found.values()} == {device}

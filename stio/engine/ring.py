@@ -1,0 +1,54 @@
+"""How a load stages: how many workers read for a device, into how many slots of which size. Arithmetic alone.
+
+One core copies 8 to 10 GB/s out of the page cache, and a bus takes 55 (an H200's): where there are cores, more of them
+read. Each return to Python may wait a switch interval, so a budget is not cut into slots that are small for their sake.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+__all__ = ["Ring", "ring_of", "usable_cores"]
+
+_MIB = 1 << 20
+_FEWEST_WORKERS, _MOST_WORKERS = 4, 8
+_LARGEST_SLOT_BYTES = 32 * _MIB
+_LARGE_SLOT_BYTES = 8 * _MIB
+_SMALLEST_SLOT_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """What a load stages by, on each of its accelerators."""
+
+    num_workers: int
+    """Threads that read."""
+    slot_bytes: int
+    """A power of two: torch rounds pinned memory up to one."""
+
+    @property
+    def num_slots(self) -> int:
+        """Two for each worker: one is filled while the other is copied."""
+        return 2 * self.num_workers
+
+
+def ring_of(budget_bytes: int, num_accelerators: int, *, num_cores: int) -> Ring:
+    """Return the ring of each accelerator; together they take half of the budget, or the least that there is.
+
+    Four workers read; from 8 cores on half as many as there are cores, up to 8, if slots stay large.
+
+    Args:
+        budget_bytes: The load's.
+        num_accelerators: How many it goes to; for none it does not matter what this returns.
+        num_cores: Those that this process may use.
+    """
+    share_bytes = budget_bytes // (2 * max(1, num_accelerators))
+    num_workers = max(_FEWEST_WORKERS, min(_MOST_WORKERS, num_cores // 2, share_bytes // (2 * _LARGE_SLOT_BYTES)))
+    slot_bytes = min(_LARGEST_SLOT_BYTES, max(_SMALLEST_SLOT_BYTES, share_bytes // (2 * num_workers)))
+    return Ring(num_workers, 1 << (slot_bytes.bit_length() - 1))
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use, as far as the system says."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

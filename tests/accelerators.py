@@ -1,0 +1,256 @@
+"""What tests of devices share: which tests need a real one, and the devices that one body runs on."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from stand_in import DEVICE, StandIn, install
+from support import eventually
+
+from stio.device.base import Accelerator, resolve_device
+from stio.device.cuda import TorchAccelerator
+from stio.memory import Region
+from stio.testing import FakeDevice
+
+HAVE_GPU = torch.accelerator.is_available()
+
+NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not HAVE_GPU, reason="torch sees no accelerator here"))
+"""Marks of what only a real device can show."""
+
+BUSY_CYCLES = 400_000_000
+"""About a fifth of a second of a GPU's clock: longer than a test takes to queue what must come behind."""
+
+RIGS = [
+    pytest.param("fake", id="fake"),
+    pytest.param("stand-in", id="stand-in"),
+    pytest.param("real", id="real", marks=NEEDS_GPU),
+]
+
+
+def gpu(test: Any) -> Any:
+    """Mark a test as one for a real device."""
+    for mark in NEEDS_GPU:
+        test = mark(test)
+    return test
+
+
+def keep_busy() -> None:
+    """Give the current stream of a real device something to do for a while."""
+    torch.cuda._sleep(BUSY_CYCLES)
+
+
+class Rig:
+    """A fake device, and what a test of the contract asks of it beside the contract.
+
+    Args:
+        patch: Undone at the test's end.
+    """
+
+    MEMORY_BYTES = 8 << 20
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.fake = FakeDevice(memory_bytes=self.MEMORY_BYTES)
+        self._patch = patch
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The device."""
+        return self.fake
+
+    @property
+    def too_much(self) -> int:
+        """More bytes than there are."""
+        return self.MEMORY_BYTES + 1
+
+    def used_bytes(self) -> int:
+        """Return what tensors hold there."""
+        gc.collect()
+        return self.fake.used_bytes
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Keep the copy queue from moving, as far as the block's end at least."""
+        with self.fake._passing:
+            yield
+
+    def own_stream(self) -> Any:
+        """Return a context in which the calling thread has a stream of its own."""
+        return nullcontext()
+
+    def read(self, tensor: torch.Tensor) -> bytes:
+        """Return the bytes that the current stream finds."""
+        return bytes(tensor.tolist())
+
+    def read_later(self, tensor: torch.Tensor) -> Callable[[], bytes]:
+        """Have the current stream read, behind much else; it does not hold the tensor."""
+        found = self.read(tensor)
+        return lambda: found
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Have the current stream copy a tensor."""
+        return tensor.clone()
+
+    def refused(self, pair: tuple[torch.Tensor, Region]) -> list[tuple[torch.Tensor, Region]]:
+        """Return a batch with this pair that the device will refuse, once it has queued as much of it as it ever does."""
+        self._patch.setattr(self.fake, "_refuse_copy", self.fake.num_copies + 1)
+        return [pair]
+
+
+class StandInRig(Rig):
+    """The real device's code, over streams that wait until somebody waits for them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.driver = StandIn(self.MEMORY_BYTES)
+        install(patch, self.driver)
+        self._accelerator = TorchAccelerator(DEVICE)
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self._accelerator
+
+    def used_bytes(self) -> int:
+        gc.collect()
+        return self.driver.used_bytes
+
+    def standing(self) -> Any:
+        return nullcontext()
+
+    @contextmanager
+    def own_stream(self) -> Iterator[None]:
+        with self.driver.device(DEVICE), self.driver.stream(self.driver.Stream(DEVICE)):
+            yield
+
+    def read(self, tensor: torch.Tensor) -> bytes:
+        return self._queued(tensor)()
+
+    def read_later(self, tensor: torch.Tensor) -> Callable[[], bytes]:
+        read = self._queued(tensor)
+
+        def after_the_copies() -> bytes:
+            self._accelerator._stream.run()  # it goes ahead as far as it may
+            return read()
+
+        return after_the_copies
+
+    def _queued(self, tensor: torch.Tensor) -> Callable[[], bytes]:
+        stream = self.driver.current_stream(DEVICE)
+        found: list[bytes] = []
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        stream.put(lambda: found.append(Region(address, nbytes).tobytes()))
+
+        def read() -> bytes:
+            stream.run()
+            return found[0]
+
+        return read
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        twin = self.driver.allocate(tensor.nbytes)
+        self.driver.copy([twin], [tensor], non_blocking=True)
+        return twin
+
+    def refused(self, pair: tuple[torch.Tensor, Region]) -> list[tuple[torch.Tensor, Region]]:
+        target, region = pair
+        return [pair, (target[:1], region)]
+
+
+class RealRig(Rig):
+    """What torch sees."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._accelerator = TorchAccelerator(resolve_device("auto"))
+        self._module: Any = torch.get_device_module(self._accelerator.device)
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self._accelerator
+
+    @property
+    def too_much(self) -> int:
+        return 1 << 50
+
+    def used_bytes(self) -> int:
+        gc.collect()
+        return int(self._module.memory_allocated(self._accelerator.device))
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        with self._accelerator.on_queue():
+            keep_busy()
+        yield
+
+    def own_stream(self) -> Any:
+        return self._module.stream(self._module.Stream(self._accelerator.device))
+
+    def read_later(self, tensor: torch.Tensor) -> Callable[[], bytes]:
+        keep_busy()
+        seen, stream = tensor.clone(), self._module.current_stream(self._accelerator.device)
+
+        def read() -> bytes:
+            with self._module.stream(stream):
+                return self.read(seen)
+
+        return read
+
+    def refused(self, pair: tuple[torch.Tensor, Region]) -> list[tuple[torch.Tensor, Region]]:
+        target, region = pair
+        return [pair, (target[: target.nbytes - 1], region)]
+
+
+def rig_of(kind: str, patch: pytest.MonkeyPatch) -> Rig:
+    """Return the rig of one of `RIGS`."""
+    return {"fake": Rig, "stand-in": StandInRig, "real": RealRig}[kind](patch)
+
+
+class Place:
+    """A device that loads go to, and what it holds.
+
+    Args:
+        kind: `"fake"` or `"real"`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.is_real = kind == "real"
+        self.device: Any = resolve_device("auto") if self.is_real else FakeDevice(delay_seconds=0.0001)
+        """What `device=` takes."""
+        self._before_bytes = self.used_bytes()
+
+    @property
+    def torch_device(self) -> torch.device:
+        """What its tensors say."""
+        return self.device if self.is_real else self.device.device
+
+    def used_bytes(self) -> int:
+        """Return what tensors hold there."""
+        gc.collect()
+        if not self.is_real:
+            return int(self.device.used_bytes)
+        torch.accelerator.synchronize(self.device)
+        if self.device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # what a matrix product leaves for the next one
+        return int(torch.get_device_module(self.device).memory_allocated(self.device))
+
+    def require_freed(self) -> None:
+        """Require that it holds what it held at first; threads that have ended for us may be on their way out."""
+        assert eventually(lambda: self.used_bytes() == self._before_bytes), (self.used_bytes(), self._before_bytes)
+
+    def own_stream(self) -> Any:
+        """Return a context in which the calling thread has a stream of its own."""
+        if not self.is_real:
+            return nullcontext()
+        module: Any = torch.get_device_module(self.device)
+        return module.stream(module.Stream(self.device))
+
+    def keep_busy(self, cycles: int) -> None:
+        """Give the current stream something to do."""
+        if self.is_real:
+            torch.cuda._sleep(cycles)
+
+
+PLACES = [pytest.param("fake", id="fake"), pytest.param("real", id="real", marks=NEEDS_GPU)]
+"""The engine's part of a promise shows on the first, the device's on the second."""

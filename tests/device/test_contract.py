@@ -1,0 +1,253 @@
+"""What every device owes the engine (`stio.device.base.Accelerator`), asked of each of them alike.
+
+The fake passes events late, the stand-in does everything at the last moment, the real one has its own timing: what
+holds on all three does not depend on when a copy happens.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from accelerators import RIGS, Rig, rig_of
+
+from stio import memory
+from stio.device.base import Accelerator, Event
+from stio.device.staging import OWN_ALLOCATION_BYTES, DeviceImage
+from stio.errors import DeviceError, DeviceMemoryError
+from stio.memory import Region
+
+
+@pytest.fixture(params=RIGS)
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return rig_of(request.param, monkeypatch)
+
+
+@pytest.fixture
+def device(rig: Rig) -> Iterator[Accelerator]:
+    yield rig.accelerator
+    gc.collect()
+    rig.accelerator.copy([]).synchronize()  # nothing of a test is under way when the next one begins
+
+
+@pytest.fixture(params=[False, True], ids=["usual stream", "own stream"])
+def consumer(request: pytest.FixtureRequest, rig: Rig) -> Iterator[None]:
+    if request.param:
+        with rig.own_stream():
+            yield
+    else:
+        yield
+
+
+def filled(device: Accelerator, data: bytes) -> Region:
+    slot = device.staging(len(data))
+    slot.write(0, data)
+    return slot.sub(0, len(data))
+
+
+def sent(device: Accelerator, data: bytes) -> tuple[torch.Tensor, Event]:
+    target = device.empty(len(data))
+    return target, device.copy([(target, filled(device, data))])
+
+
+def test_it_answers_to_the_protocol(device: Accelerator) -> None:
+    assert isinstance(device, Accelerator)
+    assert device.device.type == "cpu" or device.device.index is not None
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 100_001, 2 << 20])
+def test_staging_memory(device: Accelerator, nbytes: int) -> None:
+    """It is as large as was asked for, can be written, and is nobody else's."""
+    slots = [device.staging(nbytes) for _ in range(3)]
+    for k, slot in enumerate(slots):
+        assert slot.nbytes == nbytes
+        slot.write(0, bytes([k]) * nbytes)
+    assert [slot.tobytes() for slot in slots] == [bytes([k]) * nbytes for k in range(3)]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 5000])
+def test_empty(device: Accelerator, nbytes: int) -> None:
+    first, second = device.empty(nbytes), device.empty(nbytes)
+    for tensor in (first, second):
+        assert (tensor.dtype, tensor.shape, tensor.device) == (torch.uint8, (nbytes,), device.device)
+        assert tensor.untyped_storage().nbytes() == nbytes
+    assert not nbytes or first.data_ptr() != second.data_ptr()
+
+
+def test_c96_out_of_memory(rig: Rig, device: Accelerator) -> None:
+    before = rig.used_bytes()
+    with pytest.raises(DeviceMemoryError) as caught:
+        device.empty(rig.too_much)
+    assert caught.value.needed_bytes == rig.too_much
+    assert caught.value.free_bytes is not None
+    assert caught.value.free_bytes < rig.too_much
+    del caught
+    assert rig.used_bytes() == before
+    target, event = sent(device, b"it goes on")
+    device.hand_over([target], [event])
+    assert rig.read(target) == b"it goes on"
+
+
+def test_c96_a_group_that_finds_no_memory_halfway(rig: Rig, device: Accelerator) -> None:
+    before = rig.used_bytes()
+    sizes = [OWN_ALLOCATION_BYTES // 8, 5, rig.too_much]
+    with pytest.raises(DeviceMemoryError):
+        DeviceImage.allocate(
+            device, ["a", "b", "c"], ["U8"] * 3, [(size,) for size in sizes], [0, sizes[0], OWN_ALLOCATION_BYTES]
+        )
+    assert rig.used_bytes() == before
+
+
+# Copies.
+
+
+def test_one_call_brings_many_parts_to_many_places(rig: Rig, device: Accelerator) -> None:
+    data = bytes(range(250))
+    slot, targets = filled(device, data), [device.empty(n) for n in (1, 99, 150)]
+    parts = [(targets[0], slot.sub(0, 1)), (targets[1][10:50], slot.sub(1, 40)), (targets[2], slot.sub(100, 150))]
+    event = device.copy(parts)
+    event.synchronize()
+    device.hand_over(targets, [event])
+    assert rig.read(targets[0]) == data[:1]
+    assert rig.read(targets[1])[10:50] == data[1:41]
+    assert rig.read(targets[2]) == data[100:]
+
+
+def test_copy_waits_for_nothing(rig: Rig, device: Accelerator) -> None:
+    slot, target = filled(device, b"later"), device.empty(5)
+    with rig.standing():
+        first, second = device.copy([(target, slot)]), device.copy([])
+        assert not first.query()
+        assert not second.query()
+    second.synchronize()
+    assert first.query()
+    assert second.query()
+
+
+def test_events_pass_in_order_and_behind_their_copies(rig: Rig, device: Accelerator) -> None:
+    with rig.standing():
+        pairs = [sent(device, bytes([k]) * 3000) for k in range(20)]
+    pairs[11][1].synchronize()
+    assert all(event.query() for _, event in pairs[:12])
+    device.hand_over([target for target, _ in pairs[:12]], [])  # the host knows that they are there
+    assert [rig.read(target) for target, _ in pairs[:12]] == [bytes([k]) * 3000 for k in range(12)]
+    pairs[-1][1].synchronize()
+    assert all(event.query() for _, event in pairs)
+
+
+def test_of_copies_to_one_place_the_last_one_stays(rig: Rig, device: Accelerator) -> None:
+    """Within a batch and between batches."""
+    target = device.empty(3000)
+    slots = [filled(device, bytes([k]) * 3000) for k in range(9)]
+    with rig.standing():
+        for k in range(0, 9, 3):
+            event = device.copy([(target, slot) for slot in slots[k : k + 3]])
+    device.hand_over([target], [event])
+    assert rig.read(target) == bytes([8]) * 3000
+
+
+def test_a_region_may_be_filled_again_after_its_event(rig: Rig, device: Accelerator) -> None:
+    slot, targets, events = device.staging(50_000), [], []
+    for k in range(6):
+        slot.write(0, bytes([k]) * 50_000)
+        targets.append(device.empty(50_000))
+        events.append(device.copy([(targets[-1], slot.sub(0, 50_000))]))
+        events[-1].synchronize()
+    device.hand_over(targets, events)
+    assert [rig.read(target) for target in targets] == [bytes([k]) * 50_000 for k in range(6)]
+
+
+def test_an_event_is_anybody_s(rig: Rig, device: Accelerator) -> None:
+    with rig.standing():
+        _, event = sent(device, b"abc")
+    waiter = threading.Thread(target=event.synchronize)
+    waiter.start()
+    waiter.join(30)
+    assert not waiter.is_alive()
+    assert event.query()
+
+
+def test_work_on_the_queue_comes_behind_the_copies(rig: Rig, device: Accelerator) -> None:
+    with rig.standing():
+        target, _ = sent(device, b"cast me")
+    with device.on_queue():
+        twin = rig.twin(target)
+    event = device.copy([])
+    device.hand_over([twin], [event])
+    assert rig.read(twin) == b"cast me"
+
+
+def test_what_is_not_staging_memory_is_copied_from_too(rig: Rig, device: Accelerator) -> None:
+    """It stays as it is: somebody keeps it."""
+    kept, target = memory.allocate(8192), device.empty(100)
+    kept.write(0, bytes(range(256)) * 32)
+    event = device.copy([(target, kept.sub(5000, 100))])
+    event.synchronize()
+    device.hand_over([target], [event])
+    assert rig.read(target) == (bytes(range(256)) * 32)[5000:5100]
+    assert kept.tobytes() == bytes(range(256)) * 32
+
+
+# Handing over.
+
+
+def test_the_consumer_s_stream_waits(rig: Rig, device: Accelerator, consumer: None) -> None:
+    data = bytes(range(256)) * 400
+    with rig.standing():
+        (first, one), (second, two) = sent(device, data), sent(device, data[::-1])
+    device.hand_over([first, second], [one, two])
+    assert rig.read(first) == data
+    assert rig.read(second) == data[::-1]
+
+
+def test_memory_stays_until_the_consumer_s_stream_is_through(rig: Rig, device: Accelerator, consumer: None) -> None:
+    """Who dropped the tensors may have new ones made at once, which take over the memory."""
+    data = bytes(range(256)) * 400
+    target, event = sent(device, data)
+    device.hand_over([target], [event])
+    later = rig.read_later(target)
+    del target
+    gc.collect()
+    others = [sent(device, b"\xee" * len(data)) for _ in range(3)]
+    others[-1][1].synchronize()
+    assert later() == data
+
+
+def test_memory_that_small_tensors_share_stays_as_well(rig: Rig, device: Accelerator, consumer: None) -> None:
+    """They are carved from one allocation: that is what must be handed over too."""
+    data = bytes(range(200)) * 20
+    image = DeviceImage.allocate(device, ["a", "b"], ["U8", "U8"], [(1000,), (3000,)], [0, 1000])
+    event = device.copy(image.pairs(0, filled(device, data)))
+    device.hand_over([*image.tensors.values(), *image.shared], [event])
+    later = rig.read_later(image.tensors["b"])
+    del image
+    gc.collect()
+    others = [sent(device, b"\xee" * len(data)) for _ in range(3)]
+    others[-1][1].synchronize()
+    assert later() == data[1000:]
+
+
+# Refusals.
+
+
+def test_a_refused_copy_leaves_nobody_who_reads(rig: Rig, device: Accelerator) -> None:
+    """What was queued before the refusal has ended: the region is the caller's again."""
+    target, slot = device.empty(3000), filled(device, b"a" * 3000)
+    sent(device, b"before")[1].synchronize()
+    with rig.standing():
+        batch = rig.refused((target, slot))
+    with pytest.raises(DeviceError):
+        device.copy(batch)
+    slot.write(0, b"b" * 3000)
+    event = device.copy([])
+    device.hand_over([target], [event])
+    assert b"b" not in rig.read(target)
+    event = device.copy([(target, slot)])
+    device.hand_over([target], [event])
+    assert rig.read(target) == b"b" * 3000

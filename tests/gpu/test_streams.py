@@ -1,0 +1,154 @@
+"""Every bit arrives while streams race: consumers on their own streams, memory that is recycled at once, many loads."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerators import PLACES, Place, gpu, keep_busy
+from support import require_equal, run_python
+
+import stio.sync
+from stio.device.base import resolve_device
+
+Tensors = dict[str, torch.Tensor]
+MIB = 1 << 20
+SHORT_CYCLES = 3_000_000
+"""Some milliseconds: the copies of several groups."""
+
+on_places = pytest.mark.parametrize("place", PLACES, indirect=True)
+
+
+def consumed(place: Place, checkpoint: Path, budget_bytes: int) -> Tensors:
+    """Stream a checkpoint; each tensor is used late, on the current stream, and dropped at once."""
+    seen: Tensors = {}
+    with stio.sync.open(checkpoint, device=place.device, budget_bytes=budget_bytes) as opened:
+        for k, (name, tensor) in enumerate(opened.stream()):
+            if k % 5 == 0:
+                place.keep_busy(SHORT_CYCLES)
+            seen[name] = tensor.clone()
+            del tensor
+    return seen
+
+
+@on_places
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("budget_bytes", [2 * MIB, 16 * MIB])
+def test_tensors_that_are_dropped_at_once(
+    place: Place, checkpoint: Path, tensors: Tensors, own_stream: bool, budget_bytes: int
+) -> None:
+    """Nobody waits between the rounds: what the next one recycles is still to be read by the one before."""
+    rounds = []
+    for _ in range(3):
+        if own_stream:
+            with place.own_stream():
+                rounds.append(consumed(place, checkpoint, budget_bytes))
+        else:
+            rounds.append(consumed(place, checkpoint, budget_bytes))
+    if place.is_real:
+        torch.accelerator.synchronize()
+    for seen in rounds:
+        require_equal(seen, tensors)
+
+
+@on_places
+def test_several_loads_at_once(place: Place, checkpoint: Path, tensors: Tensors) -> None:
+    """In threads, each on a stream of its own, over memory that the others drop."""
+    barrier = threading.Barrier(4)
+
+    def rounds(number: int) -> list[Tensors]:
+        with place.own_stream():
+            barrier.wait(30)
+            found = []
+            for k in range(3):
+                if (k + number) % 2:
+                    found.append(consumed(place, checkpoint, 4 * MIB))
+                else:
+                    loaded = stio.sync.load(checkpoint, device=place.device, budget_bytes=8 * MIB)
+                    place.keep_busy(SHORT_CYCLES)
+                    found.append({name: tensor.clone() for name, tensor in loaded.items()})
+                    del loaded
+            return found
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(rounds, range(4)))
+    if place.is_real:
+        torch.accelerator.synchronize()
+    for found in results:
+        for seen in found:
+            require_equal(seen, tensors)
+
+
+@on_places
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_casts_that_are_dropped_at_once(place: Place, checkpoint: Path, tensors: Tensors, dtype: torch.dtype) -> None:
+    """The memory that a cast was made from is free as soon as the copy queue is through with it."""
+    rounds = []
+    for _ in range(3):
+        with place.own_stream():
+            loaded = stio.sync.load(checkpoint, device=place.device, dtype=dtype, budget_bytes=4 * MIB)
+            place.keep_busy(SHORT_CYCLES)
+            rounds.append({name: tensor.clone() for name, tensor in loaded.items()})
+            del loaded
+    if place.is_real:
+        torch.accelerator.synchronize()
+    expected = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    for seen in rounds:
+        require_equal(seen, expected)
+
+
+@gpu
+def test_work_that_was_queued_before_a_load_is_not_waited_for(checkpoint: Path, tensors: Tensors) -> None:
+    """A load shares no stream with its caller: it is over while the caller's own work still runs."""
+    device = resolve_device("auto")
+    stio.sync.load(checkpoint, device=device)  # what is made once a process is there
+    torch.accelerator.synchronize(device)
+    module: Any = torch.get_device_module(device)
+    for _ in range(10):
+        keep_busy()
+    event = module.Event()
+    event.record()
+    with stio.sync.open(checkpoint, device=device) as opened:
+        loaded = opened.load()
+        assert not event.query()
+    require_equal(loaded, tensors)
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+import stio.sync
+
+directory, place = sys.argv[1], torch.device("cuda", 1)
+way = sys.argv[2]
+with stio.sync.HostCache(1 << 30, device=place) as cache:
+    loaded = stio.sync.load(directory, device=place, cache=cache if way == "cache" else None, budget_bytes=8 << 20)
+    again = stio.sync.load(directory, device=place, dtype=torch.float16, cache=cache if way == "cache" else None)
+if way == "save":
+    stio.sync.save(loaded, directory + "/again/a.safetensors")
+elif way == "warm":
+    with torch.device("meta"):
+        module = nn.ParameterDict({k: nn.Parameter(torch.empty(v.shape)) for k, v in loaded.items() if k[0] == "h"})
+    with stio.sync.warm_start(module, directory, device=place, strict=False):
+        pass
+torch.cuda.synchronize(place)
+del loaded, again
+assert not torch._C._cuda_hasPrimaryContext(0), "the default device has a context"
+assert torch._C._cuda_hasPrimaryContext(1)
+"""
+
+
+@gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("way", ["load", "cache", "save", "warm"])
+def test_the_default_device_stays_without_a_context(checkpoint: Path, tmp_path: Path, way: str) -> None:
+    """See tests/device/test_cuda.py for the same without two devices."""
+    directory = shutil.copytree(checkpoint, tmp_path / "model")
+    found = run_python(SCRIPT, directory, way)
+    assert found.returncode == 0, found.stderr
