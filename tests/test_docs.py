@@ -123,6 +123,8 @@ def test_links_and_includes_lead_somewhere(page: str) -> None:
         assert target.startswith("https://") or (beside / target).is_file(), target
     for target in re.findall(r'^--8<-- "(.+)"$', text, re.MULTILINE):
         assert (ROOT / target).is_file(), target
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / target).read_text()):
+            assert link.startswith(("https://", "results/")), f"{target}: {link} is not on the site"
 
 
 def test_the_reference_has_every_public_name() -> None:
