@@ -16,14 +16,14 @@ DOCS_STAMP := $(VENV)/.stio-docs
 TOOLS ?= .venv-package
 TOOLS_STAMP := $(TOOLS)/.stio-tools
 
-.PHONY: demo test check fmt docs tutorial bench bench-save bench-compat bench-server gpu fuzz crash package clean
+.PHONY: demo test check fmt docs tutorial captures bench bench-save bench-compat bench-server gpu fuzz crash package extras clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove it bit-equal, draw what happened
 	@$(BIN)/python examples/demo.py
 
 test: check
 
-check: $(STAMP)  ## format, lint, strict types, all tests
+check: $(STAMP) $(MODEL_STAMP)  ## format, lint, strict types, all tests
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy --strict stio
@@ -39,6 +39,9 @@ docs: $(STAMP) $(DOCS_STAMP)  ## the documentation site, into site/; a dead link
 
 tutorial:  ## follow the tutorial word for word in a fresh environment: minutes, installs torch
 	$(PYTHON) tests/newcomer.py
+
+captures: $(STAMP) $(MODEL_STAMP) $(BENCH_STAMP)  ## what the pages show of commands, and their pictures, made anew: minutes
+	$(BIN)/python tests/captures.py
 
 bench: $(STAMP) $(BENCH_STAMP)  ## see benchmarks/README.md for what it needs
 	$(BIN)/python -m benchmarks.load
@@ -72,6 +75,11 @@ package: $(TOOLS_STAMP)  ## sdist, the wheel that is built from it, and a look a
 	rm -rf dist
 	$(TOOLS)/bin/python -m build --no-isolation
 	$(TOOLS)/bin/python -m twine check --strict dist/*
+
+extras: $(TOOLS_STAMP)  ## each extra alone, in a fresh environment: minutes each, installs torch; EXTRAS="cli hash" for some
+	rm -rf dist
+	$(TOOLS)/bin/python -m build --no-isolation --wheel
+	$(PYTHON) tests/extras.py $(EXTRAS)
 
 clean:
 	rm -rf $(VENV) $(TOOLS) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -113,6 +113,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     _tell(f"warning: {one_line(str(message))}", 0)
 
 
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
 _COMPLETION = """\b
 Completion: put the line of your shell into its start file.
   bash, ~/.bashrc:  eval "$(_STIO_COMPLETE=bash_source stio)"
@@ -122,15 +123,17 @@ Completion: put the line of your shell into its start file.
 """
 
 
-@click.group("stio", cls=_Program, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_COMPLETION)
+_HELP = """\
+Look at safetensors checkpoints, load, compare, convert and measure them.
+
+Exit status: 0 done; 1 damage or a difference was found; 2 an error; 130 interrupted; 141 the reader of our output left.
+"""
+
+
+@click.group("stio", cls=_Program, context_settings=_SETTINGS, help=_HELP, epilog=_COMPLETION)
 @click.version_option(__version__, prog_name="stio")
 def main() -> None:
-    r"""Look at safetensors checkpoints, load, compare, convert and measure them.
-
-    \b
-    Exit status: 0 done; 1 damage or a difference was found;
-    2 an error; 130 interrupted; 141 the reader of our output left.
-    """
+    """Set up what all commands share: how names and warnings are shown."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that the terminal's encoding lacks is shown escaped
             stream.reconfigure(errors="backslashreplace")

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import click
 
-from stio.cli_common import PATH, Bar, CommandError, aligned, one_line, rate_text
+from stio.bars import Rate, draw_rates, text_bar
+from stio.cli_common import PATH, Bar, CommandError, aligned, one_line, rate_text, require_writable
 from stio.codec.build import build_header
 from stio.codec.sharding import parse_size
 from stio.engine.opened import OpenOptions, open_checkpoint
@@ -78,9 +79,12 @@ class Contestant:
 @click.option("--device", default="cpu", show_default=True, help="Where stio and its peers load to.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each contestant.")
 @click.option("--size", metavar="SIZE", default="1GB", show_default=True, help="Of the file that is made without PATH.")
+@click.option("--chart", metavar="FILE", type=PATH, help="Draw the comparison, as .svg.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON: every run.")
 @click.option("--no-progress", is_flag=True, help="Draw no bar. Pipes get none anyway.")
-def bench(path: str | None, device: str, rounds: int, size: str, as_json: bool, no_progress: bool) -> int:
+def bench(
+    path: str | None, device: str, rounds: int, size: str, chart: str | None, as_json: bool, no_progress: bool
+) -> int:
     """Measure stio on this machine.
 
     Beside the disk's limit, and what else is installed that loads safetensors. PATH is a checkpoint on the disk in
@@ -90,6 +94,8 @@ def bench(path: str | None, device: str, rounds: int, size: str, as_json: bool, 
     """
     if sys.platform != "linux":
         raise CommandError("files can be evicted and read past the page cache on Linux only; run it there")
+    if chart is not None:
+        require_writable(chart, "chart", [".svg"])
     with _file_to_read(path, size) as source:
         paths, total_bytes = _files_of(source)
         if not fits(total_bytes + (1 << 30)):
@@ -101,10 +107,16 @@ def bench(path: str | None, device: str, rounds: int, size: str, as_json: bool, 
                 contestants, {"source": source, "paths": paths, "device": device}, rounds, total_bytes, bar
             )
     notes += verdict(contestants)
+    if chart is not None:
+        title = f"{show_bytes(total_bytes)} from this disk to {device}"
+        picture = draw_rates(list(_rates(contestants, total_bytes)), title=title, sentences=notes)
+        Path(chart).write_text(picture, encoding="utf-8")
     if as_json:
-        click.echo(json.dumps(_as_json(contestants, notes, path, device, total_bytes), indent=2))
+        click.echo(json.dumps({**_as_json(contestants, notes, path, device, total_bytes), "chart": chart}, indent=2))
     else:
         click.echo("\n".join([*_table(contestants, total_bytes), *notes]))
+        if chart is not None:
+            click.echo(f"chart: {one_line(chart)}")
     return 0 if next(one for one in contestants if one.name == "stio").median is not None else 2
 
 
@@ -206,16 +218,35 @@ def _run(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(contestants: list[Contestant], total_bytes: int) -> Iterator[str]:
-    rows = [["", "median", "rate", "fastest", "slowest"]]
+    rows = [["", "median", "rate", "fastest", "slowest", ""]]
+    rates = {rate.label: rate.median for rate in _rates(contestants, total_bytes)}
+    encoding = getattr(sys.stdout, "encoding", None)
     for one in contestants:
         if one.median is None:
             continue
         times = [f"{seconds:.3f} s" for seconds in (one.median, min(one.seconds), max(one.seconds))]
-        rows.append([f"{one.label} {one.version}".rstrip(), times[0], rate_text(total_bytes, one.median), *times[1:]])
+        drawn = text_bar(rates[_titled(one)] / max(rates.values()), encoding=encoding)
+        rows.append([_titled(one), times[0], rate_text(total_bytes, one.median), *times[1:], drawn])
     yield from aligned(rows, right={1, 2, 3, 4})
     for one in contestants:
         if one.failure is not None:
             yield f"{one.label}: failed: {one.failure}"
+
+
+def _titled(one: Contestant) -> str:
+    return f"{one.label} {one.version}".rstrip()
+
+
+def _rates(contestants: list[Contestant], total_bytes: int) -> Iterator[Rate]:
+    for one in contestants:
+        if one.median is not None:
+            kind: Literal["limit", "ours", "peer"] = "peer" if one.name in PEERS else "limit"
+            if one.name == "stio":
+                kind = "ours"
+            slow, median, fast = (
+                total_bytes / max(seconds, 1e-9) for seconds in (max(one.seconds), one.median, min(one.seconds))
+            )
+            yield Rate(_titled(one), median, slow, fast, kind)
 
 
 def verdict(contestants: list[Contestant]) -> list[str]:

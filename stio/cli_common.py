@@ -7,11 +7,11 @@ files that nobody vouches for: control characters are escaped before they reach 
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from os import environ
 from typing import Any, Literal, Self
 
 import click
@@ -56,6 +56,7 @@ __all__ = [
     "matcher",
     "one_line",
     "rate_text",
+    "require_writable",
 ]
 
 NO, ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
@@ -150,6 +151,26 @@ def rate_text(nbytes: int, seconds: float) -> str:
     return f"{show_bytes(nbytes / max(seconds, 1e-9))}/s"
 
 
+def require_writable(path: str, kind: str, suffixes: Iterable[str]) -> None:
+    """Refuse, before the work is done, a file that could not be written after it.
+
+    Args:
+        path: The file.
+        kind: What it is called.
+        suffixes: What its name may end in, in small letters.
+
+    Raises:
+        CommandError: Its name ends otherwise, or its directory cannot be written to.
+    """
+    *others, last = sorted(suffixes)
+    if os.path.splitext(path)[1].lower() not in (*others, last):
+        wanted = f"{', '.join(others)} or {last}" if others else last
+        raise CommandError(f"{one_line(path)}: no such kind of {kind}; its name ends in {wanted}")
+    folder = os.path.dirname(path) or "."
+    if not os.access(folder, os.W_OK):
+        raise CommandError(f"{one_line(folder)}: no directory that can be written to; choose another place")
+
+
 def aligned(rows: Iterable[Sequence[str]], *, right: frozenset[int] | set[int]) -> Iterator[str]:
     """Yield rows as lines of plain columns, nothing cut.
 
@@ -167,7 +188,7 @@ def aligned(rows: Iterable[Sequence[str]], *, right: frozenset[int] | set[int]) 
 def console(*, to_stderr: bool = False) -> Console:
     """Return a terminal to draw on, as it and the environment want it."""
     # rich drops colours for NO_COLOR and keeps bold; whoever sets it wants neither.
-    colours: Literal["auto"] | None = None if environ.get("NO_COLOR") else "auto"
+    colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     return Console(stderr=to_stderr, color_system=colours, highlight=False, emoji=False, markup=False)
 
 

@@ -15,6 +15,7 @@ from stio.cli_common import PATH, Bar, CommandError, counted, one_line
 from stio.errors import StioError
 from stio.interrupts import starting
 from stio.manifest import HashName
+from stio.spans import show_bytes
 
 __all__ = ["convert"]
 
@@ -67,5 +68,5 @@ def convert(
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
         return
-    size = f"{counted(len(result.files), 'file')}, {result.total_bytes:,} bytes"
-    click.echo(f"{one_line(result.path)}: {size} in {result.committed_seconds:.1f} s")
+    size = f"{counted(len(result.files), 'file')}, {show_bytes(result.total_bytes)}"
+    click.echo(f"{one_line(destination)}: {size} in {result.committed_seconds:.3f} s")

@@ -45,7 +45,9 @@ def _lines(path: str, report: GarbageReport, dry_run: bool) -> Iterator[str]:
         yield f"{one_line(staging)}: {'would be ' if dry_run else ''}finished, its checkpoint is published"
     for staging in report.undone:
         yield f"{one_line(staging)}: {'would be ' if dry_run else ''}undone, its checkpoint was not published"
+    for trash in report.removed:
+        yield f"{one_line(trash)}: {'would be ' if dry_run else ''}removed, a clean-up before this one was cut off"
     for staging in report.kept:
-        yield f"{one_line(staging)}: left alone, its owner lives or may live"
+        yield f"{one_line(staging)}: left alone, its owner lives or may live, or it may not be removed"
     if report == GarbageReport():
         yield f"{one_line(path)}: no save was cut off here"

@@ -6,7 +6,6 @@ torch is imported when it runs, off the clock. The device's queue is waited for 
 from __future__ import annotations
 
 import json
-import os
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
@@ -15,7 +14,7 @@ from typing import Any, Literal
 import click
 
 import stio
-from stio.cli_common import PATH, Bar, CommandError, counted, matcher, one_line, rate_text
+from stio.cli_common import PATH, Bar, CommandError, counted, matcher, one_line, rate_text, require_writable
 from stio.events import Trace
 from stio.interrupts import starting
 from stio.spans import show_bytes
@@ -59,7 +58,7 @@ def load(
     names = None if pattern is None else matcher(pattern)
     trace = None if timeline is None else Trace()
     if timeline is not None:
-        _require_writable(timeline)
+        require_writable(timeline, "timeline", _TIMELINES)
     with starting():
         carry_out, torch = stio.sync.load, import_module("torch")
         if device != "cpu" and torch.accelerator.is_available():
@@ -93,15 +92,6 @@ def load(
         },
         as_json,
     )
-
-
-def _require_writable(timeline: str) -> None:
-    """Refuse, before anything is loaded, a file that could not be written after it."""
-    if Path(timeline).suffix.lower() not in _TIMELINES:
-        raise CommandError(f"{one_line(timeline)}: no such kind of timeline; its name ends in .svg, .html or .json")
-    folder = os.path.dirname(timeline) or "."
-    if not os.access(folder, os.W_OK):
-        raise CommandError(f"{one_line(folder)}: no directory that can be written to; choose another place")
 
 
 def _tell(result: dict[str, Any], as_json: bool) -> None:

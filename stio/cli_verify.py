@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 
 import click
 
 from stio.cli_common import NO, PATH, Bar, CommandError, counted, explained, one_line
-from stio.errors import FormatError, IndexFormatError, IntegrityError, StioError, UnsafePathError
+from stio.errors import FormatError, IndexFormatError, IntegrityError, StioError, UnsafePathError, printable
 from stio.spans import show_bytes
-from stio.verification import Report, examine
+from stio.verification import FileReport, Report, examine
 
 __all__ = ["verify"]
 
@@ -39,28 +40,36 @@ def verify(path: str, hash_required: bool, as_json: bool, no_progress: bool) -> 
     if as_json:
         click.echo(json.dumps(_as_json(report, problem), indent=2))
     elif problem is not None:
-        click.echo(f"{one_line(path)}: wrong\n{explained(problem)}")
+        text = explained(problem)
+        if problem.path == path:  # named once
+            text = text.removeprefix(f"{one_line(printable(path))}: ")
+        click.echo(f"{one_line(path)}: wrong: {text}")
     else:
         click.echo("\n".join(_lines(report)))
     return 0 if report.ok and problem is None else NO
 
 
 def _lines(report: Report) -> Iterator[str]:
-    """Yield a line for each file, then one for each warning, then the verdict."""
-    for file in report.files:
-        if file.problem is not None:
-            yield f"{one_line(file.name)}: {one_line(file.problem)}"
-            continue
-        hashed = "not compared with a hash" if report.algorithm is None else f"{report.algorithm} as in the manifest"
-        size = f"{counted(file.num_tensors, 'tensor')}, {show_bytes(file.nbytes)}"
-        yield f"{one_line(file.name)}: header and sizes fit, {hashed} ({size})"
+    """Yield a line for each file, then one for each warning, then the verdict; it is a single file's line too."""
+    is_single = [os.path.basename(report.path)] == [file.name for file in report.files]
+    if not is_single:
+        yield from (f"{one_line(file.name)}: {_finding(file, report)}" for file in report.files)
     for warning in report.warnings:
         yield f"warning: {one_line(warning)}"
     if report.algorithm is None:
         yield "no manifest: nothing says what the bytes should be"
     wrong = sum(file.problem is not None for file in report.files)
     verdict = "ok" if report.ok else f"{wrong} of {counted(len(report.files), 'file')} wrong"
+    if is_single:
+        verdict = f"{'ok, ' if report.ok else 'wrong: '}{_finding(report.files[0], report)}"
     yield f"{one_line(report.path)}: {verdict}"
+
+
+def _finding(file: FileReport, report: Report) -> str:
+    if file.problem is not None:
+        return one_line(file.problem)
+    hashed = "not compared with a hash" if report.algorithm is None else f"{report.algorithm} as in the manifest"
+    return f"header and sizes fit, {hashed} ({counted(file.num_tensors, 'tensor')}, {show_bytes(file.nbytes)})"
 
 
 def _as_json(report: Report, problem: StioError | None) -> dict[str, object]:

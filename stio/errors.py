@@ -101,21 +101,24 @@ class StioError(Exception):
         self._details = details
 
     def __str__(self) -> str:
-        text = self.message
-        notes = []
-        if self.offset is not None:
-            notes.append(f"at byte {self.offset:,}")
-        if self.expected is not None:
-            notes.append(f"expected {printable(self.expected)}")
-        if self.found is not None:
-            notes.append(f"found {printable(self.found)}")
-        if notes:
-            text += f" ({', '.join(notes)})"
+        text = without_path(self)
         return f"{printable(self.path)}: {text}" if self.path is not None else text
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {"path": self.path, "offset": self.offset, "expected": self.expected, "found": self.found}
         return _rebuild, (type(self), self.message, {**fields, **self._details})
+
+
+def without_path(error: StioError) -> str:
+    """Return what an error says, for a line that names its file already."""
+    notes = []
+    if error.offset is not None:
+        notes.append(f"at byte {error.offset:,}")
+    if error.expected is not None:
+        notes.append(f"expected {printable(error.expected)}")
+    if error.found is not None:
+        notes.append(f"found {printable(error.found)}")
+    return f"{error.message} ({', '.join(notes)})" if notes else error.message
 
 
 def _rebuild(cls: type[StioError], message: str, fields: dict[str, Any]) -> StioError:

@@ -49,8 +49,9 @@ def require_fit(module: nn.Module) -> None:
         if not why and getattr(part, "_compiled_call_impl", None) is not None:
             why = _FOREIGN["torch._dynamo"]
         if why:
+            shown = f"{type(part).__name__} {printable(name)!r}" if name else f"a {type(part).__name__}"
             raise WarmStartError(
-                f"{type(part).__name__} {printable(name)!r} cannot be warm-started, {why}; "
+                f"{shown} cannot be warm-started, {why}; "
                 "warm-start the plain module, and wrap or compile it after `done()`"
             )
     for name, tensor in _all_tensors(module):

@@ -29,7 +29,7 @@ def _head(path: str) -> bytes:
         with open(path, "rb") as file:
             return file.read(len(_ZIP_MAGIC))
     except FileNotFoundError:
-        raise CheckpointNotFoundError("there is no such file", path=path) from None
+        raise CheckpointNotFoundError("there is no such file or directory", path=path) from None
     except OSError as error:
         raise StorageError(
             f"the file cannot be read: {os.strerror(error.errno or errno.EIO)}", path=path, errno=error.errno

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from stio.codec.header import Header
 from stio.engine.opened import OpenCheckpoint, OpenOptions, open_checkpoint
 from stio.engine.runtime import Operation
-from stio.errors import StioError, printable
+from stio.errors import StioError, printable, without_path
 from stio.integrity import judge_files, no_manifest, read_manifest
 from stio.memory import allocate
 from stio.storage.base import Source
@@ -107,7 +107,7 @@ def _examine(
                 warnings += _odd_bools(file, header, check)
             except StioError as error:
                 problem = error
-        text = None if problem is None else str(problem)
+        text = None if problem is None else without_path(problem)
         files.append(FileReport(header.shard, file.identity.nbytes, len(header), text))
     algorithm = None if manifest is None else manifest.algorithm
     return Report(path=opened.path, files=tuple(files), algorithm=algorithm, warnings=tuple(warnings))

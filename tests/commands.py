@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import signal
@@ -11,11 +12,33 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import save_file
 
 from stio.cli import main
 
 PROGRAM = [sys.executable, "-m", "stio"]
+
+
+def write_model(path: Path, third: str = "n") -> Path:
+    """Write three tensors of three dtypes, with metadata."""
+    tensors = {"a.weight": torch.zeros(3, 4), "a.bias": torch.zeros(4, dtype=torch.bfloat16), third: torch.tensor(1)}
+    save_file(tensors, path, metadata={"format": "pt"})
+    return path
+
+
+def write_sharded(folder: Path) -> Path:
+    """Write two shards and their index to a new directory."""
+    folder.mkdir()
+    weight_map = {}
+    for number in (1, 2):
+        shard = f"model-0000{number}-of-00002.safetensors"
+        save_file({f"w{number}": torch.zeros(number, 2)}, folder / shard)
+        weight_map[f"w{number}"] = shard
+    index = {"metadata": {"total_size": 24}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
 
 
 def run(*arguments: object, status: int = 0) -> Result:
@@ -41,12 +64,12 @@ def stio(*arguments: object, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
-def terminal(*arguments: object, **environment: str) -> str:
+def terminal(*arguments: object, program: Sequence[str] = PROGRAM, **environment: str) -> str:
     """Run the real program on a pseudoterminal of 80 columns and return all it was sent."""
     main_fd, side = pty.openpty()
     environ = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "CI")}
     environ |= {"TERM": "xterm-256color", "COLUMNS": "80", **environment}
-    with subprocess.Popen([*PROGRAM, *map(str, arguments)], stdin=side, stdout=side, stderr=side, env=environ):
+    with subprocess.Popen([*program, *map(str, arguments)], stdin=side, stdout=side, stderr=side, env=environ):
         os.close(side)
         received = b""
         try:

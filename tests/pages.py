@@ -7,6 +7,9 @@ must be what came out; `...` stands for anything in a line, or for any lines whe
 
 A title is shown in the page. `title="Not run ..."` says why a block cannot run here: it is compiled, and what it
 names of stio is looked up. Any other title is the name of a file, which the block is.
+
+What commands print is shown as it came out of one run: times and rates may be others in the next. `captures.py` puts
+that text there, and the pictures that the commands draw.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import shlex
 import subprocess
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
@@ -34,6 +37,7 @@ DOCS = ROOT / "docs"
 LANGUAGES = ("python", "console", "text")
 
 _FENCE = re.compile(r'^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+_MEASURED = re.compile(r"(?<![\w.,])[0-9][0-9.,]* (?:([kMGT]?B/s)|s|ms|µs)(?![\w/])")
 _TOP_LEVEL_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 _SHELL = 'stio() { "$STIO_PYTHON" -m stio "$@"; }; python() { "$STIO_PYTHON" "$@"; }; set -o pipefail\n'
 
@@ -92,12 +96,25 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def agrees(shown: str, printed: str) -> bool:
-    """Whether a page shows what was printed; `...` is anything, in a line or, alone, any lines."""
+    """Whether a page shows what was printed; `...` is anything, in a line or, alone, any lines.
+
+    Of a time or a rate only the kind of its unit counts.
+    """
     pattern = ""
     for line in shown.splitlines():
-        parts = [re.escape(part) for part in line.rstrip().split("...")]
+        parts = [_measured(part) for part in line.rstrip().split("...")]
         pattern += r"(?:.*\n)*?" if line.strip() == "..." else ".*?".join(parts) + "\n"
     return re.fullmatch(pattern, "".join(f"{line.rstrip()}\n" for line in printed.splitlines())) is not None
+
+
+def _measured(text: str) -> str:
+    """Return a pattern for text in which times and rates may be others."""
+    pattern, last = "", 0
+    for match in _MEASURED.finditer(text):
+        unit = "[kMGT]?B/s" if match[1] else "(?:s|ms|µs)"
+        pattern += re.escape(text[last : match.start()]) + rf"[0-9][0-9.,]* {unit}"
+        last = match.end()
+    return pattern + re.escape(text[last:])
 
 
 def require_shown(block: Block, shown: str, printed: str) -> None:
@@ -110,15 +127,23 @@ def require_shown(block: Block, shown: str, printed: str) -> None:
 # Running.
 
 
-def run_page(page: Path) -> dict[str, Any]:
-    """Run a page in the working directory; return the names that its Python left."""
+def run_page(page: Path, on_console: Callable[[Block], None] | None = None) -> dict[str, Any]:
+    """Run a page in the working directory; return the names that its Python left.
+
+    Args:
+        page: The page.
+        on_console: Runs a console, one that the tests leave out too; by default `run_commands`, and what it shows is
+            compared.
+    """
     blocks = blocks_of(page)
     names: dict[str, Any] = {"__name__": "__main__"}
 
     async def run() -> None:
         for block, after in pairwise([*blocks, None]):
             assert block is not None
-            if not block.runs:
+            if on_console is not None and block.language == "console":
+                on_console(block)
+            elif not block.runs:
                 check_unrun(block)
             elif block.is_file:
                 write_file(block, Path())
@@ -161,18 +186,25 @@ def commands(block: Block) -> Iterator[tuple[str, str]]:
 
 
 def run_commands(block: Block) -> None:
-    """Run a console's commands, `stio` and `python` being this interpreter's."""
+    """Run a console's commands, and compare what they print."""
     for command, shown in commands(block):
-        run_command(block, _SHELL + command, shown, {**environment(), "STIO_PYTHON": sys.executable})
+        script, env = script_of(command)
+        run_command(block, script, shown, env)
 
 
-def run_command(block: Block, script: str, shown: str, env: dict[str, str]) -> None:
-    """Run a line of bash; it must succeed, and print what is shown."""
+def script_of(command: str) -> tuple[str, dict[str, str]]:
+    """Return a command for bash and its environment, in which `stio` and `python` are this interpreter's."""
+    return _SHELL + command, {**environment(), "STIO_PYTHON": sys.executable, "COLUMNS": "80"}
+
+
+def run_command(block: Block, script: str, shown: str, env: dict[str, str]) -> str:
+    """Run a line of bash; it must succeed, and print what is shown. Return what it printed."""
     done = subprocess.run(["bash", "-ec", script], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         raise PageError(f"{block.place}: exit status {done.returncode}:\n{script}\n{done.stdout}")
     if shown:
         require_shown(block, shown, done.stdout)
+    return done.stdout
 
 
 def environment() -> dict[str, str]:

@@ -45,6 +45,7 @@ def test_the_commands() -> None:
         options = {option for parameter in main.commands[name].params for option in parameter.opts}
         assert "--json" in options
         assert run(name, "--help").stdout.startswith(f"Usage: stio {name} ")
+        assert "\\" not in run(name, "--help").stdout
         assert not main.commands[name].get_short_help_str().endswith("...")
 
 
@@ -55,6 +56,7 @@ def test_wrong_calls_are_one_sentence_and_status_2() -> None:
     assert "(see `stio load --help`)" in refused("load", "x", "--memory", "much")
     assert run("--version").stdout == f"stio, version {package.__version__}\n"
     assert "Commands:" in run(status=2).output
+    assert "\\" not in run("--help").stdout
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -140,10 +140,26 @@ def test_the_table(model: Path, scripted: dict[str, dict[str, Any]]) -> None:
     head, limit, ours, theirs, *sentences = done.stdout.splitlines()
     assert head.split() == ["median", "rate", "fastest", "slowest"]
     rate = rate_text(os.path.getsize(model), 0.9).split()
-    assert limit.split() == ["disk's", "limit", "0.900", "s", *rate, "0.900", "s", "0.900", "s"]
+    assert limit.split() == ["disk's", "limit", "0.900", "s", *rate, "0.900", "s", "0.900", "s", "█" * 24]
     assert ours.split()[:3] == ["stio", "1.2", "1.000"]
     assert theirs.split()[:3] == ["safetensors", "1.2", "2.000"]
+    assert theirs.split()[-1] == "█" * 10 + "▊"  # 0.9 / 2 of 24
     assert sentences == ["stio reaches 90% of the disk's limit.", "It is 2 times as fast as safetensors."]
+
+
+def test_the_chart(model: Path, scripted: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    chart = tmp_path / "c.svg"
+    done = run("bench", model, "--chart", chart)
+    assert done.stdout.splitlines()[-1] == f"chart: {chart}"
+    text = chart.read_text()
+    assert all(f">{label}</text>" in text for label in ("disk&#x27;s limit", "stio 1.2", "safetensors 1.2"))
+    assert ">stio reaches 90% of the disk&#x27;s limit.</text>" in text
+    assert json.loads(run("bench", model, "--chart", chart, "--json").stdout)["chart"] == str(chart)
+
+
+def test_a_chart_that_could_not_be_written_is_refused_first(model: Path, tmp_path: Path) -> None:
+    assert "its name ends in .svg" in refused("bench", model, "--chart", tmp_path / "c.png")
+    assert "choose another place" in refused("bench", model, "--chart", tmp_path / "none" / "c.svg")
 
 
 def test_each_round_runs_all(model: Path, scripted: dict[str, dict[str, Any]]) -> None:

@@ -36,7 +36,7 @@ def source(tmp_path: Path) -> Path:
 def test_converts(source: Path, tmp_path: Path) -> None:
     one = tmp_path / "one.safetensors"
     done = convert(source, one, "--key", "state_dict", "--dtype", "bfloat16")
-    assert done.stdout.startswith(f"{one}: 1 file, 64 bytes in ")
+    assert done.stdout.startswith(f"{one}: 1 file, 64 B in ")
     assert done.stderr == ""  # no bar in a pipe
     found = load_file(one)
     assert (found["a"].dtype, found["b"].tolist()) == (torch.bfloat16, [0, 1, 2, 3, 4])

@@ -52,7 +52,7 @@ def values(place: Path) -> set[float]:
 def test_nothing_to_do(place: Path) -> None:
     assert run("gc", place).stdout == f"{place}: no save was cut off here\n"
     found = json.loads(run("gc", place, "--json").stdout)
-    assert found == {"path": str(place), "dry_run": False, "finished": [], "undone": [], "kept": []}
+    assert found == {"path": str(place), "dry_run": False, "finished": [], "undone": [], "kept": [], "removed": []}
 
 
 def test_undoes_what_was_not_published(place: Path) -> None:
@@ -82,7 +82,10 @@ def test_leaves_the_living_alone(place: Path) -> None:
     transaction = begin_local(place, num_shards=2)
     (staging,) = place.glob(".stio-*")
     for options in ([], ["--dry-run"], ["--max-age", "0"]):
-        assert run("gc", place, *options).stdout == f"{staging}: left alone, its owner lives or may live\n"
+        assert (
+            run("gc", place, *options).stdout
+            == f"{staging}: left alone, its owner lives or may live, or it may not be removed\n"
+        )
     transaction.abort()
     assert values(place) == {1.0}
 
@@ -99,13 +102,16 @@ def test_a_directory_without_a_lock(tmp_path: Path) -> None:
     assert not staging.exists()
 
 
-def test_trash_is_not_touched_by_a_dry_run(tmp_path: Path) -> None:
+def test_trash_is_told_of_and_not_touched_by_a_dry_run(tmp_path: Path) -> None:
     trash = tmp_path / ".stio-trash-0123456789"
     trash.mkdir()
-    run("gc", tmp_path, "--dry-run")
+    said = "removed, a clean-up before this one was cut off\n"
+    assert run("gc", tmp_path, "--dry-run").stdout == f"{trash}: would be {said}"
+    assert json.loads(run("gc", tmp_path, "--dry-run", "--json").stdout)["removed"] == [str(trash)]
     assert trash.exists()
-    run("gc", tmp_path)
+    assert run("gc", tmp_path).stdout == f"{trash}: {said}"
     assert not trash.exists()
+    assert run("gc", tmp_path).stdout == f"{tmp_path}: no save was cut off here\n"
 
 
 def test_wrong_calls(tmp_path: Path) -> None:

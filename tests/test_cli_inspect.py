@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import refused, run, stio, terminal
+from commands import refused, run, stio, terminal, write_model, write_sharded
 from safetensors.torch import save_file
 
 LONG = "model." + "deep." * 60 + "weight"
@@ -18,23 +18,12 @@ LONG = "model." + "deep." * 60 + "weight"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    tensors = {"a.weight": torch.zeros(3, 4), "a.bias": torch.zeros(4, dtype=torch.bfloat16), LONG: torch.tensor(1)}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    return tmp_path / "model.safetensors"
+    return write_model(tmp_path / "model.safetensors", LONG)
 
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    folder = tmp_path / "sharded"
-    folder.mkdir()
-    weight_map = {}
-    for number in (1, 2):
-        shard = f"model-0000{number}-of-00002.safetensors"
-        save_file({f"w{number}": torch.zeros(number, 2)}, folder / shard)
-        weight_map[f"w{number}"] = shard
-    index = {"metadata": {"total_size": 24}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
+    return write_sharded(tmp_path / "sharded")
 
 
 def inspect(*arguments: object) -> list[str]:
@@ -134,7 +123,7 @@ def test_bad_files_are_one_line(tmp_path: Path, content: bytes) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    assert refused("inspect", tmp_path / "absent").endswith("there is no such file; check the path")
+    assert refused("inspect", tmp_path / "absent").endswith("there is no such file or directory; check the path")
     assert "give a directory with .safetensors files" in refused("inspect", tmp_path)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import refused, run
+from commands import refused, run, write_model, write_sharded
 from safetensors.torch import save_file
 
 from stio.spans import show_bytes
@@ -18,23 +18,12 @@ from stio.spans import show_bytes
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    tensors = {"a.weight": torch.zeros(3, 4), "a.bias": torch.zeros(4, dtype=torch.bfloat16), "n": torch.tensor(1)}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    return tmp_path / "model.safetensors"
+    return write_model(tmp_path / "model.safetensors", "n")
 
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    folder = tmp_path / "sharded"
-    folder.mkdir()
-    weight_map = {}
-    for number in (1, 2):
-        shard = f"model-0000{number}-of-00002.safetensors"
-        save_file({f"w{number}": torch.zeros(number, 2)}, folder / shard)
-        weight_map[f"w{number}"] = shard
-    index = {"metadata": {"total_size": 24}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
+    return write_sharded(tmp_path / "sharded")
 
 
 def note(folder: Path, name: str = "model.safetensors.manifest.json") -> Path:
@@ -90,14 +79,27 @@ def test_c102_every_damaged_file_is_named(sharded: Path) -> None:
 
 
 def test_no_manifest_is_said(model: Path) -> None:
-    assert verified(model) == [
-        f"model.safetensors: header and sizes fit, not compared with a hash (3 tensors, {show_bytes(model.stat().st_size)})",
-        "no manifest: nothing says what the bytes should be",
-        f"{model}: ok",
-    ]
-    verdict, why = verified(model, "--hash-required", status=1)
-    assert verdict == f"{model}: wrong"
-    assert "has no manifest to be verified against" in why
+    found = f"header and sizes fit, not compared with a hash (3 tensors, {show_bytes(model.stat().st_size)})"
+    none = "no manifest: nothing says what the bytes should be"
+    assert verified(model) == [none, f"{model}: ok, {found}"]
+    assert verified(model.parent) == [f"model.safetensors: {found}", none, f"{model.parent}: ok"]
+    (why,) = verified(model, "--hash-required", status=1)
+    assert why.startswith(f"{model}: wrong: the checkpoint has no manifest to be verified against")
+
+
+def test_each_name_is_said_once(model: Path) -> None:
+    note(model.parent, model.name + ".manifest.json")
+    note(model.parent)
+    damage(model)
+    (alone,) = verified(model, status=1)
+    assert alone.startswith(f"{model}: wrong: the file is damaged or another one")
+    assert alone.count(model.name) == 1
+    first, verdict = verified(model.parent, status=1)
+    assert first.startswith("model.safetensors: the file is damaged or another one")
+    assert verdict == f"{model.parent}: 1 of 1 file wrong"
+    model.write_bytes(b"")
+    (alone,) = verified(model, status=1)
+    assert alone.count(model.name) == 1
 
 
 def test_verify_as_json(sharded: Path) -> None:
@@ -145,12 +147,12 @@ def test_c70_bool_bytes_other_than_0_and_1(tmp_path: Path) -> None:
     size = path.stat().st_size
     start = size - len(far) - 7
     lines = verified(path)
-    assert lines[1:] == [
+    assert lines == [
         f"warning: the BOOL tensor 'two' holds bytes other than 0 and 1, the first one 2 at byte {start + 4:,} of m.safetensors",
         f"warning: the BOOL tensor 'far' holds bytes other than 0 and 1, the first one 255 at byte {size - 3:,} of m.safetensors",
         f"warning: the BOOL tensor '\\\\x1b[2J' holds bytes other than 0 and 1, the first one 2 at byte {size - 1:,} of m.safetensors",
         "no manifest: nothing says what the bytes should be",
-        f"{path}: ok",
+        f"{path}: ok, header and sizes fit, not compared with a hash (5 tensors, {show_bytes(size)})",
     ]
     assert len(json.loads(run("verify", path, "--json").stdout)["warnings"]) == 3
 
@@ -166,11 +168,11 @@ def test_verify_refuses_what_a_load_refuses(tmp_path: Path, sharded: Path) -> No
     save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "extra" / "m.safetensors")
     (tmp_path / "extra" / "m.safetensors.index.json").write_text('{"weight_map": {"a": "m.safetensors"}}')
     for case in (path, sharded, tmp_path / "extra"):
-        verdict, why = verified(case, status=1)
-        assert (verdict, len(why) > 20) == (f"{case}: wrong", True)
+        (why,) = verified(case, status=1)
+        assert why.startswith(f"{case}: wrong: ")
         found = json.loads(run("verify", case, "--json", status=1).stdout)
         assert (found["ok"], found["files"]) == (False, [])
-        assert found["problem"] in why
+        assert found["problem"].partition(": ")[2] in why
     assert "check the path" in refused("verify", tmp_path / "absent")
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+import captures
 import pages
 import pytest
 import torch
 import yaml
+from captures import CAPTURED
 from pages import DOCS, ROOT, Block, PageError
 
 import stio
+from stio import bars, timeline
 
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 WITH_CODE = [page for page in PAGES if pages.blocks_of(DOCS / page)]
@@ -21,16 +25,81 @@ SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 @pytest.mark.parametrize("page", WITH_CODE)
 @pytest.mark.filterwarnings("ignore:stio.sync blocks the running event loop:RuntimeWarning")  # the pages say so
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled:UserWarning"
+)  # one process saves what is to be migrated
 def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = pages.run_page(DOCS / page)
-    assert names.keys() > {"__name__"}
+    is_code = [
+        block.language == "python" and block.runs and not block.is_file for block in pages.blocks_of(DOCS / page)
+    ]
+    assert (names.keys() > {"__name__"}) is any(is_code)
     if page == "migration.md":
         assert torch.equal(names["row"], torch.tensor([[3.0, 4.0, 5.0]]))
 
 
 def test_the_tutorial_can_be_pasted(tmp_path: Path) -> None:
     pages.run_in_repl(pages.blocks_of(DOCS / "tutorial.md"), cwd=tmp_path)
+
+
+# What is shown of commands, and their pictures.
+
+
+@pytest.mark.parametrize("picture", sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.svg")))
+def test_pictures_are_shown_and_are_what_is_drawn_today(picture: str) -> None:
+    text = (DOCS / picture).read_text()
+    root = ElementTree.fromstring(text)
+    shown = {"".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")}
+    if "data-seconds" in text:
+        assert text.startswith('<svg class="stio"')
+        assert f"<style>{timeline._STYLE}" in text
+        assert any(label.startswith("read ") for label in shown)
+    else:
+        assert f"<style>{bars._STYLE}</style>" in text
+        assert any(label.startswith("stio ") for label in shown)
+    name = picture.rpartition("/")[2]
+    assert any(f"{name})" in (DOCS / page).read_text() for page in PAGES)
+
+
+def test_a_capture_that_takes_minutes_has_the_shape_of_its_command() -> None:
+    left_out = [
+        block for page in WITH_CODE for block in pages.blocks_of(DOCS / page) if block.title.startswith(CAPTURED)
+    ]
+    assert [block.page for block in left_out] == ["howto/command-line.md"]
+    ((command, shown),) = pages.commands(left_out[0])
+    assert command == "stio bench --chart bench.svg"
+    head, limit, *rest = shown.splitlines()
+    assert head.split() == ["median", "rate", "fastest", "slowest"]
+    assert re.fullmatch(r"disk's limit +[\d.]+ s +[\d.]+ [MG]B/s +[\d.]+ s +[\d.]+ s  [█▏▎▍▌▋▊▉]+", limit)
+    assert any(line.startswith("stio re") for line in rest)
+    assert rest[-1] == "chart: bench.svg"
+
+
+def test_captures_write_what_was_printed(tmp_path: Path) -> None:
+    page = page_of(
+        tmp_path,
+        "# Page\n\n```console\n$ echo 1; printf '<svg/>' > a.svg\n2\n$ echo 3 4\n...4\n$ true\n```\n\n![a](a.svg)\n"
+        f'```console title="{CAPTURED}why"\n$ echo 5\n?\n```\n'
+        '```console title="Not run by the tests: why"\n$ exit 1\n6\n```\n',
+    )
+    captures.renew(page)
+    assert page.read_text() == (
+        "# Page\n\n```console\n$ echo 1; printf '<svg/>' > a.svg\n1\n$ echo 3 4\n...4\n$ true\n```\n\n![a](a.svg)\n"
+        f'```console title="{CAPTURED}why"\n$ echo 5\n5\n```\n'
+        '```console title="Not run by the tests: why"\n$ exit 1\n6\n```\n'
+    )
+    assert (tmp_path / "a.svg").read_text() == "<svg/>"
+
+
+def test_the_failure_messages_show_every_kind_of_error() -> None:
+    text = (DOCS / "faq.md").read_text()
+    kinds = [
+        kind
+        for name in stio.__all__
+        if isinstance(kind := getattr(stio, name), type) and issubclass(kind, stio.StioError)
+    ]
+    assert [kind.__name__ for kind in kinds if kind is not stio.StioError and kind.__name__ not in text] == []
 
 
 # The site.
@@ -54,6 +123,8 @@ def test_links_and_includes_lead_somewhere(page: str) -> None:
         assert target.startswith("https://") or (beside / target).is_file(), target
     for target in re.findall(r'^--8<-- "(.+)"$', text, re.MULTILINE):
         assert (ROOT / target).is_file(), target
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / target).read_text()):
+            assert link.startswith(("https://", "results/")), f"{target}: {link} is not on the site"
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -84,6 +155,11 @@ def page_of(tmp_path: Path, text: str) -> Path:
         ("a 1\n", "a 1\n", True),
         ("a 1\n", "a 2\n", False),
         ("a ... s\n", "a 0.25 s\n", True),
+        ("a 1.5 s, 3.2 GB/s\n", "a 20 ms, 910 MB/s\n", True),
+        ("a 1.5 s\n", "a 3 GB/s\n", False),
+        ("a 1.5 GB\n", "a 1.6 GB\n", False),
+        ("a1.5 s b\n", "a1.6 s b\n", False),
+        ("a 3 steps\n", "a 4 steps\n", False),
         ("a ... s\n", "a 0.25 ms or so\n", False),
         ("a...\n", "a\nb\n", False),
         ("a\n...\nz\n", "a\nb\nc\nz\n", True),

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pages
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,7 +22,8 @@ from stio.settings import Keywords
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+FENCES = pages.blocks_of(ROOT / "README.md")
+BLOCKS = [block.text for block in FENCES if block.runs]
 PAGES = sorted(path.name for path in ROOT.glob("*.md"))
 
 
@@ -51,6 +53,25 @@ def test_readme_code_runs(number: int, model: Path, monkeypatch: pytest.MonkeyPa
 
         asyncio.run(run())
     assert len(names) > 2 or "await" in BLOCKS[number]
+
+
+def test_readme_code_that_cannot_run_here_names_what_there_is() -> None:
+    left_out = [block for block in FENCES if not block.runs]
+    assert any('warm_start(model, "model/", device="cuda")' in block.text for block in left_out)
+    for block in left_out:
+        assert "GPU" in block.title
+        pages.check_unrun(block)
+
+
+def test_readme_begins_with_what_it_is() -> None:
+    """Three lines that work, one picture, one table."""
+    first = README.split("\n## ")[0]
+    (code,) = re.findall(r"^```python\n(.*?)^```$", first, re.DOTALL | re.MULTILINE)
+    assert len(code.split("\n\n")) == 2
+    assert len([line for line in code.splitlines() if line]) == 3
+    assert len(re.findall(r"^!\[", first, re.MULTILINE)) == 1
+    assert len(re.findall(r"^\|[-|: ]+\|$", first, re.MULTILINE)) == 1
+    assert len(first.splitlines()) < 45
 
 
 def test_readme_shows_the_whole_face() -> None:

@@ -15,6 +15,7 @@ import venv
 import zipfile
 from pathlib import Path
 
+import extras
 import pytest
 
 import stio
@@ -152,6 +153,13 @@ PROGRAMS = {
                 async for name, tensor in stream:
                     assert_type(name, str)
                     assert_type(tensor, torch.Tensor)
+        cache = stio.HostCache(1 << 30, device="cpu")
+        await cache.prefetch("model/")
+        assert_type(cache.stats(), stio.CacheStats)
+        await stio.load("model/", cache=cache, device={"h.0": 0, "": "cpu"})
+        async with stio.warm_start(module, "model/", device="cuda") as warm:
+            assert_type(warm, stio.WarmStart)
+            assert_type(await warm.done(), stio.LoadReport)
         assert_type(trace.spans, list[stio.Span])
         assert_type(trace.save_svg("a.svg", title="a load"), None)
         assert_type(trace.save_html("a.html"), None)
@@ -259,3 +267,13 @@ def test_mistakes_are_found(findings: dict[str, set[tuple[int, str]]]) -> None:
     lines = textwrap.dedent(PROGRAMS["bad.py"]).splitlines()
     expected = {(k, line.partition("  # ")[2]) for k, line in enumerate(lines, 1) if "  # " in line}
     assert findings["bad.py"] == expected
+
+
+# Extras, one by one: `make extras` does it, this only that it leaves none out.
+
+
+def test_every_extra_is_installed_alone() -> None:
+    assert set(extras.CHECKS) == {extras.NONE, *PROJECT["optional-dependencies"]}
+    for code in extras.CHECKS.values():
+        compile(code, "extras.py", "exec")
+    assert "$(PYTHON) tests/extras.py" in (ROOT / "Makefile").read_text()

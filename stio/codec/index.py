@@ -155,9 +155,11 @@ def check_shard_name(name: str, *, path: str) -> None:
     parts = name.split("/")
     if name.startswith("/"):
         unsafe("is absolute")
+    if ".." in parts:
+        unsafe("holds '..', which leads out of its directory")
     # Windows drops dots and spaces at the end of a part, so `.. ` is `..` there.
     if any(part and not part.rstrip(". ") for part in parts):
-        unsafe("has a part of nothing but dots and spaces")
+        unsafe("has a part of dots and spaces alone, which some systems take for '..'")
     if not name.endswith(_SUFFIX) or parts[-1] == _SUFFIX or "" in parts:
         raise IndexFormatError(
             "shard name is no path of a safetensors file", path=path, expected=f"a name ending in {_SUFFIX}", found=name

@@ -58,9 +58,16 @@ class GarbageReport:
     """Staging directories whose save had not committed; what it had begun is undone."""
     kept: tuple[str, ...] = ()
     """Staging directories that somebody works in, or may work in, or that could not be removed."""
+    removed: tuple[str, ...] = ()
+    """Directories that another janitor had done with, and not deleted to the end."""
 
     def __add__(self, other: GarbageReport) -> GarbageReport:
-        return GarbageReport(self.finished + other.finished, self.undone + other.undone, self.kept + other.kept)
+        return GarbageReport(
+            self.finished + other.finished,
+            self.undone + other.undone,
+            self.kept + other.kept,
+            self.removed + other.removed,
+        )
 
 
 def collect_garbage(
@@ -119,11 +126,12 @@ def reclaim(
     except OSError:
         return report
     for name in names:
+        where = os.path.join(path, name)
         if name.startswith(TRASH):
             if not dry_run:
                 calls.remove_tree(name, dir_fd=home_fd)
+            report += GarbageReport(**{"removed" if dry_run or not _exists(home_fd, name) else "kept": (where,)})
         elif _STAGING_NAME.fullmatch(name):
-            where = os.path.join(path, name)
             try:
                 outcome = _reclaim_one(home_fd, name, path, max_age_seconds, dry_run)
             except (OSError, ConcurrentSaveError) as error:
@@ -137,6 +145,14 @@ def reclaim(
 
 def _is_no_trash(name: str) -> bool:
     return not name.startswith(TRASH)
+
+
+def _exists(home_fd: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=home_fd, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
 
 
 def _reclaim_one(home_fd: int, name: str, path: str, max_age_seconds: float, dry_run: bool) -> str | None:

@@ -110,7 +110,7 @@ def _descriptor(name: str, path: str, dir_fd: int | None, flags: int) -> int:
     try:
         return os.open(name, flags, dir_fd=dir_fd)
     except FileNotFoundError:
-        raise CheckpointNotFoundError("there is no such file", path=path) from None
+        raise CheckpointNotFoundError("there is no such file or directory", path=path) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise refused("opening", path, error) from error
 

@@ -222,7 +222,7 @@ async def _open(path: str) -> tuple[_Handle, Identity]:
     except StorageError:
         raise
     except FileNotFoundError:
-        raise CheckpointNotFoundError("there is no such file", path=path) from None
+        raise CheckpointNotFoundError("there is no such file or directory", path=path) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise refused("opening", path, error) from error
     try:

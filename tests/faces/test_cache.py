@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cache_support import data_reads, recorded, size_of, watched
-from support import eventually, ramp, require_equal, save_file, save_sharded
+from support import eventually, ramp, require_equal, save_file
 from torch import nn
 
 import stio
@@ -28,24 +28,6 @@ from stio.testing import FakeDevice, MemoryRoot, checkpoint_files
 
 Tensors = dict[str, torch.Tensor]
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def tensors() -> Tensors:
-    chance = torch.Generator().manual_seed(2)
-    large = {f"large.{k}": torch.randn(300_000 + k, generator=chance) for k in range(6)}
-    small = {f"small.{k}": torch.randn(k % 40 + 1, generator=chance) for k in range(120)}
-    return large | small | {"e": torch.empty(0, 3), "flag": torch.tensor([True, False])}
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, tensors: Tensors) -> Path:
-    return save_sharded(tensors, tmp_path_factory.mktemp("model"), 3)
-
-
-@pytest.fixture(params=["cpu", "fake"])
-def device(request: pytest.FixtureRequest) -> Any:
-    return "cpu" if request.param == "cpu" else FakeDevice()
 
 
 # What is there is not read.

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -63,20 +63,6 @@ def names_in(directory: Path) -> list[str]:
 
 def visible(directory: Path) -> list[str]:
     return [name for name in names_in(directory) if not name.startswith(".")]
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Saves do not become durable before the event is set."""
-    plain, release = calls.fsync, threading.Event()
-
-    def fsync(fd: int) -> None:
-        assert release.wait(30)
-        plain(fd)
-
-    monkeypatch.setattr(calls, "fsync", fsync)
-    yield release
-    release.set()
 
 
 @pytest.fixture

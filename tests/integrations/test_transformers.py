@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +56,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     trainer = make_trainer(tmp_path_factory.mktemp("undisturbed"), [], save_strategy="no")
     trainer.train()
     return weights_of(trainer)
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Saves do not become durable before the event is set."""
-    plain, release = calls.fsync, threading.Event()
-
-    def fsync(fd: int) -> None:
-        assert release.wait(30)
-        plain(fd)
-
-    monkeypatch.setattr(calls, "fsync", fsync)
-    yield release
-    release.set()
 
 
 def test_saving_does_not_change_the_training(tmp_path: Path, undisturbed: Weights) -> None:

@@ -1,0 +1,77 @@
+"""Make anew what the pages show of commands, and the pictures: `make captures`. It takes a few minutes.
+
+Each page with a console is run from top to bottom, as the tests do, but what a command prints is written into the page
+instead of being compared. Where a page leaves something out, by `...`, it stays as it is. A console that is titled
+`Not run by the tests, only by make captures: why` runs here. A picture that a page shows by a bare name is copied from
+where its commands drew it. The demo draws the picture of the README and of the first page.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pages
+
+CAPTURED = "Not run by the tests, only by make captures: "
+_ELIDED = re.compile(r"(?<!\])\.\.\.")  # and not `[ARGS]...`, which click prints
+
+
+def main() -> None:
+    """Renew every page, then the demo's picture."""
+    for page in sorted(pages.DOCS.rglob("*.md")):
+        if any(block.language == "console" for block in pages.blocks_of(page)):
+            print(page.relative_to(pages.DOCS), flush=True)
+            renew(page)
+    demo = pages.ROOT / "examples" / "demo.py"
+    with tempfile.TemporaryDirectory() as folder:
+        picture = Path(folder, "timeline.svg")
+        subprocess.run([sys.executable, str(demo), "--picture", str(picture)], check=True)
+        shutil.copy(picture, pages.DOCS / "timeline.svg")
+
+
+def renew(page: Path) -> None:
+    """Run one page in a directory of its own, and write what its commands printed into it."""
+    renewed: dict[int, str] = {}
+
+    def capture(block: pages.Block) -> None:
+        if block.runs or block.title.startswith(CAPTURED):
+            renewed[block.line] = captured(block)
+
+    where = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            pages.run_page(page, capture)
+        finally:
+            os.chdir(where)
+        for picture in re.findall(r"!\[[^]]*\]\(([\w-]+\.svg)\)", page.read_text()):
+            if Path(folder, picture).is_file():
+                shutil.copy(Path(folder, picture), page.parent / picture)
+    lines = page.read_text().splitlines(keepends=True)
+    for block in reversed(pages.blocks_of(page)):
+        if block.line in renewed:
+            lines[block.line - 1 : block.line - 1 + block.text.count("\n")] = [renewed[block.line]]
+    page.write_text("".join(lines))
+
+
+def captured(block: pages.Block) -> str:
+    """Run a console and return it as it should stand in the page."""
+    text = ""
+    for command, shown in pages.commands(block):
+        script, env = pages.script_of(command)
+        is_kept = not shown or _ELIDED.search(shown) is not None
+        printed = pages.run_command(block, script, shown if is_kept else "", env)
+        text += f"$ {command}\n" + (
+            shown if is_kept else "".join(f"{line.rstrip()}\n" for line in printed.splitlines())
+        )
+    return text
+
+
+if __name__ == "__main__":
+    main()
