@@ -12,6 +12,7 @@ import torch
 from support import nothing_left
 
 import stio.sync
+from stio.engine import route
 from stio.errors import DeviceError, DeviceMemoryError, SliceError, StorageError
 from stio.memory import Region
 from stio.testing import FakeDevice, FaultyRoot, MemoryRoot, checkpoint_files
@@ -166,14 +167,20 @@ class Gated(FakeDevice):
         return super().staging(nbytes)
 
 
-def test_what_is_refused_before_anything_is_read_leaves_no_staging_memory(files: dict[str, bytes]) -> None:
+def test_what_is_refused_before_anything_is_read_leaves_no_staging_memory(
+    files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = Gated()
-    wrong = {"large.1": slice(None, None, 0)}
-    with nothing_left(), ThreadPoolExecutor(1) as pool:
-        load = pool.submit(stio.sync.load, MemoryRoot(files), device=device, slices=wrong, budget_bytes=1 << 20)
+
+    def refuse(*_: object, **__: object) -> None:
         assert device.entered.wait(30)
+        raise SliceError("no")
+
+    monkeypatch.setattr(route, "plan_reads", refuse)
+    with nothing_left(), ThreadPoolExecutor(1) as pool:
+        load = pool.submit(stio.sync.load, MemoryRoot(files), device=device, budget_bytes=1 << 20)
         with pytest.raises(TimeoutError):
-            load.result(0.05)  # memory is being made for it
+            load.result(0.1)  # memory is being made for it
         device.go.set()
         with pytest.raises(SliceError):
             load.result(30)
