@@ -42,7 +42,8 @@ class Mark:
 
     def __init__(self, module: Any, device: torch.device, stream: Any) -> None:
         self._module, self._device = module, device
-        self.event: Any = module.Event()
+        # Who waits for CUDA's sleeps: by default it spins, and readers that wait for the bus would take a core each.
+        self.event: Any = module.Event(blocking=True) if device.type == "cuda" else module.Event()
         """torch's own, for streams that are to wait."""
         self.event.record(stream)
 
