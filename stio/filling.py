@@ -23,9 +23,10 @@ from stio.device.base import Landed
 from stio.engine.bell import Bell
 from stio.engine.load import LoadRun
 from stio.engine.opened import OpenCheckpoint
-from stio.engine.route import LoadOptions, prepare
+from stio.engine.route import prepare
 from stio.engine.runtime import Operation
 from stio.engine.switching import switch_interval as shortened
+from stio.engine.target import LoadOptions
 from stio.errors import ClosedError, TensorNotFoundError, WarmStartError, printable
 from stio.placeholder import Slot
 from stio.plan.read import Group, ReadPlan

@@ -12,9 +12,10 @@ from torch import nn
 from stio.device.base import Landed
 from stio.engine.feed import Feed
 from stio.engine.opened import OpenCheckpoint, open_checkpoint
-from stio.engine.route import LoadOptions, Transfer, prepare
+from stio.engine.route import Transfer, prepare
 from stio.engine.runtime import Operation
 from stio.engine.switching import switch_interval as shortened
+from stio.engine.target import LoadOptions
 from stio.errors import TensorNotFoundError
 from stio.events import shown, traced
 from stio.integrity import verify_files

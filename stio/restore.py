@@ -17,8 +17,8 @@ from stio.codec.tree import POINTER, STATE_KEY, TREE_TENSOR, Reference, Tree, pa
 from stio.device.base import Landed
 from stio.device.tensors import collection_paused
 from stio.engine.opened import OpenCheckpoint
-from stio.engine.route import LoadOptions
 from stio.engine.runtime import Operation
+from stio.engine.target import LoadOptions
 from stio.errors import FormatError, LimitError, printable
 from stio.events import Limits
 from stio.loading import gather, start_reading

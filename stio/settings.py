@@ -13,7 +13,7 @@ from stio.device.base import Accelerator, current_device, numbered
 from stio.device.placement import resolve_placement
 from stio.engine.kept import FileCache
 from stio.engine.opened import OpenOptions
-from stio.engine.route import LoadOptions, Memory
+from stio.engine.target import LoadOptions, Memory
 from stio.events import Limits, Trace
 from stio.progress import Progress, progress_callback
 from stio.storage.base import AsyncRoot, Root

@@ -21,9 +21,9 @@ from stio.device.base import Landed
 from stio.device.placement import Placement
 from stio.device.tensors import collection_paused
 from stio.engine.opened import OpenCheckpoint, open_checkpoint
-from stio.engine.route import LoadOptions
 from stio.engine.runtime import Operation
 from stio.engine.switching import switch_interval as shortened
+from stio.engine.target import LoadOptions
 from stio.errors import ClosedError
 from stio.events import traced
 from stio.filling import Filling

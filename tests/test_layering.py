@@ -16,8 +16,8 @@ PACKAGE = ROOT / "stio"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 NEVER = [
-    ("device/", "storage/", "route.py brings the two together"),
-    ("storage/", "device/", "route.py brings the two together"),
+    ("device/", "storage/", "target.py brings the two together"),
+    ("storage/", "device/", "target.py brings the two together"),
     ("plan/", "storage/", "planning does no I/O"),
     ("plan/", "device/", "planning knows no torch"),
 ]

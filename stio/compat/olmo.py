@@ -38,8 +38,8 @@ from stio.codec.tree import STATE_KEY
 from stio.device.sources import sources_of
 from stio.engine.opened import OpenCheckpoint
 from stio.engine.pool import Pool
-from stio.engine.route import LoadOptions
 from stio.engine.runtime import Operation
+from stio.engine.target import LoadOptions
 from stio.errors import CheckpointNotFoundError, FormatError, printable
 from stio.events import Limits
 from stio.loading import collect, start_reading

@@ -7,7 +7,8 @@ import torch
 
 from stio.codec.build import build_header
 from stio.engine.opened import OpenOptions, open_checkpoint
-from stio.engine.route import LoadOptions, prepare
+from stio.engine.route import prepare
+from stio.engine.target import LoadOptions
 from stio.events import Limits
 from stio.memory import PAGE_BYTES
 from stio.storage.local import LocalFile

@@ -15,8 +15,8 @@ from stio.device.base import Target, resolve_device
 from stio.device.copying import has_streams
 from stio.device.tensors import TORCH_DTYPES
 from stio.engine.opened import OpenCheckpoint
-from stio.engine.route import LoadOptions
 from stio.engine.runtime import Operation
+from stio.engine.target import LoadOptions
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.loading import collect
 
