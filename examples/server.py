@@ -151,6 +151,8 @@ class Models:
 
     async def _carry_out(self, path: str) -> None:
         try:
+            if self.current is None:
+                await check(self._root / path)  # the first one: a swap has looked already
             loaded = await self._load(self._root / path, self._note)
             old, self.current = [self.current], loaded
             await asyncio.to_thread(old.clear)  # freeing may wait for the GIL, too, once for each tensor

@@ -13,7 +13,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] not in ("click", "rich"):
         raise
-    print("stio: the command line needs two more packages: pip install 'stio[cli]'", file=sys.stderr)
+    print("stio: the command line needs two more packages: pip install click rich", file=sys.stderr)
     sys.exit(2)
 
 __all__ = ["main"]

@@ -94,7 +94,7 @@ def new_hasher(algorithm: str) -> Hasher:
     try:
         return cast(Hasher, import_module("xxhash").xxh3_128())
     except ImportError as error:
-        raise ImportError("the hash xxh3 comes from the package xxhash: pip install 'stio[hash]'") from error
+        raise ImportError("the hash xxh3 comes from the package xxhash: pip install xxhash") from error
 
 
 def hash_region(hasher: Hasher, region: Region) -> None:

@@ -42,7 +42,7 @@ def progress_callback(progress: Progress) -> Callable[[ProgressEvent], object] |
         try:
             return _Bar(import_module("tqdm.auto").tqdm)
         except ImportError as error:
-            raise ImportError("progress=True draws its bar with tqdm: pip install 'stio[cli]'") from error
+            raise ImportError("progress=True draws its bar with tqdm: pip install tqdm") from error
     if isinstance(progress, type) and hasattr(progress, "update"):
         return _Bar(progress)
     if callable(progress):

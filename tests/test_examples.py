@@ -8,6 +8,7 @@ import inspect
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,35 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model" / "model.safetensors"
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_readme_code_runs(number: int, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(model.parents[1])
-    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    code = compile(BLOCKS[number], f"README.md, block {number}", "exec", flags=flags, dont_inherit=True)
-    names: dict[str, Any] = {"stio": stio}
-    result = eval(code, names)
-    if inspect.iscoroutine(result):
+@pytest.mark.filterwarnings("ignore:stio.sync blocks the running event loop")
+def test_readme_code_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty directory, as somebody pastes it who has nothing yet."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
 
-        async def run() -> None:
-            await result
+    async def run() -> None:
+        for number, block in enumerate(BLOCKS):
+            flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+            code = compile(block, f"README.md, block {number}", "exec", flags=flags, dont_inherit=True)
+            result = eval(code, names)
+            if inspect.iscoroutine(result):
+                await result
 
-        asyncio.run(run())
-    assert len(names) > 2 or "await" in BLOCKS[number]
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("page", ["README.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))])
+def test_code_can_be_pasted_at_a_prompt(page: str) -> None:
+    """Which takes the line behind an indented block for part of it, unless there is an empty one between."""
+    for block in pages.blocks_of(ROOT / page):
+        if block.language == "python" and block.runs:
+            code = compile(
+                block.text, page, "exec", flags=ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
+            )
+            for statement, follower in pairwise(code.body):
+                if hasattr(statement, "body"):
+                    first = min([follower.lineno, *(each.lineno for each in getattr(follower, "decorator_list", []))])
+                    assert first > statement.end_lineno + 1, ast.unparse(statement)
 
 
 def test_readme_code_that_cannot_run_here_names_what_there_is() -> None:
@@ -67,11 +83,12 @@ def test_readme_begins_with_what_it_is() -> None:
     """Three lines that work, one picture, one table."""
     first = README.split("\n## ")[0]
     (code,) = re.findall(r"^```python\n(.*?)^```$", first, re.DOTALL | re.MULTILINE)
-    assert len(code.split("\n\n")) == 2
-    assert len([line for line in code.splitlines() if line]) == 3
+    imports, lines = code.split("\n\n")
+    assert imports == "import stio\nimport torch"
+    assert len(lines.splitlines()) == 3
     assert len(re.findall(r"^!\[", first, re.MULTILINE)) == 1
     assert len(re.findall(r"^\|[-|: ]+\|$", first, re.MULTILINE)) == 1
-    assert len(first.splitlines()) < 45
+    assert len(first.splitlines()) < 46
 
 
 def test_readme_shows_the_whole_face() -> None:

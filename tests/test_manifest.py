@@ -235,7 +235,7 @@ def test_a_missing_package_is_named():
         "except ImportError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "the hash xxh3 comes from the package xxhash: pip install 'stio[hash]'\n"
+    assert done.stdout == "the hash xxh3 comes from the package xxhash: pip install xxhash\n"
 
 
 def test_no_torch():

@@ -128,18 +128,24 @@ def server(command: list[str], port: int, **options: Any) -> Iterator[Server]:
             process.stdout.close()
 
 
-@pytest.fixture(scope="module")
-def served(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@contextmanager
+def running(models: Path, first: str, log: Path) -> Iterator[Server]:
     """The command of the example's first line."""
-    log = tmp_path_factory.mktemp("log") / "stderr"
-    command = ["examples/server.py", str(models), "one.safetensors", "--port", "0"]
+    command = ["examples/server.py", str(models), first, "--port", "0"]
     with log.open("w") as stderr, server(command, 0, stderr=stderr, stdout=subprocess.DEVNULL) as found:
         assert eventually(lambda: "running on" in log.read_text(), PATIENCE_SECONDS), log.read_text()
         found.client.base_url = httpx.URL(re.findall(r"running on (http://\S+)", log.read_text())[0])
         yield found
         assert found.stop() < 5
-    assert "Traceback" not in log.read_text()
     assert "Application shutdown complete" in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def served(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("log") / "stderr"
+    with running(models, "one.safetensors", log) as found:
+        yield found
+    assert "Traceback" not in log.read_text()
 
 
 @pytest.fixture
@@ -226,6 +232,14 @@ def test_a_bad_path_is_refused_and_the_old_model_stays(one: Server, path: str, s
     assert text in str(answer.json()["detail"])
     assert one.ready() == {"ready": True, "version": "one", "loading": None, "error": None}
     assert one.predict().json()["next"] == ANSWERS["one"]
+
+
+def test_a_first_model_of_another_kind_is_named_and_can_be_replaced(models: Path, tmp_path: Path) -> None:
+    with running(models, "more.safetensors", tmp_path / "log") as found:
+        assert eventually(lambda: found.ready()["error"] is not None, PATIENCE_SECONDS)
+        assert found.ready()["error"].endswith("these are other tensors than this server's model has")
+        assert found.swap("one.safetensors").status_code == 202
+        found.until(version="one", loading=None, error=None)
 
 
 @pytest.mark.parametrize("body", [{}, {"tokens": []}, {"tokens": [-1]}, {"tokens": [32]}, {"tokens": ["a"]}], ids=str)

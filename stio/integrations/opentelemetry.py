@@ -22,7 +22,7 @@ try:
     from opentelemetry import trace as otel
     from opentelemetry.util.types import AttributeValue
 except ModuleNotFoundError as error:
-    raise ImportError("spans of OpenTelemetry are made with its interface: pip install 'stio[otel]'") from error
+    raise ImportError("spans of OpenTelemetry are made with its interface: pip install opentelemetry-api") from error
 
 __all__ = ["export_trace", "recording"]
 
