@@ -19,8 +19,10 @@ from stio.storage.local import LocalFile
 __all__ = ["MappedFile"]
 
 _TOUCH_BYTES = 256 << 10
-_SLOW_TOUCH_SECONDS = 0.002
-"""A touch of 256 KiB takes 30 to 100 microseconds; longer, and others wait for the processor or the GIL."""
+_PATIENCE_SECONDS = 0.02
+_SECONDS_A_BYTE = 1 / (1 << 30)
+"""A touch of 256 KiB takes 30 to 100 microseconds. At 240 and more on the average, others wait for the processor or the
+GIL (one wait for that takes 5 ms)."""
 
 
 class MappedFile:
@@ -38,6 +40,7 @@ class MappedFile:
         self._file = file
         self._touching = threading.Lock()
         self._touches = hasattr(os, "preadv")
+        self._patience_seconds = _PATIENCE_SECONDS
         try:
             self.region: Region = memory.map_file(file.fd, file.identity.nbytes, huge_pages=not lazy)
         except OSError as error:
@@ -79,9 +82,9 @@ class MappedFile:
 
         On a virtual machine whose host gives memory when it is touched, a page that only a device has touched costs
         its first reader 0.3 to 1 microsecond and, on a host that is short of memory, up to 90. A disk leaves the
-        processors time for that, if nobody else wants them: one thread touches at a time, and none any more once a
-        call was slow. By a read and not over the mapping, where a file that was cut meanwhile would be SIGBUS. By short
-        reads: a kernel that does not preempt itself stays in one, 30 MiB of which held up all else for 0.5 s.
+        processors time for that, if nobody else wants them: one thread touches at a time, and none any more once it
+        takes longer than it saves. By a read and not over the mapping, where a file that was cut meanwhile would be
+        SIGBUS. By short reads: a kernel that does not preempt itself stays in one, and 30 MiB held up all for 0.5 s.
         """
         scratch, at, end = memoryview(bytearray(_TOUCH_BYTES)), offset, offset + nbytes
         with self._touching:
@@ -94,7 +97,8 @@ class MappedFile:
                 if not done:
                     return
                 at += done
-                self._touches = perf_counter() - started < _SLOW_TOUCH_SECONDS
+                self._patience_seconds += done * _SECONDS_A_BYTE - (perf_counter() - started)
+                self._touches = self._patience_seconds > 0
 
     def _read_through(self, offset: int, nbytes: int) -> None:
         step = min(nbytes, 1 << 20)
