@@ -68,10 +68,15 @@ def _run(suite: Suite, cases: list[Case], settings: Settings, out: Path) -> list
 def _publish(suite: Suite, records: list[dict[str, Any]], out: Path, *, write_readme: bool) -> None:
     """Print the tables, draw the chart beside the raw figures, and update the page."""
     text = report.markdown(records, suite)
-    drawn = out.resolve().with_suffix(".svg")
-    if chart.draw(records, suite, drawn) and write_readme and drawn.is_relative_to(HERE):
-        text += f"\n![{suite.picture}]({drawn.relative_to(HERE)})\n"
     print(text)
+    drawn = out.resolve().with_suffix(".svg")
+    try:
+        is_drawn = chart.draw(records, suite, drawn)
+    except ImportError as error:
+        is_drawn = False
+        print(f"no chart: {error}", file=sys.stderr)
+    if is_drawn and write_readme and drawn.is_relative_to(HERE):
+        text += f"\n![{suite.picture}]({drawn.relative_to(HERE)})\n"
     if write_readme:
         report.write_between_markers(HERE / "README.md", text, suite.markers)
 

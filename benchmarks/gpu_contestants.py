@@ -115,7 +115,7 @@ def _fastsafetensors() -> Load:
     def load(directory: Path) -> Tensors:
         paths = [str(path) for path in shards_of(directory)]
         with fastsafe_open(paths, framework="pytorch", device=place, nogds=True) as file:
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
 
     return load
 
@@ -175,7 +175,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "stio-cache": Contestant("stio, from a HostCache", prepare_async=_stio_cache),
     "safetensors": Contestant("safetensors, load_file of each shard", _safetensors),
     "runai": Contestant("Run:ai streamer, .to(device)", _runai),
-    "fastsafetensors": Contestant("fastsafetensors, no GDS, clone", _fastsafetensors),
+    "fastsafetensors": Contestant("fastsafetensors, no GDS", _fastsafetensors),
     "instanttensor": Contestant("InstantTensor, its default (direct I/O)", _instanttensor),
     "raw-bus": Contestant("limit: pinned memory to device, 64 MiB a copy", _limit(_bus)),
     "raw-page-cache": Contestant("limit: page cache, every processor reading", _limit(gpu_limits.prepare_page_cache)),

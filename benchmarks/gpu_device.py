@@ -45,6 +45,13 @@ def peak_memory() -> int:
     return torch.cuda.max_memory_allocated(device()) if device().type != "cpu" else 0
 
 
+def forget_peak() -> None:
+    """Give back what torch keeps of memory that nobody uses, and begin anew to look for the peak."""
+    if device().type != "cpu":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device())
+
+
 def describe() -> dict[str, Any]:
     """Give what a reader of the figures must know about the device."""
     if device().type == "cpu":

@@ -130,28 +130,29 @@ def prepare_registered() -> Callable[[list[Path]], None]:
     there = torch.ones(CHUNK_BYTES, dtype=torch.uint8, device=device)
     runtime = torch.cuda.cudart() if gpu_device.is_pinned() else None
 
-    def copy(path: Path) -> None:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
-            view = np.frombuffer(mapping, np.uint8)
-            address = view.ctypes.data
-            if runtime is not None and (status := runtime.cudaHostRegister(address, len(view), _REGISTER_READ_ONLY)):
-                raise OSError(f"cudaHostRegister of a file's mapping: {status}")
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that it cannot be written to
-                    source = torch.from_numpy(view)
-                for start in range(0, len(view), CHUNK_BYTES):
-                    length = min(CHUNK_BYTES, len(view) - start)
-                    there[:length].copy_(source[start : start + length], non_blocking=True)
-                gpu_device.synchronize()
-            finally:
-                if runtime is not None:
-                    runtime.cudaHostUnregister(address)
-            del view, source
+    def copy(view: np.ndarray) -> None:
+        address = view.ctypes.data
+        if runtime is not None:
+            status = int(runtime.cudaHostRegister(address, len(view), _REGISTER_READ_ONLY))  # an enum: always true
+            if status:
+                raise OSError(f"cudaHostRegister of a file's mapping: error {status}")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it cannot be written to
+                source = torch.from_numpy(view)
+            for start in range(0, len(view), CHUNK_BYTES):
+                length = min(CHUNK_BYTES, len(view) - start)
+                there[:length].copy_(source[start : start + length], non_blocking=True)
+            gpu_device.synchronize()
+        finally:
+            if runtime is not None:
+                runtime.cudaHostUnregister(address)
 
     def copy_all(paths: list[Path]) -> None:
         for path in paths:
-            copy(path)
+            with open(path, "rb") as file:
+                # Unmapped when the last view of it goes: an error's traceback holds one.
+                copy(np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8))
 
     return copy_all
 

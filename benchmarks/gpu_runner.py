@@ -27,14 +27,17 @@ _FREE_BYTES_KEPT = 4_000_000_000
 def run_cases(cases: list[Case], settings: Settings, emit: Callable[[Record], None]) -> None:
     """Run `cases` one after the other, and hand each record to `emit` as it comes."""
     layout = files.llama_layout(settings.size_bytes)
-    directory = settings.directory / "checkpoint"
+    directory = settings.directory / f"checkpoint-{layout.data_bytes}"  # with --keep there may be others
     free = shutil.disk_usage(settings.directory).free
     if free < layout.data_bytes + min(layout.data_bytes, 2 * SAVE_BYTES) + _FREE_BYTES_KEPT:
         raise SystemExit(f"only {free / 1e9:.1f} GB are free for the benchmark's files")
     if not directory.exists():
-        directory.mkdir()
         print(f"making {layout.data_bytes / 1e9:.1f} GB in shards", file=sys.stderr, flush=True)
-        files.write_sharded(directory, layout, min(_SHARD_BYTES, -(-layout.data_bytes // 3)))
+        partial = directory.with_suffix(".partial")  # of a run that was killed, perhaps
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        files.write_sharded(partial, layout, min(_SHARD_BYTES, -(-layout.data_bytes // 3)))
+        partial.rename(directory)
     checksum = _checksum(directory)
     for case in cases:
         started = time.monotonic()
@@ -71,6 +74,7 @@ def _run_case(
             busy=entry.busy,
             state=case.state,
             verify=entry.name not in seen,
+            prime_bytes=settings.prime_bytes,
             timeline=str(_timeline(settings)) if entry.name == TRACED else "",
         )
         seen.add(entry.name)

@@ -170,6 +170,11 @@ class Into:
             else:
                 submodule.register_buffer(leaf, new)
 
+    def discard(self) -> None:
+        """Let go of what was loaded and made."""
+        self._loaded.clear()
+        self._made.clear()
+
 
 def _has_gradient(dtype: str) -> bool:
     found = TORCH_DTYPES.get(dtype)

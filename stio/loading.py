@@ -185,10 +185,16 @@ class IntoLoad:
         """Put a group in place on the consumer's thread."""
         self.into.put(landed.take())
 
+    def discard(self) -> None:
+        """Let go of all tensors after a failure: its traceback may hold this for long."""
+        self._landed.clear()
+        self.into.discard()
+
     def complete(self) -> LoadReport:
         """Finish on the consumer's thread, once the feed has ended."""
         for landed in self._landed:
             landed.take()
         self.into.complete()
+        self.discard()
         assert self.report is not None
         return self.report

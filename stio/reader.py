@@ -80,7 +80,10 @@ async def _place(load: IntoLoad) -> LoadReport:
         while (landed := await load.feed.next()) is not None:
             load.place(landed)
     except BaseException:
-        await load.feed.aclose()  # placing failed: nobody takes what is still to come
+        try:
+            await load.feed.aclose()  # placing failed: nobody takes what is still to come
+        finally:
+            load.discard()
         raise
     return load.complete()
 

@@ -79,7 +79,10 @@ def _place(load: IntoLoad) -> LoadReport:
         while (landed := load.feed.next_blocking()) is not None:
             load.place(landed)
     except BaseException:
-        load.feed.close()  # placing failed: nobody takes what is still to come
+        try:
+            load.feed.close()  # placing failed: nobody takes what is still to come
+        finally:
+            load.discard()
         raise
     return load.complete()
 

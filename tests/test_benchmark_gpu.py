@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import gpu_device, gpu_limits
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -42,3 +44,43 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert {"stio-cache", "stio-warm", "stio-saver", "dcp", "safetensors"} <= {record["entry"] for record in runs}
     assert "a rehearsal" in records[0]["accelerator"]
     assert page.read_bytes() == before
+
+
+class Runtime:
+    """CUDA's, as torch shows it: statuses are an enum's values, which are true, whatever they say."""
+
+    class Status:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def __int__(self) -> int:
+            return self.value
+
+    def __init__(self, status: int) -> None:
+        self.status, self.calls = status, []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> Runtime.Status:  # noqa: N802 - CUDA's name
+        self.calls.append(("register", nbytes))
+        return self.Status(self.status)
+
+    def cudaHostUnregister(self, address: int) -> Runtime.Status:  # noqa: N802 - CUDA's name
+        self.calls.append(("unregister",))
+        return self.Status(0)
+
+
+@pytest.mark.parametrize("status", [0, 801])
+def test_a_registered_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    runtime = Runtime(status)
+    monkeypatch.setenv(gpu_device.REHEARSAL, "1")
+    monkeypatch.setattr(gpu_device, "is_pinned", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100_000))
+    copy = gpu_limits.prepare_registered()
+    if status:
+        with pytest.raises(OSError, match="801"):
+            copy([path])
+        assert runtime.calls == [("register", 100_000)]
+    else:
+        copy([path])
+        assert runtime.calls == [("register", 100_000), ("unregister",)]

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from stio.errors import DeviceError
+from stio.errors import DeviceError, StioError
 from stio.memory import Region
 
 __all__ = ["Accelerator", "Event", "Landed", "Target", "current_device", "numbered", "resolve_device"]
@@ -79,9 +79,18 @@ class Landed:
     """Marks of the copies, for a host that must know that the data is there, whichever stream will use it."""
 
     def wait(self) -> None:
-        """Block this thread, without the GIL, until the data is there."""
-        for event in self.events:
-            event.synchronize()
+        """Block this thread, without the GIL, until the data is there.
+
+        Raises:
+            DeviceError: A copy failed.
+        """
+        try:
+            for event in self.events:
+                event.synchronize()
+        except RuntimeError as error:
+            if isinstance(error, StioError):
+                raise
+            raise DeviceError(f"copying failed: {error}") from error
 
     def take(self) -> dict[str, torch.Tensor]:
         """Return the tensors to the calling thread; its current stream waits for them, the thread does not."""

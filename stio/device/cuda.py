@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any
 
 import torch
 
 from stio import memory
-from stio.errors import DeviceError, DeviceMemoryError
+from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.memory import Region
 
 __all__ = ["HAVE_STREAMS", "Mark", "TorchAccelerator", "bytes_of", "on_stream"]
@@ -65,14 +66,33 @@ def on_stream(module: Any, device: torch.device, stream: Any) -> Iterator[None]:
         yield
 
 
-@cache
+_making_streams = threading.Lock()
+_copy_streams: dict[torch.device, tuple[Any, Any]] = {}
+
+
 def _copy_stream(module: Any, device: torch.device) -> Any:
     """Return the process's copy stream of a device.
 
     torch's allocator keeps freed memory for the stream that it was allocated under: with a stream for each load, a
     model that replaces another one would find none of its memory, and the device would look full.
     """
-    return module.Stream(device=device)
+    with _making_streams:  # not by `functools.cache`: two first loads at once would get two
+        known, stream = _copy_streams.get(device, (None, None))
+        if known is not module:
+            stream = module.Stream(device=device)
+            _copy_streams[device] = module, stream
+        return stream
+
+
+def _forget_parent() -> None:
+    """Make streams anew in a forked child, where the parent's are none: CUDA says so then, and refuses."""
+    global _making_streams
+    _making_streams = threading.Lock()
+    _copy_streams.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)
 
 
 class TorchAccelerator:
@@ -163,6 +183,7 @@ class TorchAccelerator:
 
         Raises:
             DeviceMemoryError: What was done in it needs more memory than the device has.
+            DeviceError: The device refused what was done in it.
         """
         try:
             with on_stream(self._module, self._device, self._stream):
@@ -176,6 +197,10 @@ class TorchAccelerator:
                 expected=None if needed_bytes is None else f"{needed_bytes:,} bytes",
                 found=None if free is None else f"{free:,} free",
             ) from error
+        except RuntimeError as error:
+            if isinstance(error, StioError):
+                raise
+            raise DeviceError(f"{self._device} failed: {error}") from error
 
     def _free_bytes(self) -> int | None:
         if not hasattr(self._module, "mem_get_info"):

@@ -147,7 +147,7 @@ class DeviceTarget:
         if accelerator is not None:
             self.num_workers = ring.num_workers
             self._stage = Stage(accelerator, slot_bytes=ring.slot_bytes, num_slots=ring.num_slots, trace=options.trace)
-            if options.cache is None:  # from there most is copied without a stop
+            if options.cache is None and not options.slices:  # of which little may be staged
                 self._stage.make_ahead(partial(start_thread, name="pin"), -(-total_bytes // ring.slot_bytes))
             nbytes = ring.slot_bytes
         else:

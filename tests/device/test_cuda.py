@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from support import bits_of, require_equal
 import stio.sync
 from stio import memory
 from stio.device import copying
+from stio.device import cuda as cuda_module
 from stio.device.base import resolve_device
 from stio.device.copying import Readiness, has_streams
 from stio.device.cuda import HAVE_STREAMS, TorchAccelerator
@@ -65,6 +68,35 @@ def test_a_device_that_does_not_answer(driver: StandIn, monkeypatch: pytest.Monk
     monkeypatch.setattr(driver, "Stream", lost)
     with pytest.raises(DeviceError, match="does not answer: the device is lost"):
         TorchAccelerator(DEVICE)
+
+
+def test_loads_at_once_share_a_copy_stream(driver: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that one of them frees is of use to the others only if it was allocated under the same stream."""
+    make, made = driver.Stream, []
+
+    def slow(device: torch.device) -> Any:
+        time.sleep(0.02)
+        made.append(make(device))
+        return made[-1]
+
+    monkeypatch.setattr(driver, "Stream", slow)
+    with ThreadPoolExecutor(4) as pool:
+        accelerators = list(pool.map(lambda _: TorchAccelerator(DEVICE), range(4)))
+    assert len(made) == 1
+    assert all(accelerator._stream is made[0] for accelerator in accelerators)
+    cuda_module._forget_parent()  # as a forked child does
+    assert TorchAccelerator(DEVICE)._stream is made[1]
+
+
+def test_what_the_driver_refuses_is_a_device_error(driver: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = TorchAccelerator(DEVICE)
+
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(DeviceError, match="illegal memory access"):
+        accelerator.empty(4096)
 
 
 def test_c96_out_of_memory(driver: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,16 @@ def test_no_staging_memory_at_every_number(files: dict[str, bytes], tensors: dic
     assert number > 4
 
 
+def test_little_is_pinned_for_a_slice(files: dict[str, bytes], tensors: dict[str, torch.Tensor]) -> None:
+    name, tensor = max(tensors.items(), key=lambda item: item[1].numel())
+    device = FakeDevice()
+    part = stio.sync.load(
+        MemoryRoot(files), names=name, slices={name: slice(0, 1)}, device=device, budget_bytes=1 << 20
+    )
+    assert torch.equal(part[name], tensor[0:1])
+    assert device.num_staging == 1
+
+
 class Gated(FakeDevice):
     """Makes staging memory once it may."""
 

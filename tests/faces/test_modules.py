@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 
+import anyio
 import pytest
 import safetensors.torch
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 import stio
 from stio import sync
-from stio.errors import MismatchError
+from stio.errors import DeviceMemoryError, MismatchError
 from stio.into import Into
 from stio.testing import FakeDevice
 
@@ -210,6 +211,25 @@ async def test_assigned_from_a_device_handed_over_on_the_callers_thread(untied_f
     assert model.head.weight is model.embed.weight
     assert torch.equal(model.embed.weight, filled()["embed.weight"])
     assert torch.equal(model.steps, filled()["steps"])
+
+
+async def test_c96_a_full_device_is_empty_again_where_the_error_is_handled(tmp_path):
+    """Its traceback is alive there; who frees memory and tries again with less must find it."""
+    file = save_file({f"t{k}": ramp(1000, 1000) for k in range(8)}, tmp_path / "x.safetensors")
+    module = nn.ParameterDict({f"t{k}": nn.Parameter(torch.empty(1000, 1000, device="meta")) for k in range(8)})
+    device = FakeDevice(memory_bytes=20 << 20)
+    try:
+        await stio.load_into(module, file, assign=True, device=device)
+    except DeviceMemoryError:
+        assert device.peak_bytes > 0
+        assert device.used_bytes == 0
+    else:
+        pytest.fail("32 MB went into 20 MiB")
+    try:
+        await anyio.to_thread.run_sync(lambda: sync.load_into(module, file, assign=True, device=device))
+    except DeviceMemoryError:
+        assert device.used_bytes == 0
+    assert all(parameter.is_meta for parameter in module.values())
 
 
 async def test_a_target_that_cannot_be_written_fails_and_leaves_nothing(tmp_path):
