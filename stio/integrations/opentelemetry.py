@@ -3,7 +3,7 @@
     with recording("load the model") as trace:
         tensors = await stio.load("model/", trace=trace)
 
-Needs `opentelemetry-api`, the interface alone: who sees the spans decides the application's own SDK. They are made when the
+Needs `opentelemetry-api` alone: who sees the spans decides the application's own SDK. They are made when the
 work has ended, with the times that it took, so nothing of it stands in the way of a load. What has more spans than
 `max_spans` becomes one for each lane and kind of work; an exporter would drop what overruns its queue.
 """
