@@ -57,7 +57,9 @@ bench-server: $(STAMP)  ## the latency of a server's answers while it loads
 
 # With the Python that has CUDA's torch, and no environment of our own: such a machine may have no network, and lack what
 # other tests need (pytest-asyncio, trio; what is missing is skipped). So settings of plugins that are not there are let
-# pass, and what its versions of other packages announce for the future. Where torch sees no accelerator it fails (status 2): asked to prove something on a GPU, it has proved nothing.
+# pass, and what its versions of other packages announce for the future. Where torch sees no accelerator it fails
+# (status 2): asked to prove something on a GPU, it has proved nothing. Two tests more, of `stio load` and of the hub's
+# drop-in, need those packages: `pytest -m gpu` in an environment of ours.
 GPU_TESTS := tests/gpu tests/device
 gpu:  ## all that needs an accelerator: its tests, then its benchmark; GPU_PYTHON names the interpreter
 	$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS) -o addopts='--import-mode=importlib --strict-markers -r fEs' -o minversion=7.4 \

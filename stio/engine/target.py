@@ -142,10 +142,10 @@ class DeviceTarget:
         self._total_bytes = total_bytes
         self._resident = resident
         self.run_budget_bytes = run_budget_bytes
-        self.num_workers = _NUM_MAP_WORKERS if self.maps else NUM_WORKERS
+        num_readers = NUM_WORKERS if accelerator is None else ring.num_workers
+        self.num_workers = _NUM_MAP_WORKERS if self.maps else num_readers
         self._stage: Stage | None = None
         if accelerator is not None:
-            self.num_workers = ring.num_workers
             self._stage = Stage(accelerator, slot_bytes=ring.slot_bytes, num_slots=ring.num_slots, trace=options.trace)
             if options.cache is None and not options.slices:  # of which little may be staged
                 self._stage.make_ahead(partial(start_thread, name="pin"), -(-total_bytes // ring.slot_bytes))
@@ -154,9 +154,7 @@ class DeviceTarget:
             nbytes = self._mapped_bytes() if self.maps else _pages(min(BLOCK_BYTES, run_budget_bytes // 4))
         if options.prompt:
             # All workers are on a group of their own when the first one is complete: a sixteenth of all is read then.
-            nbytes = min(
-                nbytes, _pages(total_bytes // (16 * (NUM_WORKERS if accelerator is None else ring.num_workers)))
-            )
+            nbytes = min(nbytes, _pages(total_bytes // (16 * num_readers)))
         self.plan_options = PlanOptions(group_bytes=nbytes, block_bytes=nbytes)
 
     def abandon(self) -> None:

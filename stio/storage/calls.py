@@ -19,6 +19,7 @@ from stio.memory import libc
 
 __all__ = [
     "close",
+    "exists",
     "fchmod",
     "fsync",
     "make_directory",
@@ -129,7 +130,7 @@ def rename_new(source: str, target: str, *, source_fd: int, target_fd: int, is_d
             raise
         except OSError:
             # No hard links either (FAT, some FUSE). The caller holds the directory's lock: look, then rename.
-            if _exists(target, target_fd):
+            if exists(target, dir_fd=target_fd):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from None
         else:
             os.unlink(source, dir_fd=source_fd)
@@ -137,7 +138,8 @@ def rename_new(source: str, target: str, *, source_fd: int, target_fd: int, is_d
     os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
 
 
-def _exists(name: str, dir_fd: int) -> bool:
+def exists(name: str, *, dir_fd: int) -> bool:
+    """Return whether there is such a name, a link that leads nowhere too."""
     try:
         os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:

@@ -130,7 +130,8 @@ def reclaim(
         if name.startswith(TRASH):
             if not dry_run:
                 calls.remove_tree(name, dir_fd=home_fd)
-            report += GarbageReport(**{"removed" if dry_run or not _exists(home_fd, name) else "kept": (where,)})
+            is_kept = not dry_run and calls.exists(name, dir_fd=home_fd)
+            report += GarbageReport(**{"kept" if is_kept else "removed": (where,)})
         elif _STAGING_NAME.fullmatch(name):
             try:
                 outcome = _reclaim_one(home_fd, name, path, max_age_seconds, dry_run)
@@ -145,14 +146,6 @@ def reclaim(
 
 def _is_no_trash(name: str) -> bool:
     return not name.startswith(TRASH)
-
-
-def _exists(home_fd: int, name: str) -> bool:
-    try:
-        os.stat(name, dir_fd=home_fd, follow_symlinks=False)
-    except OSError:
-        return False
-    return True
 
 
 def _reclaim_one(home_fd: int, name: str, path: str, max_age_seconds: float, dry_run: bool) -> str | None:

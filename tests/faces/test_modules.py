@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+from functools import partial
 
-import anyio
 import pytest
 import safetensors.torch
 import torch
+from anyio.to_thread import run_sync
 from support import HookedRoot, nothing_left, oracle, ramp, require_equal, save_file
 from torch import nn
 
@@ -218,17 +219,15 @@ async def test_c96_a_full_device_is_empty_again_where_the_error_is_handled(tmp_p
     file = save_file({f"t{k}": ramp(1000, 1000) for k in range(8)}, tmp_path / "x.safetensors")
     module = nn.ParameterDict({f"t{k}": nn.Parameter(torch.empty(1000, 1000, device="meta")) for k in range(8)})
     device = FakeDevice(memory_bytes=20 << 20)
-    try:
-        await stio.load_into(module, file, assign=True, device=device)
-    except DeviceMemoryError:
-        assert device.peak_bytes > 0
-        assert device.used_bytes == 0
-    else:
-        pytest.fail("32 MB went into 20 MiB")
-    try:
-        await anyio.to_thread.run_sync(lambda: sync.load_into(module, file, assign=True, device=device))
-    except DeviceMemoryError:
-        assert device.used_bytes == 0
+    blocking = partial(sync.load_into, module, file, assign=True, device=device)
+    for load in (partial(stio.load_into, *blocking.args, **blocking.keywords), partial(run_sync, blocking)):
+        try:
+            await load()
+        except DeviceMemoryError:
+            assert device.peak_bytes > 0
+            assert device.used_bytes == 0
+        else:
+            pytest.fail("32 MB went into 20 MiB")
     assert all(parameter.is_meta for parameter in module.values())
 
 

@@ -184,7 +184,7 @@ FALLIBLE = [
     "fsync", "make_directory", "open_directory", "open_file", "rename", "rename_new", "reserve", "sync_directory",
     "unlink", "write", "write_bytes",
 ]  # fmt: skip
-INFALLIBLE = ["close", "fchmod", "remove_tree", "start_writeback", "try_lock", "unlock"]
+INFALLIBLE = ["close", "exists", "fchmod", "remove_tree", "start_writeback", "try_lock", "unlock"]
 
 
 class System:
