@@ -1,47 +1,49 @@
-"""Staging: a ring of host slots in front of a device, and the device memory that a group lands in.
+"""Staging: a ring of slots in front of a device.
 
 A slot is filled by a reader, copied from by the device's queue, and comes back when the event behind that copy
-has passed. The host never waits for a copy except to get a slot back.
+has passed. The host never waits for a copy except to get a slot back. One reader at a time queues copies, and takes
+along what the others have filled meanwhile: one call and one event for all of it, however many they are.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
+from typing import Generic, TypeVar
 
 import torch
 
 from stio import counters
-from stio.codec.dtypes import tensor_nbytes
 from stio.device.base import Accelerator, Event
-from stio.device.tensors import TORCH_DTYPES, torch_shape, typed
 from stio.errors import DeviceError, StioError
 from stio.events import Trace
 from stio.memory import Region
 
-__all__ = ["OWN_ALLOCATION_BYTES", "VECTOR_BYTES", "DeviceImage", "Stage"]
+__all__ = ["Stage"]
 
-OWN_ALLOCATION_BYTES = 2 << 20
-"""Tensors of this size and above are allocations of their own; smaller ones share some."""
+T = TypeVar("T")
 
-VECTOR_BYTES = 16
-"""Kernels load vectors of this size, and some do not look whether a tensor begins at a multiple of it, as each
-allocation of torch's does. Shorter tensors are aligned as their dtype asks."""
+
+@dataclass(frozen=True, slots=True)
+class _Filled(Generic[T]):
+    slot: Region | None
+    pairs: list[tuple[torch.Tensor, Region]]
+    what: T
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
     event: Event
-    slot: Region | None
+    slots: list[Region]
     start: float
     nbytes: int
 
 
-class Stage:
-    """Slots of staging memory for one device.
+class Stage(Generic[T]):
+    """Slots of staging memory for one device. `T` is whatever a reader calls what it fills a slot with.
 
     Args:
         accelerator: Makes the memory and does the copies.
@@ -62,11 +64,12 @@ class Stage:
         self._closing = False
         self._failure: BaseException | None = None
         self._free: list[Region] = []
+        self._filled: list[_Filled[T]] = []
+        self._is_submitting = False
         self._flying: deque[_Flight] = deque()
         self._landing = 0  # flights that some thread waits for right now
         self._lost: list[Region] = []
         self._changed = threading.Condition()
-        self._submitting = threading.Lock()
         self.held_bytes = 0
         """Bytes of the slots that were made and not let go of."""
         counters.hold(self)
@@ -95,9 +98,10 @@ class Stage:
                     continue
             if make:
                 return self._make()
-            slot = self._land(flight)
-            if slot is not None:
-                return slot
+            slots = self._land(flight)
+            if slots:
+                self._give_back(slots[1:])
+                return slots[0]
         return None
 
     def make_ahead(self, start: Callable[[Callable[[], None]], None], num_slots: int) -> None:
@@ -120,28 +124,51 @@ class Stage:
         except RuntimeError:  # the limit of threads: readers make their own
             self._made_ahead(None)
 
-    def submit(self, slot: Region | None, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
-        """Queue the copies out of a slot; it comes back by itself when they are done, at once if they are refused.
+    def put(self, slot: Region | None, pairs: list[tuple[torch.Tensor, Region]], what: T) -> None:
+        """Have copies out of a slot queued by the next `submit`; it comes back by itself when they are done.
 
-        None: they come out of other memory, which somebody keeps as it is until this is closed.
+        Args:
+            slot: None: they come out of other memory, which somebody keeps as it is until this is closed.
+            pairs: The copies.
+            what: What they bring; `submit` returns it.
         """
-        with self._submitting:  # one submitter a device: copies and their event stay together in its queue
-            try:
-                event = self._accelerator.copy(pairs)
-            except BaseException:
-                if slot is not None:
-                    self.give_back(slot)
-                raise
+        with self._changed:
+            self._filled.append(_Filled(slot, pairs, what))
+
+    def submit(self) -> tuple[Event, list[T]] | None:
+        """Queue all copies that were put, with one event behind them; return it and what they bring.
+
+        None if there is nothing, or another thread is at it: who calls this calls it again until there is nothing, so
+        what comes while it is at it is not left behind. Beside a busy Python thread each call of the device's may wait
+        a switch interval, and readers that wait in line for theirs would read nothing.
+
+        Raises:
+            DeviceError: The device refused; nothing is being copied that was not before.
+        """
+        with self._changed:
+            filled = self._filled
+            if self._is_submitting or not filled:
+                return None
+            self._is_submitting, self._filled = True, []
+        slots = [one.slot for one in filled if one.slot is not None]
+        flight = None
+        try:
+            pairs = [pair for one in filled for pair in one.pairs]
+            event = self._accelerator.copy(pairs)
+            flight = _Flight(event, slots, perf_counter(), sum(region.nbytes for _, region in pairs))
+        finally:
             with self._changed:
-                self._flying.append(_Flight(event, slot, perf_counter(), sum(region.nbytes for _, region in pairs)))
-                self._changed.notify()
-        return event
+                self._is_submitting = False
+                if flight is not None:
+                    self._flying.append(flight)
+                    self._changed.notify()
+            if flight is None:
+                self._give_back(slots)
+        return event, [one.what for one in filled]
 
     def give_back(self, slot: Region) -> None:
         """Return a slot that no copy uses."""
-        with self._changed:
-            self._free.append(slot)
-            self._changed.notify()
+        self._give_back([slot])
 
     def drain(self) -> None:
         """Wait until no copy reads a slot any more, whatever happens to some of them.
@@ -158,9 +185,7 @@ class Stage:
                         break
                 flight = self._take_off()
             try:
-                slot = self._land(flight)
-                if slot is not None:
-                    self.give_back(slot)
+                self._give_back(self._land(flight))
             except BaseException as error:
                 failure = failure or error
         if failure is not None:
@@ -176,6 +201,10 @@ class Stage:
             self._closing = True
             self._changed.wait_for(lambda: not self._making_ahead)
             self._failure = None
+            self._free += [
+                one.slot for one in self._filled if one.slot is not None
+            ]  # a load that ended before its time
+            self._filled.clear()
         try:
             self.drain()
         finally:
@@ -223,16 +252,15 @@ class Stage:
         self._landing += 1
         return self._flying.popleft()
 
-    def _land(self, flight: _Flight) -> Region | None:
+    def _land(self, flight: _Flight) -> list[Region]:
         try:
             flight.event.synchronize()
         except BaseException as error:
-            if flight.slot is not None:
-                with self._changed:
-                    # Whether the device still reads it nobody knows: it is kept, but never filled again, and another
-                    # one may be made in its stead.
-                    self._lost.append(flight.slot)
-                    self._unmade += 1
+            with self._changed:
+                # Whether the device still reads them nobody knows: they are kept, but never filled again, and others
+                # may be made in their stead.
+                self._lost += flight.slots
+                self._unmade += len(flight.slots)
             if isinstance(error, StioError) or not isinstance(error, Exception):
                 raise
             raise DeviceError(f"copying to {self._accelerator.device} failed: {error}") from error
@@ -242,96 +270,9 @@ class Stage:
                 self._changed.notify_all()
         if self._trace is not None:
             self._trace.add("copy", flight.start, perf_counter(), num_bytes=flight.nbytes, lane="copy")
-        return flight.slot
+        return flight.slots
 
-
-@dataclass(frozen=True, slots=True)
-class _Small:
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-@dataclass(slots=True)
-class _Piece:
-    start: int
-    stop: int
-    target: torch.Tensor  # 1-D uint8 on the device; its first byte is the image's byte `start`
-
-
-@dataclass(slots=True)
-class DeviceImage:
-    """The device memory of one group: an allocation for each large tensor, one for each aligned run of small ones."""
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The group's tensors, filled when the events have passed."""
-    shared: list[torch.Tensor] = field(default_factory=list)
-    """Allocations that small tensors lie in."""
-    events: list[Event] = field(default_factory=list)
-    """Behind the copies that were queued for it."""
-    _pieces: list[_Piece] = field(default_factory=list)
-
-    @classmethod
-    def allocate(
-        cls,
-        accelerator: Accelerator,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[tuple[int, ...]],
-        offsets: Sequence[int],
-    ) -> DeviceImage:
-        """Allocate for a group's tensors; `offsets` are their places in the group's image, ascending.
-
-        Raises:
-            DeviceMemoryError: The device is full; what was allocated is free again.
-        """
-        image = cls()
-        run: list[_Small] = []
-        for name, dtype, shape, start in zip(names, dtypes, shapes, offsets, strict=True):
-            nbytes = tensor_nbytes(dtype, shape)
-            is_small = 0 < nbytes < OWN_ALLOCATION_BYTES
-            if run and not (is_small and _is_aligned(start - run[0].start, dtype, nbytes)):
-                image._carve(accelerator, run)
-                run = []
-            if is_small:
-                run.append(_Small(name, dtype, shape, start, start + nbytes))
-                continue
-            flat = accelerator.empty(nbytes)
-            image.tensors[name] = typed(flat, dtype, torch_shape(dtype, shape))
-            if nbytes:
-                image._pieces.append(_Piece(start, start + nbytes, flat))
-        if run:
-            image._carve(accelerator, run)
-        return image
-
-    def pairs(self, start: int, slot: Region) -> list[tuple[torch.Tensor, Region]]:
-        """Return the copies that bring a slot, holding the image's bytes from `start` on, to where they belong."""
-        stop = start + slot.nbytes
-        found = []
-        for piece in self._pieces:
-            low, high = max(start, piece.start), min(stop, piece.stop)
-            if low < high:
-                found.append((piece.target[low - piece.start : high - piece.start], slot.sub(low - start, high - low)))
-        return found
-
-    def _carve(self, accelerator: Accelerator, run: Sequence[_Small]) -> None:
-        start, stop = run[0].start, run[-1].stop
-        flat = accelerator.empty(stop - start)
-        self.shared.append(flat)
-        self._pieces.append(_Piece(start, stop, flat))
-        for small in run:
-            part = flat[small.start - start : small.stop - start]
-            self.tensors[small.name] = _carved(part, small.dtype, small.shape)
-
-
-def _is_aligned(offset: int, dtype: str, nbytes: int) -> bool:
-    """Return whether a tensor may lie there in an allocation."""
-    return not offset % (VECTOR_BYTES if nbytes >= VECTOR_BYTES else TORCH_DTYPES[dtype].itemsize)
-
-
-def _carved(part: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor on a part of a larger allocation, with a storage of exactly its bytes, by way of DLPack."""
-    # Not `Tensor.__dlpack__`: between streams it would make one wait for the other.
-    return typed(torch._C._from_dlpack(torch._C._to_dlpack(part)), dtype, torch_shape(dtype, shape))
+    def _give_back(self, slots: list[Region]) -> None:
+        with self._changed:
+            self._free += slots
+            self._changed.notify(len(slots))

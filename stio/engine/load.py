@@ -41,6 +41,14 @@ class Route(Protocol):
             Seconds that it waited for staging memory before that, where there is some to wait for.
         """
 
+    def settle(self, block: Block, settled: Callable[[Block], None]) -> None:
+        """Send on what was read; called after each `read`.
+
+        `settled` is called with each block that is where it lands, or on its way there in an order that nobody
+        overtakes: this one, or others that were read, for other routes of the run too. What is left out, another call
+        will bring.
+        """
+
     def finish(self, group: Group) -> Landed:
         """Make the tensors of a group whose blocks have all been read."""
 
@@ -226,14 +234,23 @@ class LoadRun:
     def _bring(self, block: Block) -> None:
         group = self._plan.groups[block.group]
         route = self._routes[group.shard]
-        start = perf_counter()
-        waited = (route.read(group, block, self.is_stopped) if block.nbytes else None) or 0.0
-        if self._trace is not None:
-            if waited > _SHOWN_SECONDS:
-                self._trace.add("wait", start, start + waited, detail="for staging memory")
-            self._trace.add(
-                route.label, start + waited, perf_counter(), num_bytes=block.nbytes, detail=type(route).__name__
-            )
+        if block.nbytes:
+            start = perf_counter()
+            waited = route.read(group, block, self.is_stopped) or 0.0
+            if self._trace is not None:
+                if waited > _SHOWN_SECONDS:
+                    self._trace.add("wait", start, start + waited, detail="for staging memory")
+                self._trace.add(
+                    route.label, start + waited, perf_counter(), num_bytes=block.nbytes, detail=type(route).__name__
+                )
+            route.settle(block, self._settled)
+        else:
+            self._settled(block)
+
+    def _settled(self, block: Block) -> None:
+        """Count a block that is on its way; hand its group over if it is the last of it."""
+        group = self._plan.groups[block.group]
+        route = self._routes[group.shard]
         with self._changed:
             if self._stopped:
                 return

@@ -26,7 +26,7 @@ from stio.engine.opened import OpenCheckpoint
 from stio.engine.ranks import host_is_shared
 from stio.engine.ring import Ring, ring_of, usable_cores
 from stio.engine.runtime import start_thread
-from stio.engine.ways import CopyRoute, MapRoute, StageRoute
+from stio.engine.ways import CopyRoute, MapRoute, StageRoute, Staging
 from stio.engine.wishes import Wish
 from stio.events import ProgressEvent, Trace
 from stio.memory import PAGE_BYTES
@@ -144,7 +144,7 @@ class DeviceTarget:
         self.run_budget_bytes = run_budget_bytes
         num_readers = NUM_WORKERS if accelerator is None else ring.num_workers
         self.num_workers = _NUM_MAP_WORKERS if self.maps else num_readers
-        self._stage: Stage | None = None
+        self._stage: Staging | None = None
         if accelerator is not None:
             self._stage = Stage(accelerator, slot_bytes=ring.slot_bytes, num_slots=ring.num_slots, trace=options.trace)
             if options.cache is None and not options.slices:  # of which little may be staged

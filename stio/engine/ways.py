@@ -2,7 +2,7 @@
 
 A route joins one open file to one device. `MapRoute` leaves the bytes in the page cache and maps them,
 `CopyRoute` reads them straight into the tensors' own memory, `StageRoute` reads into a device's staging memory
-and lets the device copy, `KeepRoute` makes no tensors and reads what shall be kept. All answer to the same three calls
+and lets the device copy, `KeepRoute` makes no tensors and reads what shall be kept. All answer to the same four calls
 of the scheduler.
 """
 
@@ -12,12 +12,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import TypeAlias
 
 import torch
 
 from stio import memory
 from stio.device.base import Accelerator, Landed
-from stio.device.staging import DeviceImage, Stage
+from stio.device.image import DeviceImage
+from stio.device.staging import Stage
 from stio.device.tensors import Casts, finish, tensors_in
 from stio.engine.kept import Kept
 from stio.engine.readers import KeptReader, Pacer, reader
@@ -27,7 +29,10 @@ from stio.plan.read import GAP, Block, Group
 from stio.storage.base import Source
 from stio.storage.mapped import MappedFile
 
-__all__ = ["CopyRoute", "KeepRoute", "MapRoute", "StageRoute"]
+__all__ = ["CopyRoute", "KeepRoute", "MapRoute", "StageRoute", "Staging"]
+
+Staging: TypeAlias = Stage[tuple[DeviceImage, Block]]
+"""Slots of a load, each filled with a block for an image."""
 
 
 def _tensors(group: Group, region: Region, dtype: Casts | None) -> dict[str, torch.Tensor]:
@@ -77,6 +82,10 @@ class CopyRoute:
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Read a block into its group's image."""
         self._reader.read(group, block, self._images.get(group), 0, stopped)
+
+    def settle(self, block: Block, settled: Callable[[Block], None]) -> None:
+        """Say that the block is there."""
+        settled(block)
 
     def finish(self, group: Group) -> Landed:
         """Make tensors over the image."""
@@ -131,6 +140,10 @@ class MapRoute:
             if self._cold:
                 self._mapped.touch(block.offset + start, length)
 
+    def settle(self, block: Block, settled: Callable[[Block], None]) -> None:
+        """Say that the block is there."""
+        settled(block)
+
     def finish(self, group: Group) -> Landed:
         """Make tensors over the mapping."""
         if not self._is_mapped(group):
@@ -145,6 +158,14 @@ class MapRoute:
     def close(self) -> None:
         """Let go of the copying way's memory; the mapping belongs to its tensors."""
         self._copy.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Coming:
+    """The device memory of a group under way, allocated by the first who needs it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    image: DeviceImage | None = None
 
 
 class StageRoute:
@@ -164,7 +185,7 @@ class StageRoute:
         self,
         source: Source,
         accelerator: Accelerator,
-        stage: Stage,
+        stage: Staging,
         *,
         dtype: Casts | None = None,
         kept: Kept | None = None,
@@ -173,42 +194,46 @@ class StageRoute:
         self._accelerator = accelerator
         self._stage = stage
         self._dtype = dtype
-        self._lock = threading.Lock()
-        self._images: dict[int, DeviceImage] = {}
+        self._coming: dict[int, _Coming] = {}
 
     label = "read"
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> float:
-        """Read a block into a slot, or have it lent, and queue its copies; return the seconds of waiting for a slot."""
-        waited = 0.0
+        """Read a block into a slot, or have it lent; return the seconds of waiting for a slot."""
+        image = self._image(group)
         lent = self._reader.lend(block, stopped)
         if lent is not None:
-            image = self._image(group)
-            event = self._stage.submit(None, [pair for at, region in lent for pair in image.pairs(at, region)])
-        else:
-            start = perf_counter()
-            slot = self._stage.acquire(stopped)
-            waited = perf_counter() - start
-            if slot is None:
-                return waited
-            try:
-                self._reader.read(group, block, slot, block.at, stopped)
-                if stopped():
-                    raise Cancelled
-                pairs = self._image(group).pairs(block.at, slot.sub(0, _landing_bytes(block)))
-            except BaseException:
-                self._stage.give_back(slot)
-                raise
-            event = self._stage.submit(slot, pairs)
-        with self._lock:
-            self._images[group.index].events.append(event)
+            pairs = [pair for at, region in lent for pair in image.pairs(at, region)]
+            self._stage.put(None, pairs, (image, block))
+            return 0.0
+        start = perf_counter()
+        slot = self._stage.acquire(stopped)
+        waited = perf_counter() - start
+        if slot is None:
+            return waited
+        try:
+            self._reader.read(group, block, slot, block.at, stopped)
+            if stopped():
+                raise Cancelled
+            pairs = image.pairs(block.at, slot.sub(0, _landing_bytes(block)))
+        except BaseException:
+            self._stage.give_back(slot)
+            raise
+        self._stage.put(slot, pairs, (image, block))
         return waited
+
+    def settle(self, block: Block, settled: Callable[[Block], None]) -> None:
+        """Queue the copies of what was read, by whichever reader; say which blocks that were."""
+        while (queued := self._stage.submit()) is not None:
+            event, arrived = queued
+            for image, one in arrived:
+                image.events.append(event)
+                settled(one)
 
     def finish(self, group: Group) -> Landed:
         """Return the device's tensors; the consumer's stream will wait for their last copy."""
         image = self._image(group)
-        with self._lock:
-            del self._images[group.index]
+        del self._coming[group.index]
         tensors, events = image.tensors, image.events
         if group.posts or self._dtype is not None:
             with self._accelerator.on_queue():
@@ -222,15 +247,16 @@ class StageRoute:
         try:
             self._stage.close()
         finally:
-            self._images.clear()
+            self._coming.clear()
 
     def _image(self, group: Group) -> DeviceImage:
-        with self._lock:
-            image = self._images.get(group.index)
-            if image is None:
-                image = DeviceImage.allocate(self._accelerator, group.names, group.dtypes, group.shapes, group.offsets)
-                self._images[group.index] = image
-            return image
+        coming = self._coming.get(group.index) or self._coming.setdefault(group.index, _Coming())
+        with coming.lock:
+            if coming.image is None:
+                coming.image = DeviceImage.allocate(
+                    self._accelerator, group.names, group.dtypes, group.shapes, group.offsets
+                )
+            return coming.image
 
 
 class KeepRoute:
@@ -254,6 +280,10 @@ class KeepRoute:
         """
         if not self._reader.bring(block, stopped):
             raise MemoryError("there is no host memory to keep the checkpoint in")
+
+    def settle(self, block: Block, settled: Callable[[Block], None]) -> None:
+        """Say that the block is there."""
+        settled(block)
 
     def finish(self, group: Group) -> Landed:
         """Make no tensors."""

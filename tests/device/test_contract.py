@@ -16,7 +16,7 @@ from accelerators import RIGS, Rig, rig_of
 
 from stio import memory
 from stio.device.base import Accelerator, Event
-from stio.device.staging import OWN_ALLOCATION_BYTES, DeviceImage
+from stio.device.image import OWN_ALLOCATION_BYTES, DeviceImage
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.memory import Region
 

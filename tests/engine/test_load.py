@@ -58,6 +58,9 @@ class FakeRoute:
             with self._lock:
                 self.inside -= 1
 
+    def settle(self, block: Block, settled: Callable[[Block], None]) -> None:
+        settled(block)
+
     def finish(self, group: Group) -> Landed:
         with self._lock:
             self.finished.append(group.index)

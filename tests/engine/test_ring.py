@@ -10,20 +10,20 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("num_cores", "num_workers"), [(1, 4), (2, 4), (7, 4), (8, 4), (10, 5), (12, 6), (15, 7), (16, 8), (128, 8)]
+    ("num_cores", "num_workers"), [(1, 4), (2, 4), (6, 4), (8, 6), (10, 7), (12, 9), (15, 11), (16, 12), (128, 12)]
 )
 def test_workers_by_cores(num_cores: int, num_workers: int) -> None:
     ring = ring_of(512 * MIB, 1, num_cores=num_cores)
     assert ring.num_workers == num_workers
-    assert ring.num_slots == 2 * num_workers
+    assert ring.num_slots == num_workers + 4
 
 
 @pytest.mark.parametrize(
     ("budget_bytes", "num_accelerators", "ring"),
     [
-        (512 * MIB, 1, Ring(8, 16 * MIB)), (1024 * MIB, 1, Ring(8, 32 * MIB)), (64 << 30, 1, Ring(8, 32 * MIB)),
-        (256 * MIB, 1, Ring(8, 8 * MIB)), (255 * MIB, 1, Ring(7, 8 * MIB)), (128 * MIB, 1, Ring(4, 8 * MIB)),
-        (100 * MIB, 1, Ring(4, 4 * MIB)), (512 * MIB, 2, Ring(8, 8 * MIB)), (512 * MIB, 4, Ring(4, 8 * MIB)),
+        (512 * MIB, 1, Ring(12, 16 * MIB)), (1024 * MIB, 1, Ring(12, 32 * MIB)), (64 << 30, 1, Ring(12, 32 * MIB)),
+        (256 * MIB, 1, Ring(12, 8 * MIB)), (255 * MIB, 1, Ring(11, 8 * MIB)), (128 * MIB, 1, Ring(4, 8 * MIB)),
+        (100 * MIB, 1, Ring(4, 4 * MIB)), (512 * MIB, 2, Ring(12, 8 * MIB)), (512 * MIB, 4, Ring(4, 8 * MIB)),
         (512 * MIB, 8, Ring(4, 4 * MIB)), (1 * MIB, 1, Ring(4, 64 * KIB)), (100 * KIB, 1, Ring(4, 4 * KIB)),
         (1, 1, Ring(4, 4 * KIB)), (1, 8, Ring(4, 4 * KIB)),
     ],
