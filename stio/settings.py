@@ -32,7 +32,7 @@ SourceLike: TypeAlias = str | os.PathLike[str] | Root | AsyncRoot
 """A `.safetensors` file, an index, a directory, or a root of one's own (`stio.testing`)."""
 
 DEFAULT_BUDGET_BYTES = 512 << 20
-_MEMORY = ("auto", "map", "lazy", "copy")
+_MEMORY = ("auto", "map", "lazy", "copy", "gds")
 
 
 class Keywords(TypedDict, total=False):
@@ -61,7 +61,8 @@ class Settings:
     dtype: torch.dtype | None = None
     """Cast floating tensors to it."""
     memory: Memory = "auto"
-    """How tensors on the CPU get their memory."""
+    """How tensors on the CPU get their memory. `"gds"`: what the page cache does not hold goes from the disk to an
+    accelerator by GPUDirect Storage (kvikio); staged, with a warning, where that does not serve."""
     budget_bytes: int | None = None
     """Most bytes under way."""
     strict: bool = True
@@ -90,8 +91,9 @@ class Settings:
             raise ValueError(f"memory= takes one of {', '.join(map(repr, _MEMORY))}, not {self.memory!r}")
         if self.cache is not None and not isinstance(self.cache, FileCache):
             raise TypeError(f"cache= takes a stio.HostCache, not {self.cache!r}")
-        if self.cache is not None and self.memory in ("map", "lazy"):
-            raise ValueError(f"cache= copies its files, memory={self.memory!r} maps them: choose one of the two")
+        if self.cache is not None and self.memory in ("map", "lazy", "gds"):
+            does = "passes by the host's memory" if self.memory == "gds" else "maps them"
+            raise ValueError(f"cache= copies its files, memory={self.memory!r} {does}: choose one of the two")
         if not isinstance(self.verify, bool):
             raise TypeError(f"verify= takes True or False, not {self.verify!r}")
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):

@@ -45,6 +45,7 @@ DYNAMIC_IMPORTS = {
     "compat/safetensors/_serialize.py": "the save path needs torch, `serialize` does not",
     "integrations/vllm.py": "vLLM is there when it calls; the hub is asked for files that are not on this machine only",
     "manifest.py": "xxhash is an extra, wanted with hash='xxh3' only",
+    "storage/gds.py": "kvikio is an extra, wanted with memory='gds' only",
     "progress.py": "tqdm is an extra, wanted with progress=True only",
 }
 """Files that call `import_module`, with the reason."""

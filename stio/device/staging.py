@@ -49,13 +49,21 @@ class Stage(Generic[T]):
         accelerator: Makes the memory and does the copies.
         slot_bytes: Size of a slot, the largest block.
         num_slots: How many; they are made when first needed.
+        make: Makes one; the accelerator's staging memory by default.
         trace: Where spans of copies go: from queueing to when the host saw the end, an upper bound.
     """
 
     def __init__(
-        self, accelerator: Accelerator, *, slot_bytes: int, num_slots: int, trace: Trace | None = None
+        self,
+        accelerator: Accelerator,
+        *,
+        slot_bytes: int,
+        num_slots: int,
+        make: Callable[[int], Region] | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self._accelerator = accelerator
+        self._new_slot = make or accelerator.staging
         self._trace = trace
         self.slot_bytes = slot_bytes
         """Size of a slot."""
@@ -237,7 +245,7 @@ class Stage(Generic[T]):
 
     def _make(self) -> Region:
         try:
-            slot = self._accelerator.staging(self.slot_bytes)
+            slot = self._new_slot(self.slot_bytes)
         except BaseException:
             with self._changed:
                 self._unmade += 1

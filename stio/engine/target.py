@@ -20,18 +20,20 @@ from stio.device.cuda import TorchAccelerator
 from stio.device.placement import Placement
 from stio.device.staging import Stage
 from stio.device.tensors import Casts
+from stio.engine.gds import GdsRoute, device_memory, opened_directly
 from stio.engine.kept import FileCache, Kept
 from stio.engine.load import Route
 from stio.engine.opened import OpenCheckpoint
 from stio.engine.ranks import host_is_shared
 from stio.engine.ring import Ring, ring_of, usable_cores
 from stio.engine.runtime import start_thread
-from stio.engine.ways import CopyRoute, MapRoute, StageRoute, Staging
+from stio.engine.ways import CopyRoute, DeviceImages, MapRoute, StageRoute, Staging
 from stio.engine.wishes import Wish
 from stio.events import ProgressEvent, Trace
 from stio.memory import PAGE_BYTES
 from stio.plan.read import PlanOptions
 from stio.storage.base import Source
+from stio.storage.gds import GdsFile, require_kvikio
 from stio.storage.local import LocalFile
 from stio.storage.mapped import MappedFile
 
@@ -46,8 +48,8 @@ __all__ = [
     "targets_of",
 ]
 
-Memory = Literal["auto", "map", "lazy", "copy"]
-"""Where tensors on the CPU live; see `stio.load`."""
+Memory = Literal["auto", "map", "lazy", "copy", "gds"]
+"""Where tensors on the CPU live; "gds": whether the host's memory is passed by on the way to an accelerator."""
 
 _MIB = 1 << 20
 BLOCK_BYTES = 32 * _MIB
@@ -72,7 +74,7 @@ class LoadOptions:
     dtype: Casts | None = None
     """Cast to it; see `stio.device.tensors.Casts`."""
     memory: Memory = "auto"
-    """How tensors on the CPU get their memory."""
+    """How tensors on the CPU get their memory, or "gds"."""
     budget_bytes: int = 512 * _MIB
     """Most bytes between storage and consumer."""
     slices: Mapping[str, object] = field(default_factory=dict)
@@ -103,6 +105,10 @@ def targets_of(opened: OpenCheckpoint, wishes: Sequence[Wish], options: LoadOpti
         if isinstance(file, LocalFile) and any(wish.positions[shard] for wish in wishes)
     }
     accelerators = [_accelerator(wish.device) for wish in wishes]
+    if options.memory == "gds":
+        require_kvikio()
+        if accelerators and not any(accelerators):
+            raise ValueError("memory='gds' is a way to an accelerator, and all tensors go to the CPU")
     # Half for staging slots, half for what the consumer has not taken yet.
     num_staged = sum(accelerator is not None for accelerator in accelerators)
     ring = ring_of(options.budget_bytes, num_staged, num_cores=usable_cores())
@@ -145,9 +151,16 @@ class DeviceTarget:
         num_readers = NUM_WORKERS if accelerator is None else ring.num_workers
         self.num_workers = _NUM_MAP_WORKERS if self.maps else num_readers
         self._stage: Staging | None = None
+        self._direct: Staging | None = None
+        self._directly: list[GdsFile] = []
         if accelerator is not None:
-            self._stage = Stage(accelerator, slot_bytes=ring.slot_bytes, num_slots=ring.num_slots, trace=options.trace)
-            if options.cache is None and not options.slices:  # of which little may be staged
+            slots = partial(
+                Stage, accelerator, slot_bytes=ring.slot_bytes, num_slots=ring.num_slots, trace=options.trace
+            )
+            self._stage = slots()
+            if options.memory == "gds":
+                self._direct = slots(make=device_memory(accelerator))
+            elif options.cache is None and not options.slices:  # of which little may be staged
                 self._stage.make_ahead(partial(start_thread, name="pin"), -(-total_bytes // ring.slot_bytes))
             nbytes = ring.slot_bytes
         else:
@@ -159,8 +172,11 @@ class DeviceTarget:
 
     def abandon(self) -> None:
         """Let go of what was made for it: nothing will be read."""
-        if self._stage is not None:
-            self._stage.close()
+        for stage in (self._stage, self._direct):
+            if stage is not None:
+                stage.close()
+        for file in self._directly:
+            file.close()
 
     @property
     def maps(self) -> bool:
@@ -180,7 +196,11 @@ class DeviceTarget:
     def route(self, file: Source, kept: Kept | None) -> Route:
         """Choose the way in for a file, of which `kept` is the image, if there is one."""
         options, dtype = self._options, self._options.dtype
-        if self.maps and isinstance(file, LocalFile) and (options.memory != "auto" or file.on_local_filesystem):
+        if (
+            self.maps
+            and isinstance(file, LocalFile)
+            and (options.memory in ("map", "lazy") or file.on_local_filesystem)
+        ):
             populates = options.memory != "lazy" and self._affordable
             mapped = MappedFile(file, lazy=not populates)
             resident = self._resident[file]
@@ -198,7 +218,15 @@ class DeviceTarget:
         read_directly(file, self._resident[file] if isinstance(file, LocalFile) else _COLD_BELOW)
         if self._accelerator is None or self._stage is None:
             return CopyRoute(file, dtype=dtype, kept=kept)
-        return StageRoute(file, self._accelerator, self._stage, dtype=dtype, kept=kept)
+        images = DeviceImages(self._accelerator)
+        staged = StageRoute(file, images, self._stage, dtype=dtype, kept=kept)
+        if self._direct is not None and isinstance(file, LocalFile) and self._resident[file] < _COLD_BELOW:
+            direct = opened_directly(file, self._accelerator)
+            if direct is not None:
+                self._directly.append(direct)
+                return GdsRoute(direct, StageRoute(direct, images, self._direct, dtype=dtype), staged)
+            self._direct = None  # nor will it serve the next file
+        return staged
 
     @property
     def _affordable(self) -> bool:

@@ -29,7 +29,7 @@ from stio.plan.read import GAP, Block, Group
 from stio.storage.base import Source
 from stio.storage.mapped import MappedFile
 
-__all__ = ["CopyRoute", "KeepRoute", "MapRoute", "StageRoute", "Staging"]
+__all__ = ["CopyRoute", "DeviceImages", "KeepRoute", "MapRoute", "StageRoute", "Staging"]
 
 Staging: TypeAlias = Stage[tuple[DeviceImage, Block]]
 """Slots of a load, each filled with a block for an image."""
@@ -162,10 +162,45 @@ class MapRoute:
 
 @dataclass(slots=True, eq=False)
 class _Coming:
-    """The device memory of a group under way, allocated by the first who needs it."""
-
     lock: threading.Lock = field(default_factory=threading.Lock)
     image: DeviceImage | None = None
+
+
+class DeviceImages:
+    """The device memory of groups under way, each allocated by the first who needs it; others wait for that one alone.
+
+    Args:
+        accelerator: The device.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        """The device."""
+        self._coming: dict[int, _Coming] = {}
+
+    def get(self, group: Group) -> DeviceImage:
+        """Return a group's memory.
+
+        Raises:
+            DeviceMemoryError: The device is full.
+        """
+        coming = self._coming.get(group.index) or self._coming.setdefault(group.index, _Coming())
+        with coming.lock:
+            if coming.image is None:
+                coming.image = DeviceImage.allocate(
+                    self.accelerator, group.names, group.dtypes, group.shapes, group.offsets
+                )
+            return coming.image
+
+    def pop(self, group: Group) -> DeviceImage:
+        """Return a group's memory, whose copies are all queued, and forget it."""
+        image = self.get(group)
+        del self._coming[group.index]
+        return image
+
+    def clear(self) -> None:
+        """Let go of all of it."""
+        self._coming.clear()
 
 
 class StageRoute:
@@ -175,7 +210,7 @@ class StageRoute:
 
     Args:
         source: The open file.
-        accelerator: The device.
+        images: The device's memory.
         stage: Its staging slots, shared by all files of the load.
         dtype: Cast to it on the device; see `stio.device.tensors.Casts`.
         kept: The file's image; it must be held until this is closed.
@@ -184,23 +219,22 @@ class StageRoute:
     def __init__(
         self,
         source: Source,
-        accelerator: Accelerator,
+        images: DeviceImages,
         stage: Staging,
         *,
         dtype: Casts | None = None,
         kept: Kept | None = None,
     ) -> None:
         self._reader = reader(source, kept)
-        self._accelerator = accelerator
+        self._images = images
         self._stage = stage
         self._dtype = dtype
-        self._coming: dict[int, _Coming] = {}
 
     label = "read"
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> float:
         """Read a block into a slot, or have it lent; return the seconds of waiting for a slot."""
-        image = self._image(group)
+        image = self._images.get(group)
         lent = self._reader.lend(block, stopped)
         if lent is not None:
             pairs = [pair for at, region in lent for pair in image.pairs(at, region)]
@@ -232,14 +266,13 @@ class StageRoute:
 
     def finish(self, group: Group) -> Landed:
         """Return the device's tensors; the consumer's stream will wait for their last copy."""
-        image = self._image(group)
-        del self._coming[group.index]
+        image, accelerator = self._images.pop(group), self._images.accelerator
         tensors, events = image.tensors, image.events
         if group.posts or self._dtype is not None:
-            with self._accelerator.on_queue():
+            with accelerator.on_queue():
                 tensors = finish(tensors, {group.names[k]: post for k, post in group.posts.items()}, self._dtype)
-            events = [self._accelerator.copy([])]
-        accelerator, memory_in_use = self._accelerator, [*tensors.values(), *image.shared]
+            events = [accelerator.copy([])]
+        memory_in_use = [*tensors.values(), *image.shared]
         return Landed(tensors, lambda: accelerator.hand_over(memory_in_use, events), events)
 
     def close(self) -> None:
@@ -247,16 +280,7 @@ class StageRoute:
         try:
             self._stage.close()
         finally:
-            self._coming.clear()
-
-    def _image(self, group: Group) -> DeviceImage:
-        coming = self._coming.get(group.index) or self._coming.setdefault(group.index, _Coming())
-        with coming.lock:
-            if coming.image is None:
-                coming.image = DeviceImage.allocate(
-                    self._accelerator, group.names, group.dtypes, group.shapes, group.offsets
-                )
-            return coming.image
+            self._images.clear()
 
 
 class KeepRoute:
