@@ -63,7 +63,7 @@ CASES: tuple[Case, ...] = (
     Case(
         "gpu-cold",
         "from the disk to the device",
-        (*(Entry(name) for name in ("stio", *_PEERS, "raw-disk")), *_rings("-direct")),
+        (*(Entry(name) for name in ("stio", "stio-gds", *_PEERS, "raw-disk")), *_rings("-direct")),
         rounds=3,
         state="cold",
         not_quick=frozenset(ring_name(*ring) + "-direct" for ring in RINGS),

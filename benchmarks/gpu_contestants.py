@@ -172,6 +172,7 @@ def _rings(*, direct: bool) -> dict[str, Contestant]:
 CONTESTANTS: dict[str, Contestant] = {
     "stio": Contestant("stio", prepare_async=_stio()),
     "stio-switch": Contestant("stio, switch_interval 0.5 ms", prepare_async=_stio(switch_interval=SWITCH_SECONDS)),
+    "stio-gds": Contestant("stio, memory='gds'", prepare_async=_stio(memory="gds")),
     "stio-cache": Contestant("stio, from a HostCache", prepare_async=_stio_cache),
     "safetensors": Contestant("safetensors, load_file of each shard", _safetensors),
     "runai": Contestant("Run:ai streamer, .to(device)", _runai),
@@ -187,6 +188,7 @@ CONTESTANTS: dict[str, Contestant] = {
     **_rings(direct=True),
 }
 _IMPORTS = {
+    "stio-gds": "kvikio",
     "safetensors": "safetensors",
     "runai": "runai_model_streamer",
     "fastsafetensors": "fastsafetensors",
@@ -195,11 +197,13 @@ _IMPORTS = {
 
 
 def missing_package(contestant: str) -> str | None:
-    """Name the package that a contestant needs and this machine has not."""
+    """Name the package that a contestant needs and this machine has not, or what the package needs."""
     from importlib.util import find_spec
 
     needed = _IMPORTS.get(contestant)
-    return needed if needed is not None and find_spec(needed) is None else None
+    if needed is not None and find_spec(needed) is None:
+        return needed
+    return "GPUDirect Storage" if needed == "kvikio" and not gpu_device.has_gds() else None
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:

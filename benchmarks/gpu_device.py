@@ -63,3 +63,10 @@ def describe() -> dict[str, Any]:
 def is_there() -> bool:
     """Tell whether torch sees a CUDA device, without making a context on it."""
     return torch.cuda.is_available()
+
+
+def has_gds() -> bool:
+    """Tell whether kvikio finds GPUDirect Storage set up: where it does not, a load goes through the host."""
+    from kvikio import cufile_driver
+
+    return bool(cufile_driver.get("is_gds_available"))

@@ -15,6 +15,7 @@ import click
 
 import stio
 from stio.cli_common import PATH, Bar, CommandError, counted, matcher, one_line, rate_text, require_writable
+from stio.errors import StioError
 from stio.events import Trace
 from stio.interrupts import starting
 from stio.spans import show_bytes
@@ -30,10 +31,10 @@ _TIMELINES = {".html": "save_html", ".json": "save_chrome", ".svg": "save_svg"}
 @click.option("--device", default="auto", show_default=True, help="As torch names it; 'auto' is its accelerator.")
 @click.option(
     "--memory",
-    type=click.Choice(["auto", "map", "lazy", "copy"]),
+    type=click.Choice(["auto", "map", "lazy", "copy", "gds"]),
     default="auto",
     show_default=True,
-    help="How tensors on the CPU get their memory; see the documentation of stio.load.",
+    help="How tensors on the CPU get their memory; gds: past the host's, to a GPU. See stio.load's documentation.",
 )
 @click.option("--filter", "pattern", metavar="PATTERN", help="Only names that match 'a.*.glob' or '/an expression/'.")
 @click.option("--verify", is_flag=True, help="Compare the files with their manifest before.")
@@ -43,7 +44,7 @@ _TIMELINES = {".html": "save_html", ".json": "save_chrome", ".svg": "save_svg"}
 def load(
     path: str,
     device: str,
-    memory: Literal["auto", "map", "lazy", "copy"],
+    memory: Literal["auto", "map", "lazy", "copy", "gds"],
     pattern: str | None,
     verify: bool,
     timeline: str | None,
@@ -69,7 +70,9 @@ def load(
             tensors = carry_out(
                 path, names=names, device=device, memory=memory, verify=verify, trace=trace, progress=bar
             )
-        except ImportError as error:  # the package that made the hashes
+        except (ImportError, ValueError) as error:  # a package that made the hashes or reads; gds with the CPU
+            if isinstance(error, StioError):
+                raise
             raise CommandError(one_line(str(error))) from error
         where = sorted({str(tensor.device) for tensor in tensors.values()})
         for name in where:
