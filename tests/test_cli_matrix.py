@@ -199,7 +199,7 @@ PRESSED = {
 def test_ctrl_c(name: str, weights: Path, tmp_path: Path) -> None:
     home, _, attribute = f"stio.{PRESSED[name]}".rpartition(".")
     press = f"""
-import itertools, os, pkgutil, signal
+import itertools, os, pkgutil, signal, time
 import stio.cli
 turns = itertools.count()
 home = pkgutil.resolve_name({home!r})
@@ -207,6 +207,7 @@ plain = getattr(home, {attribute!r})
 def pressed(*arguments, **keywords):
     if next(turns) == 0:
         os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)  # a worker: the main thread has its turn before the work is done
     return plain(*arguments, **keywords)
 setattr(home, {attribute!r}, pressed)
 """
