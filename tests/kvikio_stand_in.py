@@ -10,6 +10,7 @@ import ctypes
 import os
 import sys
 import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +31,7 @@ class Kvikio:
         fail_read: Number of the read, from 1, from which on reads fail.
         most_bytes: What one read brings at most.
         does: "right", "nothing" (reads say that they read), or "wrong" (one bit of the last byte).
+        put: Brings bytes to a buffer of a real device's; an address of the host's by default.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class Kvikio:
         fail_read: int = 0,
         most_bytes: int = 1 << 40,
         does: str = "right",
+        put: Callable[[Any, bytes], None] | None = None,
     ) -> None:
         self.device, self.is_there = device, is_there
         self.refuse_open, self.fail_read, self.most_bytes, self.does = refuse_open, fail_read, most_bytes, does
+        self.put = put
         self.num_opened = self.num_open = self.num_reads = self.read_bytes = 0
         self.overwritten = False
         """Whether something was read to where a copy was still to come from."""
@@ -87,7 +91,10 @@ class File:
         if kvikio.does == "wrong" and data:
             data = data[:-1] + bytes([data[-1] ^ 1])
         if kvikio.does != "nothing":
-            ctypes.memmove(address, data, len(data))
+            if kvikio.put is not None:
+                kvikio.put(buf, data)
+            else:
+                ctypes.memmove(address, data, len(data))
         with kvikio.lock:
             kvikio.read_bytes += len(data)
         return len(data)
