@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,14 @@ def _settle_torch() -> None:
     torch = pytest.importorskip("torch")
     torch.set_num_threads(1)
     pytest.importorskip("hypothesis")  # its plugin looks through the collector's objects when it is imported
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Return the parent of processes that begin with torch and stio imported."""
+    zygote = pytest.importorskip("crash.zygote").Zygote(tmp_path_factory.mktemp("output"))
+    yield zygote
+    zygote.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,12 +14,10 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from support import REPOSITORY, eventually
 
@@ -122,31 +120,24 @@ class Zygote:
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
-    def start(self, code: str, *arguments: object) -> Child:
+    def start(self, code: str, *arguments: object, cwd: Path | None = None, **environment: str) -> Child:
         """Start a script; its arguments stand in `sys.argv` from 1 on."""
         self._num_children += 1
         output = self._directory / f"child-{self._num_children}"
         output.with_suffix(".out").touch()
         request = {"code": textwrap.dedent(code), "argv": ["child", *map(str, arguments)], "output": str(output)}
+        request |= {"cwd": str(cwd or Path.cwd()), "environment": environment}
         return Child(self, self.ask(request), output)
 
-    def run(self, code: str, *arguments: object) -> Finished:
+    def run(self, code: str, *arguments: object, cwd: Path | None = None, **environment: str) -> Finished:
         """Run a script to its end."""
-        return self.start(code, *arguments).wait()
+        return self.start(code, *arguments, cwd=cwd, **environment).wait()
 
     def close(self) -> None:
         """End the parent."""
         with self._process:
             assert self._process.stdin is not None
             self._process.stdin.close()
-
-
-@pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """Directories of tests import it into their conftest."""
-    zygote = Zygote(tmp_path_factory.mktemp("output"))
-    yield zygote
-    zygote.close()
 
 
 def started(zygote: Zygote, code: str, *arguments: object) -> Child:
@@ -211,5 +202,7 @@ if __name__ == "__main__":
     request = serve()
     if request is not None:
         sys.argv = request["argv"]
+        os.chdir(request["cwd"])
+        os.environ |= request["environment"]
         # Not in a function: the script ends where the main module does.
         exec(compile(request["code"], "<script>", "exec"), {"__name__": "__main__"})

@@ -1,7 +1,4 @@
-"""What tests of the host cache load, and where to, and the parent of processes that are forked, not started.
-
-A file that defines these names itself has its own.
-"""
+"""What tests of the host cache load, and where to. A file that defines these names itself has its own."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from crash.zygote import zygote  # noqa: F401 - a fixture
 from support import save_sharded
 
 from stio.testing import FakeDevice
