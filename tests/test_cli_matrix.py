@@ -211,14 +211,18 @@ PRESSED = {
 def test_ctrl_c(called: Called, name: str, weights: Path, tmp_path: Path) -> None:
     home, _, attribute = f"stio.{PRESSED[name]}".rpartition(".")
     press = f"""
-import itertools, os, pkgutil, signal
+import itertools, os, pkgutil, signal, threading
 import stio.cli
+from stio.engine import runtime
 turns = itertools.count()
 home = pkgutil.resolve_name({home!r})
 plain = getattr(home, {attribute!r})
 def pressed(*arguments, **keywords):
     if next(turns) == 0:
         os.kill(os.getpid(), signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread():  # which may be slow to hear of it
+            from support import eventually
+            assert eventually(lambda: any(operation.cancelled for operation in list(runtime._live)))
     return plain(*arguments, **keywords)
 setattr(home, {attribute!r}, pressed)
 """
