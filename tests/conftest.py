@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -59,3 +60,11 @@ def _freeze() -> None:
     """Keep what the session has piled up out of the collections that tests ask for: 1 ms each instead of 100 to 500."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _not_nice() -> Iterator[None]:
+    """Require that no test lowers the priority of the thread of all that follow, and of the processes they start."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    yield
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before

@@ -204,5 +204,6 @@ if __name__ == "__main__":
         sys.argv = request["argv"]
         os.chdir(request["cwd"])
         os.environ |= request["environment"]
+        torch.set_num_threads(1)  # it makes its pool anew in a forked child, and not safely where threads do that
         # Not in a function: the script ends where the main module does.
         exec(compile(request["code"], "<script>", "exec"), {"__name__": "__main__"})
