@@ -31,7 +31,7 @@ check: $(STAMP) $(MODEL_STAMP)  ## format, lint, strict types, all tests
 
 # The tests in two halves beside each other, on two cores: no half needs one of its own, and each waits for much. What one
 # prints is shown when it has ended. `pytest` alone runs all of them, one after the other.
-CHILDREN := tests/crash tests/integrations tests/test_*.py
+CHILDREN := tests/crash tests/test_*.py
 check-children:
 	@$(BIN)/python -m pytest -q $(CHILDREN)
 
