@@ -16,7 +16,7 @@ DOCS_STAMP := $(VENV)/.stio-docs
 TOOLS ?= .venv-package
 TOOLS_STAMP := $(TOOLS)/.stio-tools
 
-.PHONY: demo test check fmt docs tutorial captures bench bench-save bench-compat bench-server gpu fuzz crash package extras clean
+.PHONY: demo test check check-children check-rooms fmt docs tutorial captures bench bench-save bench-compat bench-server gpu fuzz crash package extras clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove it bit-equal, draw what happened
 	@$(BIN)/python examples/demo.py
@@ -27,7 +27,16 @@ check: $(STAMP) $(MODEL_STAMP)  ## format, lint, strict types, all tests
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy --strict stio
-	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-children check-rooms
+
+# The tests in two halves beside each other, on two cores: no half needs one of its own, and each waits for much. What one
+# prints is shown when it has ended. `pytest` alone runs all of them, one after the other.
+CHILDREN := tests/crash tests/test_*.py
+check-children:
+	@$(BIN)/python -m pytest -q $(CHILDREN)
+
+check-rooms:
+	@$(BIN)/python -m pytest -q $(CHILDREN:%='--ignore-glob=%')
 
 fmt: $(STAMP)
 	$(BIN)/ruff format

@@ -69,9 +69,10 @@ def llama_layout(size_bytes: int) -> Layout:
 
     The layers are those of a model of one billion parameters (hidden 2048, a quarter of the query heads for keys and
     values); their number follows the size. Below 1 GB hidden is 1024, so that a quick run still has several layers;
-    from 8 GB on it is 4096, as models of that size have it.
+    from 8 GB on it is 4096, as models of that size have it; below 100 MB, where nothing is measured, it is 256.
     """
-    hidden = 4096 if size_bytes >= 8_000_000_000 else 2048 if size_bytes >= 1_000_000_000 else 1024
+    steps = ((8_000_000_000, 4096), (1_000_000_000, 2048), (100_000_000, 1024), (0, 256))
+    hidden = next(hidden for least, hidden in steps if size_bytes >= least)
     narrow, wide, vocabulary = hidden // 4, 4 * hidden, 32000
     layer = {
         "input_layernorm.weight": (hidden,),

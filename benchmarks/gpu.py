@@ -19,7 +19,7 @@ from benchmarks.stats import Runs, plain
 from benchmarks.suite import Columns, Panel, Suite
 
 _REHEARSE = "--rehearse"
-_REHEARSAL_BYTES = 120_000_000
+_REHEARSAL_BYTES = 40_000_000
 
 
 def _row(extra: str, case: str, entry: str, runs: Runs) -> list[str]:

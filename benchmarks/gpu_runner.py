@@ -74,7 +74,7 @@ def _run_case(
             busy=entry.busy,
             state=case.state,
             verify=entry.name not in seen,
-            prime_bytes=settings.prime_bytes,
+            prime_bytes=min(settings.prime_bytes, 3 * layout.data_bytes),  # all copies that a run can use
             timeline=str(_timeline(settings)) if entry.name == TRACED else "",
         )
         seen.add(entry.name)

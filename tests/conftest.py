@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,8 +47,24 @@ def _settle_torch() -> None:
     pytest.importorskip("hypothesis")  # its plugin looks through the collector's objects when it is imported
 
 
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Return the parent of processes that begin with torch and stio imported."""
+    zygote = pytest.importorskip("crash.zygote").Zygote(tmp_path_factory.mktemp("output"))
+    yield zygote
+    zygote.close()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _freeze() -> None:
     """Keep what the session has piled up out of the collections that tests ask for: 1 ms each instead of 100 to 500."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _not_nice() -> Iterator[None]:
+    """Require that no test lowers the priority of the thread of all that follow, and of the processes they start."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    yield
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before

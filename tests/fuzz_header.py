@@ -240,11 +240,10 @@ def variant(*, fast: bool, window: int | None) -> Iterator[None]:
         yield
 
 
-def check(case: Case) -> tuple[str, str | None]:
-    """Return what kind of case this is, and what is wrong with it (None if nothing is)."""
-    raw, size = case
-    file = len(raw).to_bytes(8, "little") + raw + bytes(range(1, size + 1))
-    header = stio_header(file)
+def check(case: Case, header: Header | None) -> tuple[str, str | None]:
+    """Return what kind of case this is, and what is wrong with what stio made of it (None if nothing is)."""
+    raw, _ = case
+    file = file_of(case)
     reference = official(file)
     reason = stricter_because(raw) if reference is not None else None
     expected = reference is not None and reason is None
@@ -275,8 +274,9 @@ def run(*, seconds: float, min_cases: int, seed: int, report: Callable[[str], No
         results = []
         for case in batch:
             try:
-                kind, problem = check(case)
-                results.append(columns(stio_header(_file(case))))
+                header = stio_header(file_of(case))
+                results.append(columns(header))
+                kind, problem = check(case, header)
             except Exception as error:  # noqa: BLE001 - anything but a FormatError is a finding
                 kind, problem = "crash", repr(error)
             counts[kind] += 1
@@ -285,7 +285,7 @@ def run(*, seconds: float, min_cases: int, seed: int, report: Callable[[str], No
         for fast, window in ((False, None), (True, 24), (False, 24)):
             with variant(fast=fast, window=window):
                 for case, result in zip(batch, results, strict=True):
-                    other = columns(stio_header(_file(case)))
+                    other = columns(stio_header(file_of(case)))
                     if other != result:
                         return _found(report, case, seed, f"fast={fast} window={window}: {other} != {result}")
         done += len(batch)
@@ -296,7 +296,7 @@ def run(*, seconds: float, min_cases: int, seed: int, report: Callable[[str], No
     return 0
 
 
-def _file(case: Case) -> bytes:
+def file_of(case: Case) -> bytes:
     raw, size = case
     return len(raw).to_bytes(8, "little") + raw + bytes(range(1, size + 1))
 

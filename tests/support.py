@@ -56,9 +56,12 @@ def ramp(*shape: int, dtype: torch.dtype = torch.float32, start: int = 0) -> tor
         count *= size
     if dtype == torch.bool:
         return (torch.arange(start, start + count) % 3 == 0).reshape(shape)
-    item = torch.empty(0, dtype=dtype).element_size()
-    raw = (torch.arange(start, start + count * item) * 37 % 113).to(torch.uint8)
+    begin, nbytes = start % len(_PERIOD), count * torch.empty(0, dtype=dtype).element_size()
+    raw = _PERIOD.repeat((begin + nbytes) // len(_PERIOD) + 1)[begin : begin + nbytes].clone()
     return raw.view(dtype).reshape(shape)
+
+
+_PERIOD = (torch.arange(113) * 37 % 113).to(torch.uint8)
 
 
 ALL_DTYPES = [

@@ -1,6 +1,7 @@
 """Every command in every situation: real weights, hostile files, missing paths, pipes, terminals, Ctrl-C.
 
-The real program each time, in a process of its own. What a command says is the business of its own file.
+The real program each time, in a process of its own; what imports torch, for seconds, is forked from a process that has,
+where it does not matter. What a command says is the business of its own file.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from commands import terminal
+from crash.zygote import Finished, Zygote
 
 from stio.cli import main
 from stio.storage.staging import LOCK_NAME
@@ -27,6 +30,8 @@ PLAIN = {key: value for key, value in os.environ.items() if key not in ("NO_COLO
 
 _ALONE = "from stio import cli_bench; cli_bench.PEERS = {}; "  # each peer of a bench costs seconds
 _MAIN = "from stio.__main__ import main; main()"
+
+Called = Callable[..., Finished]
 
 
 def program(name: str, before: str = "") -> list[str]:
@@ -45,12 +50,19 @@ def arguments(name: str, source: Path, home: Path) -> list[str]:
     return [name, str(source), *more.get(name, [])]
 
 
-def called(
-    name: str, source: Path, home: Path, *more: str, before: str = "", **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run a command with pipes for its output."""
-    command = [*program(name, before), *arguments(name, source, home), *more]
-    return subprocess.run(command, capture_output=True, text=True, cwd=home, env=PLAIN | environment, timeout=100)
+@pytest.fixture
+def called(zygote: Zygote) -> Called:
+    """Return a function that runs a command, with no terminal for its output."""
+
+    def call(name: str, source: Path, home: Path, *more: str, before: str = "", **environment: str) -> Finished:
+        words = [*arguments(name, source, home), *more]
+        if name in ("convert", "load"):
+            return zygote.run(before + _MAIN, *words, cwd=home, **environment)
+        command = [*program(name, before), *words]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=home, env=PLAIN | environment, timeout=100)
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +81,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_real_weights(name: str, weights: Path, tmp_path: Path) -> None:
+def test_real_weights(called: Called, name: str, weights: Path, tmp_path: Path) -> None:
     done = called(name, weights, tmp_path, FORCE_COLOR="1")
     assert (done.returncode, done.stderr) == (0, ""), "and no bar in a pipe"
     says = {
@@ -88,7 +100,7 @@ def test_real_weights(name: str, weights: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_json(name: str, weights: Path, tmp_path: Path) -> None:
+def test_json(called: Called, name: str, weights: Path, tmp_path: Path) -> None:
     done = called(name, weights, tmp_path, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert isinstance(json.loads(done.stdout), dict)
@@ -123,7 +135,7 @@ def hostile(folder: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["garbage", "liar", "name"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_hostile_file(name: str, kind: str, tmp_path: Path) -> None:
+def test_a_hostile_file(called: Called, name: str, kind: str, tmp_path: Path) -> None:
     (tmp_path / "evil").mkdir()
     (tmp_path / "home").mkdir()
     path = hostile(tmp_path / "evil", kind)
@@ -139,7 +151,7 @@ def test_a_hostile_file(name: str, kind: str, tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_hostile_record_of_a_dead_save(tmp_path: Path) -> None:
+def test_a_hostile_record_of_a_dead_save(called: Called, tmp_path: Path) -> None:
     """What gc reads is a staging directory's record: one that nobody can believe undoes nothing but itself."""
     staging = tmp_path / ".stio-0123456789abcdef"
     staging.mkdir()
@@ -156,7 +168,7 @@ def test_a_hostile_record_of_a_dead_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_missing_path(name: str, tmp_path: Path) -> None:
+def test_a_missing_path(called: Called, name: str, tmp_path: Path) -> None:
     done = called(name, tmp_path / "none" / "absent", tmp_path)
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "")
@@ -196,18 +208,21 @@ PRESSED = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_ctrl_c(name: str, weights: Path, tmp_path: Path) -> None:
+def test_ctrl_c(called: Called, name: str, weights: Path, tmp_path: Path) -> None:
     home, _, attribute = f"stio.{PRESSED[name]}".rpartition(".")
     press = f"""
-import itertools, os, pkgutil, signal, time
+import itertools, os, pkgutil, signal, threading
 import stio.cli
+from stio.engine import runtime
 turns = itertools.count()
 home = pkgutil.resolve_name({home!r})
 plain = getattr(home, {attribute!r})
 def pressed(*arguments, **keywords):
     if next(turns) == 0:
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.5)  # a worker: the main thread has its turn before the work is done
+        if threading.current_thread() is not threading.main_thread():  # which may be slow to hear of it
+            from support import eventually
+            assert eventually(lambda: any(operation.cancelled for operation in list(runtime._live)))
     return plain(*arguments, **keywords)
 setattr(home, {attribute!r}, pressed)
 """

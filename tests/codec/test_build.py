@@ -13,6 +13,7 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stio.codec._decode import METADATA_KEY
 from stio.codec.build import HEADER_ALIGNMENT, build_header, write_order
 from stio.codec.dtypes import BITS, DTYPES, tensor_nbytes
 from stio.codec.header import PREFIX_BYTES, Header, parse_header
@@ -33,7 +34,7 @@ names = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters=
 )
 tensor_lists = st.lists(
     st.tuples(
-        names,
+        names.filter(lambda name: name != METADATA_KEY),  # which hypothesis finds in the source, now and then
         st.sampled_from(sorted(REFERENCE_NAMES)),
         st.lists(st.integers(0, 4), max_size=3).map(tuple),
     ),

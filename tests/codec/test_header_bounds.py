@@ -55,10 +55,13 @@ def test_a72_a_million_zero_size_tensors_and_one() -> None:
     assert len(parse(file_of(many(10), 40), Limits(max_tensors=10))) == 10
 
 
-def _longest_gap(action: Callable[[], object], repeat: int = 3) -> float:
-    """Return how long, at most, another thread had to wait for its turn; the best of several runs, in seconds."""
+def _longest_gap(action: Callable[[], object], enough: float = 0.0) -> float:
+    """Return how long, at most, another thread had to wait for its turn, in seconds.
+
+    That is the best of three runs; there are no more once one is below `enough`.
+    """
     gaps: list[float] = []
-    for _ in range(repeat):
+    while len(gaps) < 3 and min(gaps, default=1.0) >= enough:
         worst, stop = [0.0], threading.Event()
 
         def tick(worst: list[float] = worst, stop: threading.Event = stop) -> None:
@@ -92,7 +95,7 @@ LONGEST_GAP = 0.025
 @pytest.mark.timeout(120)
 def test_parsing_100_000_tensors_lets_other_threads_run() -> None:
     file = file_of(many(100_000), 400_000)
-    assert _longest_gap(lambda: parse(file)) < LONGEST_GAP
+    assert _longest_gap(lambda: parse(file), LONGEST_GAP) < LONGEST_GAP
 
 
 @pytest.mark.timeout(120)
@@ -103,7 +106,7 @@ def test_sorting_100_000_tensors_lets_other_threads_run() -> None:
     raw = json.dumps({name: entries[name] for name in names}).encode()
     file = file_of(raw, 400_000)
     assert parse(file).names == sorted(names)
-    assert _longest_gap(lambda: parse(file)) < LONGEST_GAP
+    assert _longest_gap(lambda: parse(file), LONGEST_GAP) < LONGEST_GAP
 
 
 @pytest.mark.timeout(240)
@@ -129,11 +132,14 @@ def test_a73_long_headers(raw: bytes) -> None:
         return parse_header(raw, file_bytes=file_bytes, path="f", shard="f")
 
     start = time.perf_counter()
-    assert action().names == ["a"]
+    header = action()
     assert time.perf_counter() - start < 20
+    assert header.names == ["a"]
     # A dict of two million keys is resized in one call: 40 ms, more where its memory is slow to come. That is measured
     # beside it; nothing else may take as long.
-    assert _longest_gap(action) < 0.05 + _longest_gap(_fill_a_dict)
+    bound = 0.05 + (_longest_gap(_fill_a_dict) if len(header.metadata) > 1 else 0)
+    del header
+    assert _longest_gap(action, bound) < bound
 
 
 def _fill_a_dict() -> dict[str, str]:

@@ -7,16 +7,9 @@ import signal
 
 import pytest
 from crash.generations import MANY, leftovers, look, look_by_stio, save
-from crash.zygote import Zygote, script, started
+from crash.zygote import script, started
 
 NAMES = ["model", "model.safetensors"]
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory):
-    zygote = Zygote(tmp_path_factory.mktemp("output"))
-    yield zygote
-    zygote.close()
 
 
 @pytest.fixture(params=NAMES)

@@ -12,7 +12,6 @@ import torch
 from crash import powercut
 from crash.generations import HASHED, MANY, ONE, leftovers, look, look_by_stio, save
 from crash.powercut import make_image, mounted
-from crash.zygote import Zygote
 from support import nothing_left
 
 from stio import sync
@@ -166,13 +165,6 @@ from support import descriptors
 where = Path(sys.argv[1]) / "model"
 save(where, 1, MANY)
 """
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory):
-    zygote = Zygote(tmp_path_factory.mktemp("output"))
-    yield zygote
-    zygote.close()
 
 
 def run(zygote, code, *arguments):

@@ -34,9 +34,13 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return save_file({"w": ramp(5_000_000)}, tmp_path / "m.safetensors")  # too large to be read without asking
+TENSORS = {"w": ramp(5_000_000)}
+"""Too large to be read without asking."""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_file(TENSORS, tmp_path_factory.mktemp("model") / "m.safetensors")
 
 
 def load(file: Path, way: str) -> None:
@@ -45,7 +49,7 @@ def load(file: Path, way: str) -> None:
             cache.prefetch(file)
         return
     keywords: dict[str, Any] = {"device": FakeDevice()} if way == "device" else {"memory": "copy"}
-    require_equal(stio.sync.load(file, **keywords), {"w": ramp(5_000_000)})
+    require_equal(stio.sync.load(file, **keywords), TENSORS)
 
 
 ways = pytest.mark.parametrize("way", ["device", "copy", "prefetch"])

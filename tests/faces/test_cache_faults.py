@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cache_support import data_reads, recorded, size_of, watched
+from crash.zygote import Zygote
 from support import (
     backend_name,
     cancelled_at_every_await,
@@ -20,7 +21,6 @@ from support import (
     nothing_left,
     ramp,
     require_equal,
-    run_python,
     save_file,
 )
 
@@ -208,9 +208,9 @@ def test_a_host_that_is_short_of_memory(
 # Other processes.
 
 
-def test_c100_a_forked_child_begins_afresh(shared: Path) -> None:
+def test_c100_a_forked_child_begins_afresh(zygote: Zygote, shared: Path) -> None:
     """A lock that another thread holds at that moment, and chunks that it claimed, are not the child's."""
-    found = run_python(
+    found = zygote.run(
         """
         import os, sys, threading
         import torch

@@ -6,7 +6,7 @@ import logging
 import re
 
 import pytest
-from support import oracle, ramp, require_equal, run_python, save_sharded
+from support import oracle, ramp, require_equal, save_sharded
 
 import stio
 from stio import sync
@@ -124,9 +124,9 @@ def test_remarks_are_not_even_asked_for_where_nobody_listens(caplog):
     assert asked == [1]
 
 
-def test_a_library_configures_nothing(directory):
+def test_a_library_configures_nothing(zygote, directory):
     """No handler, no level, and it propagates; so Python's default shows warnings, and nothing below them."""
-    found = run_python(
+    found = zygote.run(
         """
         import logging, sys
         import stio, stio.sync, stio.compat.huggingface_hub, stio.compat.safetensors.torch, stio.convert, stio.testing

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
+import textwrap
 
 import pytest
-from support import ramp, run_python, save_sharded
+from support import eventually, ramp, run_python, save_sharded
 
 PRELUDE = """
 import asyncio, errno, gc, os, resource, signal, sys, threading, time, warnings
@@ -27,20 +27,19 @@ def directory(tmp_path_factory):
 
 
 def indented(code: str) -> str:
-    import textwrap
-
     return PRELUDE + textwrap.dedent(code)
 
 
-def run(code, directory, **options):
-    found = run_python(indented(code), directory, **options)
+def run(zygote, code, directory):
+    found = zygote.run(indented(code), directory)
     assert found.returncode == 0, found.stderr
     return found
 
 
-def test_c99_too_many_files(directory):
+def test_c99_too_many_files(zygote, directory):
     """Every shard's descriptor is needed at once: a clear error, and those that were open are back."""
     found = run(
+        zygote,
         """
         sync.load(directory)
         limit = max(map(int, os.listdir("/proc/self/fd"))) + 10
@@ -65,9 +64,10 @@ def test_c99_too_many_files(directory):
 
 
 @pytest.mark.parametrize("first", ["nothing", "a load", "a load under way", "a stream"])
-def test_c100_fork(directory, first):
+def test_c100_fork(zygote, directory, first):
     """A child loads whatever its parent did or is doing, and drops what it inherited without a hang."""
     found = run(
+        zygote,
         """
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of forks beside threads
         first = sys.argv[2]
@@ -119,8 +119,9 @@ def test_c100_fork(directory, first):
     assert found.stdout == "done\n"
 
 
-def test_c100_fork_through_multiprocessing(directory):
+def test_c100_fork_through_multiprocessing(zygote, directory):
     found = run(
+        zygote,
         """
         import multiprocessing
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -144,9 +145,10 @@ def test_c100_fork_through_multiprocessing(directory):
 
 
 @pytest.mark.parametrize("what", ["load", "stream", "daemon", "asyncio", "open"])
-def test_exit_does_not_hang(directory, what):
+def test_exit_does_not_hang(zygote, directory, what):
     """The interpreter ends while a read is really under way; the gate opens once the exit waits for it."""
     found = run(
+        zygote,
         """
         what = sys.argv[2]
         root = HookedRoot(directory)
@@ -188,13 +190,12 @@ def test_exit_does_not_hang(directory, what):
         print("done", flush=True)
         """.replace("sys.argv[2]", repr(what)),
         directory,
-        timeout=30,
     )
     assert found.stdout == "done\n"
     assert "did not end" not in found.stderr
 
 
-def test_keyboard_interrupt_of_a_sync_load(directory):
+def test_keyboard_interrupt_of_a_sync_load(zygote, directory):
     """SIGINT while a read is under way: the load ends before the KeyboardInterrupt comes out."""
     code = indented(
         """
@@ -221,11 +222,11 @@ def test_keyboard_interrupt_of_a_sync_load(directory):
         print("done")
         """
     )
-    found = run_python(code, directory)
+    found = zygote.run(code, directory)
     assert (found.returncode, found.stdout) == (0, "interrupted\ndone\n"), found.stderr
 
 
-def test_keyboard_interrupt_of_asyncio_run(directory):
+def test_keyboard_interrupt_of_asyncio_run(zygote, directory):
     code = indented(
         """
         root = HookedRoot(directory)
@@ -246,24 +247,16 @@ def test_keyboard_interrupt_of_asyncio_run(directory):
             print("interrupted")
         """
     )
-    found = run_python(code, directory)
+    found = zygote.run(code, directory)
     assert (found.returncode, found.stdout) == (0, "interrupted\n"), found.stderr
 
 
-def test_a_killed_process_is_killed(directory):
+def test_a_killed_process_is_killed(zygote, directory):
     """SIGTERM is nobody's business here: the default ends the process at once."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", indented("print('up', flush=True)\nsignal.pause()"), str(directory)],
-        stdout=subprocess.PIPE,
-        env={
-            **__import__("os").environ,
-            "PYTHONPATH": f"{__import__('support').REPOSITORY}:{__import__('support').REPOSITORY}/tests",
-        },
-    )
-    with process:
-        assert process.stdout.readline() == b"up\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == -signal.SIGTERM
+    child = zygote.start(indented("print('up', flush=True)\nsignal.pause()"), directory)
+    assert eventually(lambda: child.stdout() == "up\n", 20), child.wait()
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.wait().returncode == -signal.SIGTERM
 
 
 def test_import_starts_nothing():
@@ -282,9 +275,10 @@ def test_import_starts_nothing():
     assert (found.returncode, found.stdout) == (0, "0\n"), found.stderr
 
 
-def test_a_loop_that_was_closed_under_a_load(directory):
+def test_a_loop_that_was_closed_under_a_load(zygote, directory):
     """The loop ends without asking its tasks: the load is dropped with them, and ends."""
     found = run(
+        zygote,
         """
         from stio.engine import runtime
         root = HookedRoot(directory)

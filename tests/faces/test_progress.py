@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from support import nothing_left, oracle, ramp, require_equal, run_python, save_file, save_sharded
+from support import nothing_left, oracle, ramp, require_equal, save_file, save_sharded
 from torch import nn
 from tqdm import tqdm
 
@@ -117,8 +117,8 @@ async def test_progress_true_draws_a_bar(directory, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_progress_true_without_tqdm(directory):
-    found = run_python(
+def test_progress_true_without_tqdm(zygote, directory):
+    found = zygote.run(
         """
         import sys
         sys.modules["tqdm"] = sys.modules["tqdm.auto"] = None

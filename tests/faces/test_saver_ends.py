@@ -7,9 +7,6 @@ import errno
 import gc
 import os
 import shutil
-import subprocess
-import sys
-import textwrap
 import threading
 import warnings
 
@@ -189,7 +186,7 @@ def test_c113_a_failure_of_a_saver_that_was_dropped_is_logged(caplog, dropped):
     assert caplog.text.count("nobody waited") == 1
 
 
-def test_c113_a_failure_is_logged_at_the_interpreters_end(tmp_path):
+def test_c113_a_failure_is_logged_at_the_interpreters_end(zygote):
     code = """
         import sys, threading, torch, stio.sync
         from stio.testing import MemoryDestination
@@ -198,7 +195,8 @@ def test_c113_a_failure_is_logged_at_the_interpreters_end(tmp_path):
         saver.save({"a": torch.ones(3)}, destination)
         threading.Timer(0.0, destination.gate.set).start()
         """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    ended = zygote.run(code)
+    assert ended.returncode == 0
     assert ended.stderr.count("nobody waited") == 1
 
 

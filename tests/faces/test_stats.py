@@ -247,9 +247,9 @@ def test_a_fresh_process_has_done_nothing_and_needs_no_torch():
     assert found.returncode == 0, found.stderr
 
 
-def test_a_forked_child_begins_at_zero(directory, tmp_path):
+def test_a_forked_child_begins_at_zero(zygote, directory, tmp_path):
     """One is forked between operations, one in the middle of one, by the thread that carries it on."""
-    found = run_python(
+    found = zygote.run(
         """
         import dataclasses, os, sys, warnings
         import stio

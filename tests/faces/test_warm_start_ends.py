@@ -23,7 +23,6 @@ from support import (
     eventually_async,
     nothing_left,
     require_equal,
-    run_python,
 )
 from torch import nn
 from warm import TOKENS, Held, Net, alike, held, in_thread, made, on_meta, saved
@@ -365,9 +364,9 @@ FORKED = """
 """
 
 
-def test_a_forked_child_is_told(tmp_path):
+def test_a_forked_child_is_told(zygote, tmp_path):
     """It has no load: what had not come when it was forked raises, what had is there."""
-    found = run_python(
+    found = zygote.run(
         FORKED
         + """
     with held(Net, Path(sys.argv[1])) as load:
@@ -408,9 +407,9 @@ def test_a_forked_child_is_told(tmp_path):
     assert found.stdout == "done\n", found.stderr
 
 
-def test_exit_inside_the_block(tmp_path):
+def test_exit_inside_the_block(zygote, tmp_path):
     """The interpreter ends though a load is held: it is cancelled, and nobody hangs."""
-    found = run_python(
+    found = zygote.run(
         FORKED
         + """
     from warm import Held
@@ -421,7 +420,6 @@ def test_exit_inside_the_block(tmp_path):
     print("done")
     """,
         tmp_path,
-        timeout=30,
     )
     assert found.stdout == "done\n", found.stderr
     assert found.returncode == 0, found.stderr

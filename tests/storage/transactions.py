@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,9 +133,22 @@ class Change:
     options: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, place: Path) -> Path:
-        """Make what stands there before; return the destination."""
-        destination = place / ("x.safetensors" if self.kind == "file" else "checkpoint")
-        place.mkdir(parents=True, exist_ok=True)
+        """Make what stands there before; return the destination.
+
+        The first one is saved, beside the place; the others are its copies, since saves wait for the disk.
+        """
+        first = place.with_name(f"before {self.name}")
+        if not first.exists():
+            self._make(first)
+        shutil.copytree(first, place, dirs_exist_ok=True)
+        return self._in(place)
+
+    def _in(self, place: Path) -> Path:
+        return place / ("x.safetensors" if self.kind == "file" else "checkpoint")
+
+    def _make(self, place: Path) -> None:
+        destination = self._in(place)
+        place.mkdir(parents=True)
         if self.kind == "dir":
             destination.mkdir()
             (destination / OTHER).write_text("{}")
@@ -142,7 +156,6 @@ class Change:
             save(destination, "old", self.old_shards)
         if self.notes and self.kind != "fresh":
             ((destination if self.kind == "dir" else place) / NOTE).write_text("old")
-        return destination
 
     @property
     def old(self) -> str | None:
