@@ -13,6 +13,9 @@ import anyio.lowlevel
 
 __all__ = ["Bell"]
 
+_LOOK_SECONDS = 1.0
+"""A signal that comes just before a thread begins to wait does not end the wait: Ctrl-C is heard when it is over."""
+
 
 class Bell:
     """Wakes tasks of any event loop, and threads, when a condition may have changed.
@@ -51,7 +54,8 @@ class Bell:
             with self._lock:
                 self._wakers.append(event.set)
             try:
-                if not ready() and not event.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                left = _LOOK_SECONDS if deadline is None else min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))
+                if not (ready() or event.wait(left)) and deadline is not None and time.monotonic() >= deadline:
                     return ready()
             finally:
                 self._forget(event.set)

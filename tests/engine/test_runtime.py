@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import signal
 import sys
 import threading
@@ -123,6 +124,14 @@ def test_bell_timeout():
     bell = Bell()
     assert bell.wait_for_blocking(lambda: False, 0.001) is False
     assert bell.wait_for_blocking(lambda: False, -1) is False
+
+
+@pytest.mark.parametrize("timeout", [None, PATIENCE_SECONDS])
+def test_a_blocked_thread_looks_now_and_then(monkeypatch, timeout):
+    """A signal that came just before it began to wait has not woken it."""
+    monkeypatch.setattr("stio.engine.bell._LOOK_SECONDS", 0.001)
+    looks = itertools.count()
+    assert Bell().wait_for_blocking(lambda: next(looks) == 9, timeout)
     assert bell._wakers == []
 
 
