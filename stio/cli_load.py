@@ -15,7 +15,6 @@ import click
 
 import stio
 from stio.cli_common import PATH, Bar, CommandError, counted, matcher, one_line, rate_text, require_writable
-from stio.errors import StioError
 from stio.events import Trace
 from stio.interrupts import starting
 from stio.spans import show_bytes
@@ -70,9 +69,7 @@ def load(
             tensors = carry_out(
                 path, names=names, device=device, memory=memory, verify=verify, trace=trace, progress=bar
             )
-        except (ImportError, ValueError) as error:  # a package that made the hashes or reads; gds with the CPU
-            if isinstance(error, StioError):
-                raise
+        except ImportError as error:  # the package that made the hashes, or that reads
             raise CommandError(one_line(str(error))) from error
         where = sorted({str(tensor.device) for tensor in tensors.values()})
         for name in where:

@@ -57,7 +57,8 @@ class Stats:
     budget_used_bytes: int
     """What loads under way have taken of their budgets."""
     staging_held_bytes: int
-    """Staging memory, in use or kept for the next save: of saves, savers, and loads to devices."""
+    """Staging memory, in use or kept for the next save: of saves, savers, and loads to devices; with `memory="gds"`
+    that on the device too."""
 
 
 class Run(Protocol):

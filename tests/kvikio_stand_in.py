@@ -10,8 +10,9 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ class Kvikio:
         most_bytes: What one read brings at most.
         does: "right", "nothing" (reads say that they read), or "wrong" (one bit of the last byte).
         put: Brings bytes to a buffer of a real device's; an address of the host's by default.
+        require_current: Called before each use: the device must be the thread's current one.
     """
 
     def __init__(
@@ -44,10 +46,12 @@ class Kvikio:
         most_bytes: int = 1 << 40,
         does: str = "right",
         put: Callable[[Any, bytes], None] | None = None,
+        require_current: Callable[[], None] = lambda: None,
     ) -> None:
         self.device, self.is_there = device, is_there
         self.refuse_open, self.fail_read, self.most_bytes, self.does = refuse_open, fail_read, most_bytes, does
-        self.put = put
+        self.put, self.require_current = put, require_current
+        self.mode: object = "auto"
         self.num_opened = self.num_open = self.num_reads = self.read_bytes = 0
         self.overwritten = False
         """Whether something was read to where a copy was still to come from."""
@@ -55,19 +59,29 @@ class Kvikio:
 
     def install(self, patch: pytest.MonkeyPatch) -> Kvikio:
         """Be what `import kvikio` finds."""
-        kvikio, driver = ModuleType("kvikio"), ModuleType("kvikio.cufile_driver")
+        kvikio, driver, defaults = (ModuleType(f"kvikio{part}") for part in ("", ".cufile_driver", ".defaults"))
         kvikio.CuFile = lambda path, flags: File(self, path, flags)  # type: ignore[attr-defined]
         driver.get = lambda name: {"is_gds_available": self.is_there}[name]  # type: ignore[attr-defined]
-        patch.setitem(sys.modules, "kvikio", kvikio)
-        patch.setitem(sys.modules, "kvikio.cufile_driver", driver)
+        kvikio.CompatMode = SimpleNamespace(OFF="strict")  # type: ignore[attr-defined]
+        defaults.set = self._set  # type: ignore[attr-defined]
+        for module in (kvikio, driver, defaults):
+            patch.setitem(sys.modules, module.__name__, module)
         return self
+
+    @contextmanager
+    def _set(self, name: str, value: object) -> Iterator[None]:
+        assert (name, self.mode) == ("compat_mode", "auto")
+        self.mode = value
+        yield
+        self.mode = "auto"
 
 
 class File:
     """kvikio's `CuFile`."""
 
     def __init__(self, kvikio: Kvikio, path: str, flags: str) -> None:
-        assert flags == "r"
+        assert (flags, kvikio.mode) == ("r", "strict")  # else it would read through the host without a word
+        kvikio.require_current()
         with kvikio.lock:
             kvikio.num_opened += 1
             if kvikio.num_opened == kvikio.refuse_open:
@@ -77,6 +91,7 @@ class File:
 
     def raw_read(self, buf: Any, size: int, file_offset: int, dev_offset: int) -> int:
         """Read into device memory; blocks."""
+        self._kvikio.require_current()
         kvikio, interface = self._kvikio, buf.__cuda_array_interface__
         address, read_only = interface["data"]
         assert not read_only

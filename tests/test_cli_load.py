@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from commands import refused, run, terminal
-from kvikio_stand_in import Kvikio
 from safetensors.torch import save_file
 
 import stio
@@ -135,11 +134,8 @@ def test_hostile_files_are_errors(tmp_path: Path) -> None:
         assert "fetch it again" in refused("load", tmp_path / f"{name}.safetensors") or name == "b"
 
 
-def test_gds_is_a_way_to_an_accelerator(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Kvikio().install(monkeypatch)
-    assert "all tensors go to the CPU" in refused("load", model, "--memory", "gds", "--device", "cpu")
-    monkeypatch.setitem(sys.modules, "kvikio", None)
-    assert "pip install kvikio" in refused("load", model, "--memory", "gds", "--device", "cpu")
+def test_gds_is_a_way_to_an_accelerator(model: Path) -> None:
+    assert "is a way to an accelerator" in refused("load", model, "--memory", "gds", "--device", "cpu")
 
 
 def test_a_bar_on_terminals_only(model: Path) -> None:

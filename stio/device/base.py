@@ -48,9 +48,10 @@ class Accelerator(Protocol):
         """
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
-        """Queue copies of host regions into 1-D uint8 device tensors, and a mark behind them. Does not wait.
+        """Queue copies of regions into 1-D uint8 device tensors, and a mark behind them. Does not wait.
 
-        The regions must stay as they are until the mark has passed.
+        All regions are the host's, or all the device's own (parts of what `empty` returned). They must stay as they are
+        until the mark has passed.
 
         Raises:
             DeviceError: The device refused; none of the regions is being read any more.

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -124,6 +124,10 @@ class TorchAccelerator:
     def device(self) -> torch.device:
         """Device of the tensors."""
         return self._device
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        """Return a context in which the device is the calling thread's current one."""
+        return self._module.device(self._device)  # type: ignore[no-any-return]  # torch's modules are untyped
 
     def staging(self, nbytes: int) -> Region:
         """Return pinned memory, or plain memory with a warning where pinning fails (a low memlock limit).

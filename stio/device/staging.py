@@ -8,11 +8,12 @@ along what the others have filled meanwhile: one call and one event for all of i
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -68,10 +69,13 @@ class Stage(Generic[T]):
         self.slot_bytes = slot_bytes
         """Size of a slot."""
         self._unmade = num_slots
+        self._making = 0
         self._making_ahead = False
         self._closing = False
+        self._retired = False
         self._failure: BaseException | None = None
         self._free: list[Region] = []
+        self._memory: list[weakref.ref[Any]] = []  # of all slots that were made
         self._filled: list[_Filled[T]] = []
         self._is_submitting = False
         self._flying: deque[_Flight] = deque()
@@ -87,17 +91,20 @@ class Stage(Generic[T]):
 
         Raises:
             DeviceError: That copy failed. Its slot is not given out again.
-            MemoryError: There is no host memory for a slot.
+            MemoryError: There is no memory for a slot, or none shall be taken any more (`retire`).
         """
         while not stopped():
             with self._changed:
                 if self._failure is not None:
                     raise self._failure
+                if self._retired:
+                    raise MemoryError("this ring gives out no slots any more")
                 if self._free:
                     return self._free.pop()
                 make = self._unmade > 0 and not self._making_ahead
                 if make:
                     self._unmade -= 1
+                    self._making += 1
                 elif self._flying and (not self._making_ahead or self._flying[0].event.query()):
                     flight = self._take_off()
                 else:
@@ -178,6 +185,27 @@ class Stage(Generic[T]):
         """Return a slot that no copy uses."""
         self._give_back([slot])
 
+    def retire(self, stopped: Callable[[], bool]) -> None:
+        """Give out no slots any more, and wait until the memory of all that there were is free, or until `stopped()`.
+
+        Who has one in his hands fills it and puts it, or gives it back, as ever. Callable by several threads.
+
+        Raises:
+            DeviceError: A copy failed.
+        """
+        with self._changed:
+            self._retired = True
+            self._drop_free()
+            self._changed.notify_all()
+        while not stopped():
+            with self._changed:
+                # A thread that is done with a slot may have it in a frame for a moment more.
+                if not (self._making or self.held_bytes) and all(memory() is None for memory in self._memory):
+                    return
+                if not self._flying:
+                    self._changed.wait(0.005)  # the others' submit, or `stopped`, which does not notify
+            self._land_oldest()
+
     def drain(self) -> None:
         """Wait until no copy reads a slot any more, whatever happens to some of them.
 
@@ -217,9 +245,8 @@ class Stage(Generic[T]):
             self.drain()
         finally:
             with self._changed:
-                self._unmade += len(self._free)
-                self.held_bytes -= self.slot_bytes * (len(self._free) + len(self._lost))
-                self._free.clear()
+                self._drop_free()
+                self.held_bytes -= self.slot_bytes * len(self._lost)
                 self._lost.clear()  # the allocator that pinned it waits for what it knows to be under way
 
     def _make_so_many(self, count: int) -> None:
@@ -230,6 +257,7 @@ class Stage(Generic[T]):
                     if self._closing:
                         break
                     self._unmade -= 1
+                    self._making += 1
                 self.give_back(self._make())
                 with self._changed:
                     self._changed.notify_all()  # those who find no slot look whether a copy is over
@@ -249,16 +277,26 @@ class Stage(Generic[T]):
         except BaseException:
             with self._changed:
                 self._unmade += 1
+                self._making -= 1
                 self._changed.notify()
             raise
         with self._changed:
+            self._making -= 1
             self.held_bytes += self.slot_bytes
+            self._memory.append(weakref.ref(slot.owner))
         return slot
 
     def _take_off(self) -> _Flight:
         """Take the oldest flight, under the lock; who took it must `_land` it."""
         self._landing += 1
         return self._flying.popleft()
+
+    def _land_oldest(self) -> None:
+        with self._changed:
+            if not self._flying:
+                return
+            flight = self._take_off()
+        self._give_back(self._land(flight))
 
     def _land(self, flight: _Flight) -> list[Region]:
         try:
@@ -284,3 +322,10 @@ class Stage(Generic[T]):
         with self._changed:
             self._free += slots
             self._changed.notify(len(slots))
+            if self._retired:
+                self._drop_free()
+
+    def _drop_free(self) -> None:
+        self._unmade += len(self._free)
+        self.held_bytes -= self.slot_bytes * len(self._free)
+        self._free.clear()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -20,7 +21,7 @@ from stio.device.cuda import TorchAccelerator
 from stio.device.placement import Placement
 from stio.device.staging import Stage
 from stio.device.tensors import Casts
-from stio.engine.gds import GdsRoute, device_memory, opened_directly
+from stio.engine.gds import DirectRing, GdsRoute, device_memory
 from stio.engine.kept import FileCache, Kept
 from stio.engine.load import Route
 from stio.engine.opened import OpenCheckpoint
@@ -29,11 +30,12 @@ from stio.engine.ring import Ring, ring_of, usable_cores
 from stio.engine.runtime import start_thread
 from stio.engine.ways import CopyRoute, DeviceImages, MapRoute, StageRoute, Staging
 from stio.engine.wishes import Wish
+from stio.errors import DeviceError
 from stio.events import ProgressEvent, Trace
 from stio.memory import PAGE_BYTES
 from stio.plan.read import PlanOptions
 from stio.storage.base import Source
-from stio.storage.gds import GdsFile, require_kvikio
+from stio.storage.gds import require_kvikio
 from stio.storage.local import LocalFile
 from stio.storage.mapped import MappedFile
 
@@ -105,14 +107,15 @@ def targets_of(opened: OpenCheckpoint, wishes: Sequence[Wish], options: LoadOpti
         if isinstance(file, LocalFile) and any(wish.positions[shard] for wish in wishes)
     }
     accelerators = [_accelerator(wish.device) for wish in wishes]
-    if options.memory == "gds":
-        require_kvikio()
+    directly = options.memory == "gds"
+    if directly:
         if accelerators and not any(accelerators):
-            raise ValueError("memory='gds' is a way to an accelerator, and all tensors go to the CPU")
+            raise DeviceError("memory='gds' is a way to an accelerator", expected="an accelerator", found="cpu")
+        require_kvikio()
     # Half for staging slots, half for what the consumer has not taken yet.
-    num_staged = sum(accelerator is not None for accelerator in accelerators)
-    ring = ring_of(options.budget_bytes, num_staged, num_cores=usable_cores())
-    run_budget_bytes = max(1, options.budget_bytes - ring.num_slots * num_staged * ring.slot_bytes)
+    num_rings = sum(accelerator is not None for accelerator in accelerators) * (2 if directly else 1)
+    ring = ring_of(options.budget_bytes, num_rings, num_cores=usable_cores())
+    run_budget_bytes = max(1, options.budget_bytes - ring.num_slots * num_rings * ring.slot_bytes)
     return [
         DeviceTarget(
             options,
@@ -151,15 +154,14 @@ class DeviceTarget:
         num_readers = NUM_WORKERS if accelerator is None else ring.num_workers
         self.num_workers = _NUM_MAP_WORKERS if self.maps else num_readers
         self._stage: Staging | None = None
-        self._direct: Staging | None = None
-        self._directly: list[GdsFile] = []
+        self._direct: DirectRing | None = None
         if accelerator is not None:
             slots = partial(
                 Stage, accelerator, slot_bytes=ring.slot_bytes, num_slots=ring.num_slots, trace=options.trace
             )
             self._stage = slots()
             if options.memory == "gds":
-                self._direct = slots(make=device_memory(accelerator))
+                self._direct = DirectRing(accelerator, slots(make=device_memory(accelerator)))
             elif options.cache is None and not options.slices:  # of which little may be staged
                 self._stage.make_ahead(partial(start_thread, name="pin"), -(-total_bytes // ring.slot_bytes))
             nbytes = ring.slot_bytes
@@ -172,11 +174,11 @@ class DeviceTarget:
 
     def abandon(self) -> None:
         """Let go of what was made for it: nothing will be read."""
-        for stage in (self._stage, self._direct):
-            if stage is not None:
-                stage.close()
-        for file in self._directly:
-            file.close()
+        with ExitStack() as closing:
+            if self._stage is not None:
+                closing.callback(self._stage.close)
+            if self._direct is not None:
+                closing.callback(self._direct.close)
 
     @property
     def maps(self) -> bool:
@@ -220,12 +222,12 @@ class DeviceTarget:
             return CopyRoute(file, dtype=dtype, kept=kept)
         images = DeviceImages(self._accelerator)
         staged = StageRoute(file, images, self._stage, dtype=dtype, kept=kept)
-        if self._direct is not None and isinstance(file, LocalFile) and self._resident[file] < _COLD_BELOW:
-            direct = opened_directly(file, self._accelerator)
+        ring = self._direct
+        # Where the kernel does not say what it has in memory, what was asked for counts.
+        if ring is not None and ring.serves and isinstance(file, LocalFile) and self._resident[file] <= _COLD_BELOW:
+            direct = ring.open(file)
             if direct is not None:
-                self._directly.append(direct)
-                return GdsRoute(direct, StageRoute(direct, images, self._direct, dtype=dtype), staged)
-            self._direct = None  # nor will it serve the next file
+                return GdsRoute(ring, StageRoute(direct, images, ring.stage, dtype=dtype), staged)
         return staged
 
     @property

@@ -261,7 +261,8 @@ class StageRoute:
         while (queued := self._stage.submit()) is not None:
             event, arrived = queued
             for image, one in arrived:
-                image.events.append(event)
+                if event not in image.events[-1:]:
+                    image.events.append(event)
                 settled(one)
 
     def finish(self, group: Group) -> Landed:
@@ -271,7 +272,7 @@ class StageRoute:
         if group.posts or self._dtype is not None:
             with accelerator.on_queue():
                 tensors = finish(tensors, {group.names[k]: post for k, post in group.posts.items()}, self._dtype)
-            events = [accelerator.copy([])]
+            events = [*events, accelerator.copy([])]  # a copy that failed is told by its own
         memory_in_use = [*tensors.values(), *image.shared]
         return Landed(tensors, lambda: accelerator.hand_over(memory_in_use, events), events)
 

@@ -7,7 +7,9 @@ opens a file by its path: it gets the one of the descriptor, so it is the file t
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -27,10 +29,13 @@ def require_kvikio() -> Any:
     """
     try:
         return import_module("kvikio")
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # it loads libraries of its own
         raise ImportError(
-            "memory='gds' reads by kvikio: pip install kvikio-cu13 (or kvikio-cu12, as torch's CUDA is)"
+            f"memory='gds' reads by kvikio: pip install kvikio-cu13 (or kvikio-cu12, as torch's CUDA is); {error}"
         ) from error
+
+
+_opening = threading.Lock()
 
 
 class _DeviceBuffer:
@@ -51,25 +56,29 @@ class GdsFile:
 
     Args:
         file: The file, which stays the caller's; it must outlive this.
+        current: Makes the device the thread's current one: cuFile goes by that, not by the address.
 
     Raises:
         ImportError: There is no kvikio.
         StorageError: GPUDirect Storage is not set up on this machine, or not for this file.
     """
 
-    def __init__(self, file: LocalFile) -> None:
+    def __init__(self, file: LocalFile, current: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self._file = file
+        self._current = current
+        self._handle: Any = None
         kvikio = require_kvikio()
         try:
-            # Where it is not, kvikio would read through the host too, and slower than a load that stages.
-            is_there = bool(import_module("kvikio.cufile_driver").get("is_gds_available"))
-            self._handle: Any = kvikio.CuFile(f"/proc/self/fd/{file.fd}", "r") if is_there else None
+            # Where it is not set up, kvikio and cuFile would read through the host too, and slower than a load that
+            # stages. A handle keeps the mode that was when it was made.
+            if import_module("kvikio.cufile_driver").get("is_gds_available"):
+                strictly = import_module("kvikio.defaults").set
+                with _opening, strictly("compat_mode", kvikio.CompatMode.OFF), current():
+                    self._handle = kvikio.CuFile(f"/proc/self/fd/{file.fd}", "r")
         except (ImportError, AttributeError, RuntimeError, OSError, ValueError) as error:
             raise _refused("opening", file.path, error) from error
         if self._handle is None:
-            raise StorageError(
-                "GPUDirect Storage is not set up on this machine", path=file.path, errno=errno.EOPNOTSUPP
-            )
+            raise StorageError("it is not set up on this machine", path=file.path, errno=errno.EOPNOTSUPP)
 
     @property
     def path(self) -> str:
@@ -91,7 +100,8 @@ class GdsFile:
             while done < region.nbytes:
                 left = region.sub(done, region.nbytes - done)
                 try:
-                    count = int(self._handle.raw_read(_DeviceBuffer(left), left.nbytes, offset + done, 0))
+                    with self._current():
+                        count = int(self._handle.raw_read(_DeviceBuffer(left), left.nbytes, offset + done, 0))
                 except (RuntimeError, OSError, ValueError) as error:
                     raise _refused("reading", self.path, error, offset=offset + done) from error
                 if count <= 0:

