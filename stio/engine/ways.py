@@ -260,9 +260,12 @@ class StageRoute:
         """Queue the copies of what was read, by whichever reader; say which blocks that were."""
         while (queued := self._stage.submit()) is not None:
             event, arrived = queued
-            for image, one in arrived:
+            for image, _ in arrived:
                 if event not in image.events[-1:]:
                     image.events.append(event)
+            blocks = [one for _, one in arrived]
+            del queued, arrived, image  # a consumer may drop a group's tensors while others are still settled here
+            for one in blocks:
                 settled(one)
 
     def finish(self, group: Group) -> Landed:
