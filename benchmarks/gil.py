@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
@@ -23,6 +21,7 @@ import torch
 import stio.sync
 from benchmarks import meters
 from stio import memory
+from stio.codec.build import build_header
 from stio.engine import target
 from stio.memory import Region
 from stio.storage.base import Identity
@@ -36,7 +35,7 @@ _usleep = ctypes.CDLL(None).usleep
 
 
 def sleep(seconds: float) -> None:
-    """Sleep without the GIL, as long as is asked and no interpreter's tick longer."""
+    """Sleep, without the GIL; `time.sleep` does more around it."""
     _usleep(max(0, int(seconds * 1e6)))
 
 
@@ -62,7 +61,6 @@ class Device:
 
     def __init__(self) -> None:
         self._free_at = 0.0
-        self.num_copies = 0
 
     def staging(self, nbytes: int) -> Region:
         """Give a slot."""
@@ -75,7 +73,6 @@ class Device:
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Mark:
         """Queue copies."""
-        self.num_copies += 1
         sleep(CALL_SECONDS * (len(pairs) + 1))
         nbytes = sum(region.nbytes for _, region in pairs)
         self._free_at = max(perf_counter(), self._free_at) + nbytes / BUS_BYTES_PER_SECOND
@@ -96,17 +93,7 @@ class File:
     path = "model.safetensors"
 
     def __init__(self, num_tensors: int, tensor_bytes: int) -> None:
-        entries = {
-            f"layers.{k}": {
-                "dtype": "U8",
-                "shape": [tensor_bytes],
-                "data_offsets": [k * tensor_bytes, (k + 1) * tensor_bytes],
-            }
-            for k in range(num_tensors)
-        }
-        text = json.dumps(entries).encode()
-        text += b" " * (-len(text) % 8)
-        self._header = struct.pack("<Q", len(text)) + text
+        self._header, _ = build_header((f"layers.{k}", "U8", (tensor_bytes,)) for k in range(num_tensors))
         self.data_bytes = num_tensors * tensor_bytes
         self.identity = Identity(0, 0, len(self._header) + self.data_bytes, 1)
 

@@ -61,7 +61,7 @@ class Settings:
     dtype: torch.dtype | None = None
     """Cast floating tensors to it."""
     memory: Memory = "auto"
-    """How tensors on the CPU get their memory. `"gds"`: files that the page cache holds less than half of go from the
+    """How tensors on the CPU get their memory. `"gds"`: files of which the page cache holds half at most go from the
     disk to an accelerator by GPUDirect Storage (kvikio); staged, with a warning, where that does not serve."""
     budget_bytes: int | None = None
     """Most bytes under way."""

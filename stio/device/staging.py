@@ -8,12 +8,11 @@ along what the others have filled meanwhile: one call and one event for all of i
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -75,7 +74,6 @@ class Stage(Generic[T]):
         self._retired = False
         self._failure: BaseException | None = None
         self._free: list[Region] = []
-        self._memory: list[weakref.ref[Any]] = []  # of all slots that were made
         self._filled: list[_Filled[T]] = []
         self._is_submitting = False
         self._flying: deque[_Flight] = deque()
@@ -186,7 +184,7 @@ class Stage(Generic[T]):
         self._give_back([slot])
 
     def retire(self, stopped: Callable[[], bool]) -> None:
-        """Give out no slots any more, and wait until the memory of all that there were is free, or until `stopped()`.
+        """Give out no slots any more, and wait until all that there are came back and went, or until `stopped()`.
 
         Who has one in his hands fills it and puts it, or gives it back, as ever. Callable by several threads.
 
@@ -199,8 +197,7 @@ class Stage(Generic[T]):
             self._changed.notify_all()
         while not stopped():
             with self._changed:
-                # A thread that is done with a slot may have it in a frame for a moment more.
-                if not (self._making or self.held_bytes) and all(memory() is None for memory in self._memory):
+                if not (self._making or self.held_bytes):
                     return
                 if not self._flying:
                     self._changed.wait(0.005)  # the others' submit, or `stopped`, which does not notify
@@ -237,10 +234,8 @@ class Stage(Generic[T]):
             self._closing = True
             self._changed.wait_for(lambda: not self._making_ahead)
             self._failure = None
-            self._free += [
-                one.slot for one in self._filled if one.slot is not None
-            ]  # a load that ended before its time
-            self._filled.clear()
+            unsent, self._filled = self._filled, []  # of a load that ended before its time
+            self._free += [one.slot for one in unsent if one.slot is not None]
         try:
             self.drain()
         finally:
@@ -283,7 +278,6 @@ class Stage(Generic[T]):
         with self._changed:
             self._making -= 1
             self.held_bytes += self.slot_bytes
-            self._memory.append(weakref.ref(slot.owner))
         return slot
 
     def _take_off(self) -> _Flight:

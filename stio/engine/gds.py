@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from time import sleep
 
 import torch
 
@@ -25,7 +27,7 @@ from stio.plan.read import Block, Group
 from stio.storage.gds import GdsFile
 from stio.storage.local import LocalFile
 
-__all__ = ["DirectRing", "GdsRoute", "device_memory"]
+__all__ = ["DirectRing", "GdsRoute"]
 
 logger = logging.getLogger("stio")
 
@@ -33,29 +35,18 @@ _PROBE_BYTES = 1 << 20
 _NO_ROOM = (DeviceMemoryError, MemoryError)
 
 
-def device_memory(accelerator: Accelerator) -> Callable[[int], Region]:
-    """Return what makes slots on the device."""
-
-    def make(nbytes: int) -> Region:
-        slot = accelerator.empty(nbytes)
-        # The allocator gives out what the copy queue is about to be done with; the disk does not stand in that queue.
-        accelerator.copy([]).synchronize()
-        return _region(slot, accelerator)
-
-    return make
-
-
 class DirectRing:
     """Slots on one device of a load, the files that are read into them, and whether that serves.
 
     Args:
         accelerator: The device.
-        stage: Slots from `device_memory`.
+        slots: Makes the slots, of memory that it gets by `make=`.
     """
 
-    def __init__(self, accelerator: Accelerator, stage: Staging) -> None:
+    def __init__(self, accelerator: Accelerator, slots: Callable[..., Staging]) -> None:
         self._accelerator = accelerator
-        self.stage = stage
+        self._made: list[weakref.ref[torch.Tensor]] = []
+        self.stage = slots(make=self._make)
         """The slots."""
         self.serves = True
         """Whether it has not failed yet."""
@@ -93,10 +84,28 @@ class DirectRing:
             # Its text alone: whoever keeps the record must not keep an error's frames, and by them the device's memory.
             logger.warning("GPUDirect Storage does not serve, files are read through the host: %s", reason)
 
+    def make_room(self, stopped: Callable[[], bool]) -> None:
+        """Let go of the slots, which tensors want the room of; wait until it is free, or until `stopped()`.
+
+        Raises:
+            DeviceError: A copy failed.
+        """
+        self.stage.retire(stopped)
+        # A thread that is done with a slot may have it in a frame for a moment more.
+        while any(slot() is not None for slot in self._made) and not stopped():
+            sleep(0.001)
+
     def close(self) -> None:
         """Wait for the copies under way, and close the files. Idempotent."""
         with self._files:
             self.stage.close()
+
+    def _make(self, nbytes: int) -> Region:
+        slot = self._accelerator.empty(nbytes)
+        # The allocator gives out what the copy queue is about to be done with; the disk does not stand in that queue.
+        self._accelerator.copy([]).synchronize()
+        self._made.append(weakref.ref(slot))
+        return _region(slot, self._accelerator)
 
 
 class GdsRoute:
@@ -126,7 +135,7 @@ class GdsRoute:
             except failures as error:
                 reason = str(error)
             ring.fail(reason)
-        ring.stage.retire(stopped)
+        ring.make_room(stopped)
         return self._staged.read(group, block, stopped)
 
     def settle(self, block: Block, settled: Callable[[Block], None]) -> None:

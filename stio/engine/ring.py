@@ -37,17 +37,17 @@ class Ring:
         return self.num_workers + _NUM_COPIED
 
 
-def ring_of(budget_bytes: int, num_accelerators: int, *, num_cores: int) -> Ring:
-    """Return the ring of each accelerator; together they take half of the budget, or the least that there is.
+def ring_of(budget_bytes: int, num_rings: int, *, num_cores: int) -> Ring:
+    """Return the size of each ring; together they take half of the budget, or the least that there is.
 
     Four workers read; from 6 cores on three for every four cores, up to 12, if slots stay large.
 
     Args:
         budget_bytes: The load's.
-        num_accelerators: How many it goes to; for none it does not matter what this returns.
+        num_rings: One for each accelerator, or two; for none it does not matter what this returns.
         num_cores: Those that this process may use.
     """
-    share_bytes = budget_bytes // (2 * max(1, num_accelerators))
+    share_bytes = budget_bytes // (2 * max(1, num_rings))
     most = min(_MOST_WORKERS, num_cores * 3 // 4, share_bytes // _LARGE_SLOT_BYTES - _NUM_COPIED)
     num_workers = max(_FEWEST_WORKERS, most)
     slot_bytes = min(_LARGEST_SLOT_BYTES, max(_SMALLEST_SLOT_BYTES, share_bytes // (num_workers + _NUM_COPIED)))

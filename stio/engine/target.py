@@ -21,7 +21,7 @@ from stio.device.cuda import TorchAccelerator
 from stio.device.placement import Placement
 from stio.device.staging import Stage
 from stio.device.tensors import Casts
-from stio.engine.gds import DirectRing, GdsRoute, device_memory
+from stio.engine.gds import DirectRing, GdsRoute
 from stio.engine.kept import FileCache, Kept
 from stio.engine.load import Route
 from stio.engine.opened import OpenCheckpoint
@@ -161,7 +161,7 @@ class DeviceTarget:
             )
             self._stage = slots()
             if options.memory == "gds":
-                self._direct = DirectRing(accelerator, slots(make=device_memory(accelerator)))
+                self._direct = DirectRing(accelerator, slots)
             elif options.cache is None and not options.slices:  # of which little may be staged
                 self._stage.make_ahead(partial(start_thread, name="pin"), -(-total_bytes // ring.slot_bytes))
             nbytes = ring.slot_bytes

@@ -19,7 +19,7 @@ def test_workers_by_cores(num_cores: int, num_workers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget_bytes", "num_accelerators", "ring"),
+    ("budget_bytes", "num_rings", "ring"),
     [
         (512 * MIB, 1, Ring(12, 16 * MIB)), (1024 * MIB, 1, Ring(12, 32 * MIB)), (64 << 30, 1, Ring(12, 32 * MIB)),
         (256 * MIB, 1, Ring(12, 8 * MIB)), (255 * MIB, 1, Ring(11, 8 * MIB)), (128 * MIB, 1, Ring(4, 8 * MIB)),
@@ -28,8 +28,8 @@ def test_workers_by_cores(num_cores: int, num_workers: int) -> None:
         (1, 1, Ring(4, 4 * KIB)), (1, 8, Ring(4, 4 * KIB)),
     ],
 )  # fmt: skip
-def test_slots_follow(budget_bytes: int, num_accelerators: int, ring: Ring) -> None:
-    assert ring_of(budget_bytes, num_accelerators, num_cores=64) == ring
+def test_slots_follow(budget_bytes: int, num_rings: int, ring: Ring) -> None:
+    assert ring_of(budget_bytes, num_rings, num_cores=64) == ring
 
 
 def test_as_it_was_where_there_are_few_cores() -> None:
@@ -37,16 +37,16 @@ def test_as_it_was_where_there_are_few_cores() -> None:
 
 
 @pytest.mark.parametrize("num_cores", [1, 9, 16, 200])
-@pytest.mark.parametrize("num_accelerators", [1, 2, 3, 8])
-def test_p8_half_of_the_budget_at_most(num_cores: int, num_accelerators: int) -> None:
+@pytest.mark.parametrize("num_rings", [1, 2, 3, 8])
+def test_p8_half_of_the_budget_at_most(num_cores: int, num_rings: int) -> None:
     """But for budgets so small that not even pages fit; a slot is whole pages, and torch pins what was asked for."""
     for exponent in range(40):
         for budget_bytes in (1 << exponent, (1 << exponent) + 4097, 3 << exponent):
-            ring = ring_of(budget_bytes, num_accelerators, num_cores=num_cores)
+            ring = ring_of(budget_bytes, num_rings, num_cores=num_cores)
             assert ring.slot_bytes % 4096 == 0
             assert ring.slot_bytes & (ring.slot_bytes - 1) == 0
-            taken = ring.num_slots * ring.slot_bytes * num_accelerators
-            assert taken <= max(budget_bytes // 2, 8 * 4096 * num_accelerators)
+            taken = ring.num_slots * ring.slot_bytes * num_rings
+            assert taken <= max(budget_bytes // 2, 8 * 4096 * num_rings)
 
 
 def test_usable_cores() -> None:
