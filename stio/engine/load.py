@@ -1,7 +1,8 @@
 """The load's scheduler: a plan's blocks to workers, one budget, groups to the consumer.
 
 Long-lived workers take blocks in the plan's order; a group's image is paid for from the budget when its first
-block is taken and given back when the consumer takes the group. The last block of a group makes its tensors and
+block is taken, and given back when all who had a hand on it let go: its readers, who delivered it, and where the run
+holds it the consumer. The last block of a group makes its tensors and
 hands them over: one hop a group, never one a block or a tensor. Whoever fails or cancels stops the queue; the
 run ends when no worker touches a buffer any more.
 """
@@ -63,7 +64,7 @@ class LoadRun:
         plan: What to read, in which order.
         routes: One for each of the plan's headers.
         deliver: Called on a worker with a group and its tensors. It may be called by several workers at once.
-        hold: The budget stays taken after delivery, until the consumer calls `release` (streams).
+        hold: The budget stays taken after delivery, until the consumer calls `release` too (streams).
         budget_bytes: See `Budget`.
         num_workers: Threads that read, this run's own thread among them.
         progress: Called with an event at the start and after each group, one call at a time.
@@ -85,7 +86,6 @@ class LoadRun:
         self._plan = plan
         self._routes = routes
         self._deliver = deliver
-        self._hold = hold
         self.budget = Budget(budget_bytes)
         self._num_workers = max(1, min(num_workers, plan.num_reads))
         self._progress = progress
@@ -96,6 +96,8 @@ class LoadRun:
         self._blocks: deque[Block] = deque()
         self._rank: dict[int, int] = {}
         self._left = [max(1, len(group.blocks)) for group in plan.groups]
+        # A thread may stand still between its last line with a group and its next one, its frame full of the memory.
+        self._hands = [len(group.blocks) + 1 + hold for group in plan.groups]
         self._workers = 0
         self._stopped = False
         self._error: BaseException | None = None
@@ -155,10 +157,12 @@ class LoadRun:
             self._changed.notify_all()
 
     def release(self, group: Group) -> None:
-        """Say that the consumer took a group that was held."""
+        """Say that the consumer, or a worker, has let go of a group's memory; after the last it is paid back."""
         with self._changed:
-            self.budget.release(group.nbytes)
-            self._changed.notify_all()
+            self._hands[group.index] -= 1
+            if not self._hands[group.index]:
+                self.budget.release(group.nbytes)
+                self._changed.notify_all()
 
     def promote(self, names: Iterable[str]) -> None:
         """Move the groups that hold these names to the front of what has not begun, in the plan's order."""
@@ -243,6 +247,7 @@ class LoadRun:
                 self._trace.add(
                     route.label, start + waited, perf_counter(), num_bytes=block.nbytes, detail=type(route).__name__
                 )
+            self.release(group)
             route.settle(block, self._settled)
         else:
             self._settled(block)
@@ -264,8 +269,8 @@ class LoadRun:
         if self._trace is not None:
             self._trace.add("tensors", start, perf_counter(), num_bytes=group.payload_bytes)
         self._deliver(group, landed)
-        if not self._hold:
-            self.release(group)
+        del landed
+        self.release(group)
         self._report(group)
 
     def _report(self, group: Group | None) -> None:

@@ -261,6 +261,59 @@ def test_hold_of_oversized_groups_hands_over_one_by_one():
     assert made.run.budget.peak_bytes == 500
 
 
+def test_p8_a_group_is_paid_for_until_who_delivered_it_let_go():
+    """The consumer may be done with a group while the worker that delivered it has not run a line since."""
+    go = threading.Event()
+
+    def deliver(group, landed):
+        made.deliver(group, landed)
+        made.run.release(group)  # the consumer's
+        assert go.wait(PATIENCE_SECONDS)
+
+    made = Scheduler(plan_of(60, 60), budget_bytes=100, num_workers=2, hold=True, deliver=deliver).start()
+    assert eventually(lambda: made.delivered == [0] and len(made.run._changed._waiters) == 1)
+    assert (made.route.reads, made.run.budget.used_bytes) == ([(0, 0)], 60)
+    go.set()
+    made.end()
+    assert (made.delivered, made.run.budget.used_bytes) == ([0, 1], 0)
+
+
+def test_p8_a_group_is_paid_for_until_its_readers_let_go():
+    """Nor does it help that another worker sent on what this one read, and the consumer took it."""
+    read, go = threading.Event(), threading.Event()
+
+    class Sharing(FakeRoute):
+        def __init__(self):
+            super().__init__()
+            self.there: list[Block] = []
+
+        def read(self, group, block, stopped):
+            super().read(group, block, stopped)
+            self.there.append(block)
+            if (group.index, block.at) == (0, 0):
+                read.set()
+                assert go.wait(PATIENCE_SECONDS)
+            else:
+                assert read.wait(PATIENCE_SECONDS)
+
+        def settle(self, block, settled):
+            while self.there:
+                settled(self.there.pop())
+
+    def deliver(group, landed):
+        made.deliver(group, landed)
+        made.run.release(group)
+
+    made = Scheduler(
+        plan_of(60, 60, blocks=2), Sharing(), budget_bytes=100, num_workers=2, hold=True, deliver=deliver
+    ).start()
+    assert eventually(lambda: made.delivered == [0] and len(made.run._changed._waiters) == 1)
+    assert ({index for index, _ in made.route.reads}, made.run.budget.used_bytes) == ({0}, 60)
+    go.set()
+    made.end()
+    assert (made.delivered, made.run.budget.used_bytes) == ([0, 1], 0)
+
+
 def test_promote_moves_what_has_not_begun():
     held, go = threading.Event(), threading.Event()
 
