@@ -8,6 +8,7 @@ buffered), the rest buffered. One call a block: beside a busy Python thread each
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 from collections.abc import Sequence
@@ -29,6 +30,12 @@ def free_bytes(fd: int) -> int:
     """Return how much room an unprivileged process has on the filesystem of an open file or directory."""
     found = os.fstatvfs(fd)
     return found.f_bavail * found.f_frsize
+
+
+def _most_bytes(fd: int) -> float:
+    """Return how much room there is for anybody, what is set aside for root among it; infinite where nobody says."""
+    found = os.fstatvfs(fd)
+    return found.f_bfree * found.f_frsize if found.f_blocks else math.inf
 
 
 def write_refused(
@@ -266,6 +273,9 @@ def create_sinks(
     """
     needed = sum(nbytes for _, nbytes in files)
     free = free_bytes(dir_fd)
+    if needed > _most_bytes(dir_fd):
+        # ext4 gives what it has before it refuses: until the files are gone, nobody else could write a byte.
+        raise write_refused("reserving space", path, OSError(errno.ENOSPC, ""), needed_bytes=needed, free=free)
     reserved = True
     for (name, nbytes), final in zip(files, where, strict=True):
         try:

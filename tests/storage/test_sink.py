@@ -324,6 +324,23 @@ def test_c103_where_nothing_can_be_reserved_the_count_decides(place: int, monkey
         create(place, ("b", sink.free_bytes(place) + 1))
 
 
+def test_c103_nothing_is_reserved_of_what_cannot_fit(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ext4 hands out all that it has before it says no, and until that is given back nobody else can write."""
+    monkeypatch.setattr(calls, "reserve", lambda *_: pytest.fail("it was asked to reserve"))
+    found = os.fstatvfs(place)
+    with pytest.raises(NoSpaceError) as caught:
+        create(place, ("a", found.f_bfree * found.f_frsize), ("b", 1 << 30))
+    assert caught.value.needed_bytes == found.f_bfree * found.f_frsize + (1 << 30)
+    assert not os.listdir(place)
+
+
+def test_c103_a_filesystem_that_counts_nothing(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of those in user space report zeros."""
+    counts = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(sink.os, "fstatvfs", lambda _: counts)
+    create(place, ("a", 10_000))
+
+
 @pytest.mark.root
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="mounts")
 def test_c103_small_disk(tmp_path: Path) -> None:
@@ -338,8 +355,7 @@ def test_c103_small_disk(tmp_path: Path) -> None:
             create(fd, ("a", 1 << 20), ("b", 3 << 20))
         assert caught.value.needed_bytes == 4 << 20
         assert caught.value.free_bytes == 2 << 20
-        os.unlink(mount / "a")
-        os.unlink(mount / "b")
+        assert not os.listdir(mount)
         (one,) = create(fd, ("c", len(DATA)))
         write_all(one)
         one.finish()
