@@ -2,9 +2,8 @@
 
 Long-lived workers take blocks in the plan's order; a group's image is paid for from the budget when its first
 block is taken, and given back when all who had a hand on it let go: its readers, who delivered it, and where the run
-holds it the consumer. The last block of a group makes its tensors and
-hands them over: one hop a group, never one a block or a tensor. Whoever fails or cancels stops the queue; the
-run ends when no worker touches a buffer any more.
+holds it the consumer. The last block of a group makes its tensors and hands them over: one hop a group, never one a
+block or a tensor. Whoever fails or cancels stops the queue; the run ends when no worker touches a buffer any more.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class LoadRun:
         self._rank: dict[int, int] = {}
         self._left = [max(1, len(group.blocks)) for group in plan.groups]
         # A thread may stand still between its last line with a group and its next one, its frame full of the memory.
-        self._hands = [len(group.blocks) + 1 + hold for group in plan.groups]
+        self._hands = [left + 1 + hold for left in self._left]
         self._workers = 0
         self._stopped = False
         self._error: BaseException | None = None
@@ -250,6 +249,7 @@ class LoadRun:
             self.release(group)
             route.settle(block, self._settled)
         else:
+            self.release(group)
             self._settled(block)
 
     def _settled(self, block: Block) -> None:

@@ -8,7 +8,6 @@ buffered), the rest buffered. One call a block: beside a busy Python thread each
 from __future__ import annotations
 
 import errno
-import math
 import os
 import threading
 from collections.abc import Sequence
@@ -30,12 +29,6 @@ def free_bytes(fd: int) -> int:
     """Return how much room an unprivileged process has on the filesystem of an open file or directory."""
     found = os.fstatvfs(fd)
     return found.f_bavail * found.f_frsize
-
-
-def _most_bytes(fd: int) -> float:
-    """Return how much room there is for anybody, what is set aside for root among it; infinite where nobody says."""
-    found = os.fstatvfs(fd)
-    return found.f_bfree * found.f_frsize if found.f_blocks else math.inf
 
 
 def write_refused(
@@ -272,8 +265,10 @@ def create_sinks(
         StorageError: The operating system refused.
     """
     needed = sum(nbytes for _, nbytes in files)
-    free = free_bytes(dir_fd)
-    if needed > _most_bytes(dir_fd):
+    found = os.fstatvfs(dir_fd)
+    free = found.f_bavail * found.f_frsize
+    counts = found.f_blocks > 0  # some filesystems do not
+    if counts and needed > found.f_bfree * found.f_frsize:
         # ext4 gives what it has before it refuses: until the files are gone, nobody else could write a byte.
         raise write_refused("reserving space", path, OSError(errno.ENOSPC, ""), needed_bytes=needed, free=free)
     reserved = True
@@ -286,7 +281,7 @@ def create_sinks(
                 calls.close(fd)
         except OSError as error:
             raise write_refused("reserving space", final, error, needed_bytes=needed, free=free) from error
-    if not reserved and needed > free:  # nobody has promised the room, so the filesystem's own count decides
+    if counts and not reserved and needed > free:  # nobody has promised the room, so the filesystem's own count decides
         raise write_refused("reserving space", path, OSError(errno.ENOSPC, ""), needed_bytes=needed, free=free)
     return [
         LocalSink(dir_fd, name, final, nbytes, mode=mode, durable=durable)

@@ -58,8 +58,9 @@ def test_a72_a_million_zero_size_tensors_and_one() -> None:
 def _longest_gap(action: Callable[[], object], enough: float = 0.0) -> float:
     """Return how long, at most, another thread had to wait for its turn, in seconds of this thread's processor time.
 
-    So other processes of a busy machine, which take the cores away from both, count little. It is the best of three
-    runs; there are no more once one is below `enough`.
+    So other processes of a busy machine, which take the cores away from both, count little. Not seen are work on further
+    threads, and a wait that keeps the GIL: a parser has neither. It is the best of three runs; there are no more once
+    one is below `enough`.
     """
     clock = time.pthread_getcpuclockid(threading.get_ident())
     gaps: list[float] = []
@@ -89,8 +90,8 @@ def _longest_gap(action: Callable[[], object], enough: float = 0.0) -> float:
     return min(gaps)
 
 
-# The longest wait is 2-4 ms. The bound is far above it, because on a busy machine the thread that waits may not get a core
-# when its turn has come, and far below the 60 ms of one decode of the whole text.
+# The longest wait is 2-4 ms. The bound is far above it, because on a busy machine the thread that waits may not get a
+# core when its turn has come, and far below the 60 ms of one decode of the whole text.
 LONGEST_GAP = 0.025
 
 

@@ -88,7 +88,7 @@ async def test_p8_stream_of_copies(file, tensors, runs, images):
                 del tensor
     assert count == len(tensors)
     assert runs[0].budget.peak_bytes <= MIB
-    assert images["peak"] <= MIB
+    assert images["peak"] <= MIB + 64 * 1024  # images are whole pages
     assert peak - before < 8 * MIB
 
 
