@@ -185,8 +185,8 @@ def fchmod(fd: int, mode: int) -> None:
         pass
 
 
-def reserve(fd: int, nbytes: int) -> bool:
-    """Set a file's size and reserve its space; False where only the size could be set.
+def reserve(fd: int, nbytes: int) -> None:
+    """Set a file's size, and reserve its space where that is possible.
 
     By `fallocate(2)` itself: `posix_fallocate` of glibc writes zeros where the filesystem cannot.
     """
@@ -198,9 +198,8 @@ def reserve(fd: int, nbytes: int) -> bool:
             if number != errno.EINTR:
                 raise OSError(number, os.strerror(number))
         else:
-            return True
+            return
     os.ftruncate(fd, nbytes)  # parallel writes that extend a file wait for each other
-    return False
 
 
 def write(fd: int, address: int, nbytes: int, offset: int) -> int:

@@ -267,22 +267,19 @@ def create_sinks(
     needed = sum(nbytes for _, nbytes in files)
     found = os.fstatvfs(dir_fd)
     free = found.f_bavail * found.f_frsize
-    counts = found.f_blocks > 0  # some filesystems do not
-    if counts and needed > found.f_bfree * found.f_frsize:
-        # ext4 gives what it has before it refuses: until the files are gone, nobody else could write a byte.
+    if needed > free and found.f_blocks:  # a filesystem that counts nothing does not say
+        # ext4 gives what it has before it refuses: until the files are gone nobody else could write a byte. And what is
+        # set aside for the system is not for checkpoints, root's neither.
         raise write_refused("reserving space", path, OSError(errno.ENOSPC, ""), needed_bytes=needed, free=free)
-    reserved = True
     for (name, nbytes), final in zip(files, where, strict=True):
         try:
             fd = calls.open_file(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=dir_fd)
             try:
-                reserved = calls.reserve(fd, nbytes) and reserved
+                calls.reserve(fd, nbytes)
             finally:
                 calls.close(fd)
         except OSError as error:
             raise write_refused("reserving space", final, error, needed_bytes=needed, free=free) from error
-    if counts and not reserved and needed > free:  # nobody has promised the room, so the filesystem's own count decides
-        raise write_refused("reserving space", path, OSError(errno.ENOSPC, ""), needed_bytes=needed, free=free)
     return [
         LocalSink(dir_fd, name, final, nbytes, mode=mode, durable=durable)
         for (name, nbytes), final in zip(files, where, strict=True)

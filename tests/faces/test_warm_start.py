@@ -455,7 +455,7 @@ async def test_the_face_after_the_block_holds_no_memory(directory):
     gone = weakref.ref(module.scale)
     del module
     gc.collect()
-    assert gone() is None
+    assert eventually(lambda: gone() is None)  # a thread that is about to end may have it in a frame a moment more
     assert await warm.done() == stio.LoadReport((), ())
 
 
