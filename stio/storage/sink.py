@@ -25,10 +25,13 @@ _WRITEBACK_BYTES = 8 << 20
 """Buffered writes from this size on are sent to the disk at once; below it the call costs more than it brings."""
 
 
-def free_bytes(fd: int) -> int:
-    """Return how much room an unprivileged process has on the filesystem of an open file or directory."""
+def free_bytes(fd: int) -> int | None:
+    """Return how much room an unprivileged process has on the filesystem of an open file or directory.
+
+    None where the filesystem counts nothing (ramfs, some in user space).
+    """
     found = os.fstatvfs(fd)
-    return found.f_bavail * found.f_frsize
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
 def write_refused(
@@ -265,9 +268,8 @@ def create_sinks(
         StorageError: The operating system refused.
     """
     needed = sum(nbytes for _, nbytes in files)
-    found = os.fstatvfs(dir_fd)
-    free = found.f_bavail * found.f_frsize
-    if needed > free and found.f_blocks:  # a filesystem that counts nothing does not say
+    free = free_bytes(dir_fd)
+    if free is not None and needed > free:
         # ext4 gives what it has before it refuses: until the files are gone nobody else could write a byte. And what is
         # set aside for the system is not for checkpoints, root's neither.
         raise write_refused("reserving space", path, OSError(errno.ENOSPC, ""), needed_bytes=needed, free=free)
