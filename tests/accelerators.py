@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
+import simdevice
 import torch
 from stand_in import DEVICE, StandIn, install
 from support import eventually
@@ -19,8 +20,14 @@ from stio.testing import FakeDevice
 
 HAVE_GPU = torch.accelerator.is_available()
 
-NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not HAVE_GPU, reason="torch sees no accelerator here"))
-"""Marks of what only a real device can show."""
+NEEDS_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not HAVE_GPU,
+        reason=simdevice.why_unavailable() or "torch sees no accelerator here; STIO_TEST_DEVICE=sim gives it one",
+    ),
+)
+"""Marks of what only an accelerator can show."""
 
 BUSY_CYCLES = 400_000_000
 """About a fifth of a second of a GPU's clock: longer than a test takes to queue what must come behind."""
@@ -39,9 +46,14 @@ def gpu(test: Any) -> Any:
     return test
 
 
-def keep_busy() -> None:
-    """Give the current stream of a real device something to do for a while."""
-    torch.cuda._sleep(BUSY_CYCLES)
+def module_of(device: torch.device) -> Any:
+    """Return torch's module of an accelerator's kind."""
+    return torch.get_device_module(device)
+
+
+def keep_busy(cycles: int = BUSY_CYCLES) -> None:
+    """Give the current stream of the accelerator something to do for a while."""
+    module_of(resolve_device("auto"))._sleep(cycles)
 
 
 class Rig:
@@ -164,7 +176,7 @@ class RealRig(Rig):
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._accelerator = TorchAccelerator(resolve_device("auto"))
-        self._module: Any = torch.get_device_module(self._accelerator.device)
+        self._module = module_of(self._accelerator.device)
 
     @property
     def accelerator(self) -> Accelerator:
@@ -233,7 +245,7 @@ class Place:
         torch.accelerator.synchronize(self.device)
         if self.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # what a matrix product leaves for the next one
-        return int(torch.get_device_module(self.device).memory_allocated(self.device))
+        return int(module_of(self.device).memory_allocated(self.device))
 
     def require_freed(self) -> None:
         """Require that it holds what it held at first; threads that have ended for us may be on their way out."""
@@ -243,13 +255,13 @@ class Place:
         """Return a context in which the calling thread has a stream of its own."""
         if not self.is_real:
             return nullcontext()
-        module: Any = torch.get_device_module(self.device)
+        module = module_of(self.device)
         return module.stream(module.Stream(self.device))
 
     def keep_busy(self, cycles: int) -> None:
         """Give the current stream something to do."""
         if self.is_real:
-            torch.cuda._sleep(cycles)
+            keep_busy(cycles)
 
 
 PLACES = [pytest.param("fake", id="fake"), pytest.param("real", id="real", marks=NEEDS_GPU)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,12 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+if os.environ.get("STIO_TEST_DEVICE") == "sim":
+    # Before any test is collected: the tests look whether torch has an accelerator.
+    simdevice = importlib.import_module("simdevice")
+    with suppress(simdevice.Unavailable):  # what needs it is skipped then, with the reason
+        simdevice.install(float(os.environ.get("STIO_TEST_DEVICE_DELAY", "0")))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what it puts in the background so, and every process of a test's would inherit it.

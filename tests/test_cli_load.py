@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerators import gpu
 from commands import refused, run, terminal
 from safetensors.torch import save_file
 
@@ -121,8 +122,7 @@ def test_a_device_without_room(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert refused("load", model) == "Error: out of memory; free memory there, or take --device cpu"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@gpu
 def test_an_accelerator_is_what_auto_means(model: Path) -> None:
     found = json.loads(run("load", model, "--json").stdout)
     assert found["device"] == [f"{torch.accelerator.current_accelerator()}:0"]

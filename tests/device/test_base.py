@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from accelerators import gpu
+from accelerators import gpu, module_of
 
 import stio.sync
 from stio.device import base
@@ -74,8 +75,13 @@ def test_here() -> None:
 
 @gpu
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
-@pytest.mark.parametrize("device", ["auto", "cuda", {"": "cuda"}, lambda name: "cuda"], ids=str)
-def test_a_load_goes_to_the_caller_s_device(device: Any) -> None:
+@pytest.mark.parametrize(
+    "device",
+    [lambda kind: "auto", lambda kind: kind, lambda kind: {"": kind}, lambda kind: lambda name: kind],
+    ids=["auto", "kind", "mapping", "callable"],
+)
+def test_a_load_goes_to_the_caller_s_device(device: Callable[[str], Any]) -> None:
     root = MemoryRoot(checkpoint_files({"w": torch.arange(5)}))
-    with torch.cuda.device(1):
-        assert stio.sync.load(root, device=device)["w"].device == SECOND
+    second = torch.device(resolve_device("auto").type, 1)
+    with module_of(second).device(1):
+        assert stio.sync.load(root, device=device(second.type))["w"].device == second

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from accelerators import gpu, keep_busy
 from support import ALL_DTYPES, assorted, bits_of, ramp, require_equal
 
 from stio import memory
@@ -24,7 +25,6 @@ from stio.errors import DeviceError, DeviceMemoryError
 from stio.memory import Region
 from stio.plan.write import plan_writes
 
-HAVE_GPU = torch.accelerator.is_available()
 F4 = getattr(torch, "float4_e2m1fn_x2", None)
 DTYPES = [*ALL_DTYPES, *([F4] if F4 is not None else [])]
 POISON = 0xCB
@@ -382,8 +382,7 @@ def test_all_events_are_waited_for_though_one_fails(monkeypatch: pytest.MonkeyPa
 # Real devices.
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HAVE_GPU, reason="torch sees no accelerator here")
+@gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 def test_accelerator(dtype: torch.dtype, layout: str) -> None:
@@ -397,18 +396,17 @@ def test_accelerator(dtype: torch.dtype, layout: str) -> None:
     assert brought(tensor, random_cuts(random.Random(0), tensor, 5)) == expected
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HAVE_GPU, reason="torch sees no accelerator here")
+@gpu
 def test_accelerator_work_so_far_comes_first() -> None:
     device = torch.accelerator.current_accelerator()
     tensor = torch.zeros(64 << 20, device=device)
     torch.accelerator.synchronize()
-    for _ in range(50):
-        tensor += 1
+    keep_busy()
+    tensor.fill_(50)
     ready = Readiness.now({"x": tensor})
     region = staging_for([tensor])(4096)
     copy_out([(tensor, 0, region)], ready)
-    tensor += 1
+    tensor.fill_(51)
     assert region.tobytes() == bits_of(torch.full((1024,), 50.0))
 
 

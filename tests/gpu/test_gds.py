@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simdevice
 import torch
-from accelerators import PLACES, Place, gpu
+from accelerators import PLACES, Place, gpu, module_of
 from kvikio_stand_in import Kvikio
 from support import require_equal
 
@@ -28,9 +29,13 @@ def put(place: Place) -> Callable[[Any, bytes], None] | None:
         return None
 
     def to_device(buffer: Any, data: bytes) -> None:
+        if simdevice.installed():  # torch knows the array interface of CUDA's memory only
+            simdevice.write(buffer.__cuda_array_interface__["data"][0], data)
+            return
         memory = torch.as_tensor(buffer, device=place.torch_device)
-        stream = torch.cuda.Stream(place.torch_device)
-        with torch.cuda.stream(stream):
+        module = module_of(place.torch_device)
+        stream = module.Stream(place.torch_device)
+        with module.stream(stream):
             memory[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         stream.synchronize()
 
@@ -41,7 +46,7 @@ def current(place: Place) -> Callable[[], None]:
     """Return what looks whether the device is the thread's current one."""
 
     def look() -> None:
-        assert not place.is_real or torch.cuda.current_device() == place.torch_device.index
+        assert not place.is_real or torch.accelerator.current_device_index() == place.torch_device.index
 
     return look
 

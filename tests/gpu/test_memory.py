@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from accelerators import PLACES, Place, gpu
+from accelerators import PLACES, Place, gpu, module_of
 from support import require_equal, spin
 
 import stio
@@ -100,7 +100,7 @@ def little(request: pytest.FixtureRequest) -> Any:
         place.device = FakeDevice(memory_bytes=20 * MIB)
         yield place
         return
-    module = torch.cuda
+    module = module_of(place.device)
     module.empty_cache()
     total = module.get_device_properties(place.device).total_memory
     try:
@@ -139,7 +139,7 @@ def test_c96_after_the_memory_was_out(little: Place, checkpoint: Path, way: str)
 def test_a_load_takes_over_the_memory_of_the_one_before(checkpoint: Path) -> None:
     """torch keeps freed memory for the stream that it was allocated under: it must be the same one for all loads."""
     device = resolve_device("auto")
-    module: Any = torch.get_device_module(device)
+    module = module_of(device)
 
     def load() -> int:
         stio.sync.load(checkpoint, device=device)

@@ -10,11 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerators import gpu
 from safetensors.torch import save_file
 from torch import nn
 
 from stio import sync
 from stio.compat import huggingface_hub as hub
+from stio.device.base import resolve_device
 from stio.errors import AmbiguousCheckpointError, FormatError, IndexFormatError, StorageError, UnsafePathError
 
 INDEX = "model.safetensors.index.json"
@@ -157,11 +159,9 @@ def test_wrong_map_location(tmp_path: Path, where: Any, error: type[Exception]) 
         hub.load_state_dict_from_file(tmp_path / SINGLE, map_location=where)
 
 
-@pytest.mark.gpu
+@gpu
 def test_b_map_location_keeps_its_index(tmp_path: Path) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs CUDA")
-    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    last = torch.device(resolve_device("auto").type, torch.accelerator.device_count() - 1)
     hub.save_torch_model(Model(3).to(last), tmp_path, max_shard_size=64)
     shards = []
     with mock.patch.object(Model, "load_state_dict", side_effect=lambda state, strict: shards.append(state)):

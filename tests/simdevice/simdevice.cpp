@@ -1,0 +1,393 @@
+// A device for torch (PrivateUse1) that is asynchronous as CUDA is: streams, events, copies, operators; see __init__.py.
+//
+// Copies, casts, strided copies and fills are queued on the current stream and hold no reference to their tensors. Every other
+// operator waits for what its stream has queued and is computed by the CPU: it sees what a kernel in its place would see.
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/transformers/attention.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/alloc_cpu.h>
+#include <torch/library.h>
+
+#include "memory.hpp"
+
+namespace sim {
+namespace {
+
+using at::Tensor;
+using c10::Device;
+using c10::DeviceIndex;
+
+Stream* stream_of(const c10::Stream& stream) { return streams(stream.device_index()).all[stream.id()].get(); }
+
+c10::Stream as_torch(Stream* stream) { return c10::Stream(c10::Stream::UNSAFE, Device(kType, stream->device), stream->id); }
+
+// Setting an index makes a context there, as it does with CUDA 12; going back to one that had none makes none.
+void set_device(int device) {
+  TORCH_CHECK(device >= 0 && device < kNumDevices, "there is no device sim:", device);
+  if (device == current_device) return;
+  make_context(device);
+  current_device = device;
+}
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kType; }
+  Device getDevice() const override { return Device(kType, current_device); }
+  void setDevice(Device device) const override { set_device(device.index()); }
+  void uncheckedSetDevice(Device device) const noexcept override { current_device = device.index(); }
+  Device exchangeDevice(Device device) const override {
+    const Device before = getDevice();
+    set_device(device.index());
+    return before;
+  }
+  DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
+
+  c10::Stream getStream(Device device) const override { return as_torch(current_stream(index_of(device))); }
+  c10::Stream getDefaultStream(Device device) const override { return as_torch(streams(index_of(device)).all[0].get()); }
+  c10::Stream getStreamFromGlobalPool(Device device, bool) const override { return as_torch(pooled_stream(index_of(device))); }
+  c10::Stream getNewStream(Device device, int) const override { return as_torch(pooled_stream(index_of(device))); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const auto before = getStream(stream.device());
+    current_stream_ids[stream.device_index()] = stream.id();
+    return before;
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    return stream_of(stream)->passed(stream_of(stream)->num_queued());
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    make_context(current_device);
+    stream_of(stream)->wait_all();
+  }
+  void synchronizeDevice(const DeviceIndex device) const override { synchronize(device); }
+  void recordDataPtrOnStream(const c10::DataPtr& ptr, const c10::Stream& stream) const override {
+    device_memory().recordStream(ptr, stream);
+  }
+
+  void record(void** event, const c10::Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
+    // As `torch.cuda.Event` does it: no context is made on the way back. (torch's generic events on CUDA do make one.)
+    make_context(stream.device_index());
+    if (!*event) *event = new Mark;
+    *static_cast<Mark*>(*event) = mark(stream_of(stream));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (!event) return;
+    make_context(stream.device_index());
+    sim::block(stream_of(stream), *static_cast<Mark*>(event));
+  }
+  bool queryEvent(void* event) const override {
+    make_context(current_device);
+    return !event || static_cast<Mark*>(event)->passed();
+  }
+  void synchronizeEvent(void* event) const override {
+    make_context(current_device);
+    if (event) static_cast<Mark*>(event)->wait();
+  }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Mark*>(event); }
+  double elapsedTime(void* start, void* end, const DeviceIndex) const override {
+    const auto *from = static_cast<Mark*>(start), *to = static_cast<Mark*>(end);
+    from->wait();
+    to->wait();
+    return static_cast<double>(*to->time_ns - *from->time_ns) / 1e6;
+  }
+
+ private:
+  static int index_of(Device device) { return device.has_index() ? device.index() : current_device; }
+};
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex device) const override { return contexts[device]; }
+  DeviceIndex deviceCount() const override { return kNumDevices; }
+  DeviceIndex getCurrentDevice() const override { return current_device; }
+  void setCurrentDevice(DeviceIndex device) const override { set_device(device); }
+  DeviceIndex exchangeDevice(DeviceIndex device) const override {
+    const int before = current_device;
+    set_device(device);
+    return before;
+  }
+  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override {
+    const int before = current_device;
+    current_device = device;
+    return before;
+  }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory(); }
+  bool isPinnedPtr(const void* address) const override { return pinned_memory().find(address) != nullptr; }
+  Device getDeviceFromPtr(void* address) const override {
+    for (int device = 0; device < kNumDevices; ++device)
+      if (arena(device).holds(address)) return Device(kType, device);
+    TORCH_CHECK(false, "not an address of a simulated device");
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    c10::DeviceGuard guard(storage.device());
+    auto grown = device_memory().allocate(nbytes);
+    if (const size_t kept = std::min(nbytes, storage.nbytes())) {
+      char *const target = reach(grown.get()), *const source = reach(storage.data());
+      current_stream(storage.device().index())->put([=] { std::memcpy(target, source, kept); }, true);
+    }
+    storage.set_data_ptr_noswap(std::move(grown));
+    storage.set_nbytes(nbytes);
+  }
+};
+
+// Copies.
+
+thread_local bool no_delay = false;  // inside an operator that the CPU computes, and after the first copy of a batch
+
+struct NoDelay {
+  const bool before = no_delay;
+  NoDelay() { no_delay = true; }
+  ~NoDelay() { no_delay = before; }
+};
+
+bool counts_down(std::atomic<int64_t>& count) {
+  if (count <= 0) return false;
+  return --count == 0;
+}
+
+// Queue a copy. It may be refused here or fail there, if a test says so.
+void put_copy(Stream* stream, std::function<void()> copy) {
+  ++settings.num_copies;
+  if (!no_delay) {
+    if (counts_down(settings.refuse_copy)) throw std::runtime_error("the simulated device was told to refuse this copy");
+    if (counts_down(settings.fail_copy)) copy = [] { throw std::runtime_error("the simulated device was told to fail in this copy"); };
+  }
+  stream->put(std::move(copy), !no_delay);
+}
+
+// The bytes of a tensor of the device as a tensor of the CPU's, for use on a stream. It holds no reference.
+Tensor reached(const Tensor& tensor) {
+  auto found = at::from_blob(tensor.numel() ? reach(tensor.const_data_ptr()) : nullptr, tensor.sizes(), tensor.strides(),
+                             tensor.options().device(at::kCPU).requires_grad(false));
+  found._set_conj(tensor.is_conj());
+  found._set_neg(tensor.is_neg());
+  return found;
+}
+
+void copy_on_device(const Tensor& source, const Tensor& target) {
+  const int from = source.device().index(), to = target.device().index();
+  Stream *const stream = current_stream(from), *const waiting = current_stream(to);
+  block(stream, place(waiting));  // nothing, where both are one
+  put_copy(stream, [source = reached(source), target = reached(target)] {
+    c10::InferenceMode on_bytes;  // the caller may have made them in this mode
+    target.copy_(source);
+  });
+  block(waiting, place(stream));
+}
+
+void copy_bytes(const Tensor& source, const Tensor& target, bool non_blocking) {
+  const bool upwards = source.is_cpu();
+  const Tensor &host = upwards ? source : target, &there = upwards ? target : source;
+  Stream* const stream = current_stream(there.device().index());
+  auto* const host_address = static_cast<char*>(host.data_ptr());
+  char* const address = reach(there.data_ptr());
+  const size_t nbytes = source.nbytes();
+  Pinned* const pinned = pinned_memory().find(host_address);
+  if (upwards && non_blocking && !pinned) {  // the driver takes a copy of pageable memory before it returns
+    auto taken = std::make_shared<std::vector<char>>(host_address, host_address + nbytes);
+    put_copy(stream, [=] { std::memcpy(address, taken->data(), nbytes); });
+    return;
+  }
+  if (upwards)
+    put_copy(stream, [=] { std::memcpy(address, host_address, nbytes); });
+  else
+    put_copy(stream, [=] { std::memcpy(host_address, address, nbytes); });
+  if (non_blocking && pinned)
+    pinned_memory().record(pinned, stream);
+  else
+    stream->wait_all();
+}
+
+Tensor copy_from(const Tensor& given, const Tensor& target, bool non_blocking) {
+  const Tensor source = given.expand(target.sizes());
+  if (!target.numel()) return target;
+  const Tensor& there = target.is_cpu() ? source : target;
+  c10::DeviceGuard guard(there.device());
+  make_context(there.device().index());
+  if (!source.is_cpu() && !target.is_cpu()) {
+    copy_on_device(source, target);
+    return target;
+  }
+  const bool same_bits = source.scalar_type() == target.scalar_type() && source.is_conj() == target.is_conj() && source.is_neg() == target.is_neg();
+  if (same_bits && source.is_contiguous() && target.is_contiguous()) {
+    copy_bytes(source, target, non_blocking);
+    return target;
+  }
+  // As torch does it for CUDA: what is not a plain copy of bytes goes through contiguous temporaries of the target's dtype.
+  const Tensor plain = source.to(target.scalar_type()).resolve_conj().resolve_neg().contiguous();
+  if (target.is_contiguous() && !target.is_conj() && !target.is_neg()) {
+    copy_bytes(plain, target, non_blocking);
+    return target;
+  }
+  const Tensor landed = at::empty(target.sizes(), target.options());
+  copy_bytes(plain, landed, non_blocking);
+  target.copy_(landed, non_blocking);
+  return target;
+}
+
+Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
+  target.resize_(source.sizes());
+  return copy_from(source, target, false);
+}
+
+void copy_batch(at::TensorList targets, at::TensorList sources, bool non_blocking) {
+  TORCH_CHECK(targets.size() == sources.size(), "as many targets as sources");
+  std::optional<NoDelay> rest;
+  for (size_t k = 0; k < targets.size(); ++k) {
+    targets[k].copy_(sources[k], non_blocking);
+    if (!rest && targets[k].numel()) rest.emplace();
+  }
+}
+
+Tensor& fill(Tensor& tensor, const at::Scalar& value) {
+  if (!tensor.numel()) return tensor;
+  c10::DeviceGuard guard(tensor.device());
+  current_stream(tensor.device().index())->put([target = reached(tensor), value]() mutable {
+    c10::InferenceMode on_bytes;  // the caller may have made them in this mode
+    target.fill_(value);
+  }, !no_delay);
+  return tensor;
+}
+
+Tensor& zero(Tensor& tensor) { return fill(tensor, 0); }
+
+// Memory and views.
+
+c10::Device device_of(std::optional<Device> device) {
+  const Device wanted = device.value_or(Device(kType));
+  return wanted.has_index() ? wanted : Device(kType, current_device);
+}
+
+Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device> device,
+             std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard guard(device_of(device));
+  return at::detail::empty_generic(size, &device_memory(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   c10::dtype_or_default(dtype), format);
+}
+
+Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                     std::optional<Device> device, std::optional<bool>) {
+  c10::DeviceGuard guard(device_of(device));
+  return at::detail::empty_strided_generic(size, stride, &device_memory(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           c10::dtype_or_default(dtype));
+}
+
+void record_stream(Tensor& tensor, c10::Stream stream) { device_memory().recordStream(tensor.storage().data_ptr(), stream); }
+
+void by_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  NoDelay here;
+  at::native::cpu_fallback(op, stack);
+}
+
+Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, at::IntArrayRef stride,
+                   at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups) {
+  NoDelay here;
+  const auto host_bias = bias && bias->defined() ? std::optional(bias->cpu()) : std::nullopt;
+  return at::convolution(input.cpu(), weight.cpu(), host_bias, stride, padding, dilation, transposed, output_padding, groups)
+      .to(input.device());
+}
+
+int64_t plain_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>, bool) {
+  return 0;  // computed by plain operators
+}
+
+struct Registered {
+  Registered() {
+    c10::SetAllocator(kType, &device_memory(), 1);
+    at::setHostAllocator(kType, &pinned_memory(), 1);
+    at::RegisterPrivateUse1HooksInterface(new Hooks);
+    pthread_atfork(nullptr, nullptr, [] {
+      if (contexts[0] || contexts[1]) forked = true;
+    });
+  }
+} registered;
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&by_cpu>()); }
+
+// A copy does pending conjugation and negation by itself; torch's fallback for them would call it again.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_foreach_copy_", copy_batch);
+  m.impl("fill_.Scalar", fill);
+  m.impl("zero_", zero);
+  m.impl("record_stream", record_stream);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("as_strided", [](const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
+    return at::native::as_strided_tensorimpl(self, size, stride, offset);
+  });
+  m.impl("view", [](const Tensor& self, at::IntArrayRef size) { return at::native::view(self, size); });
+  m.impl("_reshape_alias", [](const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride) {
+    return at::native::_reshape_alias(self, size, stride);
+  });
+  m.impl("view_as_real", [](const Tensor& self) { return at::native::view_as_real(self); });
+  m.impl("view_as_complex", [](const Tensor& self) { return at::native::view_as_complex(self); });
+  m.impl("unfold", [](const Tensor& self, int64_t dim, int64_t size, int64_t step) { return at::native::unfold(self, dim, size, step); });
+  m.impl("resize_", [](const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) -> const Tensor& {
+    return at::native::resize_(self, size, format);
+  });
+  m.impl("set_.source_Storage", [](Tensor& self, at::Storage source) -> Tensor& { return at::native::set_(self, source); });
+  m.impl("set_.source_Tensor", [](Tensor& self, const Tensor& source) -> Tensor& { return at::native::set_tensor_(self, source); });
+  m.impl("set_.source_Storage_storage_offset",
+         [](Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) -> Tensor& {
+           return at::native::set_storage_cpu_(self, source, offset, size, stride);
+         });
+  m.impl("is_set_to", [](const Tensor& self, const Tensor& other) { return at::native::is_set_to(self, other); });
+}
+
+}  // namespace sim
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &sim::plain_attention)
+}
+
+// What Python asks and sets, by ctypes.
+
+extern "C" {
+void sim_delay(double seconds) { sim::settings.delay_ns = static_cast<int64_t>(seconds * 1e9); }
+void sim_refuse_copy(int64_t number) { sim::settings.refuse_copy = number; }
+void sim_fail_copy(int64_t number) { sim::settings.fail_copy = number; }
+void sim_refuse_pinning(bool refuse) { sim::settings.refuse_pinning = refuse; }
+int64_t sim_num_copies() { return sim::settings.num_copies; }
+bool sim_has_context(int device) { return sim::contexts[device]; }
+bool sim_is_forked() { return sim::forked; }
+void sim_forget_contexts() { sim::contexts[0] = sim::contexts[1] = false; }
+void sim_clear_failures() {
+  for (int device = 0; device < sim::kNumDevices; ++device)
+    for (auto& stream : sim::streams(device).all) stream->clear_failure();
+}
+void sim_limit(int device, uint64_t bytes) { sim::device_memory().set_limit(device, bytes); }
+uint64_t sim_total_bytes(int device) { return sim::device_memory().total_bytes(device); }
+uint64_t sim_pinned_bytes(bool with_cached) {
+  return with_cached ? sim::pinned_memory().reserved_bytes : sim::pinned_memory().used_bytes;
+}
+void sim_sleep(int device, double seconds) {
+  const auto time = std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
+  sim::current_stream(device)->put([time] { std::this_thread::sleep_for(time); }, false);
+}
+void* sim_reach(void* address) { return sim::reach(address); }
+// Wait for all streams; false if one holds a failure. For the end of the process.
+bool sim_drain() {
+  if (sim::forked) return true;
+  bool good = true;
+  for (int device = 0; device < sim::kNumDevices; ++device)
+    for (auto& stream : sim::streams(device).all) try {
+        stream->wait_all();
+      } catch (const std::exception&) {
+        good = false;
+      }
+  return good;
+}
+}

@@ -1,0 +1,318 @@
+"""The simulated device has the habits that tests rely on: without each of them, one kind of fault would pass unseen.
+
+Each test runs on it, in a process that has it (`STIO_TEST_DEVICE=sim pytest -m gpu`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simdevice
+import torch
+from accelerators import gpu
+from support import run_python
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not simdevice.installed(), reason="of the simulated device (STIO_TEST_DEVICE=sim)"),
+]
+
+DELAY_SECONDS = 0.05
+DEVICE = "sim"
+FRESH, RELEASED = 0xB9, 0xA7
+
+
+@pytest.fixture(autouse=True)
+def _delay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Delay work as this file needs it, whatever the run's own delay; begin with no memory that is kept for later."""
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    simdevice.set_delay(DELAY_SECONDS)
+    yield
+    simdevice.clear_faults()
+    simdevice.set_delay(float(os.environ.get("STIO_TEST_DEVICE_DELAY", "0")))
+
+
+def module() -> Any:
+    return torch.get_device_module(DEVICE)
+
+
+def pinned(value: int, nbytes: int = 4096) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8).pin_memory()
+
+
+def on_new_stream() -> Any:
+    return module().stream(module().Stream(device=torch.device(DEVICE, 0)))
+
+
+def values(tensor: torch.Tensor) -> set[int]:
+    return set(tensor.cpu().tolist())
+
+
+# Order.
+
+
+def test_a_stream_that_does_not_wait_reads_too_early() -> None:
+    target = torch.zeros(4096, dtype=torch.uint8, device=DEVICE)
+    torch.accelerator.synchronize()
+    with on_new_stream():
+        target.copy_(pinned(7), non_blocking=True)
+        event = module().Event()
+        event.record(module().current_stream())
+    assert values(target) == {0}
+    module().current_stream().wait_event(event)
+    assert values(target) == {7}
+
+
+def test_a_host_that_does_not_wait_writes_what_is_still_to_be_read() -> None:
+    source, target = pinned(1), torch.empty(4096, dtype=torch.uint8, device=DEVICE)
+    target.copy_(source, non_blocking=True)
+    source.fill_(2)
+    assert values(target) == {2}
+
+
+def test_memory_that_is_not_pinned_is_taken_at_once() -> None:
+    source, target = torch.ones(4096, dtype=torch.uint8), torch.empty(4096, dtype=torch.uint8, device=DEVICE)
+    target.copy_(source, non_blocking=True)
+    source.fill_(2)
+    assert values(target) == {1}
+
+
+def test_a_copy_out_of_the_device_comes_later() -> None:
+    source, target = torch.full((4096,), 3, dtype=torch.uint8, device=DEVICE), pinned(0)
+    target.copy_(source, non_blocking=True)
+    assert set(target.tolist()) == {0}
+    module().current_stream().synchronize()
+    assert set(target.tolist()) == {3}
+
+
+@pytest.mark.parametrize("work", ["fill", "cast", "strided", "batch"])
+def test_work_is_queued(work: str) -> None:
+    source = torch.arange(4096, dtype=torch.int32, device=DEVICE)
+    target = torch.zeros(4096, dtype=torch.float32, device=DEVICE)
+    torch.accelerator.synchronize()
+    if work == "fill":
+        target.fill_(1)
+    elif work == "cast":
+        target.copy_(source)
+    elif work == "strided":
+        target[::2].copy_(target[1::2])
+    else:
+        torch._foreach_copy_([target], [source], non_blocking=True)
+    assert not module().current_stream().query()
+    torch.accelerator.synchronize()
+    assert module().current_stream().query()
+
+
+def test_an_operator_is_behind_what_its_stream_has_queued() -> None:
+    target = torch.zeros(4096, dtype=torch.uint8, device=DEVICE)
+    target.copy_(pinned(5), non_blocking=True)
+    assert int((target + 1).sum()) == 6 * 4096
+
+
+def test_the_pool_has_32_streams() -> None:
+    taken = [module().Stream(device=torch.device(DEVICE, 0)).stream_id for _ in range(65)]
+    assert len(set(taken)) == 32
+    assert taken[:32] == taken[32:64]
+
+
+def test_a_copy_between_devices_is_in_the_order_of_both() -> None:
+    source = torch.zeros(4096, dtype=torch.uint8, device="sim:0")
+    source.copy_(pinned(9), non_blocking=True)
+    assert values(source.to("sim:1", non_blocking=True)) == {9}
+
+
+# Memory.
+
+
+def test_memory_is_filled_when_it_is_allocated_and_released() -> None:
+    tensor = torch.empty(100_000, dtype=torch.uint8, device=DEVICE)
+    assert values(tensor) == {FRESH}
+    tensor.fill_(1)
+    torch.accelerator.synchronize()
+    address = tensor.data_ptr()
+    del tensor
+    torch.accelerator.synchronize()
+    assert set(simdevice.read(address, 100_000)) == {RELEASED}
+    again = torch.empty(100_000, dtype=torch.uint8, device=DEVICE)
+    assert again.data_ptr() == address, "memory goes back to its stream at once"
+    assert values(again) == {FRESH}
+
+
+def test_memory_that_no_stream_was_recorded_for_is_given_out_at_once() -> None:
+    """What another stream still reads there is overwritten, as with CUDA."""
+    shown = [_read_late(record) for record in (False, True)]
+    assert shown[0] <= {FRESH, RELEASED}
+    assert shown[1] == {1}
+
+
+def _read_late(record: bool) -> set[int]:
+    tensor = torch.full((50_000,), 1, dtype=torch.uint8, device=DEVICE)
+    torch.accelerator.synchronize()
+    with on_new_stream():
+        found = torch.empty_like(tensor)
+        module()._sleep(200_000_000)
+        found.copy_(tensor)  # later than the block that follows
+        if record:
+            tensor.record_stream(module().current_stream())
+        reader = module().current_stream()
+    del tensor
+    other = torch.empty(50_000, dtype=torch.uint8, device=DEVICE)
+    reader.synchronize()
+    del other
+    return values(found)
+
+
+def test_a_part_made_by_dlpack_records_nothing() -> None:
+    whole = torch.empty(50_000, dtype=torch.uint8, device=DEVICE)
+    part = torch._C._from_dlpack(torch._C._to_dlpack(whole[:1000]))
+    address = whole.data_ptr()
+    with on_new_stream():
+        module()._sleep(400_000_000)
+        part.record_stream(module().current_stream())
+    del whole, part
+    assert torch.empty(50_000, dtype=torch.uint8, device=DEVICE).data_ptr() == address
+
+
+def test_the_host_cannot_touch_it() -> None:
+    done = run_python(
+        "import ctypes, simdevice, torch\n"
+        "simdevice.install()\n"
+        "tensor = torch.zeros(100, device='sim')\n"
+        "torch.accelerator.synchronize()\n"
+        "ctypes.string_at(tensor.data_ptr(), 1)\n"
+    )
+    assert done.returncode == -11
+
+
+def test_the_memory_has_a_limit() -> None:
+    total = module().get_device_properties(DEVICE).total_memory
+    module().empty_cache()
+    taken = module().memory_reserved(DEVICE)
+    module().set_per_process_memory_fraction((taken + (1 << 20)) / total, DEVICE)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2 << 20, dtype=torch.uint8, device=DEVICE)
+        for _ in range(5):  # what is freed can be had in another size
+            torch.empty(900_000, dtype=torch.uint8, device=DEVICE)
+            torch.empty(400_000, dtype=torch.uint8, device=DEVICE)
+    finally:
+        module().set_per_process_memory_fraction(1.0, DEVICE)
+
+
+def test_pinned_memory_is_given_out_again_when_its_copies_are_done() -> None:
+    source, target = pinned(4, 1 << 20), torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
+    address = source.data_ptr()
+    target.copy_(source, non_blocking=True)
+    del source
+    other = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
+    assert other.data_ptr() != address
+    torch.accelerator.synchronize()
+    assert values(target) == {4}
+    again = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
+    assert again.data_ptr() == address
+    assert set(again.tolist()) == {FRESH}
+    assert again.is_pinned() and not torch.empty(5).is_pinned()
+    assert simdevice.pinned_bytes() >= 2 << 20
+
+
+# Faults.
+
+
+def test_faults_that_are_asked_for() -> None:
+    target = torch.zeros(4096, dtype=torch.uint8, device=DEVICE)
+    simdevice.refuse_copy(2)
+    target.copy_(pinned(1), non_blocking=True)
+    with pytest.raises(RuntimeError, match="refuse this copy"):
+        target.copy_(pinned(2), non_blocking=True)
+    simdevice.fail_copy(1)
+    target.copy_(pinned(3), non_blocking=True)
+    event = module().Event()
+    event.record(module().current_stream())
+    with pytest.raises(RuntimeError, match="fail in this copy"):
+        event.synchronize()
+    simdevice.refuse_pinning()
+    with pytest.raises(RuntimeError, match="refuse pinning"):
+        torch.empty(5, pin_memory=True)
+    simdevice.clear_faults()
+    target.copy_(pinned(4), non_blocking=True)
+    assert values(target) == {4}
+
+
+# Contexts.
+
+
+def test_contexts_are_made_as_cuda_makes_them() -> None:
+    """By a driver's call with the device as the thread's current one; not by the way back from another device."""
+    done = run_python(
+        """
+        import simdevice, torch
+        module = simdevice.install()
+        assert simdevice.contexts() == set() and not module.is_initialized()
+        with module.device(1):
+            stream = module.Stream(device=torch.device("sim", 1))
+            event = module.Event()
+            event.record(stream)
+            tensor = torch.zeros(10, device="sim:1")
+        assert simdevice.contexts() == {1} and module.current_device() == 0
+        stream.wait_event(event)
+        tensor.cpu()
+        assert simdevice.contexts() == {1}
+        event.query()  # with device 0 as the current one
+        assert simdevice.contexts() == {0, 1}
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_each_thread_has_its_own_current_device() -> None:
+    seen: list[int] = []
+    with module().device(1):
+        thread = threading.Thread(target=lambda: seen.append(module().current_device()))
+        thread.start()
+        thread.join()
+        assert (module().current_device(), seen) == (1, [0])
+
+
+def test_a_forked_child_is_refused() -> None:
+    done = run_python(
+        """
+        import os, simdevice, torch
+        module = simdevice.install()
+        tensor = torch.zeros(10, device="sim")
+        child = os.fork()
+        if child == 0:
+            try:
+                torch.zeros(10, device="sim")
+            except RuntimeError as error:
+                os._exit(7 if "forked" in str(error) and module._is_in_bad_fork() else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert tensor.sum() == 0
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@gpu
+def test_without_a_compiler_there_is_a_reason(tmp_path: Path) -> None:
+    done = run_python(
+        """
+        import os, sys
+        os.environ["PATH"] = sys.argv[1]
+        import simdevice
+        try:
+            simdevice.install()
+        except simdevice.Unavailable as error:
+            assert "g++" in str(error) and str(error) == simdevice.why_unavailable()
+        else:
+            raise SystemExit("installed without a compiler")
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
