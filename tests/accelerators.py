@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import simdevice
 import torch
-from stand_in import DEVICE, StandIn, install
 from support import eventually
 
 from stio.device.base import Accelerator, resolve_device
@@ -34,7 +33,6 @@ BUSY_CYCLES = 400_000_000
 
 RIGS = [
     pytest.param("fake", id="fake"),
-    pytest.param("stand-in", id="stand-in"),
     pytest.param("real", id="real", marks=NEEDS_GPU),
 ]
 
@@ -113,64 +111,6 @@ class Rig:
         return [pair]
 
 
-class StandInRig(Rig):
-    """The real device's code, over streams that wait until somebody waits for them."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.driver = StandIn(self.MEMORY_BYTES)
-        install(patch, self.driver)
-        self._accelerator = TorchAccelerator(DEVICE)
-
-    @property
-    def accelerator(self) -> Accelerator:
-        return self._accelerator
-
-    def used_bytes(self) -> int:
-        gc.collect()
-        return self.driver.used_bytes
-
-    def standing(self) -> Any:
-        return nullcontext()
-
-    @contextmanager
-    def own_stream(self) -> Iterator[None]:
-        with self.driver.device(DEVICE), self.driver.stream(self.driver.Stream(DEVICE)):
-            yield
-
-    def read(self, tensor: torch.Tensor) -> bytes:
-        return self._queued(tensor)()
-
-    def read_later(self, tensor: torch.Tensor) -> Callable[[], bytes]:
-        read = self._queued(tensor)
-
-        def after_the_copies() -> bytes:
-            self._accelerator._stream.run()  # it goes ahead as far as it may
-            return read()
-
-        return after_the_copies
-
-    def _queued(self, tensor: torch.Tensor) -> Callable[[], bytes]:
-        stream = self.driver.current_stream(DEVICE)
-        found: list[bytes] = []
-        address, nbytes = tensor.data_ptr(), tensor.nbytes
-        stream.put(lambda: found.append(Region(address, nbytes).tobytes()))
-
-        def read() -> bytes:
-            stream.run()
-            return found[0]
-
-        return read
-
-    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        twin = self.driver.allocate(tensor.nbytes)
-        self.driver.copy([twin], [tensor], non_blocking=True)
-        return twin
-
-    def refused(self, pair: tuple[torch.Tensor, Region]) -> list[tuple[torch.Tensor, Region]]:
-        target, region = pair
-        return [pair, (target[:1], region)]
-
-
 class RealRig(Rig):
     """What torch sees."""
 
@@ -216,7 +156,7 @@ class RealRig(Rig):
 
 def rig_of(kind: str, patch: pytest.MonkeyPatch) -> Rig:
     """Return the rig of one of `RIGS`."""
-    return {"fake": Rig, "stand-in": StandInRig, "real": RealRig}[kind](patch)
+    return {"fake": Rig, "real": RealRig}[kind](patch)
 
 
 class Place:

@@ -5,7 +5,6 @@ Each test runs on it, in a process that has it (`STIO_TEST_DEVICE=sim pytest -m 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,10 +31,9 @@ def _delay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Delay work as this file needs it, whatever the run's own delay; begin with no memory that is kept for later."""
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
-    simdevice.set_delay(DELAY_SECONDS)
-    yield
+    with simdevice.delayed(DELAY_SECONDS):
+        yield
     simdevice.clear_faults()
-    simdevice.set_delay(float(os.environ.get("STIO_TEST_DEVICE_DELAY", "0")))
 
 
 def module() -> Any:
@@ -61,6 +59,7 @@ def test_a_stream_that_does_not_wait_reads_too_early() -> None:
     target = torch.zeros(4096, dtype=torch.uint8, device=DEVICE)
     torch.accelerator.synchronize()
     with on_new_stream():
+        module()._sleep(400_000_000)
         target.copy_(pinned(7), non_blocking=True)
         event = module().Event()
         event.record(module().current_stream())

@@ -1,7 +1,7 @@
 """What every device owes the engine (`stio.device.base.Accelerator`), asked of each of them alike.
 
-The fake passes events late, the stand-in does everything at the last moment, the real one has its own timing: what
-holds on all three does not depend on when a copy happens.
+The fake passes events late, the simulated device runs streams on threads, a real one has its own timing: what holds on
+all of them does not depend on when a copy happens.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def test_after_a_stream_that_was_left(place: Place, checkpoint: Path, taken: int
 async def test_after_a_cancel(place: Place, checkpoint: Path) -> None:
     """Ever later: before anything is read, in the middle, and when all is there."""
     rounds, finished = 0, False
-    while not finished and rounds < 1_000_000:
+    while not finished:
 
         async def load() -> None:
             nonlocal finished
@@ -69,7 +69,6 @@ async def test_after_a_cancel(place: Place, checkpoint: Path) -> None:
             group.cancel_scope.cancel()
         rounds = rounds * 2 + 1
         place.require_freed()
-    assert finished
 
 
 @on_places

@@ -31,7 +31,8 @@ import subprocess
 import sys
 import tempfile
 import types
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ _FOLDER = Path(__file__).parent
 _SOURCES = ("simdevice.cpp", "memory.hpp", "runtime.hpp")
 _library: Any = None
 _why_unavailable = ""
+_delay_seconds = 0.0
 
 
 class Unavailable(Exception):
@@ -156,7 +158,23 @@ def install(delay_seconds: float = 0.0) -> types.ModuleType:
 
 def set_delay(seconds: float) -> None:
     """Delay each copy, cast and fill that is queued from now on; of a batch of copies the first."""
+    global _delay_seconds
+    _delay_seconds = seconds
     _library.sim_delay(ctypes.c_double(seconds))
+
+
+@contextmanager
+def delayed(seconds: float) -> Iterator[None]:
+    """Delay what is queued in a block by so much at least; nothing where torch has another accelerator."""
+    if not installed():
+        yield
+        return
+    before = _delay_seconds
+    set_delay(max(seconds, before))
+    try:
+        yield
+    finally:
+        set_delay(before)
 
 
 def refuse_copy(number: int) -> None:

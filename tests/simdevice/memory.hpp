@@ -281,7 +281,10 @@ class PinnedMemory final : public at::HostAllocator {
     for (Stream* stream : block->recorded) block->until.push_back(place(stream));
     block->recorded.clear();
     waiting_.push_back(block);
-    take_in();
+    try {
+      take_in();
+    } catch (const std::exception&) {  // a copy failed: who allocates hears of it, who releases cannot
+    }
   }
 
   void take_in() {
