@@ -1,0 +1,1322 @@
+"""Faults of loads that were found by use: 202 to 217, but for those about modules as targets."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from faults.load_helpers import WAYS, Case, Scene, in_a_child, require_closable, sparse_file
+from support import eventually, eventually_async, nothing_left, require_equal, run_python, save_file, spin
+from torch import nn
+
+import stio
+from benchmarks import cgroups
+from stio import sync
+from stio.testing import (
+    FakeDevice,
+    FaultyRoot,
+    MemoryDestination,
+    MemoryRoot,
+    checkpoint_files,
+    write_checkpoint,
+)
+
+MIB = 1 << 20
+
+
+class Mine(Exception):
+    """Raised by a user's own function."""
+
+
+# 202. An index that is a tensor of one element.
+
+MATRIX = torch.arange(24.0).reshape(4, 3, 2)
+
+
+def _drops(*values: Any) -> Any:
+    return pytest.param(
+        *values,
+        marks=pytest.mark.xfail(
+            strict=True, raises=AssertionError, reason="a tensor of one element is taken for an integer"
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        _drops(torch.tensor([1])),
+        _drops(torch.tensor([-1])),
+        _drops(torch.tensor([[1]])),
+        _drops((slice(None), torch.tensor([2]))),
+        _drops((torch.tensor([1]), torch.tensor([2]))),
+        _drops((0, torch.tensor([2], dtype=torch.int32))),
+        torch.tensor(1),
+        torch.tensor([1, 3]),
+        torch.tensor([], dtype=torch.int64),
+        np.array([1]),
+        np.array(1),
+        [1],
+        (slice(torch.tensor(1), None), torch.tensor(0)),
+    ],
+    ids=repr,
+)
+def test_c202_an_index_tensor_gives_the_answer_of_torch(index: Any) -> None:
+    root = MemoryRoot(checkpoint_files({"w": MATRIX}))
+    with sync.open(root) as checkpoint:
+        found = checkpoint.read("w", index)
+    require_equal({"w": found}, {"w": MATRIX[index]})
+    require_equal(sync.load(root, slices={"w": index}), {"w": MATRIX[index]})
+
+
+@pytest.mark.parametrize(
+    "index", [torch.tensor([True]), torch.tensor(True), torch.tensor([1.0]), np.array([True])], ids=repr
+)
+def test_c202_a_mask_or_a_float_is_no_index(index: Any) -> None:
+    with sync.open(MemoryRoot(checkpoint_files({"w": MATRIX}))) as checkpoint, pytest.raises(stio.SliceError):
+        checkpoint.read("w", index)
+
+
+# 203. The first name on a running loop.
+
+FIRST_USES = {
+    "load": "await stio.load(path)",
+    "open": "async with stio.open(path) as checkpoint: await checkpoint.read('w')",
+    "load_state": "await stio.load_state(state)",
+    "save_state": "await stio.save_state({'epoch': 3}, target)",
+    "Saver": "async with stio.Saver() as saver: await (await saver.save_state({'epoch': 3}, target))",
+    "HostCache": "async with stio.HostCache(1 << 20, device='cpu') as cache: await cache.prefetch(path)",
+}
+
+
+@pytest.fixture(scope="module")
+def imports_of_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return by name where its first use on a loop imports torch.
+
+    The import is refused on every thread, so that the next name finds the process as it was.
+    """
+    directory = tmp_path_factory.mktemp("first")
+    state = directory / "state.safetensors"
+    sync.save_state({"epoch": 3}, state)
+    path = save_file({"w": torch.zeros(3)}, directory / "x.safetensors")
+    uses = "".join(f"async def use_{name}():\n    {code}\n" for name, code in FIRST_USES.items())
+    found = run_python(
+        f"""
+import asyncio, json, sys, threading
+import stio
+
+threads = []
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            threads.append(threading.get_ident())
+            raise ImportError("torch is refused")
+
+assert "torch" not in sys.modules
+sys.meta_path.insert(0, Finder())
+path, state, target = sys.argv[1:]
+{uses}
+async def main():
+    found = {{}}
+    for name in {list(FIRST_USES)}:
+        threads.clear()
+        outcome = "done"
+        try:
+            await globals()["use_" + name]()
+        except Exception as error:
+            outcome = repr(error)
+        if threads:
+            outcome = "on the loop" if threading.get_ident() in threads else "elsewhere"
+        found[name] = outcome
+    print(json.dumps(found))
+
+asyncio.run(main())
+""",
+        path,
+        state,
+        directory / "out.safetensors",
+        timeout=20,
+    )
+    assert found.returncode == 0, found.stderr
+    outcomes: dict[str, str] = json.loads(found.stdout)
+    return outcomes
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="the modules behind the name import torch on the thread of the loop"
+)
+@pytest.mark.parametrize("name", FIRST_USES)
+def test_c203_the_first_use_on_a_loop_imports_torch_elsewhere(name: str, imports_of_torch: dict[str, str]) -> None:
+    assert imports_of_torch[name] in ("elsewhere", "done")
+
+
+# 204 and 205. `promote`.
+
+
+class HashedElsewhere(str):
+    """A name that waits where another thread than the main one looks it up."""
+
+    reached: threading.Event
+    promoted: threading.Event
+
+    def __hash__(self) -> int:
+        if threading.current_thread() is not threading.main_thread() and not self.reached.is_set():
+            self.reached.set()
+            self.promoted.wait(1)
+        return str.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other)  # type: ignore[no-any-return]
+
+
+@pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="the set of promoted names is changed while the stream begins to use it"
+)
+def test_c204_promote_while_a_stream_begins() -> None:
+    tensors = {f"layer.{k}": torch.full((3,), float(k)) for k in range(9)}
+    name = HashedElsewhere("layer.3")
+    name.reached, name.promoted = threading.Event(), threading.Event()
+    with sync.open(MemoryRoot(checkpoint_files(tensors))) as checkpoint:
+        stream = checkpoint.stream()
+        stream.promote([name])
+        with stream:
+            name.reached.wait(0.3)
+            stream.promote([f"layer.{k}" for k in range(4, 9)])
+            name.promoted.set()
+            require_equal(dict(stream), tensors)
+
+
+def _is_read_first(name: str, promoted: Any) -> bool:
+    """Return whether a tensor is among the first that a stream reads, if these are promoted."""
+    tensors = {name: torch.zeros(3000) for name in [*(f"layer.{k:02}" for k in range(30)), "x", "xy", "y"]}
+    root = FaultyRoot(MemoryRoot(checkpoint_files(tensors)), gate=threading.Event(), gate_at=1 << 30)
+    with sync.open(root, memory="copy", budget_bytes=64 << 10) as checkpoint:
+        info = checkpoint.info(name)
+        root.gate_at = root.num_reads + 1
+
+        def has_begun() -> bool:
+            begin, end = info.file_offset, info.file_offset + info.nbytes
+            return any(read.offset <= begin and end <= read.offset + read.nbytes for read in root.reads[1:])
+
+        stream = checkpoint.stream()
+        stream.promote(promoted)
+        with stream:
+            try:
+                eventually(lambda: has_begun() or root.num_waiting >= 4)  # several workers read at once
+                return has_begun()
+            finally:
+                assert root.gate is not None
+                root.gate.set()
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="a string is taken for a list of names of one letter")
+def test_c205_a_string_is_one_name() -> None:
+    assert _is_read_first("xy", "xy")
+
+
+def test_c205_a_list_of_names_goes_first() -> None:
+    assert _is_read_first("xy", ["xy"])
+
+
+@pytest.mark.parametrize("wrong", [5, None, lambda name: True], ids=["number", "none", "predicate"])
+def test_c205_what_is_no_name_is_refused(wrong: Any) -> None:
+    with sync.open(MemoryRoot(checkpoint_files({"w": MATRIX}))) as checkpoint:
+        with pytest.raises(TypeError):
+            checkpoint.stream().promote(wrong)
+
+
+# 206. Coroutines that are closed where they wait.
+
+WEIGHTS = {f"layer.{k}": torch.full((200, 100), float(k)) for k in range(6)}
+SMALL: dict[str, Any] = {"memory": "copy", "budget_bytes": 64 << 10}
+"""Several reads, and room for few of them."""
+
+convert = importlib.import_module("stio.convert")
+convert = getattr(convert, "convert", convert)
+
+
+class Layers(nn.Module):
+    """A module that `WEIGHTS` fit."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.layer = nn.ParameterList([nn.Parameter(torch.empty(200, 100, device=device)) for _ in range(6)])
+
+
+async def _entered(scene: Scene) -> stio.Checkpoint:
+    checkpoint = stio.open(scene.root, **SMALL)
+    return await checkpoint.__aenter__()
+
+
+async def _begun(scene: Scene) -> tuple[stio.Checkpoint, stio.Stream]:
+    checkpoint = await _entered(scene)
+    stream = checkpoint.stream()
+    await anext(stream)
+    scene.shut()
+    return checkpoint, stream
+
+
+async def load(scene: Scene) -> None:
+    scene.shut()
+    await stio.load(scene.root)
+
+
+async def load_into(scene: Scene) -> None:
+    scene.shut()
+    await stio.load_into(Layers(), scene.root, **SMALL)
+
+
+async def load_into_assign(scene: Scene) -> None:
+    scene.shut()
+    await stio.load_into(Layers("meta"), scene.root, assign=True)
+
+
+async def load_state(scene: Scene) -> None:
+    scene.shut()
+    await stio.load_state(scene.path.parent / "state.safetensors", progress=scene.wait)
+
+
+async def checkpoint_enter(scene: Scene) -> None:
+    scene.shut()
+    await stio.open(scene.root).__aenter__()
+
+
+async def checkpoint_read(scene: Scene) -> None:
+    checkpoint = await _entered(scene)
+    scene.shut()
+    await checkpoint.read("layer.1")
+
+
+async def checkpoint_load(scene: Scene) -> None:
+    checkpoint = await _entered(scene)
+    scene.shut()
+    await checkpoint.load()
+
+
+async def checkpoint_load_into(scene: Scene) -> None:
+    checkpoint = await _entered(scene)
+    scene.shut()
+    await checkpoint.load_into(Layers())
+
+
+async def checkpoint_aclose(scene: Scene) -> None:
+    checkpoint, stream = await _begun(scene)
+    await checkpoint.aclose()
+    del stream
+
+
+async def checkpoint_aclose_of_two_streams(scene: Scene) -> None:
+    checkpoint = await _entered(scene)
+    streams = [checkpoint.stream(), checkpoint.stream()]
+    for stream in streams:
+        await anext(stream)
+    scene.shut()
+    await checkpoint.aclose()
+
+
+async def checkpoint_block(scene: Scene) -> None:
+    async with stio.open(scene.root, **SMALL) as checkpoint:
+        scene.shut()
+        await checkpoint.read("layer.1")
+
+
+async def checkpoint_block_left_with_a_stream(scene: Scene) -> None:
+    async with stio.open(scene.root, **SMALL) as checkpoint:
+        stream = checkpoint.stream()
+        await anext(stream)
+        scene.shut()
+
+
+async def stream_next(scene: Scene) -> None:
+    _, stream = await _begun(scene)
+    async for _ in stream:
+        pass
+
+
+async def stream_aclose(scene: Scene) -> None:
+    _, stream = await _begun(scene)
+    await stream.aclose()
+
+
+async def stream_block(scene: Scene) -> None:
+    checkpoint = await _entered(scene)
+    async with checkpoint.stream() as stream:
+        await anext(stream)
+        scene.shut()
+        await anyio.sleep_forever()  # what the user's own code waits for
+
+
+async def save(scene: Scene) -> None:
+    scene.shut()
+    await stio.save(scene.tensors, scene.destination)
+
+
+async def save_state(scene: Scene) -> None:
+    scene.shut()
+    await stio.save_state(scene.tensors, scene.destination)
+
+
+async def saver_save(scene: Scene) -> None:
+    saver = stio.Saver()
+    scene.shut()
+    await saver.save(scene.lazy, scene.destination)
+
+
+async def saver_save_state(scene: Scene) -> None:
+    saver = stio.Saver()
+    scene.shut()
+    await saver.save_state(scene.lazy, scene.destination)
+
+
+async def _pending(scene: Scene) -> tuple[stio.Saver, stio.PendingSave]:
+    saver = stio.Saver()
+    scene.hold()
+    pending = await saver.save(scene.tensors, scene.destination)
+    scene.shut()
+    return saver, pending
+
+
+async def pending(scene: Scene) -> None:
+    _, pending = await _pending(scene)
+    await pending
+
+
+async def saver_aclose(scene: Scene) -> None:
+    saver, _ = await _pending(scene)
+    await saver.aclose()
+
+
+async def saver_block(scene: Scene) -> None:
+    async with stio.Saver() as saver:
+        scene.hold()
+        pending = await saver.save(scene.tensors, scene.destination)
+        scene.shut()
+        await pending
+
+
+async def saver_block_left(scene: Scene) -> None:
+    async with stio.Saver() as saver:
+        scene.hold()
+        await saver.save(scene.tensors, scene.destination)
+        scene.shut()
+
+
+async def saver_block_left_by_an_error(scene: Scene) -> None:
+    async with stio.Saver() as saver:
+        scene.hold()
+        await saver.save(scene.tensors, scene.destination)
+        scene.shut()
+        raise Mine
+
+
+def _warm(scene: Scene) -> stio.WarmStart:
+    return stio.warm_start(Layers("meta"), scene.root, progress=scene.wait, **SMALL)
+
+
+async def warm_start_enter(scene: Scene) -> None:
+    warm = _warm(scene)
+    scene.shut()
+    await warm.__aenter__()
+
+
+async def warm_start_done(scene: Scene) -> None:
+    warm = _warm(scene)
+    scene.root.gate = None  # a held progress alone: what is not filled yet waits for no read
+    await warm.__aenter__()
+    scene.shut()
+    await warm.done()
+
+
+async def warm_start_aclose(scene: Scene) -> None:
+    warm = await _warm(scene).__aenter__()
+    scene.shut()
+    await warm.aclose()
+
+
+async def warm_start_block_left(scene: Scene) -> None:
+    async with _warm(scene):
+        scene.shut()
+
+
+async def cache_prefetch(scene: Scene) -> None:
+    cache = stio.HostCache(MIB, device="cpu")
+    scene.shut()
+    await cache.prefetch(scene.path, progress=scene.wait)
+
+
+async def conversion(scene: Scene) -> None:
+    scene.shut()
+    await convert(scene.path, scene.path.parent / "out.safetensors", progress=scene.wait)
+
+
+CLOSED: dict[str, Case] = {
+    case.__name__: case
+    for case in [
+        load, load_into, load_into_assign, load_state, checkpoint_enter, checkpoint_read, checkpoint_load,
+        checkpoint_load_into, checkpoint_aclose, checkpoint_aclose_of_two_streams, checkpoint_block,
+        checkpoint_block_left_with_a_stream, stream_next, stream_aclose, stream_block, save, save_state, saver_save,
+        saver_save_state, pending, saver_aclose, saver_block, saver_block_left, saver_block_left_by_an_error,
+        warm_start_enter, warm_start_done, warm_start_aclose, warm_start_block_left, cache_prefetch, conversion,
+    ]
+}  # fmt: skip
+
+AWAIT_AGAIN = {
+    "load_into", "load_into_assign", "checkpoint_load_into", "checkpoint_aclose_of_two_streams", "checkpoint_block",
+    "stream_block", "saver_save", "saver_save_state", "saver_aclose", "saver_block", "saver_block_left",
+    "saver_block_left_by_an_error", "warm_start_block_left",
+}  # fmt: skip
+"""Those that await once more when they are closed."""
+
+SHIELDED = {"checkpoint_aclose", "checkpoint_block_left_with_a_stream", "stream_aclose", "warm_start_aclose"}
+"""Those that wait inside a scope of anyio, which cannot be left where no loop runs."""
+
+CANCEL_THE_WAIT_ALONE = {"pending", "warm_start_done"}
+
+EVERY_WAY = {
+    "load", "load_into", "checkpoint_aclose", "checkpoint_block", "stream_next", "stream_aclose", "save", "saver_save",
+    "saver_aclose", "saver_block_left", "pending", "warm_start_block_left",
+}  # fmt: skip
+"""One of each kind; the others are not repeated on trio and for the garbage collector."""
+
+
+def _closings() -> Iterator[Any]:
+    for name in CLOSED:
+        for way in WAYS:
+            if way == "after a cancel" and name in CANCEL_THE_WAIT_ALONE:
+                continue
+            if way in ("on trio", "collected") and name not in EVERY_WAY:
+                continue
+            why = ""
+            if name in AWAIT_AGAIN:
+                why = "what is closed awaits once more: coroutine ignored GeneratorExit"
+            if way == "after a cancel" or (way in ("without a loop", "collected") and name in SHIELDED):
+                why = "the scope that shields the wait for the end cannot be left without a loop: NoEventLoopError"
+            marks = pytest.mark.xfail(strict=True, raises=AssertionError, reason=why) if why else ()
+            yield pytest.param(name, way, id=f"{name}-{way.replace(' ', '_')}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "way"), list(_closings()))
+def test_c206_closed_where_it_waits(name: str, way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = save_file(WEIGHTS, tmp_path / "x.safetensors")
+    if name == "load_state":
+        sync.save_state(WEIGHTS, tmp_path / "state.safetensors")
+    require_closable(CLOSED[name], lambda: Scene(WEIGHTS, path), way, monkeypatch)
+
+
+# 207. Ctrl-C while memory is unmapped.
+
+
+class Interrupting:
+    """Delivers SIGINT when it is freed, from C: the next code of Python that runs is the one that hears of it."""
+
+    def __init__(self) -> None:
+        call = ctypes.PyDLL(None)["raise"]
+        call.argtypes = [ctypes.c_int, ctypes.py_object]
+        self.reference = weakref.ref(self, functools.partial(call, signal.SIGINT))
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="KeyboardInterrupt is raised in the finaliser, which cannot pass it on"
+)
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no libc to raise a signal by")
+@pytest.mark.parametrize(
+    ("nbytes", "memory"), [(MIB, "lazy"), (MIB, "copy"), (150 * MIB, "lazy")], ids=["small", "copied", "large"]
+)
+def test_c207_an_interrupt_while_memory_is_freed(
+    nbytes: int, memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda it: lost.append(it.exc_type))
+    tensors = sync.load(sparse_file(tmp_path / "x.safetensors", nbytes), memory=memory)
+    interrupting = Interrupting()
+    reference = interrupting.reference
+    box = [tensors.pop("w"), interrupting]  # a list frees its last item first
+    del interrupting
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    heard = False
+    try:
+        del box
+        for _ in range(100):
+            pass
+    except KeyboardInterrupt:
+        heard = True
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert reference() is None
+    assert heard
+    assert lost == []
+
+
+# 209. Bars.
+
+
+class Bar:
+    """Has the methods of a tqdm bar that are used, and remembers what became of it."""
+
+    made: list[Bar] = []
+
+    def __init__(self, *args: object, total: float | None = None, desc: str | None = None, **options: object) -> None:
+        self.n, self.total, self.desc, self.closed = 0.0, total, desc, False
+        Bar.made.append(self)
+
+    def update(self, n: float = 1) -> None:
+        self.n += n
+
+    def set_description(self, desc: str | None = None, refresh: bool = True) -> None:
+        self.desc = desc
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
+    monkeypatch.setattr(Bar, "made", [])
+    return Bar.made
+
+
+def _save_with_a_bar(path: Path) -> None:
+    sync.save(WEIGHTS, MemoryDestination(), progress=Bar)
+
+
+def _save_state_with_a_bar(path: Path) -> None:
+    sync.save_state({"weights": WEIGHTS, "epoch": 3}, MemoryDestination(), progress=Bar)
+
+
+def _saver_with_a_bar(path: Path) -> None:
+    with sync.Saver(progress=Bar) as saver:
+        saver.save(WEIGHTS, MemoryDestination()).result()
+
+
+def _convert_with_a_bar(path: Path) -> None:
+    sync.convert(path, path.parent / "out.safetensors", progress=Bar)
+
+
+def _load_with_a_bar(path: Path) -> None:
+    sync.load(path, progress=Bar)
+
+
+@pytest.mark.parametrize(
+    ("call", "says_loading"),
+    [
+        (_load_with_a_bar, True),
+        *(
+            pytest.param(
+                call,
+                False,
+                marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason="each bar says `loading`"),
+            )
+            for call in [_save_with_a_bar, _save_state_with_a_bar, _saver_with_a_bar, _convert_with_a_bar]
+        ),
+    ],
+)
+def test_c209_a_bar_says_what_is_done(
+    call: Callable[[Path], None], says_loading: bool, bars: list[Bar], tmp_path: Path
+) -> None:
+    call(save_file(WEIGHTS, tmp_path / "x.safetensors"))
+    (bar,) = bars
+    assert ("load" in (bar.desc or "").lower()) is says_loading
+    assert bar.closed
+    assert bar.n == bar.total
+
+
+def _failing_load() -> None:
+    root = FaultyRoot(MemoryRoot(checkpoint_files(WEIGHTS)), fail_at=4)
+    with pytest.raises(stio.StorageError):
+        sync.load(root, progress=Bar, **SMALL)
+
+
+def _failing_load_into() -> None:
+    root = FaultyRoot(MemoryRoot(checkpoint_files(WEIGHTS)), fail_at=4)
+    with pytest.raises(stio.StorageError):
+        sync.load_into(Layers(), root, progress=Bar, **SMALL)
+
+
+def _failing_warm_start() -> None:
+    root = FaultyRoot(MemoryRoot(checkpoint_files(WEIGHTS)), fail_at=4)
+    with pytest.raises(stio.StorageError):
+        with sync.warm_start(Layers("meta"), root, progress=Bar, **SMALL) as warm:
+            warm.done()
+
+
+def _failing_save() -> None:
+    with pytest.raises(stio.StorageError):
+        sync.save(WEIGHTS, MemoryDestination(fail_at=1), progress=Bar)
+
+
+def _stream_that_was_left() -> None:
+    with sync.open(MemoryRoot(checkpoint_files(WEIGHTS)), progress=Bar, **SMALL) as checkpoint:
+        with checkpoint.stream() as stream:
+            next(stream)
+
+
+def _stream_that_was_dropped() -> None:
+    with sync.open(MemoryRoot(checkpoint_files(WEIGHTS)), progress=Bar, **SMALL) as checkpoint:
+        next(checkpoint.stream())
+        gc.collect()
+        eventually(lambda: Bar.made[0].closed, 0.3)  # nothing waits for the end of what was dropped
+
+
+def _cancelled_load() -> None:
+    async def main() -> None:
+        root = FaultyRoot(MemoryRoot(checkpoint_files(WEIGHTS)), gate=threading.Event(), gate_at=4)
+        task = asyncio.ensure_future(stio.load(root, progress=Bar, **SMALL))
+        assert await eventually_async(lambda: root.num_waiting > 0)
+        task.cancel()
+        await spin(3)  # until the load has heard of it
+        assert root.gate is not None
+        root.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="only the last event of a load that is done closes a bar")
+@pytest.mark.parametrize(
+    "call",
+    [
+        _failing_load, _failing_load_into, _failing_warm_start, _failing_save, _stream_that_was_left,
+        _stream_that_was_dropped, _cancelled_load,
+    ],
+)  # fmt: skip
+def test_c209_a_bar_is_closed_whatever_happens(call: Callable[[], None], bars: list[Bar]) -> None:
+    call()
+    (bar,) = bars
+    assert bar.closed
+
+
+# 210. What a control group leaves.
+
+
+@pytest.fixture
+def memory_group() -> Iterator[cgroups.Group]:
+    """A control group below the one of this process, for the memory of a child."""
+    with ExitStack() as leaving:
+        try:
+            group = leaving.enter_context(cgroups.group("memory"))
+            cgroups.limit_memory(group, 96 * MIB)
+        except cgroups.CgroupUnavailable as error:
+            pytest.skip(str(error))
+        yield group
+
+
+_PREFETCH = """
+attempt(lambda: sync.HostCache(1 << 30, device="cpu").prefetch(directory / "x.safetensors"))
+"""
+
+
+def _in_a_group(zygote: Any, procs: object, code: str, directory: Path) -> str:
+    joining = f"Path({str(procs)!r}).write_text(str(os.getpid()))\n"
+    leaving = (
+        "sys.stdout.flush()\nos._exit(0)\n"  # the end of an interpreter copies memory that it shared with its parent
+    )
+    return in_a_child(zygote, joining + code + leaving, directory)[-1]
+
+
+_NESTED = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="the limit of a nested group is not seen: the kernel kills the process"
+)
+
+
+@_NESTED
+@pytest.mark.root
+@pytest.mark.parametrize("where", ["own group", "group above"])
+def test_c210_the_limit_of_a_nested_group(where: str, memory_group: cgroups.Group, zygote: Any, tmp_path: Path) -> None:
+    sparse_file(tmp_path / "x.safetensors", 160 * MIB)
+    inner = memory_group.path / "inner"
+    if where == "group above":
+        inner.mkdir()
+    try:
+        procs = inner / "cgroup.procs" if where == "group above" else memory_group.procs
+        found = _in_a_group(zygote, procs, _PREFETCH, tmp_path)
+    finally:
+        if inner.exists():
+            assert eventually(lambda: _is_removed(inner))
+    assert found.startswith(("refused ", "raw MemoryError")), found
+
+
+def _is_removed(path: Path) -> bool:
+    try:
+        path.rmdir()
+    except OSError:  # a process that has ended is not gone yet
+        return False
+    return True
+
+
+@_NESTED
+@pytest.mark.root
+def test_c210_shared_memory_does_not_give_way(memory_group: cgroups.Group, zygote: Any, tmp_path: Path) -> None:
+    sparse_file(tmp_path / "x.safetensors", 56 * MIB)
+    code = f"""
+shared = torch.zeros({56 * MIB}, dtype=torch.uint8).share_memory_()
+{_PREFETCH}
+"""
+    found = _in_a_group(zygote, memory_group.procs, code, tmp_path)
+    assert found.startswith(("refused ", "raw MemoryError")), found
+
+
+@pytest.mark.root
+def test_c210_the_page_cache_gives_way(memory_group: cgroups.Group, zygote: Any, tmp_path: Path) -> None:
+    sparse_file(tmp_path / "x.safetensors", 32 * MIB)
+    sparse_file(tmp_path / "other", 80 * MIB)
+    code = f"""
+with open(directory / "other", "rb") as file:
+    while file.read(1 << 20):
+        pass
+{_PREFETCH}
+"""
+    assert _in_a_group(zygote, memory_group.procs, code, tmp_path) == "done"
+
+
+# 211. Locals of the user's own functions in a traceback.
+
+
+def _fail_with_a_cause(*_: object) -> Any:
+    precious = "of fail"
+    try:
+        _cause_of_it()
+    except KeyError as error:
+        raise Mine(precious) from error
+
+
+def _cause_of_it() -> None:
+    precious = "of cause"
+    raise KeyError(precious)
+
+
+class FailingRoot:
+    """A place of the user's own that fails."""
+
+    path = "mine:"
+
+    def listdir(self) -> list[str]:
+        return ["model.safetensors"]
+
+    def open(self, name: str, *, trusted: bool = False) -> Any:
+        return _fail_with_a_cause()
+
+    def close(self) -> None:
+        pass
+
+
+def _rows() -> Iterator[torch.Tensor]:
+    yield torch.zeros(1)
+    _fail_with_a_cause()
+
+
+async def _awaited() -> torch.Tensor:
+    _fail_with_a_cause()
+    return torch.zeros(3)
+
+
+def _save_lazily(produce: Callable[[], Any]) -> None:
+    sync.save({"a": stio.LazyTensor(torch.float32, (3,), produce)}, MemoryDestination())
+
+
+SOURCE = MemoryRoot(checkpoint_files({"w": MATRIX}))
+
+FAILING_CALLS: dict[str, Callable[[], object]] = {
+    "predicate": lambda: sync.load(SOURCE, names=_fail_with_a_cause),
+    "device": lambda: sync.load(SOURCE, device=_fail_with_a_cause),
+    "progress": lambda: sync.load(SOURCE, progress=_fail_with_a_cause),
+    "progress of a save": lambda: sync.save({"w": MATRIX}, MemoryDestination(), progress=_fail_with_a_cause),
+    "producer": lambda: _save_lazily(_fail_with_a_cause),
+    "rows of a producer": lambda: _save_lazily(_rows),
+    "awaitable of a producer": lambda: _save_lazily(_awaited),
+    "root": lambda: sync.load(FailingRoot()),
+}
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="all frames that an error passed through are emptied")
+@pytest.mark.parametrize("name", FAILING_CALLS)
+def test_c211_an_error_keeps_the_locals_of_user_code(name: str) -> None:
+    with pytest.raises(Mine) as caught:
+        FAILING_CALLS[name]()
+    found = {}
+    for error in (caught.value, caught.value.__cause__):
+        assert error is not None
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_name in (_fail_with_a_cause.__name__, _cause_of_it.__name__):
+                found[frame.f_code.co_name] = frame.f_locals.get("precious")
+    assert found == {_fail_with_a_cause.__name__: "of fail", _cause_of_it.__name__: "of cause"}
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="frames of the cause of an error are emptied, too")
+def test_c211_an_error_from_before_the_call_keeps_its_locals() -> None:
+    try:
+        _cause_of_it()
+    except KeyError as error:
+        earlier = error
+
+    def fail(name: str) -> bool:
+        raise Mine from earlier
+
+    with pytest.raises(Mine):
+        sync.load(SOURCE, names=fail)
+    frames = [frame for frame, _ in traceback.walk_tb(earlier.__traceback__)]
+    assert frames[-1].f_locals.get("precious") == "of cause"
+
+
+# 212. What a cache gives up for a file that it then refuses.
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="room is made before it is asked whether memory suffices")
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing says how much memory there is")
+@pytest.mark.parametrize("shape", ["file", "shards"])
+def test_c212_a_refused_file_costs_no_entry(shape: str, tmp_path: Path) -> None:
+    small = sparse_file(tmp_path / "small.safetensors", MIB)
+    huge_bytes = 4 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    huge = sparse_file(tmp_path / "huge" / "model.safetensors", huge_bytes)
+    budget_bytes = huge.stat().st_size + MIB
+    if shape == "shards":
+        save_file({"v": torch.zeros(3)}, huge.parent / "other.safetensors")
+        index = {"metadata": {}, "weight_map": {"v": "other.safetensors", "w": "model.safetensors"}}
+        (huge.parent / "model.safetensors.index.json").write_text(json.dumps(index))
+        budget_bytes = sum(file.stat().st_size for file in huge.parent.glob("*.safetensors")) + MIB // 2
+    with sync.HostCache(budget_bytes, device="cpu") as cache:
+        cache.prefetch(small)
+        before = cache.stats()
+        with pytest.raises((MemoryError, stio.StioError)):
+            cache.prefetch(huge.parent)
+        after = cache.stats()
+    assert (after.entries, after.held_bytes, after.evictions) == (1, before.held_bytes, 0)
+
+
+# 213. Errors of the system that come out as they are.
+
+_USES = """
+def stream():
+    with sync.open(source, memory="copy") as checkpoint:
+        settle()
+        for _ in checkpoint.stream():
+            pass
+
+"""
+
+_LARGE = """
+def into():
+    module = nn.Module()
+    module.w = nn.Parameter(torch.empty(num_elements, dtype=torch.float16, device="meta"))
+    sync.load_into(module, source, assign=True, memory="copy")
+
+"""
+
+TOO_LARGE = {
+    "map": "sync.load(source, memory='map')",
+    "lazy": "sync.load(source, memory='lazy')",
+    "copy": "sync.load(source, memory='copy')",
+    "slice": "sync.load(source, slices={'w': slice(0, num_elements - 1)})",
+    "cast": "sync.load(source, dtype=torch.float64, names='w', memory='copy')",
+    "device": "sync.load(source, device=FakeDevice())",
+    "stream": "stream()",
+    "load_into": "into()",
+    "cache": "sync.load(source, cache=sync.HostCache(1 << 30, device='cpu'))",
+}
+
+
+@pytest.fixture(scope="module")
+def without_address_space(zygote: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return by use what came of it in a process that may not map what is loaded."""
+    directory = tmp_path_factory.mktemp("large")
+    sparse_file(directory / "x.safetensors", 128 * MIB, dtype="F16", itemsize=2)
+    code = "source, num_elements = directory / 'x.safetensors', 64 << 20\n" + _USES + _LARGE
+    code += "limit_address_space(96 << 20)\n" + "".join(f"attempt(lambda: {use})\n" for use in TOO_LARGE.values())
+    return dict(zip(TOO_LARGE, in_a_child(zygote, code, directory), strict=True))
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="MemoryError comes out")
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is not obeyed everywhere")
+@pytest.mark.parametrize("use", TOO_LARGE)
+def test_c213_too_little_address_space(use: str, without_address_space: dict[str, str]) -> None:
+    assert without_address_space[use].startswith("refused ")
+
+
+THREADED = {
+    "load": "sync.load(source)",
+    "copy": "sync.load(source, memory='copy', budget_bytes=1 << 20)",
+    "stream": "stream()",
+    "load_into": "into()",
+    "verify": "sync.load(hashed, verify=True)",
+    "prefetch": "sync.HostCache(1 << 30, device='cpu').prefetch(source)",
+    "warm_start": "warm()",
+    "save": "sync.save(sync_tensors, directory / 'out.safetensors')",
+    "saver": "sync.Saver().save(sync_tensors, directory / 'out2.safetensors').result()",
+    "convert": "sync.convert(source, directory / 'converted')",
+}
+
+_THREADS = """
+hashed, source = directory / "hashed", directory / "model"
+sync_tensors = {f"a.{k}": torch.ones(1000, 1000) for k in range(4)}
+
+def module():
+    module = nn.Module()
+    module.layer = nn.ParameterList([nn.Parameter(torch.empty(300, 300, device="meta")) for _ in range(20)])
+    return module
+
+def warm():
+    with sync.warm_start(module(), source) as warm:
+        warm.done()
+
+def into():
+    sync.load_into(module(), source, assign=True)
+
+sync.save(sync_tensors, hashed, hash="sha256")
+"""
+
+
+@pytest.fixture(scope="module")
+def with_few_threads(zygote: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, str]]:
+    """Return a function that tells by use what came of it in a process that can start so many threads at a time."""
+    directory = tmp_path_factory.mktemp("threads")
+    write_checkpoint(directory / "model", {f"layer.{k}": torch.ones(300, 300) for k in range(20)}, 2)
+
+    @functools.cache
+    def outcomes(count: int) -> dict[str, str]:
+        # Stacks that are larger than what may still be mapped.
+        code = _USES + _THREADS + "threading.stack_size(1 << 30)\n"
+        code += f"limit_address_space({count} * (1 << 30) + (512 << 20))\n"
+        code += "".join(f"attempt(lambda: {use})\n" for use in THREADED.values())
+        return dict(zip(THREADED, in_a_child(zygote, code, directory), strict=True))
+
+    return outcomes
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="RuntimeError comes out: can't start new thread")
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is not obeyed everywhere")
+@pytest.mark.parametrize("use", THREADED)
+def test_c213_no_thread_can_be_started(use: str, with_few_threads: Callable[[int], dict[str, str]]) -> None:
+    found = with_few_threads(0)[use]
+    assert found.startswith("refused ") or found == "done"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is not obeyed everywhere")
+@pytest.mark.parametrize("use", [use for use in THREADED if use not in ("convert", "warm_start")])
+def test_c213_one_thread_must_do(use: str, with_few_threads: Callable[[int], dict[str, str]]) -> None:
+    assert with_few_threads(1)[use] == "done"
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="RuntimeError comes out: a conversion takes two threads")
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is not obeyed everywhere")
+def test_c213_a_conversion_with_one_thread(with_few_threads: Callable[[int], dict[str, str]]) -> None:
+    found = with_few_threads(1)["convert"]
+    assert found.startswith("refused ") or found == "done"
+
+
+@pytest.mark.xfail(strict=True, raises=MemoryError, reason="MemoryError comes out")
+def test_c213_no_memory_for_staging() -> None:
+    with pytest.raises(stio.StioError):
+        sync.load(SOURCE, device=FakeDevice(refuse_staging=1))
+
+
+# 214. More shards than descriptors.
+
+MANY = 1000
+
+
+@pytest.fixture(scope="module")
+def many_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tensors = {f"layer.{k}": torch.full((2,), float(k)) for k in range(MANY)}
+    return write_checkpoint(tmp_path_factory.mktemp("many"), tensors, MANY)
+
+
+_MANY = """
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+def require(found):
+    assert list(found) == ["layer.777"], list(found)
+    assert found["layer.777"].tolist() == [777.0, 777.0]
+
+def read():
+    with sync.open(directory) as checkpoint:
+        assert checkpoint.info("layer.777").shape == (2,)
+        require({"layer.777": checkpoint.read("layer.777")})
+
+def stream():
+    with sync.open(directory) as checkpoint:
+        require(dict(checkpoint.stream(["layer.777"])))
+
+def into():
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Module()
+            self.layer.register_parameter("777", nn.Parameter(torch.zeros(2)))
+
+    module = Module()
+    sync.load_into(module, directory, strict=False)
+    require(dict(module.state_dict()))
+
+"""
+
+FEW_OF_MANY = {
+    "name": "require(sync.load(directory, names='layer.777'))",
+    "names": "require(sync.load(directory, names=['layer.777']))",
+    "predicate": "require(sync.load(directory, names=lambda name: name == 'layer.777'))",
+    "read": "read()",
+    "stream": "stream()",
+    "load_into": "into()",
+}
+
+
+@pytest.fixture(scope="module")
+def with_few_descriptors(zygote: Any, many_shards: Path) -> dict[str, str]:
+    code = _MANY + "".join(f"attempt(lambda: {use})\n" for use in FEW_OF_MANY.values())
+    return dict(zip(FEW_OF_MANY, in_a_child(zygote, code, many_shards), strict=True))
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="all shards are opened, whatever is wanted of them")
+@pytest.mark.parametrize("use", FEW_OF_MANY)
+def test_c214_one_name_of_a_thousand_shards(use: str, with_few_descriptors: dict[str, str]) -> None:
+    assert with_few_descriptors[use] == "done"
+
+
+def test_c214_all_of_a_thousand_shards(zygote: Any, many_shards: Path) -> None:
+    """All of them load, or the error says what to do."""
+    code = "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\nattempt(lambda: sync.load(directory))\n"
+    (found,) = in_a_child(zygote, code, many_shards)
+    assert found == "done" or (found.startswith("refused StorageError") and "ulimit -n" in found)
+
+
+# 215. Two devices, of which one fails.
+
+
+class CountedDevice(FakeDevice):
+    """Fails at the n-th look at one of its attributes, once the other device makes staging memory."""
+
+    def __init__(self, fail_at: int, other: SlowDevice) -> None:
+        super().__init__()
+        self._left, self._other = fail_at, other
+        self.has_failed = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("copy", "device", "empty", "hand_over", "on_queue", "staging"):
+            self._left -= 1
+            if self._left < 0:
+                self._other.begun.wait(0.02)
+                self.has_failed = True
+                raise stio.DeviceError("the device failed, as it was asked to")
+        return super().__getattribute__(name)
+
+
+class SlowDevice(FakeDevice):
+    """Says when it makes staging memory, which takes a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.num_begun, self.num_inside = threading.Event(), 0, 0
+        self._pause = threading.Event()
+
+    def staging(self, nbytes: int) -> Any:
+        self.num_begun += 1
+        self.num_inside += 1
+        self.begun.set()
+        self._pause.wait(0.03)
+        try:
+            return super().staging(nbytes)
+        finally:
+            self.num_inside -= 1
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(
+            "a",
+            marks=pytest.mark.xfail(
+                strict=True, raises=AssertionError, reason="staging memory of the first device is made after the error"
+            ),
+        ),
+        "b",
+    ],
+)
+def test_c215_one_device_fails_and_the_other_gives_its_memory_back(first: str) -> None:
+    tensors = {f"{'ab'[k % 2]}.{k}": torch.zeros(3000) for k in range(20)}
+    source = MemoryRoot(checkpoint_files(tensors))
+    for n in range(200):
+        good = SlowDevice()
+        bad = CountedDevice(n, good)
+        devices = {"a": good, "b": bad} if first == "a" else {"a": bad, "b": good}
+        with nothing_left():
+            try:
+                found = sync.load(source, device=devices, budget_bytes=MIB)
+            except stio.DeviceError:
+                pass
+            else:
+                del found
+            at_the_end = good.num_begun, good.num_inside
+        # What goes on would begin or end one more piece until its thread is gone.
+        assert at_the_end == (good.num_begun, 0), n
+        assert (good.staging_bytes, good.used_bytes) == (0, 0), n
+        if not bad.has_failed:
+            break
+    assert 5 < n < 199
+
+
+# 217. Errors that say what to do.
+
+
+def _message_of(call: Callable[[], Any], *kinds: type[BaseException]) -> str:
+    """Return what a call says that is refused, at once or when it is awaited."""
+
+    async def awaited(awaitable: Any) -> None:
+        await awaitable
+
+    with pytest.raises(kinds) as caught:
+        found = call()
+        if asyncio.iscoroutine(found):
+            asyncio.run(awaited(found))
+    return str(caught.value)
+
+
+def _entering(context: Any) -> None:
+    with context:
+        pass
+
+
+SOURCE_CALLS: dict[str, Callable[[Any], Any]] = {
+    "load": lambda source: stio.load(source),
+    "sync.load": lambda source: sync.load(source),
+    "sync.open": lambda source: _entering(sync.open(source)),
+    "load_into": lambda source: stio.load_into(nn.Linear(2, 2), source),
+    "load_state": lambda source: stio.load_state(source),
+    "sync.warm_start": lambda source: _entering(sync.warm_start(nn.Linear(2, 2, device="meta"), source)),
+    "prefetch": lambda source: stio.HostCache(MIB, device="cpu").prefetch(source),
+}
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="no such file or directory, it says")
+@pytest.mark.parametrize(
+    ("call", "source"),
+    [
+        *((call, "foo://bucket/model") for call in SOURCE_CALLS),
+        ("load", "ftp://host/model.safetensors"),
+        ("load", "FOO://bucket/model/"),
+    ],
+)
+def test_c217_a_scheme_that_is_not_known(call: str, source: str) -> None:
+    message = _message_of(lambda: SOURCE_CALLS[call](source), stio.StioError, ValueError)
+    assert "scheme" in message
+    assert source[:3].lower() in message.lower()
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="no such file or directory, it says")
+def test_c217_a_url_that_was_made_a_path() -> None:
+    message = _message_of(lambda: sync.load(Path("s3://bucket/model")), stio.StioError, ValueError)
+    assert "s3://" in message
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="no such file or directory, it says")
+@pytest.mark.parametrize("call", SOURCE_CALLS)
+def test_c217_what_looks_like_a_hub_id(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = _message_of(lambda: SOURCE_CALLS[call]("meta-llama/Llama-3.1-8B"), stio.StioError)
+    assert "hf://meta-llama/Llama-3.1-8B" in message
+
+
+@pytest.mark.parametrize("source", ["models/x.safetensors", "/models/x", "a/b/c", "./a/b", "../a/b"])
+def test_c217_what_is_a_path_looks_like_no_hub_id(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "hf:" not in _message_of(lambda: sync.load(source), stio.CheckpointNotFoundError)
+
+
+def _write_pickle(kind: str, directory: Path) -> Path:
+    """Write what `torch.save` writes under a name of some kind; return what is given to a load."""
+    name, _, layout = kind.partition(", ")
+    path = directory / name
+    path.parent.mkdir(exist_ok=True)
+    torch.save({"weight": torch.zeros(2, 2)}, path, _use_new_zipfile_serialization=layout != "old format")
+    if layout == "directory":
+        return path.parent
+    if layout == "index":
+        index = path.parent / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"metadata": {}, "weight_map": {"weight": path.name}}))
+        return index
+    return path
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="nothing is said of what made the file, nor what to do")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "w.pt", "w.bin", "w.pth, old format", "model.safetensors", "model.safetensors, old format",
+        "m/pytorch_model.bin, directory", "m/pytorch_model.bin, index",
+    ],
+)  # fmt: skip
+def test_c217_a_file_of_torch_save(kind: str, tmp_path: Path) -> None:
+    source = _write_pickle(kind, tmp_path)
+    message = _message_of(lambda: sync.load(source), stio.StioError)
+    assert "stio convert" in message
+
+
+TYPO: dict[str, Any] = {"devise": "cpu"}
+
+TYPO_CALLS: dict[str, Callable[[], Any]] = {
+    "load": lambda: stio.load("x", **TYPO),
+    "open": lambda: stio.open("x", **TYPO),
+    "load_into": lambda: stio.load_into(nn.Linear(1, 1), "x", **TYPO),
+    "load_state": lambda: stio.load_state("x", **TYPO),
+    "warm_start": lambda: stio.warm_start(nn.Linear(1, 1, device="meta"), "x", **TYPO),
+    "save": lambda: stio.save({}, MemoryDestination(), **TYPO),
+    "save_state": lambda: stio.save_state({}, MemoryDestination(), **TYPO),
+    "Saver": lambda: stio.Saver(**TYPO),
+    "Saver.save": lambda: stio.Saver().save({}, MemoryDestination(), **TYPO),
+    "Saver.save_state": lambda: stio.Saver().save_state({}, MemoryDestination(), **TYPO),
+    "convert": lambda: convert("x", "y", **TYPO),
+    "HostCache": lambda: stio.HostCache(1, **TYPO),
+    "prefetch": lambda: stio.HostCache(1).prefetch("x", **TYPO),
+    "sync.load": lambda: sync.load("x", **TYPO),
+    "sync.open": lambda: sync.open("x", **TYPO),
+    "sync.load_into": lambda: sync.load_into(nn.Linear(1, 1), "x", **TYPO),
+    "sync.load_state": lambda: sync.load_state("x", **TYPO),
+    "sync.warm_start": lambda: sync.warm_start(nn.Linear(1, 1, device="meta"), "x", **TYPO),
+    "sync.save": lambda: sync.save({}, MemoryDestination(), **TYPO),
+    "sync.save_state": lambda: sync.save_state({}, MemoryDestination(), **TYPO),
+    "sync.Saver": lambda: sync.Saver(**TYPO),
+    "sync.Saver.save": lambda: sync.Saver().save({}, MemoryDestination(), **TYPO),
+    "sync.convert": lambda: sync.convert("x", "y", **TYPO),
+}
+
+PLAIN_CALLS: dict[str, Callable[[], Any]] = {
+    "Checkpoint.load_into": lambda: stio.open("x").load_into(nn.Linear(1, 1), **TYPO),
+    "Limits": lambda: stio.Limits(**TYPO),
+    "Trace": lambda: stio.Trace(**TYPO),
+}
+
+
+def _require_told(name: str, call: Callable[[], Any]) -> None:
+    message = _message_of(call, TypeError)
+    assert "devise" in message
+    assert name.rpartition(".")[2] in message
+    assert not re.search(r"Settings|Keywords|Base\b|Operation", message), message
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the message names a private class, and not the function")
+@pytest.mark.parametrize("name", TYPO_CALLS)
+def test_c217_a_keyword_that_there_is_not(name: str) -> None:
+    _require_told(name, TYPO_CALLS[name])
+
+
+@pytest.mark.parametrize("name", PLAIN_CALLS)
+def test_c217_a_keyword_that_a_plain_signature_lacks(name: str) -> None:
+    _require_told(name, PLAIN_CALLS[name])
