@@ -16,7 +16,7 @@ DOCS_STAMP := $(VENV)/.stio-docs
 TOOLS ?= .venv-package
 TOOLS_STAMP := $(TOOLS)/.stio-tools
 
-.PHONY: demo test check check-children check-rooms fmt docs tutorial captures bench bench-save bench-compat bench-server gpu fuzz crash package extras clean
+.PHONY: demo test check check-children check-device check-packages nightly mutants faults fmt docs tutorial captures bench bench-save bench-compat bench-server gpu rehearse-gpu fuzz crash package extras clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove it bit-equal, draw what happened
 	@$(BIN)/python examples/demo.py
@@ -27,16 +27,22 @@ check: $(STAMP) $(MODEL_STAMP)  ## format, lint, strict types, all tests
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy --strict stio
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-children check-rooms
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-device check-children check-packages
 
-# The tests in two halves beside each other, on two cores: no half needs one of its own, and each waits for much. What one
+# The tests in parts beside each other, on two cores: no part needs a core of its own, and each waits for much. What a part
 # prints is shown when it has ended. `pytest` alone runs all of them, one after the other.
 CHILDREN := tests/crash tests/test_*.py
+OF_TWO_PARTS := not gpu and not slow
 check-children:
-	@$(BIN)/python -m pytest -q $(CHILDREN)
+	@$(BIN)/python -m pytest -q -m '$(OF_TWO_PARTS)' $(CHILDREN)
 
-check-rooms:
-	@$(BIN)/python -m pytest -q $(CHILDREN:%='--ignore-glob=%')
+check-packages:
+	@$(BIN)/python -m pytest -q -m '$(OF_TWO_PARTS)' $(CHILDREN:%='--ignore-glob=%')
+
+# What needs an accelerator runs on the simulated one (tests/simdevice), in a process of its own: torch can have one only.
+DEVICE_TESTS := tests/gpu tests/device tests/test_simdevice.py tests/test_cli_load.py tests/compat/huggingface_hub/test_load.py
+check-device:
+	@STIO_TEST_DEVICE=sim $(BIN)/python -m pytest -q -m 'gpu and not slow' $(DEVICE_TESTS)
 
 fmt: $(STAMP)
 	$(BIN)/ruff format
@@ -65,16 +71,32 @@ bench-server: $(STAMP)  ## the latency of a server's answers while it loads
 	$(BIN)/python -m benchmarks.server
 
 # With the Python that has CUDA's torch, and no environment of our own: such a machine may have no network, and lack what
-# other tests need (pytest-asyncio, trio; what is missing is skipped). So settings of plugins that are not there are let
-# pass, and what its versions of other packages announce for the future. Where torch sees no accelerator it fails
-# (status 2): asked to prove something on a GPU, it has proved nothing. Two tests more, of `stio load` and of the hub's
-# drop-in, need those packages: `pytest -m gpu` in an environment of ours.
-GPU_TESTS := tests/gpu tests/device
-gpu:  ## all that needs an accelerator: its tests, then its benchmark; GPU_PYTHON names the interpreter
-	$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS) -o addopts='--import-mode=importlib --strict-markers -r fEs' -o minversion=7.4 \
-		-W ignore::pytest.PytestConfigWarning -W default::DeprecationWarning -W default::FutureWarning
-	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.accelerator.is_available() else "torch sees no accelerator here: the GPU tests were skipped, and nothing was measured")'
-	$(GPU_PYTHON) -m benchmarks.gpu
+# other tests need (what is missing is skipped). Where torch sees no accelerator it fails with status 2. Each stage ends
+# within eight minutes and leaves its results as they come; run again, it goes on with the stages that are missing.
+GPU_OUT ?= build/gpu
+gpu:  ## all that needs an accelerator: its tests, then its benchmark, in stages; GPU_ARGS="--total-seconds 540" for a part
+	$(GPU_PYTHON) -m benchmarks.gpu --out $(GPU_OUT) $(GPU_ARGS)
+
+rehearse-gpu: $(STAMP)  ## the same stages, small, on the simulated device: two minutes
+	$(BIN)/python -m benchmarks.gpu --device sim --quick --again --out build/gpu-rehearsal
+
+# Each part runs, whatever the others do; at the end the command fails if one of them failed.
+nightly: $(STAMP) $(MODEL_STAMP)  ## what takes too long for `make test`: the device's tests with delays, slow tests, mutants
+	@failed=0; \
+	for delay in 0.0015 0.02; do \
+		echo "tests on the simulated device, delay $$delay s"; \
+		STIO_TEST_DEVICE=sim STIO_TEST_DEVICE_DELAY=$$delay $(BIN)/python -m pytest -q -m gpu || failed=1; \
+	done; \
+	echo "slow tests"; $(BIN)/python -m pytest -q -m 'slow and not gpu' || failed=1; \
+	echo "mutants"; $(MAKE) --no-print-directory mutants || failed=1; \
+	echo "stages of the GPU's benchmark"; $(MAKE) --no-print-directory rehearse-gpu || failed=1; \
+	exit $$failed
+
+mutants: $(STAMP)  ## break the device path in many ways, and prove that the tests find each
+	$(BIN)/python tests/mutants.py
+
+faults: $(STAMP)  ## each number of part E of the list of faults: its tests, and whether they pass
+	@$(BIN)/python tests/faults/table.py
 
 fuzz: $(STAMP)
 	$(BIN)/python tests/fuzz_header.py --seconds $(FUZZ_SECONDS)

@@ -1,214 +1,262 @@
-"""One run of one contestant on the device, in a process of its own: `python -m benchmarks.gpu_child SPEC`, as JSON.
+"""One stage of the GPU benchmark, in a process of its own: rounds of cases, a budget of time, results as they come.
 
-Imports are done and the device's context is made before the clock starts; it stops when the device has done all that
-was asked of it. The last line of the output is the run's record.
+`python -m benchmarks.gpu_child MODULE OPTIONS STAGE` runs a stage of MODULE and appends its results to the file;
+with a TURN behind it, it does that one turn and prints its record. MODULE names its `STAGES`, and by `WORK` the
+module that has `prepare(options)` (chooses the device, describes it) and `turn(options, case, entry, number)`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import gc
+import ctypes
+import faulthandler
+import importlib
 import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
 import time
-import zlib
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks import files, gpu_device, gpu_saves, meters, pagecache
-from benchmarks.child import answer
-from benchmarks.contestants import import_stio
-from benchmarks.gpu_contestants import CONTESTANTS, AsyncLoad, bytes_of, shards_of
-from benchmarks.gpu_decoder import make_decoder
-
-_NUM_TOKENS = 512
+from benchmarks import gpu_results, machine
+from benchmarks.cases import Case, Entry
 
 Record = dict[str, Any]
 
+NO_DEVICE_STATUS = 3
+TIME_OVER = "the stage's time was over"
+_ROOT = Path(__file__).resolve().parent.parent
+_PR_SET_PDEATHSIG = 1
+_FRESH_SECONDS = 40.0
+"""What the process of a single turn may take beyond the budget."""
+
+
+class NoDevice(RuntimeError):
+    """The device is not here, so no stage can run."""
+
+
+class Absent(RuntimeError):
+    """A contestant cannot take part here: it is not installed, or only CUDA has what it needs. The message says why."""
+
 
 @dataclass(frozen=True, slots=True)
-class GpuSpec:
-    """What one process has to do."""
+class Options:
+    """What the command line decides, for one stage."""
 
-    contestant: str
-    """A key of `gpu_contestants.CONTESTANTS`, `gpu_saves.SAVERS` or `FORWARDS`."""
+    out: str
+    """Directory of the results."""
 
     directory: str
-    """The checkpoint; where saves go, for a save."""
+    """Directory of the checkpoints and saves, on a real disk."""
 
-    size_bytes: int
-    """Size of the model."""
+    device: str = ""
+    """The device's name; the accelerator that torch sees where empty."""
 
-    task: str = "load"
-    """load, again (two loads, the first one dropped: the second counts), forward or save."""
+    quick: bool = False
+    """One round of little data: does it run?"""
 
-    busy: bool = False
-    """Beside a busy pure-Python thread."""
+    size_bytes: int = 0
+    """Of the model."""
 
-    state: str = "warm"
-    """cold, warm, or empty: left as it is."""
-
-    verify: bool = False
-    """Read every byte back after the clock has stopped."""
-
-    prime_bytes: int = 0
-    """Memory to touch and free before."""
-
-    timeline: str = ""
-    """Where to draw the spans of the load, stio's only."""
+    deadline: float = math.inf
+    """When the stage's budget ends, by `time.monotonic`: no further round begins that would not end within it."""
 
     def encode(self) -> str:
-        """Give the spec as the argument of this module."""
+        """Give them as an argument of this module."""
         return json.dumps(asdict(self))
 
 
-def run(spec: GpuSpec) -> Record:
-    """Do one run."""
-    gpu_device.prepare()
-    record: Record = {"prime_seconds": meters.prime_memory(min(spec.prime_bytes, meters.available_bytes() // 2))}
-    asyncio.run(_TASKS[spec.task](spec, record))
-    record["device_peak_bytes"] = gpu_device.peak_memory()
-    return record
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of the benchmark that one process runs."""
+
+    name: str
+    """For `--stage`."""
+
+    question: str
+    """What it answers."""
+
+    seconds: float
+    """Its budget."""
+
+    cases: tuple[Case, ...] = ()
+    """What is compared, one case after the other."""
+
+    is_fresh: bool = False
+    """Each turn has a process of its own: what is measured happens once in a process."""
+
+    run: Callable[[Bench], None] | None = None
+    """What is done where there are no cases."""
 
 
-async def _load(spec: GpuSpec, record: Record) -> None:
-    """Load once: `seconds`; twice, with `first_seconds`, where the task is "again"."""
-    trace = import_stio().Trace() if spec.timeline else None
-    call = _prepared(spec, {} if trace is None else {"trace": trace})
-    directory = Path(spec.directory)
-    tensors: dict[str, Any] = {}
-    for turn in ("first_seconds", "seconds") if spec.task == "again" else ("seconds",):
-        tensors.clear()
-        gc.collect()
-        _set_state(spec)
-        with meters.busy_thread(spec.busy):
-            started = time.perf_counter()
-            tensors = await call(directory)
-            gpu_device.synchronize()
-            record[turn] = time.perf_counter() - started
-    if trace is not None:
-        trace.save_svg(spec.timeline, title=f"stio.load, {record['seconds']:.2f} s")
-    if spec.verify and tensors:
-        record["checksum"] = _checksum(tensors)
+class Bench:
+    """A stage that is being run.
+
+    Args:
+        module: The name of the module with the stages.
+        options: The command line's.
+        stage: The stage.
+    """
+
+    def __init__(self, module: str, options: Options, stage: Stage) -> None:
+        self.options, self.stage = options, stage
+        self.is_rehearsal = False
+        """Whether the device is a simulated one."""
+        self.errors: list[str] = []
+        """Of runs that are not a peer's."""
+        self._module = module
+        self._stages: Any = importlib.import_module(module)
+        self._work: Any = importlib.import_module(self._stages.WORK)
+
+    @property
+    def seconds_left(self) -> float:
+        """What is left of the budget."""
+        return self.options.deadline - time.monotonic()
+
+    def emit(self, record: Record) -> None:
+        """Write a result, now; say it in a line too."""
+        record = {"kind": record["kind"], "stage": self.stage.name} | record
+        gpu_results.append(Path(self.options.out) / gpu_results.FILE_NAME, record)
+        print(_line(record), flush=True)
+
+    def run(self) -> None:
+        """Run all of it."""
+        device: Record = self._work.prepare(self.options)
+        self.is_rehearsal = device.get("is_rehearsal", False)
+        self.emit({"kind": "device", **device})
+        if self.stage.run is not None:
+            self.stage.run(self)
+        for case in self.stage.cases:
+            self._compare(case)
+        if self.errors:
+            raise SystemExit(f"{len(self.errors)} runs failed, the first: {self.errors[0]}")
+
+    def _compare(self, case: Case) -> None:
+        """Run every entry once a round, in an order of the round's own, until all rounds or the time are over."""
+        num_rounds = 1 if self.options.quick else case.rounds
+        entries = [entry for entry in case.entries if not (self.options.quick and entry.name in case.not_quick)]
+        if skipped := [entry.name for entry in case.entries if entry not in entries]:
+            self._leave_out(f"{case.name}, {', '.join(skipped)}", "a quick run")
+        shuffle, longest = random.Random(1), 0.0
+        for number in range(num_rounds):
+            if number and longest > self.seconds_left:
+                self._leave_out(f"{case.name}, rounds {number + 1} to {num_rounds}", TIME_OVER)
+                return
+            order = [entry for entry in entries if number < (entry.rounds or num_rounds)]
+            shuffle.shuffle(order)
+            started = time.monotonic()
+            for k, entry in enumerate(order):
+                if self.seconds_left < 0 and (number or k):
+                    rest = ", ".join(each.name for each in order[k:])
+                    self._leave_out(f"{case.name}, round {number + 1}: {rest}", TIME_OVER)
+                    break
+                if not self._run_entry(case, entry, number):
+                    entries.remove(entry)
+            longest = max(longest, time.monotonic() - started)
+
+    def _run_entry(self, case: Case, entry: Entry, number: int) -> bool:
+        """Run one turn; False where the entry takes part no more."""
+        record: Record = {"kind": "run", "case": case.name, "entry": entry.name, "round": number}
+        started, others = time.monotonic(), _other_cpu_seconds()
+        try:
+            turn = self._fresh_turn if self.stage.is_fresh else self._work.turn
+            record |= turn(self.options, case, entry, number)
+            record["other_cpus"] = max(0.0, (_other_cpu_seconds() - others) / (time.monotonic() - started))
+        except Absent as reason:
+            self.emit({"kind": "absent", "what": f"{case.name}, {entry.name}", "reason": str(reason)})
+            return False
+        except Exception as error:
+            traceback.print_exc()
+            record["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            if entry.contestant not in self._stages.PEERS:
+                self.errors.append(f"{case.name}, {entry.name}: {record['error']}")
+        self.emit(record)
+        return "error" not in record
+
+    def _fresh_turn(self, options: Options, case: Case, entry: Entry, number: int) -> Record:
+        turn = json.dumps([case.name, entry.name, number])
+        command = [sys.executable, "-m", __spec__.name, self._module, options.encode(), self.stage.name, turn]
+        limit = max(0.0, min(self.seconds_left, _FRESH_SECONDS)) + _FRESH_SECONDS
+        environment = os.environ | entry.options.get("environment", {})
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, timeout=limit, cwd=_ROOT, env=environment, check=False
+        )
+        lines = done.stdout.splitlines()
+        if done.returncode or not lines:
+            raise RuntimeError(f"its process ended with status {done.returncode}")
+        record: Record = json.loads(lines[-1])
+        if "absent" in record:
+            raise Absent(record["absent"])
+        return record
+
+    def do_turn(self, turn: str) -> Record:
+        """Do one turn in this process, for a stage whose turns have processes of their own."""
+        case_name, entry_name, number = json.loads(turn)
+        case = next(case for case in self.stage.cases if case.name == case_name)
+        entry = next(entry for entry in case.entries if entry.name == entry_name)
+        self._work.prepare(self.options)
+        try:
+            record: Record = self._work.turn(self.options, case, entry, number)
+        except Absent as reason:
+            return {"absent": str(reason)}
+        return record
+
+    def _leave_out(self, what: str, reason: str) -> None:
+        self.emit({"kind": "left-out", "what": what, "reason": reason})
 
 
-async def _forward(spec: GpuSpec, record: Record) -> None:
-    """Take the time from the start to the end of a first forward: `seconds`; `load_seconds` to the last tensor."""
-    layout = files.llama_layout(spec.size_bytes)
-    module = make_decoder(layout).requires_grad_(False)
-    tokens = torch.randint(0, module.lm_head.out_features, (1, _NUM_TOKENS), device=gpu_device.device())
-    with ThreadPoolExecutor(1) as thread:  # cuBLAS has a handle for each thread: all forwards run on this one
-        asyncio.get_running_loop().set_default_executor(thread)
-        await asyncio.to_thread(_warm_up_kernels, layout, tokens)
-        gpu_device.forget_peak()
-        await _timed_forward(spec, module, tokens, record)
+def _other_cpu_seconds() -> float:
+    """Give the seconds that processors were busy for others than this process and its children."""
+    own = os.times()
+    return machine.busy_cpu_seconds() - own.user - own.system - own.children_user - own.children_system
 
 
-async def _timed_forward(spec: GpuSpec, module: Any, tokens: torch.Tensor, record: Record) -> None:
-    forward = FORWARDS[spec.contestant]
-    _set_state(spec)
-    gc.collect()
-    await forward(module, Path(spec.directory), tokens, record)
-    if spec.verify:
-        record["checksum"] = _checksum(dict(module.state_dict()))
+def _line(record: Record) -> str:
+    """Say a result in one line."""
+    if record["kind"] == "run":
+        head = f"  {record['case']} #{record['round']} {record['entry']}: "
+        if "error" in record:
+            return head + f"FAILED: {record['error']}"
+        rate = f", {record['data_bytes'] / record['seconds'] / 1e9:.2f} GB/s" if record.get("data_bytes") else ""
+        return head + f"{record['seconds']:.6f} s{rate}"
+    return f"  {record['kind']}: " + " ".join(
+        str(record[key]) for key in ("accelerator", "what", "reason", "text") if key in record
+    )
 
 
-async def _warm_start(module: Any, directory: Path, tokens: torch.Tensor, record: Record) -> None:
-    stio = import_stio()
-    started = time.perf_counter()
-    async with stio.warm_start(module, directory, device=gpu_device.device()) as warm:
-        await asyncio.to_thread(_forward_once, module, tokens)
-        record["seconds"] = time.perf_counter() - started
-        await warm.done()
-        gpu_device.synchronize()
-        record["load_seconds"] = time.perf_counter() - started
+def main(arguments: list[str]) -> int:
+    """Run a stage or a turn; the last line on stderr says why it failed."""
+    faulthandler.enable()  # by a signal too: SIGABRT is what a stage without an end is sent
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no process outlives the command
+    module, encoded, name, *turn = arguments
+    try:
+        stages: Any = importlib.import_module(module)
+        stage = next(stage for stage in stages.STAGES if stage.name == name)
+        bench = Bench(module, Options(**json.loads(encoded)), stage)
+        if turn:
+            print(json.dumps(bench.do_turn(turn[0])), flush=True)
+        else:
+            bench.run()
+    except NoDevice as error:
+        print(error, file=sys.stderr)
+        return NO_DEVICE_STATUS
+    except SystemExit as error:
+        print(error, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
+        return 1
+    return 0
 
-
-async def _load_then_forward(module: Any, directory: Path, tokens: torch.Tensor, record: Record) -> None:
-    stio = import_stio()
-    started = time.perf_counter()
-    await stio.load_into(module, directory, device=gpu_device.device(), assign=True)
-    gpu_device.synchronize()
-    record["load_seconds"] = time.perf_counter() - started
-    await asyncio.to_thread(_forward_once, module, tokens)
-    record["seconds"] = time.perf_counter() - started
-
-
-async def _safetensors_then_forward(module: Any, directory: Path, tokens: torch.Tensor, record: Record) -> None:
-    from safetensors.torch import load_file
-
-    started = time.perf_counter()
-    tensors: dict[str, Any] = {}
-    for path in shards_of(directory):
-        tensors |= load_file(path, device=str(gpu_device.device()))
-    module.load_state_dict(tensors, assign=True)
-    gpu_device.synchronize()
-    record["load_seconds"] = time.perf_counter() - started
-    await asyncio.to_thread(_forward_once, module, tokens)
-    record["seconds"] = time.perf_counter() - started
-
-
-FORWARDS: dict[str, Callable[[Any, Path, torch.Tensor, Record], Awaitable[None]]] = {
-    "stio-warm": _warm_start,
-    "stio-then": _load_then_forward,
-    "safetensors-then": _safetensors_then_forward,
-}
-FORWARD_LABELS = {
-    "stio-warm": "stio.warm_start, forward at once",
-    "stio-then": "stio.load_into(assign=True), then forward",
-    "safetensors-then": "safetensors, load_state_dict(assign=True), then forward",
-}
-
-
-def _forward_once(module: Any, tokens: torch.Tensor) -> None:
-    with torch.inference_mode():
-        module(tokens)
-    gpu_device.synchronize()
-
-
-def _warm_up_kernels(layout: files.Layout, tokens: torch.Tensor) -> None:
-    """Run the model with one layer once: loading kernels and cuBLAS takes its time, and is nobody's fault here."""
-    short = [tensor for tensor in layout.tensors if ".layers." not in tensor.name or ".layers.0." in tensor.name]
-    _forward_once(make_decoder(files.Layout(layout.label, tuple(short))).to_empty(device=tokens.device), tokens)
-
-
-async def _save(spec: GpuSpec, record: Record) -> None:
-    record |= await gpu_saves.measure(spec.contestant, Path(spec.directory), spec.size_bytes, verify=spec.verify)
-
-
-def _prepared(spec: GpuSpec, keywords: dict[str, Any]) -> AsyncLoad:
-    contestant = CONTESTANTS[spec.contestant]
-    if contestant.prepare_async is not None:
-        return contestant.prepare_async(keywords)
-    assert contestant.prepare is not None
-    blocking = contestant.prepare()
-
-    async def call(directory: Path) -> dict[str, Any]:
-        return blocking(directory)
-
-    return call
-
-
-def _set_state(spec: GpuSpec) -> None:
-    for path in shards_of(Path(spec.directory)):
-        if spec.state == "cold":
-            pagecache.evict(path)
-        elif spec.state == "warm" and pagecache.resident_fraction(path) < 1.0:
-            pagecache.fill_by_reads(path)
-
-
-def _checksum(tensors: dict[str, Any]) -> int:
-    value = 1
-    for name in sorted(tensors):
-        value = zlib.adler32(bytes_of(tensors[name]).data, value)
-    return value
-
-
-_TASKS = {"load": _load, "again": _load, "forward": _forward, "save": _save}
 
 if __name__ == "__main__":
-    answer(run, GpuSpec)
+    from benchmarks import gpu_child  # not this module a second time: `Absent` must be one class
+
+    sys.exit(gpu_child.main(sys.argv[1:]))

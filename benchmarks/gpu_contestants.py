@@ -1,42 +1,34 @@
 """Who loads to the device: each prepares (imports, buffers, outside the clock) and gives its function.
 
-A loader takes the checkpoint's directory and gives tensors on the device, by name; a limit gives none.
+A loader takes the checkpoint's directory and gives tensors on the device, by name; a limit gives none. What has to be
+closed goes on the stack that a contestant is given.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import gpu_device, gpu_limits
+from benchmarks import files, gpu_device, gpu_limits
 from benchmarks.contestants import SWITCH_SECONDS, import_stio
+from benchmarks.gpu_child import Absent
+from benchmarks.gpu_stages import RINGS, ring_name
 
 Tensors = dict[str, Any]
-Load = Callable[[Path], Tensors]
-AsyncLoad = Callable[[Path], Awaitable[Tensors]]
+Load = Callable[[Path], Tensors | Awaitable[Tensors]]
+Prepare = Callable[[ExitStack], Load]
 
 _GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Contestant:
-    """One way to load a checkpoint to the device."""
-
-    label: str
-    """For the table."""
-
-    prepare: Callable[[], Load] | None = None
-    """Prepare a blocking loader."""
-
-    prepare_async: Callable[[dict[str, Any]], AsyncLoad] | None = None
-    """Prepare a loader for the event loop, from keywords of `stio.load`."""
 
 
 def shards_of(directory: Path) -> list[Path]:
@@ -45,32 +37,22 @@ def shards_of(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(set(index["weight_map"].values()))]
 
 
-def size_of(directory: Path) -> int:
-    """Give the bytes of its files."""
-    return sum(path.stat().st_size for path in shards_of(directory))
+def _stio(stack: ExitStack, **keywords: Any) -> Load:
+    stio = import_stio()
+    if keywords.get("memory") == "gds" and not gpu_device.has_gds():
+        raise Absent("kvikio finds no GPUDirect Storage")
+    return partial(stio.load, device=gpu_device.device(), **keywords)
 
 
-def _stio(**fixed: Any) -> Callable[[dict[str, Any]], AsyncLoad]:
-    def prepare(keywords: dict[str, Any]) -> AsyncLoad:
-        stio = import_stio()
-
-        async def load(directory: Path) -> Tensors:
-            found: Tensors = await stio.load(directory, device=gpu_device.device(), **fixed, **keywords)
-            return found
-
-        return load
-
-    return prepare
-
-
-def _stio_cache(keywords: dict[str, Any]) -> AsyncLoad:
+def _stio_cache(stack: ExitStack, **keywords: Any) -> Load:
     """Load twice: the first load is the model before, which brings this one into the cache."""
     stio = import_stio()
     caches: list[Any] = []
 
     async def load(directory: Path) -> Tensors:
         if not caches:
-            caches.append(stio.HostCache(size_of(directory) + _GIB, device=gpu_device.device()))
+            size_bytes = sum(path.stat().st_size for path in shards_of(directory))
+            caches.append(stack.enter_context(stio.HostCache(size_bytes + _GIB, device=gpu_device.device())))
             await caches[0].prefetch(directory)
         found: Tensors = await stio.load(directory, device=gpu_device.device(), cache=caches[0], **keywords)
         return found
@@ -78,63 +60,79 @@ def _stio_cache(keywords: dict[str, Any]) -> AsyncLoad:
     return load
 
 
-def _safetensors() -> Load:
-    from safetensors.torch import load_file
-
-    device = str(gpu_device.device())
+def _safetensors(stack: ExitStack) -> Load:
+    load_file = imported("safetensors").torch.load_file
+    device = gpu_device.device()
 
     def load(directory: Path) -> Tensors:
         tensors: Tensors = {}
         for path in shards_of(directory):
-            tensors |= load_file(path, device=device)
+            if gpu_device.is_simulated():  # it knows devices by their names
+                tensors |= {name: tensor.to(device) for name, tensor in load_file(path).items()}
+            else:
+                tensors |= load_file(path, device=str(device))
         return tensors
 
     return load
 
 
-def _runai() -> Load:
+def _runai(stack: ExitStack) -> Load:
     os.environ.setdefault("RUNAI_STREAMER_LOG_LEVEL", "ERROR")
-    from runai_model_streamer import SafetensorsStreamer
-
-    device = gpu_device.device()
+    streamer_class = imported("runai_model_streamer").SafetensorsStreamer
 
     def load(directory: Path) -> Tensors:
-        with SafetensorsStreamer() as streamer:
+        with streamer_class() as streamer:
             streamer.stream_files([str(path) for path in shards_of(directory)])
-            return {name: tensor.to(device, copy=True) for name, tensor in streamer.get_tensors()}
+            return {name: tensor.to(gpu_device.device(), copy=True) for name, tensor in streamer.get_tensors()}
 
     return load
 
 
-def _fastsafetensors() -> Load:
-    from fastsafetensors import fastsafe_open
-
-    device = gpu_device.device()
-    place = str(device) if device.type != "cpu" else "cpu"
+def _fastsafetensors(stack: ExitStack) -> Load:
+    fastsafe_open = imported("fastsafetensors").fastsafe_open
+    gpu_device.cuda_runtime()
 
     def load(directory: Path) -> Tensors:
         paths = [str(path) for path in shards_of(directory)]
-        with fastsafe_open(paths, framework="pytorch", device=place, nogds=True) as file:
+        with fastsafe_open(paths, framework="pytorch", device=str(gpu_device.device()), nogds=True) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
 
     return load
 
 
-def _instanttensor() -> Load:
-    from instanttensor import safe_open
-
-    index = gpu_device.device().index
+def _instanttensor(stack: ExitStack) -> Load:
+    safe_open = imported("instanttensor").safe_open
+    gpu_device.cuda_runtime()
 
     def load(directory: Path) -> Tensors:
-        with safe_open([str(path) for path in shards_of(directory)], framework="pt", device=index) as file:
+        paths = [str(path) for path in shards_of(directory)]
+        with safe_open(paths, framework="pt", device=gpu_device.device().index) as file:
             return dict(file.tensors())
 
     return load
 
 
-def _limit(prepare: Callable[[], Callable[[list[Path]], None]]) -> Callable[[], Load]:
-    def prepared() -> Load:
-        read = prepare()
+def _kvikio(stack: ExitStack) -> Load:
+    """Read each file whole into the device's memory, with or without GPUDirect Storage; tensors are views."""
+    kvikio = imported("kvikio")
+    gpu_device.cuda_runtime()
+
+    def load(directory: Path) -> Tensors:
+        tensors: Tensors = {}
+        for path in shards_of(directory):
+            whole = torch.empty(path.stat().st_size, dtype=torch.uint8, device=gpu_device.device())
+            with kvikio.CuFile(path, "r") as file:
+                file.read(whole)
+            data_start, spans = files.read_header(path)
+            tensors |= {name: whole[data_start + start : data_start + end] for name, (start, end) in spans.items()}
+        return tensors
+
+    return load
+
+
+def _limit(prepare: Callable[[ExitStack], gpu_limits.Read]) -> Prepare:
+    def prepared(stack: ExitStack) -> Load:
+        read = prepare(stack)
 
         def load(directory: Path) -> Tensors:
             read(shards_of(directory))
@@ -145,67 +143,70 @@ def _limit(prepare: Callable[[], Callable[[list[Path]], None]]) -> Callable[[], 
     return prepared
 
 
-def _bus() -> Callable[[list[Path]], None]:
-    copy = gpu_limits.prepare_bus(to_device=True)
-    return lambda paths: copy(sum(path.stat().st_size for path in paths))
+def imported(name: str) -> Any:
+    """Import a peer's package, and its module for torch.
+
+    Raises:
+        Absent: It is not installed.
+    """
+    if find_spec(name) is None:
+        raise Absent(f"{name} is not installed")
+    package = import_module(name)
+    if name == "safetensors":
+        import_module("safetensors.torch")
+    return package
 
 
-RINGS = ((4, 32), (8, 16), (8, 32), (16, 8), (16, 16))
-"""Threads and MiB of a slot."""
-
-
-def ring_name(num_threads: int, mebibytes: int) -> str:
-    """Name a shape of the bare ring."""
-    return f"raw-ring-{num_threads}x{mebibytes}"
-
-
-def _rings(*, direct: bool) -> dict[str, Contestant]:
-    return {
-        ring_name(threads, size) + ("-direct" if direct else ""): Contestant(
-            f"limit: a bare ring, {threads} threads, two slots of {size} MiB each" + (", O_DIRECT" if direct else ""),
-            _limit(partial(gpu_limits.prepare_ring, threads, size << 20, direct=direct)),
+CONTESTANTS: dict[str, Prepare] = {
+    "stio": _stio,
+    "stio-switch": partial(_stio, switch_interval=SWITCH_SECONDS),
+    "stio-gds": partial(_stio, memory="gds"),
+    "stio-cache": _stio_cache,
+    "safetensors": _safetensors,
+    "runai": _runai,
+    "fastsafetensors": _fastsafetensors,
+    "instanttensor": _instanttensor,
+    "kvikio": _kvikio,
+    "raw-bus": _limit(gpu_limits.bus),
+    "raw-page-cache": _limit(gpu_limits.page_cache),
+    "raw-registered": _limit(gpu_limits.mapping),
+    "raw-disk": _limit(gpu_limits.disk),
+    "raw-disk-pinned": _limit(partial(gpu_limits.disk, memory="pinned")),
+    "raw-disk-registered": _limit(partial(gpu_limits.disk, memory="registered")),
+    **{
+        ring_name(threads, size) + suffix: _limit(
+            partial(gpu_limits.ring, num_threads=threads, slot_bytes=size << 20, direct=bool(suffix))
         )
         for threads, size in RINGS
-    }
-
-
-CONTESTANTS: dict[str, Contestant] = {
-    "stio": Contestant("stio", prepare_async=_stio()),
-    "stio-switch": Contestant("stio, switch_interval 0.5 ms", prepare_async=_stio(switch_interval=SWITCH_SECONDS)),
-    "stio-gds": Contestant("stio, memory='gds'", prepare_async=_stio(memory="gds")),
-    "stio-cache": Contestant("stio, from a HostCache", prepare_async=_stio_cache),
-    "safetensors": Contestant("safetensors, load_file of each shard", _safetensors),
-    "runai": Contestant("Run:ai streamer, .to(device)", _runai),
-    "fastsafetensors": Contestant("fastsafetensors, no GDS", _fastsafetensors),
-    "instanttensor": Contestant("InstantTensor, its default (direct I/O)", _instanttensor),
-    "raw-bus": Contestant("limit: pinned memory to device, 64 MiB a copy", _limit(_bus)),
-    "raw-page-cache": Contestant("limit: page cache, every processor reading", _limit(gpu_limits.prepare_page_cache)),
-    "raw-registered": Contestant(
-        "limit: a registered mapping of the files, copied from there", _limit(gpu_limits.prepare_registered)
-    ),
-    "raw-disk": Contestant("limit: O_DIRECT x 16, buffers of its own, reused", _limit(gpu_limits.prepare_disk)),
-    **_rings(direct=False),
-    **_rings(direct=True),
-}
-_IMPORTS = {
-    "stio-gds": "kvikio",
-    "safetensors": "safetensors",
-    "runai": "runai_model_streamer",
-    "fastsafetensors": "fastsafetensors",
-    "instanttensor": "instanttensor",
+        for suffix in ("", "-direct")
+    },
 }
 
 
-def missing_package(contestant: str) -> str | None:
-    """Name the package that a contestant needs and this machine has not, or what the package needs."""
-    from importlib.util import find_spec
+def prepared(name: str, stack: ExitStack, **keywords: Any) -> Callable[[Path], Tensors]:
+    """Prepare a contestant; what it gives blocks, whichever way the contestant's own function goes.
 
-    needed = _IMPORTS.get(contestant)
-    if needed is not None and find_spec(needed) is None:
-        return needed
-    return "GPUDirect Storage" if needed == "kvikio" and not gpu_device.has_gds() else None
+    Raises:
+        Absent: It cannot take part here.
+    """
+    load = CONTESTANTS[name](stack, **keywords)
+
+    def call(directory: Path) -> Tensors:
+        found = load(directory)
+        return finished(found) if isinstance(found, Awaitable) else found
+
+    return call
 
 
-def bytes_of(tensor: torch.Tensor) -> Any:
-    """Give a tensor's bytes, brought to the host, as an array."""
-    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+def finished(call: Awaitable[Any]) -> Any:
+    """Run a call on an event loop of its own; give its result.
+
+    Not as the result of the loop's task: `asyncio.run` makes the text of that task, and so of tensors, at its end.
+    """
+    results = []
+
+    async def run() -> None:
+        results.append(await call)
+
+    asyncio.run(run())
+    return results[0]

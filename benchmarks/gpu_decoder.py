@@ -59,7 +59,8 @@ class _Layer(nn.Module):
 class _Body(nn.Module):
     def __init__(self, vocabulary: int, hidden: int, num_layers: int) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(vocabulary, hidden)
+        # Not initialized: on meta that would import torch's compiler, for seconds.
+        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(vocabulary, hidden), freeze=False)
         self.layers = nn.ModuleList(_Layer(hidden) for _ in range(num_layers))
         self.norm = nn.RMSNorm(hidden)
 

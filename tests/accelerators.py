@@ -28,6 +28,9 @@ NEEDS_GPU = (
 )
 """Marks of what only an accelerator can show."""
 
+needs_two_devices = pytest.mark.skipif(not HAVE_GPU or torch.accelerator.device_count() < 2, reason="needs two devices")
+"""Mark of what goes to a device that is not the first one. A build for a device that is not there raises when it is counted."""
+
 BUSY_CYCLES = 400_000_000
 """About a fifth of a second of a GPU's clock: longer than a test takes to queue what must come behind."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerators import gpu, module_of
+from accelerators import gpu, module_of, needs_two_devices
 
 import stio.sync
 from stio.device import base
@@ -74,7 +74,7 @@ def test_here() -> None:
 
 
 @gpu
-@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
+@needs_two_devices
 @pytest.mark.parametrize(
     "device",
     [lambda kind: "auto", lambda kind: kind, lambda kind: {"": kind}, lambda kind: lambda name: kind],

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import simdevice
 import torch
-from accelerators import PLACES, Place, gpu, module_of
+from accelerators import PLACES, Place, gpu, module_of, needs_two_devices
 from kvikio_stand_in import Kvikio
 from support import require_equal
 
@@ -63,7 +63,7 @@ def test_every_bit_arrives(
 
 
 @gpu
-@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
+@needs_two_devices
 @pytest.mark.parametrize("place", [PLACES[1]], indirect=True)
 def test_reads_are_made_with_the_device_as_the_current_one(
     place: Place, checkpoint: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerators import PLACES, Place, gpu, keep_busy
+from accelerators import PLACES, Place, gpu, keep_busy, needs_two_devices
 from support import require_equal, run_python
 
 import stio.sync
@@ -155,7 +155,7 @@ assert has_context(1)
 
 
 @gpu
-@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
+@needs_two_devices
 @pytest.mark.parametrize("way", ["load", "cache", "save", "warm"])
 def test_the_default_device_stays_without_a_context(checkpoint: Path, tmp_path: Path, way: str) -> None:
     """See tests/device/test_cuda.py for the same without two devices."""
