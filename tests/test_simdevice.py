@@ -31,6 +31,7 @@ def _delay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Delay work as this file needs it, whatever the run's own delay; begin with no memory that is kept for later."""
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
+    torch.accelerator.empty_host_cache()
     with simdevice.delayed(DELAY_SECONDS):
         yield
     simdevice.clear_faults()

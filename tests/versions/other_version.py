@@ -78,7 +78,7 @@ def stage(path: str, save_id: str) -> Answer:
 
 
 def try_staging(path: str) -> Answer:
-    """Ask for the lock of somebody's staging directory, as a clean-up does; let it go at once."""
+    """Ask for the lock of another save's staging directory, as a cleanup does; release it at once."""
     fd = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CLOEXEC)
     try:
         return {"taken": try_lock(fd), "owner": json.loads(os.pread(fd, 65536, 0))}

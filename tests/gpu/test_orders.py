@@ -1,0 +1,569 @@
+"""Orders between streams, host and memory: each test makes one side late, so that a wait that is missing shows each time.
+
+A stream is made late by work that is queued there first (`late_copies`, `keep_busy`), on a GPU as on the simulated device.
+What only the simulated device can be told to do (faults, delays) is skipped elsewhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simdevice
+import torch
+from accelerators import gpu, keep_busy, module_of, needs_two_devices
+from kvikio_stand_in import Kvikio
+from support import HookedRoot, eventually, require_equal
+from torch import nn
+
+import stio
+import stio.sync
+from stio import LazyTensor
+from stio.device import copying
+from stio.device.base import resolve_device
+from stio.device.copying import Readiness, copy_out, staging_for
+from stio.device.cuda import TorchAccelerator
+from stio.engine import target
+from stio.errors import DeviceError
+from stio.testing import MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
+
+Tensors = dict[str, torch.Tensor]
+KIB, MIB = 1 << 10, 1 << 20
+
+LITTLE = 2 * MIB
+"""A budget whose slots are made at once: pinning those of the usual one takes as long as a stream is late here."""
+
+LATE_CYCLES = 300_000_000
+"""About 0.15 s: a stream that is late by it is overtaken by whatever does not wait for it."""
+LONG_CYCLES = 600_000_000
+"""About 0.3 s: the host does something else in this time, and is not late."""
+
+simulated = pytest.mark.skipif(not simdevice.installed(), reason="only the simulated device can be told to do this")
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """The accelerator. When a test ends nothing is under way on it, no fault is left behind, and no memory is kept."""
+    device = resolve_device("auto")
+    yield device
+    if simdevice.installed():
+        simdevice.clear_faults()
+        torch.accelerator.empty_host_cache()
+    torch.accelerator.synchronize(device)
+    module_of(device).empty_cache()
+
+
+@pytest.fixture
+def slow_copies() -> Iterator[None]:
+    """Delay each copy of the simulated device by 20 ms."""
+    simdevice.set_delay(0.02)
+    yield
+    simdevice.set_delay(float(os.environ.get("STIO_TEST_DEVICE_DELAY", "0")))
+
+
+@pytest.fixture
+def late_casts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make casts late, on whatever stream they are queued."""
+    to, num_late = torch.Tensor.to, 0
+
+    def late_to(tensor: torch.Tensor, *args: Any, **keywords: Any) -> torch.Tensor:
+        nonlocal num_late
+        if tensor.device == device and args and isinstance(args[0], torch.dtype):
+            num_late += 1
+            keep_busy(LATE_CYCLES)
+        return to(tensor, *args, **keywords)
+
+    monkeypatch.setattr(torch.Tensor, "to", late_to)
+    yield
+    assert num_late, "casts are made in another way now: this proves nothing any more"
+
+
+def late_copies(device: torch.device, cycles: int = LATE_CYCLES) -> Any:
+    """Keep the stream busy that all copies of loads are queued on; return an event behind that."""
+    with TorchAccelerator(device).on_queue():
+        return busy(device, cycles)
+
+
+def busy(device: torch.device, cycles: int = LATE_CYCLES) -> Any:
+    """Keep the current stream busy; return an event behind that."""
+    module = module_of(device)
+    keep_busy(cycles)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    return event
+
+
+def on_own_stream(device: torch.device) -> Any:
+    module = module_of(device)
+    return module.stream(module.Stream(device=device))
+
+
+def numbers(*, num_large: int = 0, num_small: int = 0, seed: int = 0) -> Tensors:
+    """Tensors of 2.5 MiB, with memory of their own, and small ones."""
+    chance = torch.Generator().manual_seed(seed)
+    large = {f"large.{k}": torch.randn(5, 128 * KIB, generator=chance) for k in range(num_large)}
+    return large | {f"small.{k}": torch.randn(1000 + k, generator=chance) for k in range(num_small)}
+
+
+def root_of(tensors: Tensors) -> MemoryRoot:
+    return MemoryRoot(checkpoint_files(tensors))
+
+
+def late_root(device: torch.device, path: Path, tensors: Tensors) -> HookedRoot:
+    """Return a checkpoint whose copies come late, counted from the first read of its data."""
+    started = threading.Lock()
+
+    def hook(name: str, offset: int, nbytes: int) -> None:
+        if started.acquire(blocking=False):
+            late_copies(device)
+
+    return HookedRoot(write_checkpoint(path, tensors), hook)
+
+
+def saved_at(path: Path) -> Tensors:
+    return stio.sync.load(path, device="cpu", memory="copy")
+
+
+# Handing over.
+
+
+@gpu
+@pytest.mark.parametrize("late", ["all copies", "default stream"])
+def test_a_tensor_is_read_behind_its_copies(device: torch.device, late: str) -> None:
+    """A stream gives out tensors whose copies are under way: the consumer's stream waits for them."""
+    tensors = numbers(num_small=4)  # there are slots for all of them
+    with stio.sync.open(root_of(tensors), device=device, budget_bytes=LITTLE) as opened:
+        event = late_copies(device, LONG_CYCLES) if late == "all copies" else busy(device, LONG_CYCLES)
+        with on_own_stream(device):
+            seen = {}
+            for name, tensor in opened.stream():
+                assert seen or not event.query(), "the host waited for the copies"
+                seen[name] = tensor.clone()
+            module_of(device).current_stream(device).synchronize()
+    require_equal(seen, tensors)
+
+
+@gpu
+@pytest.mark.parametrize("way", ["stream", "warm start"])
+def test_a_tensor_is_read_behind_the_last_of_its_copies(device: torch.device, tmp_path: Path, way: str) -> None:
+    """Its first copies were done long ago: there are more of them than slots."""
+    tensors = {"weight": numbers(num_large=1)["large.0"]}
+    file = write_checkpoint(tmp_path, tensors) / "model.safetensors"
+    reads: list[bool] = []
+
+    def hook(name: str, offset: int, nbytes: int) -> None:
+        reads.append(offset + nbytes >= file.stat().st_size)
+        if reads[-1]:  # it has its slot, so nothing waits before it is sent
+            late_copies(device)
+
+    root = HookedRoot(tmp_path, hook)
+    if way == "stream":
+        with stio.sync.open(root, device=device, budget_bytes=MIB) as opened, on_own_stream(device):
+            seen = {name: tensor.clone() for name, tensor in opened.stream()}
+    else:
+        module = parameters(**{name: tensor.shape for name, tensor in tensors.items()})
+        with stio.sync.warm_start(module, root, device=device, budget_bytes=MIB), on_own_stream(device):
+            seen = {"weight": module.weight.detach().clone()}
+    assert len(reads) > 30
+    assert sum(reads) == 1
+    torch.accelerator.synchronize(device)
+    require_equal(seen, tensors)
+
+
+@gpu
+@pytest.mark.parametrize("own_stream", [False, True], ids=["usual stream", "own stream"])
+@pytest.mark.parametrize("kind", ["large", "small"])
+def test_dropped_memory_stays_until_its_reader_is_through(device: torch.device, kind: str, own_stream: bool) -> None:
+    """The next load takes over the memory of tensors that were dropped, and a stream may still have to read them."""
+    counts = {"num_large": 2} if kind == "large" else {"num_small": 9}
+    first, second = numbers(**counts), numbers(**counts, seed=1)
+    with on_own_stream(device) if own_stream else torch.no_grad():
+        loaded = stio.sync.load(root_of(first), device=device, budget_bytes=LITTLE)
+        keep_busy(LATE_CYCLES)
+        seen = {name: tensor.clone() for name, tensor in loaded.items()}
+        del loaded
+        gc.collect()
+        again = stio.sync.load(root_of(second), device=device, budget_bytes=LITTLE)
+        torch.accelerator.synchronize(device)
+        require_equal(seen, first)
+        require_equal(again, second)
+
+
+@gpu
+@pytest.mark.parametrize("way", ["load", "into a module", "warm start", "buffer of a warm start"])
+def test_a_tensor_is_read_behind_its_cast(device: torch.device, late_casts: None, tmp_path: Path, way: str) -> None:
+    """Casts come behind the copies: a tensor is not there when its copies are."""
+    tensors = {"weight": torch.randn(300, 100)}
+    expected = {"weight": tensors["weight"].to(torch.float16)}
+    root = root_of(tensors)
+    module = parameters(weight=(300, 100))
+    if way == "load":
+        with on_own_stream(device):
+            seen = stio.sync.load(root, device=device, budget_bytes=LITTLE, dtype=torch.float16)["weight"].clone()
+    elif way == "into a module":
+        with on_own_stream(device):
+            stio.sync.load_into(module, root, device=device, budget_bytes=LITTLE, dtype=torch.float16, assign=True)
+            seen = module.weight.detach().clone()
+    else:
+        if way.startswith("buffer"):
+            module = nn.Module()
+            module.register_buffer("weight", torch.empty(300, 100, device="meta"))
+        with (
+            stio.sync.warm_start(module, root, device=device, budget_bytes=LITTLE, dtype=torch.float16),
+            on_own_stream(device),
+        ):
+            seen = module.weight.detach().clone()
+    torch.accelerator.synchronize(device)
+    require_equal({"weight": seen}, expected)
+
+
+def parameters(where: Any = "meta", **shapes: Any) -> Any:
+    """A module without data."""
+    module = nn.Module()
+    for name, shape in shapes.items():
+        setattr(module, name, nn.Parameter(torch.empty(shape, device=where)))
+    return module
+
+
+@gpu
+def test_a_parameter_of_a_warm_start_is_for_any_stream(device: torch.device, tmp_path: Path) -> None:
+    """No stream was told to wait for it: it is there when it is real."""
+    tensors = {f"small_{k}": torch.randn(1000) for k in range(4)}  # there are slots for all of them
+    module = parameters(**{name: tensor.shape for name, tensor in tensors.items()})
+    root = late_root(device, tmp_path, tensors)
+    with stio.sync.warm_start(module, root, device=device, budget_bytes=LITTLE), on_own_stream(device):
+        seen = {name: getattr(module, name).detach().clone() for name in tensors}
+        torch.accelerator.synchronize(device)
+    require_equal(seen, tensors)
+
+
+@gpu
+def test_both_of_two_tied_parameters_of_a_warm_start_are(
+    device: torch.device, late_casts: None, tmp_path: Path
+) -> None:
+    """The checkpoint has one tensor for two names, the module two parameters."""
+    weight = torch.randn(300, 100)
+    stio.sync.save({"one": weight, "two": weight}, tmp_path / "m.safetensors")
+    module = parameters(one=(300, 100), two=(300, 100))
+    with (
+        stio.sync.warm_start(module, tmp_path / "m.safetensors", device=device, budget_bytes=LITTLE),
+        on_own_stream(device),
+    ):
+        seen = {name: getattr(module, name).detach().clone() for name in ("one", "two")}
+        torch.accelerator.synchronize(device)
+    assert module.one is not module.two
+    require_equal(seen, {"one": weight, "two": weight})
+
+
+@gpu
+def test_a_module_is_filled_behind_the_copies(device: torch.device, tmp_path: Path) -> None:
+    """`load_into` copies on the caller's stream, out of tensors whose copies are under way."""
+    tensors = {"weight": torch.randn(300, 100)}
+    module = parameters(device, weight=(300, 100))
+    with on_own_stream(device):
+        stio.sync.load_into(module, late_root(device, tmp_path, tensors), device=device, budget_bytes=LITTLE)
+        seen = {"weight": module.weight.detach().clone()}
+        module_of(device).current_stream(device).synchronize()
+    require_equal(seen, tensors)
+
+
+# The ring.
+
+
+@gpu
+def test_a_slot_is_filled_again_behind_its_copies(device: torch.device, tmp_path: Path) -> None:
+    """40 blocks through 8 slots, while none of the copies has begun."""
+    tensors = numbers(num_large=1, num_small=20)
+    found = stio.sync.load(late_root(device, tmp_path, tensors), device=device, budget_bytes=MIB)
+    require_equal(found, tensors)
+
+
+@gpu
+def test_no_copy_is_under_way_when_a_stream_was_left(device: torch.device) -> None:
+    """The copies that were queued have ended then: nothing reads staging memory or writes to the device any more."""
+    with stio.sync.open(root_of(numbers(num_small=4)), device=device, budget_bytes=LITTLE) as opened:
+        event = late_copies(device, LONG_CYCLES)
+        with opened.stream() as stream:
+            next(stream)
+            assert not event.query()
+        assert event.query()
+
+
+def written_at_once(device: torch.device) -> Callable[[Any, bytes], None]:
+    """Return how a disk writes to the device, beside all streams."""
+
+    def put(buffer: Any, data: bytes) -> None:
+        if simdevice.installed():
+            simdevice.write(buffer.__cuda_array_interface__["data"][0], data)
+            return
+        module = module_of(device)
+        stream = module.Stream(device)
+        with module.stream(stream):
+            torch.as_tensor(buffer, device=device)[: len(data)].copy_(
+                torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            )
+        stream.synchronize()
+
+    return put
+
+
+@gpu
+@simulated
+def test_a_slot_on_the_device_is_written_to_behind_its_copies(
+    device: torch.device, slow_copies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the disk writes waits for no stream: the host must wait for the allocator's work there and for copies."""
+    monkeypatch.setattr(target, "_SMALL_LOAD_BYTES", 0)
+    monkeypatch.setattr(target, "resident_fraction", lambda file: 0.0)
+    Kvikio(put=written_at_once(device)).install(monkeypatch)
+    tensors = numbers(num_large=1, num_small=9)
+    found = stio.sync.load(write_checkpoint(tmp_path, tensors), device=device, memory="gds", budget_bytes=12 * MIB)
+    require_equal(found, tensors)
+
+
+@gpu
+def test_a_cache_keeps_what_is_copied_from(device: torch.device, tmp_path: Path) -> None:
+    """`evict` lets go of files that no load uses. A load whose copies are to come uses them."""
+    tensors = numbers(num_large=2)
+    path = write_checkpoint(tmp_path, tensors)
+    found: list[Tensors] = []
+    with stio.sync.HostCache(64 * MIB, device=device) as cache:
+        cache.prefetch(path)
+        event = late_copies(device)
+        load = threading.Thread(
+            target=lambda: found.append(stio.sync.load(path, device=device, budget_bytes=LITTLE, cache=cache))
+        )
+        load.start()
+        assert eventually(lambda: cache.stats().hits == 1)
+        while load.is_alive():
+            if cache.evict():
+                assert event.query(), "evicted while copies were to come"
+                break
+        load.join()
+    require_equal(found[0], tensors)
+
+
+# Devices.
+
+
+@gpu
+@needs_two_devices
+@pytest.mark.parametrize("named", [False, True])
+def test_another_device_than_the_thread_s_first(device: torch.device, tmp_path: Path, named: bool) -> None:
+    """What goes to the second one is there; whether it is named, or the caller's current one."""
+    second = torch.device(device.type, 1)
+    tensors = numbers(num_large=1, num_small=3)
+    path = write_checkpoint(tmp_path, tensors)
+    module = parameters(small_0=tensors["small.0"].shape)
+    wanted: Any = second if named else second.type
+    try:
+        with torch.get_device_module(device).device(0 if named else 1):
+            found = stio.sync.load(path, device=wanted, budget_bytes=LITTLE)
+            with stio.sync.open(path, device=wanted, budget_bytes=LITTLE) as opened:
+                streamed = dict(opened.stream())
+            with stio.sync.HostCache(64 * MIB, device=wanted) as cache:
+                again = stio.sync.load(path, device=wanted, budget_bytes=LITTLE, cache=cache)
+            with stio.sync.warm_start(
+                module, root_of({"small_0": tensors["small.0"]}), device=wanted, budget_bytes=LITTLE
+            ):
+                pass
+            for one in (found, streamed, again):
+                assert {tensor.device for tensor in one.values()} == {second}
+                require_equal(one, tensors)
+            assert module.small_0.device == second
+            stio.sync.save(found, tmp_path / "saved.safetensors")
+        require_equal(saved_at(tmp_path / "saved.safetensors"), tensors)
+    finally:
+        torch.accelerator.synchronize(second)
+
+
+@gpu
+@needs_two_devices
+def test_a_disk_writes_to_the_second_device_as_the_thread_s_current_one(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUDirect Storage takes the current device for the one that an address belongs to."""
+    monkeypatch.setattr(target, "_SMALL_LOAD_BYTES", 0)
+    monkeypatch.setattr(target, "resident_fraction", lambda file: 0.0)
+    second = torch.device(device.type, 1)
+
+    def require_second() -> None:
+        assert torch.accelerator.current_device_index() == 1
+
+    kvikio = Kvikio(put=written_at_once(second), require_current=require_second).install(monkeypatch)
+    tensors = numbers(num_small=3)
+    found = stio.sync.load(write_checkpoint(tmp_path, tensors), device=second, budget_bytes=LITTLE, memory="gds")
+    require_equal(found, tensors)
+    assert kvikio.read_bytes
+
+
+# Saves.
+
+
+@gpu
+def test_a_save_is_behind_what_the_caller_has_queued(device: torch.device, tmp_path: Path) -> None:
+    """And before what is queued there after the save has returned."""
+    plain = torch.zeros(100, 2000, device=device)
+    torch.accelerator.synchronize(device)
+    tensors = {"plain": plain, "turned": plain.t()}
+    with on_own_stream(device), stio.sync.Saver() as saver:
+        keep_busy(LATE_CYCLES)
+        plain.fill_(7)
+        pending = saver.save(tensors, tmp_path / "m.safetensors", shared="clone")
+        plain.fill_(8)
+        pending.result()
+    found = saved_at(tmp_path / "m.safetensors")
+    assert {float(value) for tensor in found.values() for value in tensor.unique()} == {7.0}
+
+
+@gpu
+@needs_two_devices
+def test_a_save_of_two_devices_is_behind_both(device: torch.device, tmp_path: Path) -> None:
+    """The caller has a stream on each."""
+    module, second = module_of(device), torch.device(device.type, 1)
+    tensors = {str(where): torch.zeros(1000, device=where) for where in (device, second)}
+    for where in (device, second):
+        torch.accelerator.synchronize(where)
+    with on_own_stream(device), module.device(second), on_own_stream(second):
+        for where, tensor in tensors.items():
+            with module.device(where):
+                module._sleep(LATE_CYCLES)
+                tensor.fill_(7)
+        stio.sync.save(tensors, tmp_path / "m.safetensors")
+    assert {float(value) for tensor in saved_at(tmp_path / "m.safetensors").values() for value in tensor} == {7.0}
+
+
+@gpu
+def test_what_is_made_for_a_save_is_saved_behind_its_making(device: torch.device, tmp_path: Path) -> None:
+    """A producer queues work on its own thread's stream, and returns before that is done."""
+
+    def produce() -> torch.Tensor:
+        made = torch.zeros(1000, device=device)
+        keep_busy(LATE_CYCLES)
+        return made.fill_(5)
+
+    stio.sync.save({"made": LazyTensor(torch.float32, [1000], produce)}, tmp_path / "m.safetensors")
+    assert saved_at(tmp_path / "m.safetensors")["made"].unique().tolist() == [5.0]
+
+
+@gpu
+def test_staging_memory_of_a_save_is_used_again_behind_its_write(device: torch.device) -> None:
+    """There is one block for all, and the first write waits."""
+    tensors = {f"w{k}": torch.full((MIB // 4,), float(k), device=device) for k in range(4)}
+    gate = threading.Event()
+    place = MemoryDestination(gate=gate)
+    opening = threading.Timer(0.1, gate.set)  # in this time the block would be filled again
+    opening.start()
+    with stio.sync.Saver(budget_bytes=MIB) as saver:
+        saver.save(tensors, place).result()
+    opening.join()
+    found = stio.sync.load(MemoryRoot(place.files), device="cpu")
+    require_equal(found, {name: tensor.cpu() for name, tensor in tensors.items()})
+
+
+@gpu
+@pytest.mark.parametrize("whose", ["the caller's", "that of loads"])
+def test_a_save_waits_for_no_other_stream(device: torch.device, tmp_path: Path, whose: str) -> None:
+    """Only for what the caller had queued before: not for what is queued there later, nor for copies of loads."""
+    module = module_of(device)
+    tensor = torch.full((1000,), 6.0, device=device)
+    torch.accelerator.synchronize(device)
+    mine = module.current_stream(device)
+    events: list[Any] = []
+
+    def produce() -> torch.Tensor:
+        if whose == "that of loads":
+            events.append(late_copies(device, LONG_CYCLES))
+        else:
+            with module.stream(mine):
+                events.append(busy(device, LONG_CYCLES))
+        return torch.zeros(1)
+
+    def overtakes() -> bool:
+        """Whether a save ends before what was queued on the other stream while it ran."""
+        tensors = {"a": LazyTensor(torch.float32, [1], produce), "b": tensor}
+        with on_own_stream(device) if whose == "that of loads" else torch.no_grad():
+            stio.sync.save(tensors, tmp_path / "m.safetensors", durability="none")
+        first = not events.pop().query()
+        assert saved_at(tmp_path / "m.safetensors")["b"].unique().tolist() == [6.0]
+        return first
+
+    # torch's streams are 32: one of them in a row may be the other one.
+    assert overtakes() or overtakes()
+
+
+# Refusals and failures.
+
+
+@gpu
+@simulated
+def test_a_refused_copy_of_a_save_is_told_when_the_others_are_done(device: torch.device, tmp_path: Path) -> None:
+    """Their staging memory is free from then on."""
+    tensors = {"a": torch.zeros(1000, device=device), "b": torch.zeros(1000, device=device)}
+    region = staging_for(tensors.values())(8000)
+    turned = tensors["a"].view(10, 100).t()  # a copy of its own, by way of a temporary
+    event = busy(device)
+    ready = Readiness.now(tensors)
+    simdevice.refuse_copy(2)
+    with pytest.raises(DeviceError, match="refuse this copy"):
+        copy_out([(turned, 0, region.sub(0, 4000)), (tensors["b"], 0, region.sub(4000, 4000))], ready)
+    assert event.query()
+
+
+@gpu
+@simulated
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("way", ["load", "stream", "save", "warm start"])
+def test_a_copy_that_fails_is_told(device: torch.device, tmp_path: Path, way: str, number: int) -> None:
+    """The driver reports it with the event behind the copy: without a look at that, old bytes would be handed out."""
+    tensors = numbers(num_large=1)
+    root = root_of(tensors)
+    there = {name: tensor.to(device) for name, tensor in tensors.items()}
+    torch.accelerator.synchronize(device)
+    if way == "save":
+        there |= {f"{k}": torch.zeros(9, device=device)[::k] for k in (2, 3)}  # copies of their own
+        torch.accelerator.synchronize(device)
+    simdevice.fail_copy(number)
+    with pytest.raises(DeviceError, match="fail in this copy"):
+        if way == "load":
+            stio.sync.load(root, device=device, budget_bytes=4 * MIB)
+        elif way == "stream":
+            with stio.sync.open(root, device=device, budget_bytes=4 * MIB) as opened:
+                list(opened.stream())
+        elif way == "save":
+            stio.sync.save(there, tmp_path / "m.safetensors")
+        else:
+            module = parameters(large_0=tensors["large.0"].shape)
+            with stio.sync.warm_start(
+                module, root_of({"large_0": tensors["large.0"]}), device=device, budget_bytes=4 * MIB
+            ):
+                pass
+    assert not (tmp_path / "m.safetensors").exists()
+    simdevice.clear_faults()
+    require_equal(stio.sync.load(root, device=device, budget_bytes=LITTLE), tensors)
+
+
+@gpu
+@simulated
+def test_without_pinned_memory_all_goes_on(
+    device: torch.device, tmp_path: Path, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    """Slower, with a warning."""
+    request.addfinalizer(copying._pinned.cache_clear)  # saves never ask again, in the whole process
+    tensors = numbers(num_large=1, num_small=3)
+    path = write_checkpoint(tmp_path / "model", tensors)
+    simdevice.refuse_pinning()
+    found = stio.sync.load(path, device=device, budget_bytes=MIB)
+    require_equal(found, tensors)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    with stio.sync.HostCache(64 * MIB, device=device) as cache:
+        for _ in range(2):
+            require_equal(stio.sync.load(path, device=device, budget_bytes=LITTLE, cache=cache), tensors)
+    stio.sync.save(found, tmp_path / "m.safetensors")
+    require_equal(saved_at(tmp_path / "m.safetensors"), tensors)
+    assert "pinning host memory failed" in caplog.text

@@ -1,0 +1,864 @@
+"""Breaks the device path in many ways, one at a time, and proves that the tests find each of them, every time.
+
+    python tests/mutants.py [--only NAME ...] [--times N] [--jobs N] [--list]
+
+Each mutant is a copy of the checkout in which one order, wait or hand-over is missing or wrong. Its tests run there on the
+simulated device, three times; all of the runs must fail. Unmutated they must pass first, or nothing is proved. A mutant
+whose old text is no longer in the code is an error: it is to be written anew, or taken out if what it broke is gone.
+
+Exit status: 0, each was caught each time; 1, one was not; 2, something else went wrong, so nothing is proved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+REPOSITORY = Path(__file__).parents[1]
+COPIED = ("stio", "tests", "pyproject.toml")
+RUN_SECONDS = 120
+"""A run that takes longer is stopped; the mutant is caught by that. Unmutated each selection takes some seconds."""
+
+ORDERS = "tests/gpu/test_orders.py::"
+BEHIND_COPIES = ORDERS + "test_a_tensor_is_read_behind_its_copies"
+BEHIND_LAST = ORDERS + "test_a_tensor_is_read_behind_the_last_of_its_copies"
+BEHIND_CAST = ORDERS + "test_a_tensor_is_read_behind_its_cast"
+DROPPED = ORDERS + "test_dropped_memory_stays_until_its_reader_is_through"
+SLOT = ORDERS + "test_a_slot_is_filled_again_behind_its_copies"
+DEVICE_SLOT = ORDERS + "test_a_slot_on_the_device_is_written_to_behind_its_copies"
+FAILED_COPY = ORDERS + "test_a_copy_that_fails_is_told"
+SAVE = ORDERS + "test_a_save_is_behind_what_the_caller_has_queued"
+SAVE_STREAM = ORDERS + "test_a_save_waits_for_no_other_stream"
+SECOND = ORDERS + "test_another_device_than_the_thread_s_first"
+UNPINNED = ORDERS + "test_without_pinned_memory_all_goes_on"
+CONTEXT = "tests/gpu/test_streams.py::test_the_default_device_stays_without_a_context"
+CONTRACT = "tests/device/test_contract.py::"
+
+CUDA = "stio/device/cuda.py"
+STAGING = "stio/device/staging.py"
+COPYING = "stio/device/copying.py"
+BASE = "stio/device/base.py"
+WAYS = "stio/engine/ways.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One fault."""
+
+    name: str
+    broken: str
+    """What is broken, in a sentence."""
+    file: str
+    changes: tuple[tuple[str, str], ...]
+    """Old text, which must occur once, and new text."""
+    tests: tuple[str, ...]
+    """What pytest is given."""
+    delay: float = 0.0
+    """Seconds by which the simulated device delays each copy."""
+
+
+def mutant(
+    name: str, broken: str, file: str, *changes: tuple[str, str], tests: str | Sequence[str], delay: float = 0.0
+) -> Mutant:
+    return Mutant(name, broken, file, changes, (tests,) if isinstance(tests, str) else tuple(tests), delay)
+
+
+MUTANTS = (
+    # Copies of loads.
+    mutant(
+        "copies on the reader's stream",
+        "copies are queued on the current stream of the reader's thread, the event behind them on the copy stream",
+        CUDA,
+        (
+            "            with on_stream(self._module, self._device, self._stream):\n                if pairs:",
+            "            with self.as_current():\n                if pairs:",
+        ),
+        tests=f"{BEHIND_COPIES}[default stream]",
+    ),
+    mutant(
+        "copies and events on the reader's stream",
+        "copies and their events are queued on the current stream of the reader's thread",
+        CUDA,
+        (
+            "            with on_stream(self._module, self._device, self._stream):\n                if pairs:",
+            "            with self.as_current():\n                if pairs:",
+        ),
+        (
+            "                return Mark(self._module, self._device, self._stream)",
+            "                return Mark(self._module, self._device, self._module.current_stream(self._device))",
+        ),
+        tests="tests/gpu/test_streams.py::test_work_that_was_queued_before_a_load_is_not_waited_for",
+    ),
+    mutant(
+        "event before the copies",
+        "the event of a batch is recorded before its copies are queued",
+        CUDA,
+        (
+            "                if pairs:\n",
+            "                mark = Mark(self._module, self._device, self._stream)\n                if pairs:\n",
+        ),
+        ("                return Mark(self._module, self._device, self._stream)", "                return mark"),
+        tests=SLOT,
+        delay=0.02,
+    ),
+    mutant(
+        "the host waits for copies",
+        "whoever queues a copy waits until it is done",
+        CUDA,
+        ("sources, non_blocking=True)", "sources, non_blocking=False)"),
+        tests=f"{BEHIND_COPIES}[all copies]",
+    ),
+    mutant(
+        "a refused copy is not waited for",
+        "a slot is given back while the copies before the refused one still read it",
+        CUDA,
+        (
+            "            with suppress(RuntimeError):  # a device that is lost says so a second time\n"
+            "                self._stream.synchronize()\n",
+            "",
+        ),
+        tests=f"{CONTRACT}test_a_refused_copy_leaves_nobody_who_reads[real]",
+    ),
+    mutant(
+        "memory of the reader's stream",
+        "tensors are allocated under the current stream of the reader's thread, not under the copy stream",
+        CUDA,
+        ("        with self.on_queue(needed_bytes=nbytes):", "        with self.as_current():"),
+        tests=(f"{DROPPED}[large-usual stream]", f"{DROPPED}[small-usual stream]"),
+    ),
+    mutant(
+        "a copy stream for each load",
+        "each load makes a copy stream of its own, so that it finds no memory of the load before",
+        CUDA,
+        ("        if known is not module:", "        if True:"),
+        tests="tests/gpu/test_memory.py::test_a_load_takes_over_the_memory_of_the_one_before",
+    ),
+    # The hand-over.
+    mutant(
+        "no wait at the hand-over",
+        "the consumer's stream does not wait for the copies",
+        CUDA,
+        ("            stream.wait_event(event.event)", "            pass"),
+        tests=f"{BEHIND_COPIES}[all copies]",
+    ),
+    mutant(
+        "the host waits at the hand-over",
+        "the consumer's thread waits for the copies, not its stream",
+        CUDA,
+        ("            stream.wait_event(event.event)", "            event.synchronize()"),
+        tests=f"{BEHIND_COPIES}[all copies]",
+    ),
+    mutant(
+        "hand-over to the default stream",
+        "the default stream waits and is recorded, not the consumer's current one",
+        CUDA,
+        (
+            "        stream = self._module.current_stream(self._device)\n        for event in events:",
+            "        stream = self._module.default_stream(self._device)\n        for event in events:",
+        ),
+        tests=f"{BEHIND_COPIES}[all copies]",
+    ),
+    mutant(
+        "hand-over on the worker's thread",
+        "the stream of the thread that delivers a group waits, not the consumer's",
+        "stio/engine/feed.py",
+        (
+            "        self._items.append((group, landed))",
+            "        landed.take()\n        landed.hand_over = None\n        self._items.append((group, landed))",
+        ),
+        tests=f"{BEHIND_COPIES}[all copies]",
+    ),
+    mutant(
+        "no record_stream",
+        "the allocator is not told that the consumer's stream uses the memory",
+        CUDA,
+        ("            tensor.record_stream(stream)", "            pass"),
+        tests=(f"{DROPPED}[large-own stream]", f"{DROPPED}[small-own stream]"),
+    ),
+    mutant(
+        "shared memory is not recorded",
+        "the memory that small tensors lie in is not recorded for the consumer's stream",
+        WAYS,
+        ("memory_in_use = [*tensors.values(), *image.shared]", "memory_in_use = [*tensors.values()]"),
+        tests=f"{DROPPED}[small-own stream]",
+    ),
+    mutant(
+        "large tensors are not recorded",
+        "only the memory that small tensors share is recorded for the consumer's stream",
+        WAYS,
+        ("memory_in_use = [*tensors.values(), *image.shared]", "memory_in_use = [*image.shared]"),
+        tests=f"{DROPPED}[large-own stream]",
+    ),
+    mutant(
+        "only the first event",
+        "of the events behind a group's copies only the first is noted",
+        WAYS,
+        ("                if event not in image.events[-1:]:", "                if not image.events:"),
+        tests=f"{BEHIND_LAST}[stream]",
+    ),
+    mutant(
+        "hand-over before the cast's event",
+        "the consumer's stream waits for the copies, but not for the casts behind them",
+        WAYS,
+        ("            events = [*events, accelerator.copy([])]  # a copy that failed is told by its own\n", ""),
+        tests=f"{BEHIND_CAST}[load]",
+    ),
+    mutant(
+        "casts on the worker's stream",
+        "casts run on the current stream of the worker's thread, beside the copies",
+        WAYS,
+        (
+            "            with accelerator.on_queue():\n                tensors = finish(",
+            "            if True:\n                tensors = finish(",
+        ),
+        tests=f"{BEHIND_CAST}[load]",
+    ),
+    mutant(
+        "a module is filled before the hand-over",
+        "`load_into` copies out of tensors that were not handed over to its stream",
+        "stio/loading.py",
+        (
+            '"""Put a group in place on the consumer\'s thread."""\n        self.into.put(landed.take())',
+            '"""Put a group in place on the consumer\'s thread."""\n        self.into.put(landed.tensors)',
+        ),
+        tests=f"{ORDERS}test_a_module_is_filled_behind_the_copies",
+    ),
+    mutant(
+        "a module gets tensors without a hand-over",
+        "`load_into(assign=True)` does not hand the tensors over to the caller's stream",
+        "stio/loading.py",
+        ("        for landed in self._landed:\n            landed.take()\n", ""),
+        tests=f"{BEHIND_CAST}[into a module]",
+    ),
+    # The ring.
+    mutant(
+        "slots without a wait",
+        "a slot of the ring is used again without a wait for the event of its copies",
+        STAGING,
+        ("            flight.event.synchronize()\n", "            pass\n"),
+        tests=SLOT,
+    ),
+    mutant(
+        "slots are free when queued",
+        "a slot of the ring is free again when its copies are queued, not when they are done",
+        STAGING,
+        ("_Flight(event, slots, perf_counter()", "_Flight(event, [], perf_counter()"),
+        (
+            "            if flight is None:\n                self._give_back(slots)",
+            "            self._give_back(slots)",
+        ),
+        tests=SLOT,
+    ),
+    mutant(
+        "close without drain",
+        "the ring is closed while copies are under way",
+        STAGING,
+        (
+            "        try:\n            self.drain()\n        finally:",
+            "        try:\n            pass\n        finally:",
+        ),
+        tests=(f"{ORDERS}test_no_copy_is_under_way_when_a_stream_was_left", f"{FAILED_COPY}[load-1]"),
+    ),
+    mutant(
+        "a failed event's slot is used again",
+        "a slot whose copies failed is filled again, though the device may still read it",
+        STAGING,
+        (
+            "                self._lost += flight.slots\n                self._unmade += len(flight.slots)\n",
+            "                self._free += flight.slots\n",
+        ),
+        tests="tests/device/test_staging.py::test_failed_copy_is_told_to_who_waits_for_its_slot",
+    ),
+    mutant(
+        "failed copies are not told",
+        "a copy that failed is taken for one that is done",
+        STAGING,
+        (
+            "            if isinstance(error, StioError) or not isinstance(error, Exception):\n"
+            "                raise\n"
+            '            raise DeviceError(f"copying to {self._accelerator.device} failed: {error}") from error\n',
+            "            return []\n",
+        ),
+        tests=(f"{FAILED_COPY}[load-1]", f"{FAILED_COPY}[stream-1]"),
+    ),
+    mutant(
+        "pinning must not be refused",
+        "a load fails where the system refuses to pin memory",
+        CUDA,
+        ("                self._pinned = False\n", "                self._pinned = False\n                raise\n"),
+        tests=UNPINNED,
+    ),
+    mutant(
+        "each refusal to pin is tried and told again",
+        "where the system refuses to pin memory each slot asks again, with a warning each",
+        CUDA,
+        ("                self._pinned = False\n", ""),
+        tests=UNPINNED,
+    ),
+    mutant(
+        "a cache lets go too early",
+        "the memory of a cached file is released while copies of the load still read it",
+        "stio/engine/route.py",
+        (
+            "            for kept in self.kept:\n"
+            "                closing.callback(kept.release)\n"
+            "            for route in self.routes:  # first: their copies read what is kept\n"
+            "                closing.callback(route.close)\n",
+            "            for route in self.routes:\n"
+            "                closing.callback(route.close)\n"
+            "            for kept in self.kept:\n"
+            "                closing.callback(kept.release)\n",
+        ),
+        tests=f"{ORDERS}test_a_cache_keeps_what_is_copied_from",
+    ),
+    # GPUDirect Storage.
+    mutant(
+        "a slot on the device without a wait",
+        "the disk writes to a slot on the device while the copy out of it is queued",
+        STAGING,
+        (
+            "            flight.event.synchronize()\n",
+            "            if self._new_slot == self._accelerator.staging:\n                flight.event.synchronize()\n",
+        ),
+        tests=DEVICE_SLOT,
+    ),
+    mutant(
+        "a new slot on the device without a wait",
+        "the disk writes to a new slot on the device while the copy stream is not through with that memory",
+        "stio/engine/gds.py",
+        ("        self._accelerator.copy([]).synchronize()\n", ""),
+        tests=DEVICE_SLOT,
+    ),
+    mutant(
+        "the disk writes with another current device",
+        "reads to the device are made with number 0 as the thread's current one",
+        "stio/engine/gds.py",
+        ("accelerator.as_current if isinstance(accelerator, TorchAccelerator) else nullcontext", "nullcontext"),
+        tests=f"{ORDERS}test_a_disk_writes_to_the_second_device_as_the_thread_s_current_one",
+    ),
+    # Memory of a group.
+    mutant(
+        "alignment is ignored",
+        "small tensors lie next to each other wherever the file has them, also off their alignment",
+        "stio/device/image.py",
+        (
+            "    return not offset % (VECTOR_BYTES if nbytes >= VECTOR_BYTES else TORCH_DTYPES[dtype].itemsize)",
+            "    return True",
+        ),
+        tests="tests/device/test_image.py",
+    ),
+    # Devices and contexts.
+    mutant(
+        "the caller's current device is ignored",
+        "a device without a number means number 0, not the one that is current in the caller's thread",
+        BASE,
+        (
+            "    return current if str(wanted) == current.type else device  # without a number",
+            "    return device",
+        ),
+        tests=f"{SECOND}[False]",
+    ),
+    mutant(
+        "the number of a device is ignored",
+        "loads go to device 0, whichever is named",
+        BASE,
+        ("    return torch.device(wanted.type, index)", "    return torch.device(wanted.type, 0)"),
+        tests=f"{SECOND}[True]",
+    ),
+    mutant(
+        "an event is waited for with another current device",
+        "a thread whose current device is number 0 waits for an event of another one: a context is made on number 0",
+        CUDA,
+        (
+            "        with self._module.device(self._device):\n            self.event.synchronize()",
+            "        self.event.synchronize()",
+        ),
+        tests=f"{CONTEXT}[load]",
+    ),
+    mutant(
+        "a stream is entered with another current device",
+        "a thread whose current device is number 0 comes back from a stream of another one: a context is made on number 0",
+        CUDA,
+        ("    with module.device(device), module.stream(stream):", "    with module.stream(stream):"),
+        tests=f"{CONTEXT}[load]",
+    ),
+    # Warm starts.
+    mutant(
+        "a warm start does not wait on the host",
+        "parameters are made real while their copies are under way, for any stream to use",
+        "stio/filling.py",
+        ("        landed.wait()  # on the host: other streams than this thread's may use them next\n", ""),
+        tests=f"{ORDERS}test_a_parameter_of_a_warm_start_is_for_any_stream",
+    ),
+    mutant(
+        "a warm start waits for the first event",
+        "of the events behind a parameter's copies the host waits for the first alone",
+        BASE,
+        ("            for event in self.events:\n", "            for event in self.events[:1]:\n"),
+        tests=f"{BEHIND_LAST}[warm start]",
+    ),
+    mutant(
+        "a warm start does not wait for casts",
+        "the host waits for the copies of a parameter, but not for the cast behind them",
+        WAYS,
+        (
+            "        return Landed(tensors, lambda: accelerator.hand_over(memory_in_use, events), events)",
+            "        return Landed(tensors, lambda: accelerator.hand_over(memory_in_use, events), image.events)",
+        ),
+        tests=f"{BEHIND_CAST}[warm start]",
+    ),
+    mutant(
+        "a warm start does not wait for buffers",
+        "buffers are used on any stream while their casts are under way",
+        "stio/warming.py",
+        (
+            "        landed.wait()  # here and on the host, casts too: a forward may run on any stream\n",
+            "        pass\n",
+        ),
+        tests=f"{BEHIND_CAST}[buffer of a warm start]",
+    ),
+    mutant(
+        "a warm start does not wait for twins",
+        "of two parameters with one tensor in the checkpoint the second is used while it is copied from the first",
+        "stio/filling.py",
+        ("        torch.accelerator.current_stream(twin.device).synchronize()\n", "        pass\n"),
+        tests=f"{ORDERS}test_both_of_two_tied_parameters_of_a_warm_start_are",
+    ),
+    # Saves.
+    mutant(
+        "a save ignores the caller's mark",
+        "a save does not wait for what the caller's stream was told before it",
+        COPYING,
+        ("        event, stream = mark\n        stream.wait_event(event)\n", "        event, stream = mark\n"),
+        tests=SAVE,
+    ),
+    mutant(
+        "a save marks the default stream",
+        "a save waits for the default stream, not for the caller's current one",
+        COPYING,
+        (
+            "event.record(module.current_stream(device))",
+            "event.record(module.default_stream(device))",
+        ),
+        tests=SAVE,
+    ),
+    mutant(
+        "a save marks one device",
+        "of the devices that a save's tensors are on only the first is marked",
+        COPYING,
+        (
+            "            if device is not None and device not in marks:",
+            "            if device is not None and not marks:",
+        ),
+        tests=f"{ORDERS}test_a_save_of_two_devices_is_behind_both",
+    ),
+    mutant(
+        "a save marks on its own thread",
+        "a save waits for the current stream of its own thread, not for the caller's",
+        "stio/save_body.py",
+        (
+            "        self._ready = Readiness.now(tensors)",
+            "        self._ready = None",
+        ),
+        tests=SAVE,
+    ),
+    mutant(
+        "a save does not wait for its copies",
+        "a save goes on, and lets its caller go on, while its copies are under way",
+        COPYING,
+        ("    finally:\n        _wait_for(flights)", "    finally:\n        pass"),
+        tests=SAVE,
+    ),
+    mutant(
+        "a save's event before its copies",
+        "the event of a save is recorded before its copies are queued",
+        COPYING,
+        (
+            "            targets, parts = [], []\n",
+            "            mark = Mark(module, device, stream)\n            targets, parts = [], []\n",
+        ),
+        ("            return Mark(module, device, stream)\n", "            return mark\n"),
+        tests=SAVE,
+        delay=0.02,
+    ),
+    mutant(
+        "a save's copies on the worker's stream",
+        "copies of a save are queued on the current stream of the worker's thread, the event on the save's",
+        COPYING,
+        (
+            "        with on_stream(module, device, stream), torch.no_grad():",
+            "        with module.device(device), torch.no_grad():",
+        ),
+        tests=SAVE,
+    ),
+    mutant(
+        "a save on the caller's stream",
+        "a save copies on the caller's stream, so that it waits for what is queued there later",
+        COPYING,
+        (
+            "                    stream, event = module.Stream(device=device), module.Event()",
+            "                    stream, event = module.current_stream(device), module.Event()",
+        ),
+        tests=f"{SAVE_STREAM}[the caller's]",
+    ),
+    mutant(
+        "a save on the stream of loads",
+        "a save copies on the stream of loads, so that it waits for their copies",
+        COPYING,
+        (
+            "                    stream, event = module.Stream(device=device), module.Event()",
+            "                    stream, event = TorchAccelerator(device)._stream, module.Event()",
+        ),
+        tests=f"{SAVE_STREAM}[that of loads]",
+    ),
+    mutant(
+        "what is produced is not waited for",
+        "a save does not wait for the work behind a tensor that its producer returned",
+        COPYING,
+        ("            stream.wait_stream(module.current_stream(device))\n", ""),
+        tests=f"{ORDERS}test_what_is_made_for_a_save_is_saved_behind_its_making",
+    ),
+    mutant(
+        "a refused copy of a save is not waited for",
+        "staging memory is given back while copies before the refused one still write to it",
+        COPYING,
+        (
+            "        with suppress(RuntimeError):  # a device that is lost says so a second time\n"
+            "            stream.synchronize()\n",
+            "",
+        ),
+        tests=f"{ORDERS}test_a_refused_copy_of_a_save_is_told_when_the_others_are_done",
+    ),
+    mutant(
+        "failed copies of a save are not told",
+        "a save publishes what a failed copy left in its staging memory",
+        COPYING,
+        ("    if failure is not None:\n        raise failure\n", ""),
+        tests=f"{FAILED_COPY}[save-1]",
+    ),
+    mutant(
+        "staging memory of a save is given back too early",
+        "a block is filled again while it is still to be written",
+        "stio/engine/save.py",
+        (
+            "        start = perf_counter()\n        try:\n            if self._digests is not None:",
+            "        start = perf_counter()\n"
+            "        self._pool.give_back(region)\n"
+            "        try:\n"
+            "            if self._digests is not None:",
+        ),
+        (
+            "                self._num_writing -= 1\n            self._pool.give_back(region)\n",
+            "                self._num_writing -= 1\n",
+        ),
+        tests=f"{ORDERS}test_staging_memory_of_a_save_is_used_again_behind_its_write",
+    ),
+)
+
+
+class Broken(Exception):
+    """The proof itself does not work; the message says why."""
+
+
+# The copy.
+
+
+def copied(folder: Path, parent: Path = REPOSITORY) -> Path:
+    """Copy what the tests need to a new folder; what is compiled stays where it is."""
+    folder.mkdir()
+    for name in COPIED:
+        source = parent / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name)  # with what Python has compiled: it looks at the times of change
+        else:
+            shutil.copy(source, folder / name)
+    (REPOSITORY / "build").mkdir(exist_ok=True)
+    (folder / "build").symlink_to(REPOSITORY / "build", target_is_directory=True)
+    (folder / "mutant_plugin.py").write_text(PLUGIN)
+    return folder
+
+
+def apply(one: Mutant, folder: Path) -> None:
+    """Break the copy.
+
+    Raises:
+        Broken: The code is no longer what the mutant was written for.
+    """
+    path = folder / one.file
+    text = path.read_text()
+    for old, new in one.changes:
+        if text.count(old) != 1:
+            raise Broken(
+                f"{one.name!r} does not apply: the code has changed, write the mutant anew "
+                f"({text.count(old)} times in {one.file}: {old!r})"
+            )
+        text = text.replace(old, new)
+    compile(text, one.file, "exec")
+    path.write_text(text)
+    for old_code in path.parent.glob(f"__pycache__/{path.stem}.*"):
+        old_code.unlink()
+
+
+PLUGIN = '''"""Requires that what is tested is the copy, in child processes too, and on the simulated device."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_finish(session):
+    import simdevice
+    import stio
+
+    if HERE not in Path(stio.__file__).parents or HERE not in Path(simdevice.__file__).parents:
+        pytest.exit(f"tested is {stio.__file__}, not the copy", returncode=90)
+    if not simdevice.installed():
+        pytest.exit(simdevice.why_unavailable(), returncode=91)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _children_import_the_copy(request):
+    if any("context" in item.name for item in request.session.items):  # those whose tests start processes
+        from support import run_python
+
+        found = run_python("import stio; print(stio.__file__)").stdout.strip()
+        if HERE not in Path(found).parents:
+            pytest.exit(f"child processes test {found}, not the copy", returncode=90)
+'''
+
+
+# Runs.
+
+
+@dataclass(slots=True)
+class Run:
+    """What became of one run of the tests."""
+
+    caught: bool
+    by: str
+    """The test that failed, or how else the run ended."""
+    seconds: float
+
+
+_going: set[subprocess.Popen[str]] = set()
+_guard = threading.Lock()
+_stopping = threading.Event()
+
+
+def run_tests(folder: Path, tests: Iterable[str], delay: float, *, seconds: float = RUN_SECONDS) -> Run:
+    """Run tests in a copy.
+
+    Raises:
+        Broken: pytest did not come to run them, or skipped one.
+    """
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "mutant_plugin", *tests]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), str(folder / "tests")]),
+        "STIO_TEST_DEVICE": "sim",
+        "STIO_TEST_DEVICE_DELAY": str(delay),
+    }
+    if _stopping.is_set():
+        raise Broken("stopped")
+    start = perf_counter()
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    with _guard:
+        _going.add(process)
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        stop(process)
+        return Run(
+            True, f"no end after {seconds:.0f} s: {_last_test(process.communicate()[0])}", perf_counter() - start
+        )
+    finally:
+        with _guard:
+            _going.discard(process)
+    took = perf_counter() - start
+    if process.returncode < 0:
+        return Run(True, f"killed by {signal.Signals(-process.returncode).name}: {_last_test(output)}", took)
+    if process.returncode == 1 and "+ Timeout +" in output:
+        return Run(True, f"no end, says pytest-timeout: {_last_test(output)}", took)
+    if process.returncode not in (0, 1):
+        raise Broken(f"pytest ended with status {process.returncode}:\n{output[-3000:]}")
+    if "SKIPPED" in output or "skipped" in output.splitlines()[-1]:
+        raise Broken(f"tests were skipped, so nothing is proved:\n{output[-3000:]}")
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+::[^\]\n]*?(?:\]|(?= - )|$))", output, re.MULTILINE)
+    if process.returncode == 1 and not failed:
+        raise Broken(f"pytest failed, but no test did:\n{output[-3000:]}")
+    return Run(process.returncode == 1, _short(failed[0]) if failed else "", took)
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End a run and the processes that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _last_test(output: str) -> str:
+    """Return the test whose frames a crash or a timeout shows."""
+    found = re.findall(r'File "[^"]*/(tests/[^"]*)", line \d+ in (test_\w+)', output)
+    return _short("::".join(found[-1])) if found else "a test"
+
+
+def _short(name: str) -> str:
+    return name.strip().removeprefix("tests/")
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What became of one mutant."""
+
+    mutant: Mutant
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def caught(self) -> bool:
+        return all(run.caught for run in self.runs)
+
+    def __str__(self) -> str:
+        by = " / ".join(dict.fromkeys(run.by if run.caught else "NOT CAUGHT" for run in self.runs))
+        count = f"{sum(run.caught for run in self.runs)} of {len(self.runs)}"
+        seconds = " ".join(f"{run.seconds:.0f}" for run in self.runs)
+        return f"{self.mutant.name} | {self.mutant.broken} | {by} | {count} | {seconds} s"
+
+
+def require_baseline(folder: Path, mutants: Sequence[Mutant], jobs: int) -> None:
+    """Require that the unmutated code passes all tests that are used, or nothing is proved.
+
+    Raises:
+        Broken: It does not.
+    """
+    by_delay: dict[float, dict[str, None]] = {}
+    for one in mutants:
+        by_delay.setdefault(one.delay, {}).update(dict.fromkeys(one.tests))
+    shares = [
+        (delay, list(tests)[k::jobs]) for delay, tests in by_delay.items() for k in range(jobs) if list(tests)[k::jobs]
+    ]
+    with ThreadPoolExecutor(jobs) as pool:
+        for run in pool.map(lambda share: run_tests(folder, share[1], share[0], seconds=600), shares):
+            if run.caught:
+                raise Broken(f"the unmutated code fails {run.by}: nothing is proved")
+
+
+def judged(one: Mutant, baseline: Path, folder: Path, times: int) -> Verdict:
+    """Break a copy of the baseline, and run its tests so many times."""
+    copied(folder, baseline)
+    apply(one, folder)
+    verdict = Verdict(one, [run_tests(folder, one.tests, one.delay) for _ in range(times)])
+    shutil.rmtree(folder, ignore_errors=True)
+    return verdict
+
+
+def chosen(names: Sequence[str] | None) -> list[Mutant]:
+    """Return the mutants of these names, or whose names contain them; all by default.
+
+    Raises:
+        Broken: There is none of that name.
+    """
+    if not names:
+        return list(MUTANTS)
+    exact = {one.name for one in MUTANTS}
+    found = [
+        one for one in MUTANTS if any(name == one.name or (name not in exact and name in one.name) for name in names)
+    ]
+    missing = [name for name in names if not any(name in one.name for one in found)]
+    if missing:
+        raise Broken(f"there is no mutant called {missing[0]!r}; see --list")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="names of mutants, or parts of them")
+    parser.add_argument("--times", type=int, default=3, metavar="N", help="runs of each mutant (default: 3)")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="runs beside each other (default: 2)")
+    parser.add_argument("--list", action="store_true", help="show the mutants and their tests, and run nothing")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started is ended on the way out
+    try:
+        return carry_out(arguments)
+    except Broken as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def carry_out(arguments: argparse.Namespace) -> int:
+    mutants = chosen(arguments.only)
+    if len({one.name for one in MUTANTS}) < len(MUTANTS):
+        raise Broken("two mutants have one name")
+    if arguments.list:
+        for one in mutants:
+            print(f"{one.name} | {one.broken} | {one.file} | {' '.join(map(_short, one.tests))} | delay {one.delay} s")
+        return 0
+    if arguments.times < 1 or arguments.jobs < 1:
+        raise Broken("--times and --jobs take positive numbers")
+    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as name:
+        room = Path(name)
+        start = perf_counter()
+        baseline = copied(room / "baseline")  # of which all others are copies: the checkout may change meanwhile
+        trial = copied(room / "trial", baseline)
+        for one in mutants:  # before anything runs: whether each of them applies
+            before = (trial / one.file).read_text()
+            apply(one, trial)
+            (trial / one.file).write_text(before)
+        require_baseline(baseline, mutants, arguments.jobs)
+        print(f"unmutated: all selections pass ({perf_counter() - start:.0f} s)", flush=True)
+        print("mutant | what is broken | the test that caught it | runs caught | seconds", flush=True)
+        verdicts: list[Verdict] = []
+        pool = ThreadPoolExecutor(arguments.jobs)
+        try:
+            runs = [
+                pool.submit(judged, one, baseline, room / f"mutant-{k}", arguments.times)
+                for k, one in enumerate(mutants)
+            ]
+            for future in as_completed(runs):
+                verdicts.append(future.result())
+                print(verdicts[-1], flush=True)
+        finally:
+            _stopping.set()
+            with _guard:
+                for process in _going:
+                    stop(process)
+            pool.shutdown(cancel_futures=True)
+    missed = [verdict.mutant.name for verdict in verdicts if not verdict.caught]
+    print(
+        f"{len(verdicts) - len(missed)} of {len(verdicts)} mutants caught in each of {arguments.times} runs, "
+        f"{perf_counter() - start:.0f} s"
+    )
+    for missed_name in missed:
+        print(f"NOT CAUGHT: {missed_name}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
