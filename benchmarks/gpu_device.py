@@ -95,7 +95,7 @@ class Memory:
         self._used_bytes, self._reserved_bytes = _ask("memory_allocated", _device), _ask("memory_reserved", _device)
 
     def figures(self) -> dict[str, int]:
-        """Give the bytes that tensors hold, the most of them since then, and those that torch keeps, if it tells."""
+        """Give the bytes that tensors hold, their peak since then, those that torch keeps, where it reports them."""
         if self._used_bytes is None:
             return {}
         return {

@@ -215,7 +215,7 @@ def test_where_torch_sees_no_accelerator_it_says_so() -> None:
 
 
 def test_the_stages_are_whole() -> None:
-    """Each entry has a task and a label, each loader and each bound belongs to something, nobody goes on for too long."""
+    """Each entry has a task and a label, each loader and each bound belongs to something, no task exceeds its limit."""
     cases = gpu_stages.SUITE.cases
     entries = [entry for case in cases for entry in case.entries]
     contestants, tasks = {entry.contestant for entry in entries}, {entry.task for entry in entries}

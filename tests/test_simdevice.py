@@ -1,4 +1,4 @@
-"""The simulated device has the habits that tests rely on: without each of them, one kind of fault would pass unseen.
+"""Properties of the simulated device that other tests rely on: without each of them, one kind of fault would not be found.
 
 Each test runs on it, in a process that has it (`STIO_TEST_DEVICE=sim pytest -m gpu`).
 """
@@ -6,14 +6,13 @@ Each test runs on it, in a process that has it (`STIO_TEST_DEVICE=sim pytest -m 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import simdevice
 import torch
-from accelerators import gpu
 from support import run_python
 
 pytestmark = [
@@ -21,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not simdevice.installed(), reason="of the simulated device (STIO_TEST_DEVICE=sim)"),
 ]
 
-DELAY_SECONDS = 0.05
+DELAY_SECONDS = 0.02
 DEVICE = "sim"
 FRESH, RELEASED = 0xB9, 0xA7
 
@@ -107,6 +106,17 @@ def test_work_is_queued(work: str) -> None:
     assert not module().current_stream().query()
     torch.accelerator.synchronize()
     assert module().current_stream().query()
+
+
+def test_a_cast_that_does_not_block_reads_its_source_later() -> None:
+    """The device does the cast, out of the bytes that it finds when it is there."""
+    source, target = pinned(1), torch.empty(4096, dtype=torch.float32, device=DEVICE)
+    target.copy_(source, non_blocking=True)
+    source.fill_(2)
+    assert values(target) == {2}
+    target.copy_(source)
+    source.fill_(3)
+    assert values(target) == {2}
 
 
 def test_an_operator_is_behind_what_its_stream_has_queued() -> None:
@@ -221,6 +231,54 @@ def test_pinned_memory_is_given_out_again_when_its_copies_are_done() -> None:
     assert simdevice.pinned_bytes() >= 2 << 20
 
 
+def test_memory_that_grows_stays_on_its_device() -> None:
+    """Also where another device is the current one."""
+    tensor = torch.arange(5, device="sim:1").resize_(100_000)
+    assert tensor[:5].tolist() == [0, 1, 2, 3, 4]
+    assert tensor.untyped_storage().device == torch.device("sim", 1)
+    assert torch.add(tensor, 1, out=torch.empty(0, dtype=torch.int64, device="sim:1"))[4] == 5
+
+
+def test_a_copy_out_of_the_middle_of_pinned_memory_may_be_recorded_for_nothing() -> None:
+    """torch knows pinned memory by its allocation or its first address: a tensor that has neither does not keep it."""
+    source, target = pinned(4, 1 << 20), torch.empty(4096, dtype=torch.uint8, device=DEVICE)
+    inside = torch.frombuffer(source.numpy(), dtype=torch.uint8)[8192 : 8192 + 4096]
+    address = source.data_ptr()
+    target.copy_(inside, non_blocking=True)
+    del source, inside
+    again = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
+    assert again.data_ptr() == address
+    assert values(target) == {FRESH}
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: module().current_stream(7),
+        lambda: module().memory_allocated(-1),
+        lambda: module().set_device(2),
+        lambda: torch.zeros(1, device="sim:7"),
+        lambda: torch.Stream(stream_id=99, device_index=0, device_type=20).query(),
+        lambda: torch.cat([torch.ones(2, device=DEVICE), torch.ones(2)]),
+        lambda: torch.equal(torch.ones(2, device="sim:0"), torch.ones(2, device="sim:1")),
+    ],
+    ids=["stream", "memory", "current", "tensor", "stream number", "host and device", "two devices"],
+)
+def test_wrong_devices(call: Callable[[], object]) -> None:
+    with pytest.raises(RuntimeError):
+        call()
+
+
+def test_an_event_belongs_to_one_device() -> None:
+    event = module().Event()
+    event.record(module().current_stream(0))
+    with pytest.raises(RuntimeError, match="another device"):
+        event.record(module().current_stream(1))
+
+
 # Faults.
 
 
@@ -251,20 +309,37 @@ def test_contexts_are_made_as_cuda_makes_them() -> None:
     """By a driver's call with the device as the thread's current one; not by the way back from another device."""
     done = run_python(
         """
-        import simdevice, torch
+        import os, simdevice, torch
         module = simdevice.install()
         assert simdevice.contexts() == set() and not module.is_initialized()
-        with module.device(1):
-            stream = module.Stream(device=torch.device("sim", 1))
-            event = module.Event()
-            event.record(stream)
-            tensor = torch.zeros(10, device="sim:1")
-        assert simdevice.contexts() == {1} and module.current_device() == 0
-        stream.wait_event(event)
-        tensor.cpu()
-        assert simdevice.contexts() == {1}
-        event.query()  # with device 0 as the current one
-        assert simdevice.contexts() == {0, 1}
+
+        def to_the_other():
+            with module.device(1):
+                stream = module.Stream(device=torch.device("sim", 1))
+                event = module.Event()
+                event.record(stream)
+                tensor = torch.zeros(10, device="sim:1")
+            stream.wait_event(event)
+            tensor.cpu()
+            assert simdevice.contexts() == {1} and module.current_device() == 0
+            return stream, event
+
+        def query():
+            to_the_other()[1].query()
+
+        def synchronize():
+            to_the_other()
+            torch.accelerator.synchronize(1)
+
+        def generic_event():
+            torch.Event().record(to_the_other()[0])
+
+        for touch in (query, synchronize, generic_event):  # each makes a context on device 0, the current one
+            child = os.fork()
+            if child == 0:
+                touch()
+                os._exit(0 if simdevice.contexts() == {0, 1} else 1)
+            assert os.waitpid(child, 0)[1] == 0, touch
         """
     )
     assert done.returncode == 0, done.stderr
@@ -299,19 +374,32 @@ def test_a_forked_child_is_refused() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@gpu
-def test_without_a_compiler_there_is_a_reason(tmp_path: Path) -> None:
+def test_without_a_compiler_there_is_a_reason_and_one_that_fails_is_an_error(tmp_path: Path) -> None:
+    """Tests that were skipped because it fails would be missed."""
+    compiler = tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text("#!/bin/sh\necho it fails >&2\nexit 1\n")
+    compiler.chmod(0o755)
     done = run_python(
         """
         import os, sys
-        os.environ["PATH"] = sys.argv[1]
+        from pathlib import Path
         import simdevice
+        simdevice._writable_folder = lambda: Path(sys.argv[1])  # where it was not compiled before
+        os.environ["PATH"] = sys.argv[1] + "/none"
         try:
             simdevice.install()
         except simdevice.Unavailable as error:
             assert "g++" in str(error) and str(error) == simdevice.why_unavailable()
         else:
             raise SystemExit("installed without a compiler")
+        os.environ["PATH"] = sys.argv[1] + "/bin:/usr/bin:/bin"
+        try:
+            simdevice.install()
+        except RuntimeError as error:
+            assert "it fails" in str(error)
+        else:
+            raise SystemExit("installed by a compiler that fails")
         """,
         tmp_path,
     )

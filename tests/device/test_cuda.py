@@ -176,7 +176,7 @@ def tensors() -> dict[str, torch.Tensor]:
 @gpu
 @pytest.mark.parametrize("budget_bytes", [1 << 18, 4 << 20, 512 << 20])
 def test_a_load_waits_for_its_copies(tensors: dict[str, torch.Tensor], budget_bytes: int) -> None:
-    """What nobody waited for would be the pattern that fresh memory is filled with."""
+    """Memory that is read without waiting holds the pattern that fresh memory is filled with."""
     root = MemoryRoot(checkpoint_files(tensors, 2))
     for _ in range(2):
         with simdevice.delayed(LATE_SECONDS):

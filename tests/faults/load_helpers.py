@@ -43,7 +43,6 @@ import torch
 from torch import nn
 import stio
 from stio import sync
-import stio
 from stio.testing import FakeDevice
 from support import eventually, num_threads
 directory = Path(sys.argv[1])

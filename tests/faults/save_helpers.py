@@ -242,7 +242,7 @@ class Outcome:
     stdout: str
     """What it printed."""
     stderr: str
-    """What it complained of."""
+    """Standard error."""
 
 
 MOST_SECONDS = 40.0

@@ -527,7 +527,7 @@ def test_c206_closed_where_it_waits(name: str, way: str, monkeypatch: pytest.Mon
 
 
 class Interrupting:
-    """Delivers SIGINT when it is freed, from C: the next code of Python that runs is the one that hears of it."""
+    """Delivers SIGINT when it is freed, from C: the next code of Python that runs is the code that receives the exception."""
 
     def __init__(self) -> None:
         call = ctypes.PyDLL(None)["raise"]
@@ -987,7 +987,7 @@ sync.save(sync_tensors, hashed, hash="sha256")
 
 @pytest.fixture(scope="module")
 def with_few_threads(zygote: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, str]]:
-    """Return a function that tells by use what came of it in a process that can start so many threads at a time."""
+    """Return a function that returns the outcome of each use in a process that can start so many threads at a time."""
     directory = tmp_path_factory.mktemp("threads")
     write_checkpoint(directory / "model", {f"layer.{k}": torch.ones(300, 300) for k in range(20)}, 2)
 

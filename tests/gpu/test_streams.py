@@ -143,7 +143,7 @@ elif way == "warm":
             setattr(module.small, f"{k:02}", nn.Parameter(torch.empty(loaded[f"small.{k:02}"].shape)))
     with stio.sync.warm_start(module, directory, device=place, strict=False):
         pass
-torch.accelerator.synchronize(place)
+torch.get_device_module(place).synchronize(place)
 del loaded, again
 if kind == "sim":
     has_context = simdevice.contexts().__contains__

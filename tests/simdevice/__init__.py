@@ -1,4 +1,4 @@
-"""A device for torch that needs no hardware: asynchronous as CUDA is, and stricter where CUDA forgives by luck.
+"""A device for torch that needs no hardware: asynchronous as CUDA is, and stricter: a missing wait gives wrong bits each time.
 
 `install()` compiles it against the torch that is installed (seconds, once; g++), and registers it as the device type `sim`,
 with two devices, for the rest of the process. torch then takes it for the accelerator: `torch.accelerator` and
@@ -15,8 +15,10 @@ with two devices, for the rest of the process. torch then takes it for the accel
 - Faults: `refuse_copy`, `fail_copy`, `refuse_pinning`, `torch.sim.set_per_process_memory_fraction`.
 - A forked child of a process that used it cannot use it.
 
-Operators that are no copy are computed by the CPU, behind what their stream has queued. There are no kernels: nothing of
-their speed, of graphs, of peer access or of GPUDirect Storage can be shown on it.
+All other operators are computed by the CPU, behind what their stream has queued, and the host waits for them. There are no
+kernels: nothing of their speed, of graphs, of peer access or of GPUDirect Storage can be shown on it. Where it differs from CUDA:
+a failed copy is told by its own stream only, and not by every later call; a stream is busy just after an allocation, which is
+filled there; generators, autocast, sparse tensors, the backward pass of convolutions and `torch.from_dlpack` are missing.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from typing import Any
 import torch
 
 __all__ = [
-    "NAME", "Unavailable", "build", "clear_faults", "contexts", "fail_copy", "forget_contexts", "install", "installed",
+    "NAME", "Unavailable", "build", "clear_faults", "contexts", "delayed", "fail_copy", "install", "installed",
     "num_copies", "pinned_bytes", "read", "refuse_copy", "refuse_pinning", "set_delay", "why_unavailable",
     "write",
 ]  # fmt: skip
@@ -70,6 +72,7 @@ def build() -> Path:
 
     Raises:
         Unavailable: No compiler, no headers, or a torch that is too old.
+        RuntimeError: The compiler fails.
     """
     if torch.torch_version.TorchVersion(torch.__version__) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
@@ -98,8 +101,8 @@ def build() -> Path:
         if not library.exists():
             new = library.with_suffix(f".{os.getpid()}")
             done = subprocess.run([*command, "-o", str(new)], capture_output=True, text=True)
-            if done.returncode:
-                raise Unavailable(f"g++ cannot compile the simulated device:\n{done.stderr[:2000]}")
+            if done.returncode:  # not Unavailable: the tests would be skipped, and nothing would fail
+                raise RuntimeError(f"g++ cannot compile the simulated device:\n{done.stderr[:2000]}")
             new.replace(library)
     return library
 
@@ -116,10 +119,13 @@ def _writable_folder() -> Path:
     raise Unavailable("there is no folder to compile the simulated device in")
 
 
-def _found() -> Path:
+def _loaded() -> ctypes.CDLL:
     if torch.accelerator.is_available():
         raise Unavailable("torch has an accelerator already, and can have one only")
-    return build()
+    try:
+        return ctypes.CDLL(str(build()))
+    except OSError as error:  # a folder from which no code may be loaded
+        raise Unavailable(f"the simulated device cannot be loaded: {error}") from error
 
 
 def why_unavailable() -> str:
@@ -141,7 +147,7 @@ def install(delay_seconds: float = 0.0) -> types.ModuleType:
     global _library, _why_unavailable
     if _library is None:
         try:
-            library = ctypes.CDLL(str(_found()))
+            library = _loaded()
         except Unavailable as error:
             _why_unavailable = str(error)
             raise
@@ -153,7 +159,7 @@ def install(delay_seconds: float = 0.0) -> types.ModuleType:
         _library = library
         torch.utils.rename_privateuse1_backend(NAME)
         torch._register_device_module(NAME, _module())
-        atexit.register(library.sim_drain)  # no stream works on while the process is taken down
+        atexit.register(library.sim_drain)  # no stream works on at the process's exit
     set_delay(delay_seconds)
     return torch.sim  # type: ignore[attr-defined,no-any-return]
 
@@ -213,11 +219,6 @@ def contexts() -> set[int]:
     return {index for index in range(NUM_DEVICES) if _library.sim_has_context(index)}
 
 
-def forget_contexts() -> None:
-    """Begin to count contexts anew."""
-    _library.sim_forget_contexts()
-
-
 def pinned_bytes(*, with_cached: bool = False) -> int:
     """Return how much pinned memory is held, or with what is kept for the next one that asks."""
     return int(_library.sim_pinned_bytes(ctypes.c_bool(with_cached)))
@@ -225,35 +226,84 @@ def pinned_bytes(*, with_cached: bool = False) -> int:
 
 def write(address: int, data: bytes) -> None:
     """Write to the device's memory beside all streams, as a disk does that writes there directly."""
-    ctypes.memmove(_library.sim_reach(ctypes.c_void_p(address)), data, len(data))
+    ctypes.memmove(_reached(address), data, len(data))
 
 
 def read(address: int, nbytes: int) -> bytes:
     """Return what is in the device's memory now, beside all streams."""
-    return ctypes.string_at(_library.sim_reach(ctypes.c_void_p(address)), nbytes)
+    return ctypes.string_at(_reached(address), nbytes)
+
+
+def _reached(address: int) -> int:
+    found = _library.sim_reach(ctypes.c_void_p(address))
+    if found is None:
+        raise ValueError(f"{address:#x} is no address of a simulated device")
+    return int(found)
 
 
 def _index(device: Any = None) -> int:
     """Return the number of a device; of the current one if none is given, or one without a number."""
-    if device is None:
+    index = device if device is None or isinstance(device, int) else torch.device(device).index
+    if index is None:
         return int(torch.accelerator.current_device_index())
-    if isinstance(device, int):
-        return device
-    index = torch.device(device).index
-    return int(torch.accelerator.current_device_index()) if index is None else int(index)
+    if not 0 <= index < NUM_DEVICES:
+        raise RuntimeError(f"there is no simulated device {index}")
+    return int(index)
 
 
 class _Device:
     """A context in which a device is the thread's current one. The way back makes no context, as in `torch.cuda.device`."""
 
     def __init__(self, device: Any) -> None:
-        self.idx = _index(device)
+        self.idx = -1 if device == -1 else _index(device)  # -1: none, as in `torch.cuda.device`
 
     def __enter__(self) -> None:
+        self.before = -1
+        if self.idx < 0:
+            return
         self.before = torch._C._accelerator_exchangeDevice(self.idx)
 
     def __exit__(self, *_: object) -> None:
         torch._C._accelerator_maybeExchangeDevice(self.before)
+
+
+class _Event(torch.Event):
+    """An event that is recorded and waited for with the stream's device as the current one, as `torch.cuda.Event` is.
+
+    torch's generic event sets the device back afterwards, which makes a context on the one that was current.
+    """
+
+    def record(self, stream: Any = None) -> None:
+        stream = stream or torch.accelerator.current_stream()
+        with _Device(stream.device_index):
+            super().record(stream)
+
+    def wait(self, stream: Any = None) -> None:
+        stream = stream or torch.accelerator.current_stream()
+        with _Device(stream.device_index):
+            super().wait(stream)
+
+
+class _Stream(torch.Stream):
+    """A stream that waits with its device as the current one, as `torch.cuda.Stream` does."""
+
+    def wait_event(self, event: Any) -> None:
+        with _Device(self.device_index):
+            super().wait_event(event)
+
+    def wait_stream(self, stream: Any) -> None:
+        event = _Event()
+        event.record(stream)
+        self.wait_event(event)
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event or _Event()
+        event.record(self)
+        return event
+
+
+def _own(stream: torch.Stream) -> _Stream:
+    return _Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 class _StreamContext:
@@ -284,6 +334,12 @@ def _set_stream(stream: torch.Stream) -> None:
     torch.accelerator.set_stream(stream)
 
 
+def _synchronize(device: Any = None) -> None:
+    """As `torch.cuda.synchronize`: with the device as the current one."""
+    with _Device(device):
+        torch.accelerator.synchronize()
+
+
 def _module() -> types.ModuleType:
     """Return what `torch.get_device_module` returns: the part of `torch.cuda` that programs ask of any device."""
     module = types.ModuleType(f"torch.{NAME}")
@@ -305,14 +361,14 @@ def _module() -> types.ModuleType:
         )
 
     public: dict[str, Any] = {
-        "Event": torch.Event,
-        "Stream": torch.Stream,
+        "Event": _Event,
+        "Stream": _Stream,
         "_is_in_bad_fork": lambda: bool(_library.sim_is_forked()),
         "_lazy_init": lambda: None,
         "_sleep": sleep,
         "current_device": accelerator.current_device_index,
-        "current_stream": lambda device=None: accelerator.current_stream(_index(device)),
-        "default_stream": lambda device=None: torch.Stream(stream_id=0, device_index=_index(device), device_type=20),
+        "current_stream": lambda device=None: _own(accelerator.current_stream(_index(device))),
+        "default_stream": lambda device=None: _Stream(stream_id=0, device_index=_index(device), device_type=20),
         "device": _Device,
         "device_count": lambda: NUM_DEVICES,
         "empty_cache": accelerator.empty_cache,
@@ -336,7 +392,7 @@ def _module() -> types.ModuleType:
         "set_rng_state": lambda state, device=NAME: None,
         "set_stream": _set_stream,
         "stream": _StreamContext,
-        "synchronize": lambda device=None: accelerator.synchronize(_index(device)),
+        "synchronize": _synchronize,
     }
     for name, value in public.items():
         setattr(module, name, value)

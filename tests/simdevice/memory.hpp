@@ -1,4 +1,4 @@
-// Memory of the simulated device, and pinned memory of the host, with the habits of torch's allocators for CUDA.
+// Memory of the simulated device, and pinned memory of the host. Both behave like torch's allocators for CUDA.
 //
 // Device memory belongs to the stream that was current when it was allocated: released, it is given out again under that stream
 // at once, whatever other streams do with it, unless they were recorded. Pinned memory is given out again when the copies that
@@ -61,7 +61,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
   void recordStream(const c10::DataPtr& ptr, c10::Stream stream) override {
     if (!ptr.get() || ptr.get_deleter() != &DeviceMemory::release) return;
     auto* const block = static_cast<Block*>(ptr.get_context());
-    Stream* const other = streams(stream.device_index()).all[stream.id()].get();
+    Stream* const other = stream_number(stream.device_index(), stream.id());
+    require_parent();
     std::lock_guard lock(mutex_);
     if (other != block->stream) block->recorded.insert(other);
   }
@@ -79,6 +80,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
 
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    require_device(device);
     std::lock_guard lock(mutex_);
     c10::CachingDeviceAllocator::DeviceStats found;
     for (auto* stat : {&found.allocated_bytes[0], &found.active_bytes[0], &found.requested_bytes[0]}) {
@@ -91,6 +93,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex device) override {
+    require_device(device);
     std::lock_guard lock(mutex_);
     auto& pool = pools_[device];
     pool.peak_bytes = pool.used_bytes;
@@ -234,6 +237,7 @@ class PinnedMemory final : public at::HostAllocator {
   }
 
   Pinned* find(const void* address) {
+    if (forked) return nullptr;
     std::lock_guard lock(mutex_);
     auto found = blocks_.upper_bound(const_cast<char*>(static_cast<const char*>(address)));
     if (found == blocks_.begin()) return nullptr;
@@ -241,15 +245,16 @@ class PinnedMemory final : public at::HostAllocator {
     return address < block->address + block->nbytes ? block : nullptr;
   }
 
-  void record(Pinned* block, Stream* stream) {
+  // As torch's: by the allocation itself, or by its first address; an address inside is not found.
+  bool record_event(void* address, void* context, c10::Stream stream) override {
+    require_parent();
     std::lock_guard lock(mutex_);
-    block->recorded.insert(stream);
-  }
-
-  bool record_event(void* address, void*, c10::Stream stream) override {
-    Pinned* const block = find(address);
-    if (block) record(block, streams(stream.device_index()).all[stream.id()].get());
-    return block != nullptr;
+    for (auto& [start, block] : blocks_)
+      if (block == context || start == address) {
+        block->recorded.insert(stream_number(stream.device_index(), stream.id()));
+        return true;
+      }
+    return false;
   }
 
   void empty_cache() override {
@@ -283,7 +288,7 @@ class PinnedMemory final : public at::HostAllocator {
     waiting_.push_back(block);
     try {
       take_in();
-    } catch (const std::exception&) {  // a copy failed: who allocates hears of it, who releases cannot
+    } catch (const std::exception&) {  // a copy failed: the next allocation raises it, a release cannot
     }
   }
 

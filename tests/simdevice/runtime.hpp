@@ -1,8 +1,8 @@
 // The part of the simulated device that knows nothing of torch: streams, marks, contexts, memory that the host cannot touch.
 //
 // A stream is a thread with a queue. Work is done in order within a stream; between streams only marks give an order. Each
-// piece of work can be delayed, so that whatever relies on luck instead of a mark reads too early. The device's memory is mapped
-// twice: the address that tensors have is not accessible, so the host that follows it is killed; streams use the second mapping.
+// piece of work can be delayed: work that does not wait for a mark reads too early then. The device's memory is mapped twice: the
+// address that tensors have is not accessible, so an access by the host raises SIGSEGV; streams use the second mapping.
 #pragma once
 
 #include <fcntl.h>
@@ -30,7 +30,7 @@ namespace sim {
 constexpr int kNumDevices = 2;
 constexpr int kNumPooled = 32;  // CUDA's pool has as many: the 33rd stream that is asked for is the first again
 constexpr size_t kArenaBytes = size_t{32} << 30;
-constexpr unsigned char kReleased = 0xA7, kFresh = 0xB9;  // memory that was released; memory that nobody has written to
+constexpr unsigned char kReleased = 0xA7, kFresh = 0xB9;  // released; allocated, not yet written
 
 using Clock = std::chrono::steady_clock;
 
@@ -43,7 +43,8 @@ struct Settings {
 };
 inline Settings settings;
 
-inline std::atomic<bool> forked{false};
+inline std::atomic<bool> any_started{false};  // whether a stream's thread was started in this process
+inline std::atomic<bool> forked{false};       // whether this is a child of such a process: its locks may be held for ever
 
 inline void require_parent() {
   if (forked) throw std::runtime_error("the simulated device cannot be used in a forked child of a process that used it");
@@ -54,8 +55,13 @@ inline void require_parent() {
 inline std::atomic<bool> contexts[kNumDevices];
 inline thread_local int current_device = 0;
 
+inline void require_device(int64_t device) {
+  if (device < 0 || device >= kNumDevices) throw std::runtime_error("there is no simulated device " + std::to_string(device));
+}
+
 inline void make_context(int device) {
   require_parent();
+  require_device(device);
   contexts[device] = true;
 }
 
@@ -72,8 +78,9 @@ class Stream {
     const auto delay = std::chrono::nanoseconds(delayed ? settings.delay_ns.load() : 0);
     std::lock_guard lock(mutex_);
     if (!started_) {
+      std::thread([this] { run(); }).detach();  // throws where there can be no more threads
       started_ = true;
-      std::thread([this] { run(); }).detach();
+      any_started = true;
     }
     work_.push_back([work = std::move(work), delay] {
       if (delay.count()) std::this_thread::sleep_for(delay);
@@ -84,6 +91,7 @@ class Stream {
   }
 
   uint64_t num_queued() {
+    require_parent();
     std::lock_guard lock(mutex_);
     return num_queued_;
   }
@@ -182,6 +190,7 @@ struct Streams {
 };
 
 inline Streams& streams(int device) {
+  require_device(device);
   static auto* const made = new std::unique_ptr<Streams>[kNumDevices]{std::make_unique<Streams>(0), std::make_unique<Streams>(1)};
   return *made[device];
 }
@@ -189,6 +198,11 @@ inline Streams& streams(int device) {
 inline Stream* pooled_stream(int device) {
   make_context(device);
   return streams(device).all[1 + streams(device).num_taken++ % kNumPooled].get();
+}
+
+inline Stream* stream_number(int device, int64_t id) {
+  if (id < 0 || id > kNumPooled) throw std::runtime_error("there is no stream " + std::to_string(id));
+  return streams(device).all[id].get();
 }
 
 inline thread_local int64_t current_stream_ids[kNumDevices] = {0, 0};

@@ -7,6 +7,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/DispatchStub.h>
+#include <ATen/native/Resize.h>
 #include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -21,13 +22,13 @@ using at::Tensor;
 using c10::Device;
 using c10::DeviceIndex;
 
-Stream* stream_of(const c10::Stream& stream) { return streams(stream.device_index()).all[stream.id()].get(); }
+Stream* stream_of(const c10::Stream& stream) { return stream_number(stream.device_index(), stream.id()); }
 
 c10::Stream as_torch(Stream* stream) { return c10::Stream(c10::Stream::UNSAFE, Device(kType, stream->device), stream->id); }
 
 // Setting an index makes a context there, as it does with CUDA 12; going back to one that had none makes none.
 void set_device(int device) {
-  TORCH_CHECK(device >= 0 && device < kNumDevices, "there is no device sim:", device);
+  require_device(device);
   if (device == current_device) return;
   make_context(device);
   current_device = device;
@@ -37,7 +38,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   Device getDevice() const override { return Device(kType, current_device); }
   void setDevice(Device device) const override { set_device(device.index()); }
-  void uncheckedSetDevice(Device device) const noexcept override { current_device = device.index(); }
+  void uncheckedSetDevice(Device device) const noexcept override {
+    if (device.index() >= 0) current_device = device.index();
+  }
   Device exchangeDevice(Device device) const override {
     const Device before = getDevice();
     set_device(device.index());
@@ -58,24 +61,33 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream_of(stream)->passed(stream_of(stream)->num_queued());
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    make_context(current_device);
+    make_context(stream.device_index());
     stream_of(stream)->wait_all();
   }
-  void synchronizeDevice(const DeviceIndex device) const override { synchronize(device); }
+  void synchronizeDevice(const DeviceIndex device) const override {
+    synchronize(device);
+    make_context(current_device);  // the way back is a call of cudaSetDevice
+  }
   void recordDataPtrOnStream(const c10::DataPtr& ptr, const c10::Stream& stream) const override {
     device_memory().recordStream(ptr, stream);
   }
 
-  void record(void** event, const c10::Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
-    // As `torch.cuda.Event` does it: no context is made on the way back. (torch's generic events on CUDA do make one.)
-    make_context(stream.device_index());
+  void record(void** event, const c10::Stream& stream, const DeviceIndex index, const c10::EventFlag) const override {
+    TORCH_CHECK(index == -1 || index == stream.device_index(), "the event belongs to another device than the stream");
+    // torch's generic event sets the device, and sets it back, which makes a context there. `torch.cuda.Event` does not; see
+    // `_Event` of the Python module.
+    const int before = current_device;
+    set_device(stream.device_index());
     if (!*event) *event = new Mark;
     *static_cast<Mark*>(*event) = mark(stream_of(stream));
+    set_device(before);
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (!event) return;
-    make_context(stream.device_index());
+    const int before = current_device;
+    set_device(stream.device_index());
     sim::block(stream_of(stream), *static_cast<Mark*>(event));
+    set_device(before);
   }
   bool queryEvent(void* event) const override {
     make_context(current_device);
@@ -111,7 +123,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override {
     const int before = current_device;
-    current_device = device;
+    if (device >= 0) {
+      require_device(device);
+      current_device = device;
+    }
     return before;
   }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory(); }
@@ -196,7 +211,7 @@ void copy_bytes(const Tensor& source, const Tensor& target, bool non_blocking) {
   else
     put_copy(stream, [=] { std::memcpy(host_address, address, nbytes); });
   if (non_blocking && pinned)
-    pinned_memory().record(pinned, stream);
+    pinned_memory().record_event(host_address, host.storage().data_ptr().get_context(), as_torch(stream));
   else
     stream->wait_all();
 }
@@ -216,15 +231,15 @@ Tensor copy_from(const Tensor& given, const Tensor& target, bool non_blocking) {
     copy_bytes(source, target, non_blocking);
     return target;
   }
-  // As torch does it for CUDA: what is not a plain copy of bytes goes through contiguous temporaries of the target's dtype.
-  const Tensor plain = source.to(target.scalar_type()).resolve_conj().resolve_neg().contiguous();
-  if (target.is_contiguous() && !target.is_conj() && !target.is_neg()) {
-    copy_bytes(plain, target, non_blocking);
-    return target;
-  }
-  const Tensor landed = at::empty(target.sizes(), target.options());
+  // As torch does it for CUDA: what is not a plain copy of bytes goes through contiguous temporaries. A cast is done by the CPU if
+  // the copy blocks, else on the device.
+  const bool cast_before = source.is_cpu() != non_blocking;
+  const auto dtype = cast_before ? target.scalar_type() : source.scalar_type();
+  const Tensor plain = source.to(dtype).resolve_conj().resolve_neg().contiguous();
+  const bool direct = target.scalar_type() == dtype && target.is_contiguous() && !target.is_conj() && !target.is_neg();
+  const Tensor landed = direct ? target : at::empty(target.sizes(), target.options().dtype(dtype));
   copy_bytes(plain, landed, non_blocking);
-  target.copy_(landed, non_blocking);
+  if (!direct) target.copy_(landed, non_blocking);
   return target;
 }
 
@@ -252,9 +267,21 @@ Tensor& fill(Tensor& tensor, const at::Scalar& value) {
   return tensor;
 }
 
-Tensor& zero(Tensor& tensor) { return fill(tensor, 0); }
+Tensor& zero(Tensor& tensor) {
+  if (!tensor.is_contiguous()) return fill(tensor, 0);
+  if (!tensor.numel()) return tensor;
+  c10::DeviceGuard guard(tensor.device());
+  char* const address = reach(tensor.data_ptr());
+  current_stream(tensor.device().index())->put([address, nbytes = tensor.nbytes()] { std::memset(address, 0, nbytes); }, !no_delay);
+  return tensor;
+}
 
 // Memory and views.
+
+// Let a storage have so many bytes at least, on its own device (torch's function for the CPU would use the current one).
+void grow(const c10::Storage& storage, size_t nbytes) {
+  if (nbytes > storage.nbytes()) at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(storage, nbytes);
+}
 
 c10::Device device_of(std::optional<Device> device) {
   const Device wanted = device.value_or(Device(kType));
@@ -277,8 +304,27 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional
 
 void record_stream(Tensor& tensor, c10::Stream stream) { device_memory().recordStream(tensor.storage().data_ptr(), stream); }
 
+// Refuse tensors of two devices, as kernels do; an index, a length and a number may be the CPU's.
+void require_one_device(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const auto& name = op.schema().name();
+  const bool takes_host = name.find("index") != std::string::npos || name.find("pack_padded") != std::string::npos;
+  std::optional<Device> found;
+  const auto look = [&](const Tensor& tensor) {
+    if (!tensor.defined() || (tensor.is_cpu() && (takes_host || !tensor.dim()))) return;
+    if (!found) found = tensor.device();
+    TORCH_CHECK(*found == tensor.device(), "Expected all tensors to be on the same device, but found at least two devices, ", *found,
+                " and ", tensor.device(), " (", name, ")");
+  };
+  for (const auto& value : torch::jit::last(stack, op.schema().arguments().size())) {
+    if (value.isTensor()) look(value.toTensor());
+    if (value.isTensorList())
+      for (const Tensor& tensor : value.toTensorVector()) look(tensor);
+  }
+}
+
 void by_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   NoDelay here;
+  require_one_device(op, *stack);
   at::native::cpu_fallback(op, stack);
 }
 
@@ -300,7 +346,7 @@ struct Registered {
     at::setHostAllocator(kType, &pinned_memory(), 1);
     at::RegisterPrivateUse1HooksInterface(new Hooks);
     pthread_atfork(nullptr, nullptr, [] {
-      if (contexts[0] || contexts[1]) forked = true;
+      if (any_started) forked = true;
     });
   }
 } registered;
@@ -336,13 +382,21 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_complex", [](const Tensor& self) { return at::native::view_as_complex(self); });
   m.impl("unfold", [](const Tensor& self, int64_t dim, int64_t size, int64_t step) { return at::native::unfold(self, dim, size, step); });
   m.impl("resize_", [](const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) -> const Tensor& {
-    return at::native::resize_(self, size, format);
+    grow(self.storage(), at::detail::computeStorageNbytesContiguous(size, self.dtype().itemsize(), self.storage_offset()));
+    self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+    if (format) self.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+    return self;
   });
   m.impl("set_.source_Storage", [](Tensor& self, at::Storage source) -> Tensor& { return at::native::set_(self, source); });
   m.impl("set_.source_Tensor", [](Tensor& self, const Tensor& source) -> Tensor& { return at::native::set_tensor_(self, source); });
   m.impl("set_.source_Storage_storage_offset",
          [](Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) -> Tensor& {
-           return at::native::set_storage_cpu_(self, source, offset, size, stride);
+           at::native::checkSetStorage(self, source, offset, size, stride);
+           grow(source, at::detail::computeStorageNbytes(size, stride, self.dtype().itemsize(), offset));
+           auto* const impl = self.unsafeGetTensorImpl();
+           impl->set_storage_offset(offset);
+           impl->set_sizes_and_strides(size, stride);
+           return self;
          });
   m.impl("is_set_to", [](const Tensor& self, const Tensor& other) { return at::native::is_set_to(self, other); });
 }
@@ -363,7 +417,6 @@ void sim_refuse_pinning(bool refuse) { sim::settings.refuse_pinning = refuse; }
 int64_t sim_num_copies() { return sim::settings.num_copies; }
 bool sim_has_context(int device) { return sim::contexts[device]; }
 bool sim_is_forked() { return sim::forked; }
-void sim_forget_contexts() { sim::contexts[0] = sim::contexts[1] = false; }
 void sim_clear_failures() {
   for (int device = 0; device < sim::kNumDevices; ++device)
     for (auto& stream : sim::streams(device).all) stream->clear_failure();
@@ -377,7 +430,13 @@ void sim_sleep(int device, double seconds) {
   const auto time = std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
   sim::current_stream(device)->put([time] { std::this_thread::sleep_for(time); }, false);
 }
-void* sim_reach(void* address) { return sim::reach(address); }
+void* sim_reach(void* address) {
+  try {
+    return sim::reach(address);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
 // Wait for all streams; false if one holds a failure. For the end of the process.
 bool sim_drain() {
   if (sim::forked) return true;
