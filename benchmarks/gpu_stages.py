@@ -37,7 +37,7 @@ TRACED = "stio traced"
 _ROOT = Path(__file__).resolve().parent.parent
 _THIRD_PARTIES = ("runai", "fastsafetensors", "instanttensor", "kvikio")
 PEERS = frozenset({"safetensors", "safetensors-then", "safetensors-copy", "dcp", "dcp-copy", *_THIRD_PARTIES})
-"""A failure of these does not fail the stage: the stage does not fail with them."""
+"""A failure of one of these does not fail the stage."""
 
 
 def ring_name(num_threads: int, mebibytes: int) -> str:

@@ -219,10 +219,16 @@ async def test_training_goes_on_to_the_bit(tmp_path, optimizer, scheduler):
         "python": random.getstate(),
     }
     await stio.save_state(state, tmp_path / "s.safetensors")
+    saved = copy.deepcopy(state["optimizer"])
     drawn = random.random()
     steps(model, opt, sched, 4)
 
     found = await stio.load_state(tmp_path / "s.safetensors")
+    require_same(found["optimizer"], saved)
+    if optimizer == "lbfgs":
+        # Its sums of products are BLAS's, whose last bit depends on where a tensor begins: torch's tensors begin at a multiple of
+        # 64 bytes, loaded ones where the file has them. Seen with AVX-512.
+        found["optimizer"] = copy.deepcopy(found["optimizer"])
     other, opt_2, sched_2 = training(kind, plan)
     other.load_state_dict(found["model"])
     opt_2.load_state_dict(found["optimizer"])
