@@ -203,6 +203,7 @@ async def test_cancelled_stream_and_its_budget(root, runs):
             async with anyio.create_task_group() as group:
                 group.start_soon(rest)
                 assert await eventually_async(gate.reached.is_set)
+                await anyio.wait_all_tasks_blocked()  # else it may end before it waits, and is not cancelled
                 group.cancel_scope.cancel()
                 gate.opened.set()
             with pytest.raises(stio.ClosedError):
