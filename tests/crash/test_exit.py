@@ -49,7 +49,10 @@ def test_c121_exit_with_a_save_pending(where, zygote, face):
                     open_once_cancelled()
                 asyncio.run(main())
             else:
-                threading.Thread(target=lambda: sync.save(tensors_of(2), where, **keywords), daemon=True).start()
+                # Freeing a tensor drops the GIL; a daemon thread that does so at the interpreter's exit ends the process by
+                # `terminate` (Python 3.11: the thread is ended inside a destructor of torch's). So they are kept.
+                kept = tensors_of(2)
+                threading.Thread(target=lambda: sync.save(kept, where, **keywords), daemon=True).start()
             assert reached.wait(20)
             if face != "abandoned task":
                 assert runtime._live
