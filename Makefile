@@ -31,7 +31,7 @@ check: $(STAMP) $(MODEL_STAMP)  ## format, lint, strict types, all tests
 
 # The tests in parts, two beside each other, the long ones first: no part needs a core of its own, and each waits for much. What
 # a part prints is shown when it has ended. `pytest` alone runs all of them, one after the other.
-CHILDREN := tests/crash tests/test_*.py
+CHILDREN := tests/crash tests/cli tests/test_*.py
 FAULTS := tests/faults tests/versions
 QUICK := -m 'not gpu and not slow'
 check-packages:

@@ -20,10 +20,11 @@ import torch
 
 import stio.sync
 from benchmarks import meters
-from stio import memory
-from stio.codec.build import build_header
-from stio.engine import target
-from stio.memory import Region
+from stio.format.header_build import build_header
+from stio.loading import targets as target
+from stio.runtime import memory
+from stio.runtime.limits import PAGE_BYTES
+from stio.runtime.memory import Region
 from stio.storage.base import Identity
 
 READ_BYTES_PER_SECOND, BUS_BYTES_PER_SECOND = 8e9, 50e9
@@ -102,7 +103,7 @@ class File:
         for region in regions:
             if offset < len(self._header):
                 region.write(0, self._header[offset : offset + region.nbytes])
-            elif region.nbytes >= memory.PAGE_BYTES:
+            elif region.nbytes >= PAGE_BYTES:
                 sleep(region.nbytes / READ_BYTES_PER_SECOND)
             offset += region.nbytes
 

@@ -574,7 +574,7 @@ class Stalls:
 
 
 _all_pinned: list[Any] = []
-"""Kept, or torch would give the next turn the same memory, pinned already."""
+"""CachedFile, or torch would give the next turn the same memory, pinned already."""
 
 
 def _pin(here: Turn) -> Record:

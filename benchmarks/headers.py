@@ -20,10 +20,10 @@ from pathlib import Path
 import msgspec
 import safetensors
 
-from stio.codec.build import build_header
-from stio.codec.header import PREFIX_BYTES, Header, header_nbytes, parse_header
-from stio.codec.index import parse_index
-from stio.events import Limits
+from stio.format.header import PREFIX_BYTES, Header, header_nbytes, parse_header
+from stio.format.header_build import build_header
+from stio.format.index import parse_index
+from stio.runtime.limits import Limits
 
 
 def make_file(path: Path, num_tensors: int) -> None:

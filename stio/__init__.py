@@ -14,11 +14,8 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from stio import sync as sync
-    from stio.cache import HostCache as HostCache
-    from stio.codec.header import TensorInfo as TensorInfo
-    from stio.counters import Stats as Stats
-    from stio.counters import stats as stats
-    from stio.device.sources import LazyTensor as LazyTensor
+    from stio.conversion.api import convert as convert
+    from stio.device.save_sources import LazyTensor as LazyTensor
     from stio.errors import AmbiguousCheckpointError as AmbiguousCheckpointError
     from stio.errors import ChangedDuringReadError as ChangedDuringReadError
     from stio.errors import CheckpointNotFoundError as CheckpointNotFoundError
@@ -43,31 +40,35 @@ if TYPE_CHECKING:
     from stio.errors import UnsafePathError as UnsafePathError
     from stio.errors import UnsupportedDtypeError as UnsupportedDtypeError
     from stio.errors import WarmStartError as WarmStartError
-    from stio.events import Limits as Limits
-    from stio.events import ProgressEvent as ProgressEvent
-    from stio.events import Span as Span
-    from stio.events import Trace as Trace
-    from stio.into import LoadReport as LoadReport
-    from stio.pending import PendingSave as PendingSave
-    from stio.reader import Checkpoint as Checkpoint
-    from stio.reader import Stream as Stream
-    from stio.reader import load as load
-    from stio.reader import load_into as load_into
-    from stio.reader import open as open
-    from stio.saving import SaveResult as SaveResult
-    from stio.shelf import CacheStats as CacheStats
+    from stio.format.header import TensorInfo as TensorInfo
+    from stio.loading.api import Checkpoint as Checkpoint
+    from stio.loading.api import Stream as Stream
+    from stio.loading.api import load as load
+    from stio.loading.api import load_into as load_into
+    from stio.loading.api import open as open
+    from stio.loading.cache.entries import CacheStats as CacheStats
+    from stio.loading.cache.host_cache import HostCache as HostCache
+    from stio.loading.module import LoadReport as LoadReport
+    from stio.loading.warm_start.api import WarmStart as WarmStart
+    from stio.loading.warm_start.api import warm_start as warm_start
+    from stio.runtime.limits import Limits as Limits
+    from stio.runtime.progress import ProgressEvent as ProgressEvent
+    from stio.runtime.spans import Span as Span
+    from stio.runtime.stats import Stats as Stats
+    from stio.runtime.stats import stats as stats
+    from stio.runtime.trace import Trace as Trace
+    from stio.saving.api import Saver as Saver
+    from stio.saving.api import save as save
+    from stio.saving.options import SaveResult as SaveResult
+    from stio.saving.pending import PendingSave as PendingSave
     from stio.state import load_state as load_state
     from stio.state import save_state as save_state
-    from stio.warming import WarmStart as WarmStart
-    from stio.warming import warm_start as warm_start
-    from stio.writer import Saver as Saver
-    from stio.writer import save as save
 
 _HOMES = {
     "AmbiguousCheckpointError": "stio.errors",
-    "CacheStats": "stio.shelf",
+    "CacheStats": "stio.loading.cache.entries",
     "ChangedDuringReadError": "stio.errors",
-    "Checkpoint": "stio.reader",
+    "Checkpoint": "stio.loading.api",
     "CheckpointNotFoundError": "stio.errors",
     "ClosedError": "stio.errors",
     "CommitUncertainError": "stio.errors",
@@ -75,43 +76,44 @@ _HOMES = {
     "DeviceError": "stio.errors",
     "DeviceMemoryError": "stio.errors",
     "FormatError": "stio.errors",
-    "HostCache": "stio.cache",
+    "HostCache": "stio.loading.cache.host_cache",
     "IndexFormatError": "stio.errors",
     "IntegrityError": "stio.errors",
-    "LazyTensor": "stio.device.sources",
+    "LazyTensor": "stio.device.save_sources",
     "LimitError": "stio.errors",
-    "Limits": "stio.events",
-    "LoadReport": "stio.into",
+    "Limits": "stio.runtime.limits",
+    "LoadReport": "stio.loading.module",
     "MismatchError": "stio.errors",
     "NoSpaceError": "stio.errors",
-    "PendingSave": "stio.pending",
-    "ProgressEvent": "stio.events",
+    "PendingSave": "stio.saving.pending",
+    "ProgressEvent": "stio.runtime.progress",
     "SaveInProgressError": "stio.errors",
-    "SaveResult": "stio.saving",
-    "Saver": "stio.writer",
+    "SaveResult": "stio.saving.options",
+    "Saver": "stio.saving.api",
     "SharedTensorsError": "stio.errors",
     "SliceError": "stio.errors",
-    "Span": "stio.events",
-    "Stats": "stio.counters",
+    "Span": "stio.runtime.spans",
+    "Stats": "stio.runtime.stats",
     "StioError": "stio.errors",
     "StorageError": "stio.errors",
-    "Stream": "stio.reader",
-    "TensorInfo": "stio.codec.header",
+    "Stream": "stio.loading.api",
+    "TensorInfo": "stio.format.header",
     "TensorNotFoundError": "stio.errors",
-    "Trace": "stio.events",
+    "Trace": "stio.runtime.trace",
     "TruncatedError": "stio.errors",
     "UnsafePathError": "stio.errors",
     "UnsupportedDtypeError": "stio.errors",
-    "WarmStart": "stio.warming",
+    "WarmStart": "stio.loading.warm_start.api",
     "WarmStartError": "stio.errors",
-    "load": "stio.reader",
-    "load_into": "stio.reader",
+    "convert": "stio.conversion.api",
+    "load": "stio.loading.api",
+    "load_into": "stio.loading.api",
     "load_state": "stio.state",
-    "open": "stio.reader",
-    "save": "stio.writer",
+    "open": "stio.loading.api",
+    "save": "stio.saving.api",
     "save_state": "stio.state",
-    "stats": "stio.counters",
-    "warm_start": "stio.warming",
+    "stats": "stio.runtime.stats",
+    "warm_start": "stio.loading.warm_start.api",
 }
 
 __all__ = [  # noqa: PLE0604  # the table is the one list of names; a test compares it with the imports above

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from stio.interrupts import die_of_it, ignore, starting
+from stio.cli.interrupts import die_of_it, ignore, starting
 
 try:
     with starting():
-        from stio.cli import main as command
-        from stio.cli_common import INTERRUPTED
+        from stio.cli.main import main as command
+        from stio.cli.output import INTERRUPTED
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] not in ("click", "rich"):
         raise

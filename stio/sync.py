@@ -18,20 +18,21 @@ from typing import Any, Self, Unpack
 import torch
 from torch import nn
 
-from stio.cache import HostCacheBase, PrefetchKeywords
-from stio.convert import ConvertKeywords, PathLike, start_conversion
-from stio.engine.pool import Pool
-from stio.into import LoadReport
-from stio.loading import IntoLoad, start_load
-from stio.nested import flatten_blocking
-from stio.pending import PendingSave
-from stio.plan.read import Names
-from stio.restore import start_load_state
-from stio.saver import SaverBase
-from stio.saving import DestinationLike, SaveKeywords, SaveResult, SaveSettings, TensorsLike
-from stio.session import CheckpointBase, StreamBase
-from stio.settings import DEFAULT_BUDGET_BYTES, Keywords, Settings, SourceLike
-from stio.warming import WarmStartBase
+from stio.conversion.api import ConvertKeywords, PathLike, start_conversion
+from stio.loading.body import IntoLoad, start_load
+from stio.loading.cache.host_cache import HostCacheBase, PrefetchKeywords
+from stio.loading.module import LoadReport
+from stio.loading.options import Keywords, Settings, SourceLike
+from stio.loading.plan import Names
+from stio.loading.session import CheckpointBase, StreamBase
+from stio.loading.warm_start.api import WarmStartBase
+from stio.runtime.limits import DEFAULT_BUDGET_BYTES
+from stio.saving.nested import flatten_blocking
+from stio.saving.options import DestinationLike, SaveKeywords, SaveOptions, SaveResult, TensorsLike
+from stio.saving.pending import PendingSave
+from stio.saving.saver import SaverBase
+from stio.saving.staging_pool import StagingPool
+from stio.state import start_load_state
 
 __all__ = [
     "Checkpoint",
@@ -206,7 +207,7 @@ class WarmStart(WarmStartBase):
     def done(self) -> LoadReport:
         """Wait until all parameters are there; see `stio.WarmStart.done`."""
         load = self._load
-        load.bell.wait_for_blocking(lambda: load.operation.done)
+        load.notifier.wait_for_blocking(lambda: load.operation.done)
         return self._outcome()
 
     def close(self) -> None:
@@ -236,8 +237,8 @@ def save(
     return PendingSave(
         tensors,
         destination,
-        SaveSettings(**keywords),
-        pool=Pool(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes),
+        SaveOptions(**keywords),
+        pool=StagingPool(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes),
         stage_first=False,
     ).complete_blocking()
 
@@ -259,7 +260,7 @@ def load_state(source: SourceLike, **keywords: Unpack[Keywords]) -> Any:
 
 
 def convert(source: PathLike, destination: PathLike, **keywords: Unpack[ConvertKeywords]) -> SaveResult:
-    """Convert a checkpoint; see `stio.convert.convert`. A KeyboardInterrupt rolls it back before it comes out."""
+    """Convert a checkpoint; see `stio.convert`. A KeyboardInterrupt rolls it back before it comes out."""
     _warn_under_a_loop()
     return start_conversion(source, destination, **keywords).result()
 

@@ -14,7 +14,7 @@ from support import eventually
 
 from stio.device.base import Accelerator, resolve_device
 from stio.device.cuda import TorchAccelerator
-from stio.memory import Region
+from stio.runtime.memory import Region
 from stio.testing import FakeDevice
 
 HAVE_GPU = torch.accelerator.is_available()

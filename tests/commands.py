@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
-from stio.cli import main
+from stio.cli.main import main
 
 PROGRAM = [sys.executable, "-m", "stio"]
 

@@ -76,3 +76,11 @@ def _not_nice() -> Iterator[None]:
     before = os.getpriority(os.PRIO_PROCESS, 0)
     yield
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+@pytest.fixture
+def plain_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the priority of the test's own thread, on which such a test runs a worker."""
+    for name in ("loading", "saving"):
+        scheduler = importlib.import_module(f"stio.{name}.scheduler")
+        monkeypatch.setattr(scheduler, "be_nice", lambda: None)

@@ -21,7 +21,7 @@ _SAVED = "import stio.sync, torch; stio.sync.save({'w': torch.arange(4.0)}, 'm',
 CHECKS = {
     NONE: f"{_SAVED}assert stio.sync.load('m')['w'].sum() == 6; from stio.compat.safetensors.torch import load_file",
     "bench": "import fastsafetensors, runai_model_streamer",
-    "cli": "from stio.cli import main; from tqdm.auto import tqdm; main(['--version'])",
+    "cli": "from stio.cli.main import main; from tqdm.auto import tqdm; main(['--version'])",
     "dev": "import blockbuster, fastapi, httpx, hypothesis, mypy, pytest, ruff, safetensors, trio, uvicorn",
     "docs": "import material, mkdocs, mkdocstrings",
     "gds": "import kvikio, kvikio.cufile_driver; kvikio.CuFile",

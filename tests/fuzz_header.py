@@ -29,10 +29,11 @@ import safetensors
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from stio.codec import _decode, _json
-from stio.codec.header import Header, header_nbytes, parse_header
 from stio.errors import FormatError
-from stio.events import Limits
+from stio.format import header as _decode
+from stio.format import json_scanner as _json
+from stio.format.header import Header, header_nbytes, parse_header
+from stio.runtime.limits import Limits
 
 LIMITS = Limits()
 MAX_DATA_BYTES = 64

@@ -48,10 +48,10 @@ CONTEXT = "tests/gpu/test_streams.py::test_the_default_device_stays_without_a_co
 CONTRACT = "tests/device/test_contract.py::"
 
 CUDA = "stio/device/cuda.py"
-STAGING = "stio/device/staging.py"
-COPYING = "stio/device/copying.py"
+STAGING = "stio/device/ring.py"
+COPYING = "stio/device/copy_out.py"
 BASE = "stio/device/base.py"
-WAYS = "stio/engine/ways.py"
+WAYS = "stio/loading/read_paths.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ MUTANTS = (
     mutant(
         "hand-over on the worker's thread",
         "the stream of the thread that delivers a group waits, not the consumer's",
-        "stio/engine/feed.py",
+        "stio/loading/group_queue.py",
         (
             "        self._items.append((group, landed))",
             "        landed.take()\n        landed.hand_over = None\n        self._items.append((group, landed))",
@@ -229,7 +229,7 @@ MUTANTS = (
     mutant(
         "a module is filled before the hand-over",
         "`load_into` copies out of tensors that were not handed over to its stream",
-        "stio/loading.py",
+        "stio/loading/body.py",
         (
             '"""Put a group in place on the consumer\'s thread."""\n        self.into.put(landed.take())',
             '"""Put a group in place on the consumer\'s thread."""\n        self.into.put(landed.tensors)',
@@ -239,7 +239,7 @@ MUTANTS = (
     mutant(
         "a module gets tensors without a hand-over",
         "`load_into(assign=True)` does not hand the tensors over to the caller's stream",
-        "stio/loading.py",
+        "stio/loading/body.py",
         ("        for landed in self._landed:\n            landed.take()\n", ""),
         tests=f"{BEHIND_CAST}[into a module]",
     ),
@@ -311,7 +311,7 @@ MUTANTS = (
     mutant(
         "a cache lets go too early",
         "the memory of a cached file is released while copies of the load still read it",
-        "stio/engine/route.py",
+        "stio/loading/prepare.py",
         (
             "            for kept in self.kept:\n"
             "                closing.callback(kept.release)\n"
@@ -338,14 +338,14 @@ MUTANTS = (
     mutant(
         "a new slot on the device without a wait",
         "the disk writes to a new slot on the device while the copy stream is not through with that memory",
-        "stio/engine/gds.py",
+        "stio/loading/gds_path.py",
         ("        self._accelerator.copy([]).synchronize()\n", ""),
         tests=DEVICE_SLOT,
     ),
     mutant(
         "the disk writes with another current device",
         "reads to the device are made with number 0 as the thread's current one",
-        "stio/engine/gds.py",
+        "stio/loading/gds_path.py",
         ("accelerator.as_current if isinstance(accelerator, TorchAccelerator) else nullcontext", "nullcontext"),
         tests=f"{ORDERS}test_a_disk_writes_to_the_second_device_as_the_thread_s_current_one",
     ),
@@ -353,7 +353,7 @@ MUTANTS = (
     mutant(
         "alignment is ignored",
         "small tensors lie next to each other wherever the file has them, also off their alignment",
-        "stio/device/image.py",
+        "stio/device/group_memory.py",
         (
             "    return not offset % (VECTOR_BYTES if nbytes >= VECTOR_BYTES else TORCH_DTYPES[dtype].itemsize)",
             "    return True",
@@ -399,7 +399,7 @@ MUTANTS = (
     mutant(
         "a warm start does not wait on the host",
         "parameters are made real while their copies are under way, for any stream to use",
-        "stio/filling.py",
+        "stio/loading/warm_start/load.py",
         ("        landed.wait()  # on the host: other streams than this thread's may use them next\n", ""),
         tests=f"{ORDERS}test_a_parameter_of_a_warm_start_is_for_any_stream",
     ),
@@ -415,15 +415,15 @@ MUTANTS = (
         "the host waits for the copies of a parameter, but not for the cast behind them",
         WAYS,
         (
-            "        return Landed(tensors, lambda: accelerator.hand_over(memory_in_use, events), events)",
-            "        return Landed(tensors, lambda: accelerator.hand_over(memory_in_use, events), image.events)",
+            "        return LoadedGroup(tensors, lambda: accelerator.hand_over(memory_in_use, events), events)",
+            "        return LoadedGroup(tensors, lambda: accelerator.hand_over(memory_in_use, events), image.events)",
         ),
         tests=f"{BEHIND_CAST}[warm start]",
     ),
     mutant(
         "a warm start does not wait for buffers",
         "buffers are used on any stream while their casts are under way",
-        "stio/warming.py",
+        "stio/loading/warm_start/api.py",
         (
             "        landed.wait()  # here and on the host, casts too: a forward may run on any stream\n",
             "        pass\n",
@@ -433,7 +433,7 @@ MUTANTS = (
     mutant(
         "a warm start does not wait for twins",
         "of two parameters with one tensor in the checkpoint the second is used while it is copied from the first",
-        "stio/filling.py",
+        "stio/loading/warm_start/load.py",
         ("        torch.accelerator.current_stream(twin.device).synchronize()\n", "        pass\n"),
         tests=f"{ORDERS}test_both_of_two_tied_parameters_of_a_warm_start_are",
     ),
@@ -468,7 +468,7 @@ MUTANTS = (
     mutant(
         "a save marks on its own thread",
         "a save waits for the current stream of its own thread, not for the caller's",
-        "stio/save_body.py",
+        "stio/saving/body.py",
         (
             "        self._ready = Readiness.now(tensors)",
             "        self._ready = None",
@@ -552,7 +552,7 @@ MUTANTS = (
     mutant(
         "staging memory of a save is given back too early",
         "a block is filled again while it is still to be written",
-        "stio/engine/save.py",
+        "stio/saving/scheduler.py",
         (
             "        start = perf_counter()\n        try:\n            if self._digests is not None:",
             "        start = perf_counter()\n"

@@ -21,7 +21,7 @@ import anyio
 import safetensors.torch
 import torch
 
-from stio.memory import Region
+from stio.runtime.memory import Region
 from stio.storage.base import Identity
 from stio.storage.local import LocalRoot
 

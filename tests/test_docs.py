@@ -16,7 +16,8 @@ from captures import CAPTURED
 from pages import DOCS, ROOT, Block, PageError
 
 import stio
-from stio import bars, timeline
+from stio.runtime import bar_chart as bars
+from stio.runtime import timeline
 
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 WITH_CODE = [page for page in PAGES if pages.blocks_of(DOCS / page)]

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 import stio
-from stio.saving import SaveKeywords
-from stio.settings import Keywords
+from stio.loading.options import Keywords
+from stio.saving.options import SaveKeywords
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

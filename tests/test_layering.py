@@ -1,11 +1,12 @@
-"""The house stands: each room imports from rooms below it only. The floors are read from ARCHITECTURE.md's table."""
+"""The levels of design: each package imports from lower levels only, format and plans stay pure, some parts need no torch."""
 
 from __future__ import annotations
 
 import ast
-import re
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -15,76 +16,77 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "stio"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
-NEVER = [
-    ("device/", "storage/", "target.py brings the two together"),
-    ("storage/", "device/", "target.py brings the two together"),
-    ("plan/", "storage/", "planning does no I/O"),
-    ("plan/", "device/", "planning knows no torch"),
-]
-"""Below is not enough: these never see each other."""
+LEVELS: dict[str, int] = {
+    "cli": 7,
+    "compat": 7,
+    "integrations": 7,
+    "testing": 7,
+    "__main__.py": 7,
+    "__init__.py": 6,
+    "sync.py": 6,
+    "conversion": 5,
+    "state.py": 5,
+    "loading": 4,
+    "saving": 4,
+    "device": 3,
+    "storage": 3,
+    "format": 2,
+    "runtime": 1,
+    "errors.py": 0,
+}
+"""What stands at the top of `stio/`, each with its level."""
 
-PURE_ROOMS = ("codec/", "plan/")
+SAME_LEVEL = {
+    ("__main__.py", "cli"): "it runs the command",
+    ("__init__.py", "sync.py"): "`stio.sync` is a public name",
+    ("testing", "__init__.py"): "fakes are written against the public names",
+}
+"""Imports between parts of one level that are meant, with the reason."""
+
+PURE = ("format/", "loading/plan.py", "saving/plan.py")
 IMPURE = {
     *("torch", "numpy", "anyio", "asyncio", "trio", "aiofiles"),
     *("os", "io", "mmap", "ctypes", "pathlib", "shutil", "tempfile", "socket", "subprocess"),
 }
-"""What bytes-to-values code needs none of."""
+"""What code that turns bytes or numbers into values does not import."""
 
-TORCH_FREE = "engine/opened.py"
-"""What `stio inspect` runs on, with all that it imports."""
-
-LOCAL_IMPORTS: dict[str, str] = {}
-"""Files that import inside functions, with the reason; there are none."""
+TORCH_FREE = ("format/", "storage/base.py", "storage/local.py", "storage/commit/", "loading/open.py", "cli/main.py")
+"""What needs no torch, with all that it imports: `stio inspect`, `verify`, `diff` and `gc` answer at once."""
 
 DYNAMIC_IMPORTS = {
-    "__init__.py": "the lazy table: `import stio` must not cost torch",
-    "bench_child.py": "one process loads by one contestant of `stio bench`, and imports that alone",
-    "cli_load.py": "torch, when the command runs: all commands are imported to list them",
-    "comparison.py": "numpy, when values differ: equal checkpoints cost none",
-    "compat/safetensors/_open.py": "torch is wanted with framework='pt' only, the engine with another device only",
-    "compat/safetensors/_serialize.py": "the save path needs torch, `serialize` does not",
+    "__init__.py": "the table of public names: `import stio` must not import torch",
+    "cli/bench_child.py": "one process measures one contestant of `stio bench`, and imports that one only",
+    "cli/load.py": "torch, when the command runs: all commands are imported to list them",
+    "cli/diff.py": "numpy, when values differ: a comparison of equal checkpoints needs none",
+    "compat/safetensors/_open.py": "torch is needed with framework='pt' only, loading with another device only",
+    "compat/safetensors/_serialize.py": "saving a file needs torch, `serialize` does not",
     "integrations/vllm.py": "vLLM is there when it calls; the hub is asked for files that are not on this machine only",
-    "manifest.py": "xxhash is an extra, wanted with hash='xxh3' only",
-    "storage/gds.py": "kvikio is an extra, wanted with memory='gds' only",
-    "progress.py": "tqdm is an extra, wanted with progress=True only",
+    "runtime/hashing.py": "xxhash is an extra, needed with hash='xxh3' only",
+    "runtime/progress.py": "tqdm is an extra, needed with progress=True only",
+    "storage/gds.py": "kvikio is an extra, needed with memory='gds' only",
 }
 """Files that call `import_module`, with the reason."""
 
 
-@dataclass(frozen=True)
-class Room:
-    floor: int
-    name: str
-    files: frozenset[str]
+def part_of(file: str) -> str:
+    return file.partition("/")[0]
 
 
-def rooms() -> list[Room]:
-    """Read the table of floors: | floor | room | files | what for |."""
-    found = []
-    for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines():
-        match = re.fullmatch(r"\| (\d) \| `stio/([a-z]*/?)` \| (.+?) \| .+ \|", line)
-        if match:
-            floor, folder, files = match.groups()
-            found.append(Room(int(floor), folder, frozenset(folder + name for name in re.findall(r"`(\S+?)`", files))))
-    return found
-
-
-ROOMS = rooms()
-ROOM_OF = {file: room for room in ROOMS for file in room.files}
-
-
-def imported(file: str) -> Iterator[str]:
-    """Yield the files of the package that a file imports, for type checking too."""
+@cache
+def imported(file: str) -> frozenset[str]:
+    """Return the files of the package that a file imports, for type checking too."""
+    found = set()
     for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
             if (node.module or "").partition(".")[0] == "stio":
-                for alias in node.names:
-                    yield _file_of(f"{node.module}.{alias.name}") or _file_of(node.module or "") or "?"
+                found |= {
+                    _file_of(f"{node.module}.{alias.name}") or _file_of(node.module or "") or "?"
+                    for alias in node.names
+                }
         elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.partition(".")[0] == "stio":
-                    yield _file_of(alias.name) or "?"
+            found |= {_file_of(alias.name) or "?" for alias in node.names if alias.name.partition(".")[0] == "stio"}
+    return frozenset(found)
 
 
 def _file_of(module: str) -> str | None:
@@ -103,55 +105,60 @@ def foreign(file: str) -> set[str]:
     return found - {"stio"}
 
 
-def is_package_marker(file: str) -> bool:
-    return file.endswith("/__init__.py") and file not in ROOM_OF  # a package that is a face stands in the table
-
-
-def test_every_file_has_a_floor_and_every_row_its_files() -> None:
-    listed = [file for room in ROOMS for file in room.files]
-    assert len(listed) == len(set(listed)), "a file stands on two floors"
-    without = [file for file in FILES if file not in ROOM_OF and not is_package_marker(file)]
-    assert not without, f"no floor in ARCHITECTURE.md's table: {without}"
-    assert set(listed) <= set(FILES), "ARCHITECTURE.md's table lists files that are not there"
-
-
-def test_package_markers_are_empty() -> None:
-    assert [file for file in FILES if is_package_marker(file) and (PACKAGE / file).read_text().strip()] == []
-
-
-@pytest.mark.parametrize("file", [file for file in FILES if not is_package_marker(file)])
-def test_imports_lead_down(file: str) -> None:
-    room = ROOM_OF.get(file)
-    assert room is not None, f"{file} has no floor in ARCHITECTURE.md's table"
-    for target in imported(file):
-        other = ROOM_OF.get(target)
-        assert other is not None, f"{file} imports {target}, which has no floor"
-        assert (other.floor, other.name) == (room.floor, room.name) or other.floor < room.floor, (
-            f"{file} (floor {room.floor}) imports {target} (floor {other.floor})"
-        )
-        for one, two, reason in NEVER:
-            assert not (file.startswith(one) and target.startswith(two)), f"{file} imports {target}: {reason}"
-
-
-def test_no_cycle() -> None:
-    graph = {file: set(imported(file)) for file in FILES}
-    TopologicalSorter(graph).prepare()  # raises CycleError
-
-
-@pytest.mark.parametrize("file", [file for file in FILES if file.startswith(PURE_ROOMS)])
-def test_pure_rooms_do_no_io(file: str) -> None:
-    assert not foreign(file) & IMPURE
-
-
-def test_inspect_needs_no_torch() -> None:
+def reached(file: str) -> set[str]:
+    """Return a file and all files of the package that it imports, directly or not."""
     seen: set[str] = set()
-    ahead = [TORCH_FREE, "cli.py"]
+    ahead = [file]
     while ahead:
-        file = ahead.pop()
-        if file not in seen and file != "__init__.py":  # its imports are lazy
-            seen.add(file)
-            ahead += imported(file)
-            assert not foreign(file) & {"torch", "numpy"}, file
+        one = ahead.pop()
+        if one not in seen and one != "__init__.py":  # its imports are lazy
+            seen.add(one)
+            ahead += imported(one)
+    return seen
+
+
+def files_in(*prefixes: str) -> Iterator[str]:
+    yield from (file for file in FILES if file.startswith(prefixes))
+
+
+def test_the_top_level_is_that_of_the_design() -> None:
+    assert {part_of(file) for file in FILES} == set(LEVELS)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_imports_lead_to_lower_levels(file: str) -> None:
+    mine = part_of(file)
+    for target in imported(file):
+        assert target != "?", f"{file} imports a module of stio that does not exist"
+        other = part_of(target)
+        allowed = other == mine or LEVELS[other] < LEVELS[mine] or (mine, other) in SAME_LEVEL
+        assert allowed, f"{file} (level {LEVELS[mine]}) imports {target} (level {LEVELS[other]})"
+
+
+def test_no_import_circle() -> None:
+    TopologicalSorter({file: set(imported(file)) for file in FILES}).prepare()  # raises CycleError
+
+
+def test_few_levels_of_modules_under_a_load() -> None:
+    @cache
+    def depth(file: str) -> int:
+        below = [depth(one) for one in imported(file) if one != "__init__.py"]
+        return 1 + max(below, default=0)
+
+    assert depth("loading/api.py") <= 13
+
+
+@pytest.mark.parametrize("file", list(files_in(*PURE)))
+def test_format_and_plans_do_no_io(file: str) -> None:
+    for one in reached(file):
+        # Below the format there are only errors and bounds.
+        assert not foreign(one) & IMPURE, one
+
+
+@pytest.mark.parametrize("file", list(files_in(*TORCH_FREE)))
+def test_needs_no_torch(file: str) -> None:
+    for one in reached(file):
+        assert not foreign(one) & {"torch"}, f"{file} imports {one}, which imports torch"
 
 
 def test_imports_stand_at_the_top() -> None:
@@ -162,7 +169,7 @@ def test_imports_stand_at_the_top() -> None:
                 isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(function)
             ):
                 inside.add(file)
-    assert inside == set(LOCAL_IMPORTS)
+    assert inside == set()
 
 
 def test_dynamic_imports_are_known() -> None:
@@ -176,15 +183,37 @@ def test_dynamic_imports_are_known() -> None:
     assert calls == set(DYNAMIC_IMPORTS)
 
 
-def test_files_and_functions_are_short() -> None:
-    long = []
-    for file in FILES:
-        text = (PACKAGE / file).read_text()
-        if (count := len(text.splitlines())) > 400:
-            long.append(f"{file}: {count} lines")
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or 0) - node.lineno + 1
-                if length > 60:
-                    long.append(f"{file}: {node.name} has {length} lines")
-    assert long == []
+_SHUFFLED = """
+import importlib, random, sys, inspect
+import stio
+modules = sys.argv[2:]
+random.Random(int(sys.argv[1])).shuffle(modules)
+for name in modules:
+    importlib.import_module(name)
+for name in stio.__all__:
+    value = getattr(stio, name)
+    if name not in ("__version__", "sync"):
+        assert not inspect.ismodule(value), f"stio.{name} is a module"
+        assert callable(value), name
+for name in stio.sync.__all__:
+    assert callable(getattr(stio.sync, name)), name
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_public_names_survive_the_import_of_all_submodules(seed: int) -> None:
+    skipped = ("__main__.py", "integrations/", "cli/bench_child.py")  # they run, or need a framework
+    names = [
+        "stio." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for file in FILES
+        if file != "__init__.py" and not file.startswith(skipped)
+    ]
+    found = subprocess.run(
+        [sys.executable, "-c", _SHUFFLED, str(seed), *names], capture_output=True, text=True, timeout=100
+    )
+    assert found.returncode == 0, found.stderr
+
+
+def test_importing_stio_imports_no_torch() -> None:
+    code = "import sys, stio; sys.exit('torch' in sys.modules or 'numpy' in sys.modules or 'anyio' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

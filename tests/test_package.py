@@ -214,7 +214,7 @@ PROGRAMS = {
         stio.load("model/")  # E: unused-coroutine
         stio.lode("model/")  # E: attr-defined
         reveal_type(await stio.load("model/"))  # N: dict[str, torch._tensor.Tensor]
-        reveal_type(stio.open("model/"))  # N: stio.reader.Checkpoint
+        reveal_type(stio.open("model/"))  # N: stio.loading.api.Checkpoint
         with stio.open("model/"):  # E: attr-defined
             pass
         await stio.save({"a": 3}, "out/")  # E: dict-item

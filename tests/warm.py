@@ -92,7 +92,7 @@ class Held:
 
     def waiters(self) -> int:
         """Return how many uses wait."""
-        return len(self.warm._filling.bell._wakers)
+        return len(self.warm._filling.notifier._wakers)
 
     def after_waiting(self, use: Callable[[nn.Module], Any]) -> Any:
         """Begin a use in a thread, require that it waits, let the load go on, and return what came of it."""

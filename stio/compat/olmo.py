@@ -19,7 +19,10 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from stio.codec.olmo_names import (
+from stio.conversion.torch_files import read_pickle
+from stio.device.save_sources import sources_of
+from stio.errors import CheckpointNotFoundError, FormatError, printable
+from stio.format.olmo_names import (
     MAX_KEYS,
     MAX_LEAF_BYTES,
     KeyPath,
@@ -32,24 +35,21 @@ from stio.codec.olmo_names import (
     shown,
     stable_pickle,
 )
-from stio.codec.plain_pickle import PickleRefused, PlainPickles
-from stio.codec.sharding import TensorSource
-from stio.codec.tree import STATE_KEY
-from stio.device.sources import sources_of
-from stio.engine.opened import OpenCheckpoint
-from stio.engine.pool import Pool
-from stio.engine.runtime import Operation
-from stio.engine.target import LoadOptions
-from stio.errors import CheckpointNotFoundError, FormatError, printable
-from stio.events import Limits
-from stio.loading import collect, start_reading
-from stio.nested import flatten_blocking
-from stio.pending import PendingSave
-from stio.pickles import read_pickle
-from stio.plan.write import WritePlan, plan_files
-from stio.restore import restore
-from stio.saving import SaveResult, SaveSettings
-from stio.settings import DEFAULT_BUDGET_BYTES, Settings
+from stio.format.safe_pickle import PickleRefused, PlainPickles
+from stio.format.sharding import TensorSource
+from stio.format.state_tree import STATE_KEY
+from stio.loading.body import collect, start_reading
+from stio.loading.open import OpenCheckpoint
+from stio.loading.options import Settings
+from stio.loading.targets import LoadOptions
+from stio.runtime.limits import DEFAULT_BUDGET_BYTES, Limits
+from stio.runtime.operation import Operation
+from stio.saving.nested import flatten_blocking
+from stio.saving.options import SaveOptions, SaveResult
+from stio.saving.pending import PendingSave
+from stio.saving.plan import WritePlan, plan_files
+from stio.saving.staging_pool import StagingPool
+from stio.state import restore
 
 __all__ = [
     "load_state_dict",
@@ -92,7 +92,7 @@ def state_dict_to_safetensors_file(
     if format == "stio":
         flat, keywords = flatten_blocking(state_dict, {})
         return PendingSave(
-            flat, path, SaveSettings(**keywords), pool=Pool(DEFAULT_BUDGET_BYTES), stage_first=False
+            flat, path, SaveOptions(**keywords), pool=StagingPool(DEFAULT_BUDGET_BYTES), stage_first=False
         ).complete_blocking()
     if format != "olmo":
         raise ValueError(f"format= takes 'olmo' or 'stio', not {printable(format)!r}")
@@ -103,7 +103,7 @@ def state_dict_to_safetensors_file(
             sources_of({shown(keys): leaf})  # refuses by a name that people can read
         tensors[encode_name(keys, is_pickled=not is_tensor)] = leaf if is_tensor else _pickled(keys, leaf)
     return PendingSave(
-        tensors, path, SaveSettings(), pool=Pool(DEFAULT_BUDGET_BYTES), stage_first=False, planner=_plan
+        tensors, path, SaveOptions(), pool=StagingPool(DEFAULT_BUDGET_BYTES), stage_first=False, planner=_plan
     ).complete_blocking()
 
 

@@ -1,7 +1,7 @@
 """What a device owes the engine: staging memory to read into, memory of its own, and a queue of copies between.
 
 An `Accelerator` is one load's use of a device. Readers fill its staging memory, it copies from there in order,
-and a group's tensors are handed over (`Landed`) behind the mark of their last copy; the host waits for none.
+and a group's tensors are handed over (`LoadedGroup`) behind the mark of their last copy; the host waits for none.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from stio.errors import DeviceError, StioError
-from stio.memory import Region
+from stio.runtime.memory import Region
 
-__all__ = ["Accelerator", "Event", "Landed", "Target", "current_device", "numbered", "resolve_device"]
+__all__ = ["Accelerator", "Event", "LoadedGroup", "Target", "current_device", "numbered", "resolve_device"]
 
 
 class Event(Protocol):
@@ -69,7 +69,7 @@ Target: TypeAlias = torch.device | Accelerator
 
 
 @dataclass(slots=True)
-class Landed:
+class LoadedGroup:
     """Tensors of one group, ready to be handed over."""
 
     tensors: dict[str, torch.Tensor]

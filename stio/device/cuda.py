@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -20,9 +19,10 @@ from typing import Any
 
 import torch
 
-from stio import memory
 from stio.errors import DeviceError, DeviceMemoryError, StioError
-from stio.memory import Region
+from stio.runtime import memory
+from stio.runtime.memory import Region
+from stio.runtime.process import after_fork_in_child
 
 __all__ = ["HAVE_STREAMS", "Mark", "TorchAccelerator", "bytes_of", "on_stream"]
 
@@ -84,15 +84,12 @@ def _copy_stream(module: Any, device: torch.device) -> Any:
         return stream
 
 
+@after_fork_in_child
 def _forget_parent() -> None:
     """Make streams anew in a forked child, where the parent's are none: CUDA says so then, and refuses."""
     global _making_streams
     _making_streams = threading.Lock()
     _copy_streams.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_parent)
 
 
 class TorchAccelerator:

@@ -9,27 +9,23 @@ tensor beside a busy Python thread). One tensor takes about 1 microsecond.
 from __future__ import annotations
 
 import ctypes
-import gc
-import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from stio.codec.slicing import Selection
 from stio.errors import UnsupportedDtypeError, printable
-from stio.memory import Region
+from stio.format.slicing import Selection
+from stio.runtime.memory import Region
+from stio.runtime.process import collection_paused
 
 __all__ = [
     "FORMAT_DTYPES",
     "TORCH_DTYPES",
     "Casts",
     "cast",
-    "collection_paused",
     "finish",
     "require_dtypes",
     "tensors_in",
@@ -181,53 +177,6 @@ def tensors_in(
     """
     with collection_paused(len(names)):
         return _make(region, names, dtypes, shapes, offsets)
-
-
-_MANY_TENSORS = 1000
-_pausing = threading.Lock()
-_pauses = 0
-
-
-def collection_paused(num_tensors: int) -> AbstractContextManager[None]:
-    """Keep the garbage collector out while objects are made for many tensors, that are no garbage.
-
-    Beside torch's own objects a full collection holds the GIL for 50 to 200 ms, and making 100,000 tensors sets off
-    two or three. The setting is the process's, so pauses are counted; who disabled collection finds it disabled.
-    """
-    return _paused() if num_tensors > _MANY_TENSORS else nullcontext()
-
-
-@contextmanager
-def _paused() -> Iterator[None]:
-    global _pauses
-    with _pausing:
-        if not _pauses and not gc.isenabled():
-            paused = False
-        else:
-            paused = True
-            _pauses += 1
-            gc.disable()
-    try:
-        yield
-    finally:
-        if paused:
-            with _pausing:
-                _pauses -= 1
-                if not _pauses:
-                    gc.enable()
-
-
-def _forget_parent() -> None:
-    """Start afresh in a forked child: the threads that paused collection are not here."""
-    global _pausing, _pauses
-    _pausing = threading.Lock()
-    if _pauses:
-        gc.enable()
-    _pauses = 0
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_parent)
 
 
 def _make(

@@ -14,8 +14,8 @@ from typing import Unpack
 import torch
 
 from stio import sync
-from stio.plan.read import Names
-from stio.settings import Keywords, SourceLike
+from stio.loading.options import Keywords, SourceLike
+from stio.loading.plan import Names
 
 __all__ = ["weights"]
 

@@ -18,11 +18,11 @@ import torch
 from lightning.pytorch.plugins import CheckpointIO
 
 from stio.errors import FormatError, StioError
-from stio.integrations._plain import from_plain, to_plain
-from stio.pending import PendingSave
-from stio.saving import SaveKeywords
-from stio.storage.destination import OneFile
-from stio.storage.rotation import remove_checkpoint
+from stio.integrations._tagged import from_plain, to_plain
+from stio.saving.options import SaveKeywords
+from stio.saving.pending import PendingSave
+from stio.storage.commit.retention import remove_checkpoint
+from stio.storage.commit.target import OneFile
 from stio.sync import Saver, load_state, save_state
 
 __all__ = ["StioCheckpointIO"]

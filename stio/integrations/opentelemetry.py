@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from stio.errors import printable
-from stio.events import Span, Trace
-from stio.spans import covered_seconds, summarize, usable
+from stio.runtime.spans import Span, covered_seconds, summarize, usable
+from stio.runtime.trace import Trace
 
 try:
     from opentelemetry import trace as otel

@@ -27,9 +27,9 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from transformers.trainer_callback import ExportableState
 
 from stio.errors import CheckpointNotFoundError, MismatchError, StioError
-from stio.integrations._plain import from_plain, to_plain
-from stio.integrations._steps import STATE_NAME, TRAINER_STATE, PublishedSave, latest_checkpoint
-from stio.manifest import HashName
+from stio.integrations._step_dirs import STATE_NAME, TRAINER_STATE, PublishedSave, latest_checkpoint
+from stio.integrations._tagged import from_plain, to_plain
+from stio.runtime.hashing import HashName
 from stio.sync import Saver, load_state
 
 __all__ = ["StioCallback", "latest_checkpoint"]

@@ -21,10 +21,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from stio.engine.opened import INDEX_NAME
 from stio.errors import CheckpointNotFoundError, printable
 from stio.integrations.iterators import weights
-from stio.settings import Keywords, Settings
+from stio.loading.open import INDEX_NAME
+from stio.loading.options import Keywords, Settings
 
 __all__ = ["LOAD_FORMAT", "register"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from stio.errors import ChangedDuringReadError
-from stio.memory import Region
+from stio.runtime.memory import Region
 
 __all__ = ["AsyncRoot", "AsyncSource", "Identity", "Note", "Root", "Sink", "Source", "Transaction"]
 

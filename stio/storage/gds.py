@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from stio.errors import StorageError, TruncatedError
-from stio.memory import Region
+from stio.runtime.memory import Region
 from stio.storage.base import Identity
 from stio.storage.local import LocalFile
 

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from stio.errors import CheckpointNotFoundError, TruncatedError
-from stio.memory import PAGE_BYTES, Region, libc, quick_libc
+from stio.runtime.limits import PAGE_BYTES
+from stio.runtime.memory import Region, libc, quick_libc
 from stio.storage.base import Identity
 from stio.storage.checks import OPEN_FLAGS, identity_of, refused, require_inside, require_regular, stat_of
 
@@ -55,7 +56,7 @@ _preadv: Any = _positional_read() if libc is not None else None
 _lseek: Any = _seek() if quick_libc is not None else None
 
 HAVE_PREADV = _preadv is not None
-"""Whether this system reads at an offset into given memory; where not, `stio.storage.portable` serves."""
+"""Whether this system reads at an offset into given memory; where not, `stio.storage.async_files` serves."""
 
 # Magic numbers of statfs(2) for filesystems whose page cache is coherent and whose files do not change under a
 # mapping by another machine's hand. What is not listed (NFS, SMB, FUSE, 9p, Lustre, Ceph) is copied.

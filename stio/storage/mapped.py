@@ -11,9 +11,9 @@ import os
 import threading
 from time import perf_counter
 
-from stio import memory
 from stio.errors import StorageError, TruncatedError
-from stio.memory import Region
+from stio.runtime import memory
+from stio.runtime.memory import Region
 from stio.storage.local import LocalFile
 
 __all__ = ["MappedFile"]

@@ -41,7 +41,7 @@ from crash.shim import (
 from support import descriptors, eventually, num_threads
 
 from stio.errors import CommitUncertainError, NoSpaceError, StorageError
-from stio.storage.janitor import collect_garbage
+from stio.storage.commit.recovery import collect_garbage
 
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 HARMLESS = {errno.EINTR, errno.EOPNOTSUPP}

@@ -43,7 +43,7 @@ from crash.generations import (
     tensors_of,
 )
 
-from stio.storage.janitor import collect_garbage
+from stio.storage.commit.recovery import collect_garbage
 
 _SPAN_SECONDS = 0.025
 """A child lives at most so long from its first save's begin: some saves."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stio.storage import calls
+from stio.storage.commit import syscalls as calls
 
 IMAGE_BYTES = 32 << 20
 
@@ -65,7 +65,7 @@ class Cut:
 
 
 class Camera:
-    """Takes a copy of an image after each call of `stio.storage.calls`, where it differs from the last one.
+    """Takes a copy of an image after each call of `stio.storage.commit.syscalls`, where it differs from the last one.
 
     Args:
         image: The file below the filesystem.

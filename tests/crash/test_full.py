@@ -16,8 +16,8 @@ from support import nothing_left
 
 from stio import sync
 from stio.errors import NoSpaceError
-from stio.storage import calls
-from stio.storage.janitor import collect_garbage
+from stio.storage.commit import syscalls as calls
+from stio.storage.commit.recovery import collect_garbage
 
 needs_root = [
     pytest.mark.root,
@@ -160,7 +160,7 @@ torch.set_num_threads(1)
 import stio
 from stio import sync
 from crash.generations import MANY, grow_old, leftovers, look, save
-from stio.storage.janitor import collect_garbage
+from stio.storage.commit.recovery import collect_garbage
 from support import descriptors
 where = Path(sys.argv[1]) / "model"
 save(where, 1, MANY)

@@ -11,8 +11,8 @@ from crash.generations import MANY, ONE, SCENARIOS, Torn, grow_old, leftovers, l
 from crash.powercut import Camera, make_image, mounted
 
 import stio
-from stio.storage import calls
-from stio.storage.janitor import collect_garbage
+from stio.storage.commit import syscalls as calls
+from stio.storage.commit.recovery import collect_garbage
 
 pytestmark = [
     pytest.mark.root,

@@ -32,8 +32,8 @@ import torch
 torch.set_num_threads(1)
 import stio
 from stio import sync
-from stio.engine import runtime
-from stio.storage import calls
+from stio.runtime import operation as runtime
+from stio.storage.commit import syscalls as calls
 from crash.generations import MANY, save, tensors_of
 from support import eventually
 where, keywords = Path(sys.argv[1]), {} if sys.argv[1].endswith(".safetensors") else MANY

@@ -14,7 +14,7 @@ from accelerators import gpu, module_of, needs_two_devices
 import stio.sync
 from stio.device import base
 from stio.device.base import current_device, numbered, resolve_device
-from stio.settings import Settings
+from stio.loading.options import Settings
 from stio.testing import FakeDevice, MemoryRoot, checkpoint_files
 
 SECOND = torch.device("cuda", 1)

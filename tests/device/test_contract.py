@@ -14,11 +14,11 @@ import pytest
 import torch
 from accelerators import RIGS, Rig, rig_of
 
-from stio import memory
 from stio.device.base import Accelerator, Event
-from stio.device.image import OWN_ALLOCATION_BYTES, DeviceImage
+from stio.device.group_memory import OWN_ALLOCATION_BYTES, GroupMemory
 from stio.errors import DeviceError, DeviceMemoryError
-from stio.memory import Region
+from stio.runtime import memory
+from stio.runtime.memory import Region
 
 
 @pytest.fixture(params=RIGS)
@@ -98,7 +98,7 @@ def test_c96_a_group_that_finds_no_memory_halfway(rig: Rig, device: Accelerator)
     before = rig.used_bytes()
     sizes = [OWN_ALLOCATION_BYTES // 8, 5, rig.too_much]
     with pytest.raises(DeviceMemoryError):
-        DeviceImage.allocate(
+        GroupMemory.allocate(
             device, ["a", "b", "c"], ["U8"] * 3, [(size,) for size in sizes], [0, sizes[0], OWN_ALLOCATION_BYTES]
         )
     assert rig.used_bytes() == before
@@ -222,7 +222,7 @@ def test_memory_stays_until_the_consumer_s_stream_is_through(rig: Rig, device: A
 def test_memory_that_small_tensors_share_stays_as_well(rig: Rig, device: Accelerator, consumer: None) -> None:
     """They are carved from one allocation: that is what must be handed over too."""
     data = bytes(range(200)) * 20
-    image = DeviceImage.allocate(device, ["a", "b"], ["U8", "U8"], [(1000,), (3000,)], [0, 1000])
+    image = GroupMemory.allocate(device, ["a", "b"], ["U8", "U8"], [(1000,), (3000,)], [0, 1000])
     event = device.copy(image.pairs(0, filled(device, data)))
     device.hand_over([*image.tensors.values(), *image.shared], [event])
     later = rig.read_later(image.tensors["b"])

@@ -18,7 +18,7 @@ from support import bits_of, require_equal, run_python
 import stio.sync
 from stio.device import cuda as cuda_module
 from stio.device.base import resolve_device
-from stio.device.copying import has_streams
+from stio.device.copy_out import has_streams
 from stio.device.cuda import HAVE_STREAMS, TorchAccelerator
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.testing import MemoryRoot, checkpoint_files

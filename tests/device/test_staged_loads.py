@@ -12,9 +12,9 @@ import torch
 from support import nothing_left
 
 import stio.sync
-from stio.engine import route
 from stio.errors import DeviceError, DeviceMemoryError, SliceError, StorageError
-from stio.memory import Region
+from stio.loading import prepare as route
+from stio.runtime.memory import Region
 from stio.testing import FakeDevice, FaultyRoot, MemoryRoot, checkpoint_files
 
 

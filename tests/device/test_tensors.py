@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stio import memory
-from stio.codec.build import build_header
-from stio.codec.dtypes import BITS, DTYPES, tensor_nbytes
-from stio.codec.header import header_nbytes, parse_header
-from stio.codec.slicing import select
 from stio.device import tensors as module
 from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, finish, require_dtypes, tensors_in, torch_shape, typed
 from stio.errors import UnsupportedDtypeError
+from stio.format.dtypes import BITS, DTYPES, tensor_nbytes
+from stio.format.header import header_nbytes, parse_header
+from stio.format.header_build import build_header
+from stio.format.slicing import select
+from stio.runtime import memory
 
 SHAPES: list[tuple[int, ...]] = [(), (1,), (6,), (3, 4), (2, 1, 5, 2), (0,), (3, 0, 2), (1, 1)]
 LOADABLE = [dtype for dtype in DTYPES if dtype in TORCH_DTYPES]

@@ -37,7 +37,7 @@ from torch import nn
 
 import stio
 from stio import sync
-from stio.cli import main
+from stio.cli.main import main
 from stio.compat import huggingface_hub, olmo
 from stio.integrations import iterators, vllm
 

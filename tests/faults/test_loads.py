@@ -31,14 +31,7 @@ from torch import nn
 import stio
 from benchmarks import cgroups
 from stio import sync
-from stio.testing import (
-    FakeDevice,
-    FaultyRoot,
-    MemoryDestination,
-    MemoryRoot,
-    checkpoint_files,
-    write_checkpoint,
-)
+from stio.testing import FakeDevice, FaultyRoot, MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
 
 MIB = 1 << 20
 
@@ -251,7 +244,7 @@ WEIGHTS = {f"layer.{k}": torch.full((200, 100), float(k)) for k in range(6)}
 SMALL: dict[str, Any] = {"memory": "copy", "budget_bytes": 64 << 10}
 """Several reads, and room for few of them."""
 
-convert = importlib.import_module("stio.convert")
+convert = importlib.import_module("stio.conversion.api")
 convert = getattr(convert, "convert", convert)
 
 

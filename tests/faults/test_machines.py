@@ -28,7 +28,7 @@ from torch import nn
 
 import stio
 from stio import sync
-from stio.cli import main
+from stio.cli.main import main
 from stio.compat import huggingface_hub, olmo
 from stio.compat.safetensors import torch as drop_in
 from stio.integrations import iterators
@@ -658,7 +658,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "stio"]:
 import stio
 from click.testing import CliRunner
 from stio import sync
-from stio.cli import main
+from stio.cli.main import main
 from stio.errors import StorageError
 from stio.testing import FakeDevice, FaultyRoot, MemoryRoot
 

@@ -20,11 +20,11 @@ from support import bits_of, eventually, require_equal
 from torch import nn
 
 import stio.sync
-from stio import memory
-from stio.device import copying
+from stio.device import copy_out as copying
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
 from stio.errors import DeviceError
+from stio.runtime import memory
 from stio.testing import MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
 
 MIB = 1 << 20

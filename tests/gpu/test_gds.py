@@ -16,7 +16,7 @@ from kvikio_stand_in import Kvikio
 from support import require_equal
 
 import stio.sync
-from stio.engine import target
+from stio.loading import targets as target
 
 Tensors = dict[str, torch.Tensor]
 

@@ -16,10 +16,10 @@ from support import require_equal, spin
 
 import stio
 import stio.sync
-from stio import memory
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
 from stio.errors import DeviceMemoryError, StorageError, TruncatedError
+from stio.runtime import memory
 from stio.storage.local import LocalRoot
 from stio.testing import FakeDevice, FaultyRoot
 

@@ -24,12 +24,12 @@ from torch import nn
 import stio
 import stio.sync
 from stio import LazyTensor
-from stio.device import copying
+from stio.device import copy_out as copying
 from stio.device.base import resolve_device
-from stio.device.copying import Readiness, copy_out, staging_for
+from stio.device.copy_out import Readiness, copy_out, staging_for
 from stio.device.cuda import TorchAccelerator
-from stio.engine import target
 from stio.errors import DeviceError
+from stio.loading import targets as target
 from stio.testing import MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
 
 Tensors = dict[str, torch.Tensor]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stio.storage import calls
+from stio.storage.commit import syscalls as calls
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from torch import nn
 import stio
 from stio import sync
 from stio.integrations.lightning import StioCheckpointIO
-from stio.storage import calls
+from stio.storage.commit import syscalls as calls
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The '.*_dataloader' does not have many workers:lightning.fabric.utilities.warnings.PossibleUserWarning",

@@ -23,7 +23,7 @@ from transformers import EarlyStoppingCallback, GPT2LMHeadModel, Trainer
 import stio
 from stio import sync
 from stio.integrations.transformers import StioCallback, latest_checkpoint
-from stio.storage import calls
+from stio.storage.commit import syscalls as calls
 
 KILLS = int(os.environ.get("STIO_TRAIN_KILLS", "0"))
 

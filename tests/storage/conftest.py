@@ -81,7 +81,7 @@ PRELUDE = """
 import ctypes, errno, os, sys
 from pathlib import Path
 import pytest
-from stio import memory
+from stio.runtime import memory
 from stio.errors import StorageError, TruncatedError
 from stio.storage.local import LocalRoot, open_file
 from stio.storage.mapped import MappedFile

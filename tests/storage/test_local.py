@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from stio import memory
 from stio.errors import CheckpointNotFoundError, StorageError
+from stio.runtime import memory
 from stio.storage import local
 from stio.storage.base import Root, Source
 from stio.storage.local import LocalFile, LocalRoot, open_file

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stio.errors import StorageError, TruncatedError
-from stio.memory import HAVE_MMAP
+from stio.runtime.memory import HAVE_MMAP
 from stio.storage import mapped as mapped_module
 from stio.storage.local import LocalFile, open_file
 from stio.storage.mapped import MappedFile

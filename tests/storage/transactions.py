@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-from stio.memory import PAGE_BYTES, allocate
-from stio.storage import calls, janitor
+from stio.runtime.limits import PAGE_BYTES
+from stio.runtime.memory import allocate
 from stio.storage.base import Note
-from stio.storage.commit import LocalTransaction, begin_local
-from stio.storage.janitor import GarbageReport, collect_garbage
+from stio.storage.commit import recovery as janitor
+from stio.storage.commit import syscalls as calls
+from stio.storage.commit.recovery import GarbageReport, collect_garbage
+from stio.storage.commit.transaction import LocalTransaction, begin_local
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

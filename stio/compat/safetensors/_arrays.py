@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from stio.codec.slicing import select
 from stio.compat.safetensors._errors import SafetensorError, UnsupportedDtypeError
 from stio.compat.safetensors._file import File
 from stio.compat.safetensors._index import checked
-from stio.memory import Region
+from stio.format.slicing import select
+from stio.runtime.memory import Region
 
 __all__ = ["NUMPY_TYPES", "Arrays", "numpy_dtype"]
 

@@ -14,11 +14,12 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from stio import memory
-from stio.codec.header import PREFIX_BYTES, Header, header_nbytes, parse_header
 from stio.compat.safetensors._errors import SafetensorError, header_refused, not_found, reading
 from stio.errors import StioError
-from stio.memory import HUGE_PAGE_BYTES, Region
+from stio.format.header import PREFIX_BYTES, Header, header_nbytes, parse_header
+from stio.runtime import memory
+from stio.runtime.limits import HUGE_PAGE_BYTES
+from stio.runtime.memory import Region
 from stio.storage.local import LocalFile, open_file
 from stio.storage.mapped import MappedFile
 

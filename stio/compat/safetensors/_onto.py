@@ -12,13 +12,13 @@ from stio.compat.safetensors._errors import reading
 from stio.compat.safetensors._file import File
 from stio.compat.safetensors._tensors import Tensors, require_torch_dtype
 from stio.device.base import Target, resolve_device
-from stio.device.copying import has_streams
+from stio.device.copy_out import has_streams
 from stio.device.tensors import TORCH_DTYPES
-from stio.engine.opened import OpenCheckpoint
-from stio.engine.runtime import Operation
-from stio.engine.target import LoadOptions
 from stio.errors import DeviceError, DeviceMemoryError
-from stio.loading import collect
+from stio.loading.body import collect
+from stio.loading.open import OpenCheckpoint
+from stio.loading.targets import LoadOptions
+from stio.runtime.operation import Operation
 
 __all__ = ["Onto"]
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, Self, cast
 from stio.compat.safetensors._arrays import Arrays
 from stio.compat.safetensors._errors import SafetensorError, wrong_type
 from stio.compat.safetensors._file import Backend, File
-from stio.memory import Region
+from stio.runtime.memory import Region
 
 __all__ = ["PySafeSlice", "path_of", "safe_open"]
 

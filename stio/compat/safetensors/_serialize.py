@@ -12,15 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from stio.codec.build import build_header
-from stio.codec.dtypes import tensor_nbytes
-from stio.codec.header import PREFIX_BYTES, Header, parse_header
 from stio.compat.safetensors._errors import SafetensorError, header_refused, saving, wrong_type
 from stio.compat.safetensors._file import header_of
 from stio.compat.safetensors._open import path_of
 from stio.compat.safetensors._spec import TensorSpec
 from stio.errors import FormatError, StioError, printable
-from stio.memory import Region
+from stio.format.dtypes import tensor_nbytes
+from stio.format.header import PREFIX_BYTES, Header, parse_header
+from stio.format.header_build import build_header
+from stio.runtime.memory import Region
 
 __all__ = [
     "checked_metadata",

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from stio.codec.slicing import select
 from stio.compat.safetensors._errors import SafetensorError, UnsupportedDtypeError
 from stio.compat.safetensors._file import File
 from stio.compat.safetensors._index import checked
 from stio.device.tensors import TORCH_DTYPES, finish, tensors_in, torch_shape, typed
-from stio.memory import Region
+from stio.format.slicing import select
+from stio.runtime.memory import Region
 
 __all__ = ["Tensors", "require_torch_dtype"]
 

@@ -15,17 +15,17 @@ from functools import partial
 
 import torch
 
-from stio.codec.sharding import TensorSource
 from stio.compat.safetensors._errors import SafetensorError, saving
 from stio.compat.safetensors._spec import TensorSpec
 from stio.device.tensors import tensors_in
-from stio.engine.pool import Pool
-from stio.memory import Region
-from stio.pending import PendingSave
-from stio.plan.write import WritePlan, plan_files
-from stio.saving import SaveSettings
-from stio.settings import DEFAULT_BUDGET_BYTES
-from stio.storage.destination import OneFile
+from stio.format.sharding import TensorSource
+from stio.runtime.limits import DEFAULT_BUDGET_BYTES
+from stio.runtime.memory import Region
+from stio.saving.options import SaveOptions
+from stio.saving.pending import PendingSave
+from stio.saving.plan import WritePlan, plan_files
+from stio.saving.staging_pool import StagingPool
+from stio.storage.commit.target import OneFile
 
 __all__ = ["bytes_at", "write_specs", "write_tensors"]
 
@@ -89,8 +89,8 @@ def _write(tensors: Mapping[str, torch.Tensor], path: str, planner: partial[Writ
         PendingSave(
             tensors,
             OneFile(path),
-            SaveSettings(),
-            pool=Pool(DEFAULT_BUDGET_BYTES),
+            SaveOptions(),
+            pool=StagingPool(DEFAULT_BUDGET_BYTES),
             stage_first=False,
             planner=planner,
         ).complete_blocking()

@@ -27,7 +27,7 @@ from stio.compat.safetensors._shared import (
 from stio.compat.safetensors._spec import unknown_dtype
 from stio.compat.safetensors._tensors import Tensors
 from stio.compat.safetensors._write import write_tensors
-from stio.device.sources import copy_out, sources_of
+from stio.device.save_sources import copy_out, sources_of
 from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES
 
 __all__ = ["load", "load_file", "load_model", "save", "save_file", "save_model", "storage_ptr", "storage_size"]

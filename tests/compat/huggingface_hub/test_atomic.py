@@ -168,7 +168,7 @@ def test_an_index_that_cannot_be_removed_is_told(tmp_path: Path) -> None:
         def unlink(name: str, *, dir_fd: int) -> None:
             raise PermissionError(1, "no")
 
-        patch.setattr("stio.storage.calls.unlink", unlink)
+        patch.setattr("stio.storage.commit.syscalls.unlink", unlink)
         with pytest.raises(CommitUncertainError, match="old index could not be removed"):
             save(folder, 2, ONE)
     assert look(folder) == 1

@@ -186,7 +186,7 @@ def test_the_cpu_needs_no_engine(file: Path) -> None:
     code = (
         "import sys; from stio.compat.safetensors import safe_open\n"
         f"with safe_open({str(file)!r}, 'pt') as f: f.get_tensors()\n"
-        "print([name for name in sys.modules if name in ('stio.loading', 'stio.engine.load', 'stio.engine.runtime')])"
+        "print([name for name in sys.modules if name in ('stio.loading.body', 'stio.loading.scheduler', 'stio.runtime.operation')])"
     )
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert found.strip() == "[]"

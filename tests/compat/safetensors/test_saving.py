@@ -22,9 +22,9 @@ from stio.compat.safetensors import SafetensorError
 from stio.compat.safetensors import numpy as in_numpy
 from stio.compat.safetensors import torch as in_torch
 from stio.errors import StorageError
-from stio.storage import calls
-from stio.storage.destination import OneFile, is_one_file, resolve
-from stio.storage.publish import Publisher
+from stio.storage.commit import syscalls as calls
+from stio.storage.commit.publish import Publisher
+from stio.storage.commit.target import OneFile, is_one_file, resolve
 
 T = torch.arange(4.0)
 A = np.arange(4, dtype=np.float32)

@@ -14,7 +14,7 @@ import safetensors.torch as official
 import torch
 
 from stio.compat.safetensors import SafetensorError, safe_open
-from stio.memory import Region
+from stio.runtime.memory import Region
 from stio.storage.local import LocalFile
 
 BACKENDS = ("mmap", "pread")

@@ -1,0 +1,173 @@
+"""One run of one contestant of `stio bench`, in a process of its own: `python -m stio.cli.bench_child SPEC`, SPEC as JSON.
+
+Imports are done, the device's runtime is up and the files are evicted before the clock starts; it starts at the call
+and stops when a byte of every page of every tensor was read, through the tensors, on their device. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from stio import __version__
+from stio.runtime.memory import allocate
+from stio.storage.local import open_file
+
+__all__ = ["main"]
+
+_DEPTH, _BLOCK_BYTES = 16, 8 << 20
+"""Reads in flight of the limit, and bytes of one. More or larger ones came to the same rate."""
+
+Loader = Callable[[], dict[str, torch.Tensor]]
+
+
+def _stio(source: str, paths: list[str], device: str) -> Loader:
+    load = import_module("stio.sync").load
+    return lambda: dict(load(source, device=device))
+
+
+def _safetensors(source: str, paths: list[str], device: str) -> Loader:
+    load_file = import_module("safetensors.torch").load_file
+    return lambda: {name: tensor for path in paths for name, tensor in load_file(path, device=device).items()}
+
+
+def _runai(source: str, paths: list[str], device: str) -> Loader:
+    streamer_class = import_module("runai_model_streamer").SafetensorsStreamer
+
+    def load() -> dict[str, torch.Tensor]:
+        with streamer_class() as streamer:
+            streamer.stream_files(paths)
+            return {name: tensor.to(device) for name, tensor in streamer.get_tensors()}
+
+    return load
+
+
+def _fastsafetensors(source: str, paths: list[str], device: str) -> Loader:
+    fast_open = import_module("fastsafetensors").fastsafe_open
+
+    def load() -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        for path in paths:
+            with fast_open(path, framework="pytorch", device=device, nogds=True) as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+        return tensors
+
+    return load
+
+
+_LOADERS = {
+    "stio": _stio,
+    "safetensors": _safetensors,
+    "runai_model_streamer": _runai,
+    "fastsafetensors": _fastsafetensors,
+}
+
+
+def _limit(paths: list[str]) -> tuple[Callable[[], None], bool]:
+    """Return what reads all files past the page cache into buffers that are there already, and whether it can."""
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        fds = [os.open(path, os.O_RDONLY | direct) for path in paths]
+    except OSError:  # this filesystem has no direct reads
+        direct, fds = 0, [os.open(path, os.O_RDONLY) for path in paths]
+    sizes = [os.fstat(fd).st_size for fd in fds]
+    blocks = iter([(k, start) for k, size in enumerate(sizes) for start in range(0, size, _BLOCK_BYTES)])
+    regions = [allocate(_BLOCK_BYTES) for _ in range(_DEPTH)]
+    for region in regions:
+        region.write(0, bytes(_BLOCK_BYTES))
+    lock = threading.Lock()
+    pool = ThreadPoolExecutor(_DEPTH)
+    barrier = threading.Barrier(_DEPTH)
+    for future in [pool.submit(barrier.wait) for _ in range(_DEPTH)]:
+        future.result()  # every thread has started
+
+    def work(buffer: Any) -> None:
+        while True:
+            with lock:
+                block = next(blocks, None)
+            if block is None:
+                return
+            k, start = block
+            if os.preadv(fds[k], [buffer], start) < min(_BLOCK_BYTES, sizes[k] - start):
+                raise OSError(f"a short read at {start}")
+
+    def read() -> None:
+        list(pool.map(work, [region.owner for region in regions]))
+
+    return read, bool(direct)
+
+
+def _evict(paths: list[str]) -> float | None:
+    """Drop files from the page cache; return how much of them is still in it, None where the kernel does not say."""
+    left = []
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+        with closing(open_file(path)) as file:
+            left.append(file.resident_fraction())
+    known = [fraction for fraction in left if fraction is not None]
+    return max(known) if known else None
+
+
+def _touch(tensors: dict[str, torch.Tensor]) -> int:
+    """Read a byte of every page, and each tensor's last; return their sum, which waits for the device."""
+    total = 0
+    for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():  # a tied weight counts once
+        if tensor.numel():
+            raw = tensor.reshape(-1).view(torch.uint8)
+            total += int(raw[::4096].sum(dtype=torch.int64)) + int(raw[-1])
+    return total
+
+
+def _version(contestant: str, package: str) -> str:
+    if not package:
+        return __version__ if contestant == "stio" else ""
+    try:
+        return version(package)
+    except PackageNotFoundError:  # it was put there by hand
+        return ""
+
+
+def main(spec: str) -> dict[str, Any]:
+    """Do one run; return its record."""
+    wish = json.loads(spec)
+    paths, device = wish["paths"], wish["device"]
+    checksum, is_direct = None, True
+    if wish["contestant"] == "limit":
+        read, is_direct = _limit(paths)
+        resident = _evict(paths)
+        began = perf_counter()
+        read()
+    else:
+        load = _LOADERS[wish["contestant"]](wish["source"], paths, device)
+        torch.zeros(1, device=device)
+        resident = _evict(paths)
+        began = perf_counter()
+        tensors = load()
+        checksum = _touch(tensors)
+    return {
+        "seconds": perf_counter() - began,
+        "checksum": checksum,
+        "resident_fraction": resident,
+        "is_direct": is_direct,
+        "version": _version(wish["contestant"], wish["package"]),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])))

@@ -1,0 +1,129 @@
+"""By how much values differ, of every dtype of the format: bytes to numbers by numpy, exactly.
+
+Integers are subtracted modulo 2**64, which is exact for the larger less the smaller; floats as float64, which holds
+each of theirs. Small floats come from tables made here, since numpy knows none of them. Packed ones are unpacked from
+the lowest bit of the first byte on, as torch and the microscaling formats lay them out.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stio.format.dtypes import BITS
+
+__all__ = ["differences", "numbers"]
+
+Array = NDArray[Any]
+
+_CHUNK_BYTES = 3 << 16
+"""Made into numbers at a time, so that these take at most 20 MB; a whole number of values of every dtype."""
+
+# Bits of exponent and mantissa, bias, and what the largest codes mean: infinities and NaN as in IEEE 754, the last code
+# NaN ("fn"), NaN in place of -0 ("fnuz"), or numbers like all others ("finite").
+_SMALL_FLOATS = {
+    "F8_E5M2": (5, 2, 15, "ieee"),
+    "F8_E4M3": (4, 3, 7, "fn"),
+    "F8_E5M2FNUZ": (5, 2, 16, "fnuz"),
+    "F8_E4M3FNUZ": (4, 3, 8, "fnuz"),
+    "F6_E3M2": (3, 2, 3, "finite"),
+    "F6_E2M3": (2, 3, 1, "finite"),
+    "F4": (2, 1, 1, "finite"),
+}
+
+_QUIET = np.errstate(invalid="ignore", over="ignore")
+"""Infinities are subtracted, and NaNs of the signalling kind are cast; both are looked after."""
+
+
+def differences(dtype: str, a: bytes, b: bytes) -> tuple[int, float | int | None, int]:
+    """Compare two pieces of memory, equally long, that hold whole values of one dtype.
+
+    Returns:
+        Number of values whose bits differ; the largest absolute difference among those that are numbers on both sides,
+        None if there are none; number of values that are NaN on one side only.
+    """
+    num_differing, num_nan = 0, 0
+    largest: float | int | None = None
+    for start in range(0, len(a), _CHUNK_BYTES):
+        codes_a, codes_b = (_codes(dtype, side[start : start + _CHUNK_BYTES]) for side in (a, b))
+        differing = codes_a != codes_b
+        count = int(np.count_nonzero(differing))
+        if count:
+            here, nans = _largest(dtype, codes_a, codes_b, differing)
+            num_differing += count
+            num_nan += nans
+            largest = here if largest is None else largest if here is None else max(largest, here)
+    return num_differing, largest, num_nan
+
+
+def _codes(dtype: str, data: bytes) -> Array:
+    """Return each value's bits as an unsigned integer."""
+    width = BITS[dtype]
+    if width % 8 == 0:
+        return np.frombuffer(data, f"<u{width // 8}")
+    if width == 4:
+        packed = np.frombuffer(data, np.uint8)
+        return np.stack((packed & 15, packed >> 4), axis=-1).reshape(-1)
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").reshape(-1, width)
+    return bits @ (1 << np.arange(width, dtype=np.uint8))
+
+
+@_QUIET
+def numbers(dtype: str, codes: Array) -> Array:
+    """Return the numbers that bits mean: integers as they are, floats as float64, complex ones as complex128."""
+    if dtype in _SMALL_FLOATS or dtype == "F8_E8M0":
+        return _table(dtype).take(codes)
+    if dtype == "BF16":
+        return (codes.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if dtype == "C64":
+        return codes.view(np.complex64).astype(np.complex128)
+    if dtype.startswith("F"):
+        return codes.view(f"<f{codes.itemsize}").astype(np.float64)
+    return codes.view(f"<i{codes.itemsize}") if dtype.startswith("I") else codes
+
+
+@cache
+def _table(dtype: str) -> Array:
+    """Return the number that each code of a small float stands for."""
+    if dtype == "F8_E8M0":  # powers of two, no sign, the last code NaN
+        powers: Array = np.ldexp(1.0, np.arange(-127, 129))
+        powers[-1] = np.nan
+        return powers
+    exponent_bits, mantissa_bits, bias, kind = _SMALL_FLOATS[dtype]
+    codes = np.arange(1 << (1 + exponent_bits + mantissa_bits))
+    top = (1 << exponent_bits) - 1
+    exponents, mantissas = codes >> mantissa_bits & top, codes & ((1 << mantissa_bits) - 1)
+    is_normal = exponents > 0
+    steps: Array = np.where(is_normal, mantissas + (1 << mantissa_bits), mantissas)
+    values: Array = np.ldexp(steps.astype(np.float64), np.where(is_normal, exponents, 1) - bias - mantissa_bits)
+    if kind == "ieee":
+        values[(exponents == top) & (mantissas == 0)] = np.inf
+        values[(exponents == top) & (mantissas > 0)] = np.nan
+    half = len(codes) // 2
+    values[half:] *= -1
+    if kind == "fn":
+        values[[half - 1, -1]] = np.nan
+    elif kind == "fnuz":
+        values[half] = np.nan
+    return values
+
+
+@_QUIET
+def _largest(dtype: str, codes_a: Array, codes_b: Array, differing: Array) -> tuple[float | int | None, int]:
+    """Return the largest absolute difference, and how many values are NaN on one side only."""
+    a, b = numbers(dtype, codes_a), numbers(dtype, codes_b)
+    if a.dtype.kind in "iu":
+        wide = np.int64 if a.dtype.kind == "i" else np.uint64
+        larger, smaller = (pick(a, b).astype(wide).view(np.uint64) for pick in (np.maximum, np.minimum))
+        return int((larger - smaller).max()), 0
+    distances = np.abs(a - b)
+    largest = float(distances.max())
+    if largest == largest:
+        return largest, 0
+    # NaN somewhere, of the values or of equal infinities: the slow way, which most pieces are spared.
+    nan_a, nan_b = np.isnan(a), np.isnan(b)
+    distances = distances[differing & ~np.isnan(distances)]
+    return float(distances.max()) if distances.size else None, int(np.count_nonzero(nan_a != nan_b))

@@ -1,0 +1,372 @@
+"""The hub's serialization helpers under a changed import: the same names, files and errors, saved and loaded by stio.
+
+    from stio.compat.huggingface_hub import load_torch_model, save_torch_model
+
+`huggingface_hub` itself is not needed. Saves are atomic and durable, and the old checkpoint goes after the new one is
+in place. The functions call each other through this module, so that replacing one replaces it for the others too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from stio.compat.huggingface_hub.load import (
+    MapLocation,
+    fill,
+    load_safetensors,
+    missing_and_unexpected,
+    only_file,
+    read_index,
+    require_all,
+)
+from stio.compat.huggingface_hub.save import HubDirectory, index_text, save_pickles, save_tensors
+from stio.compat.huggingface_hub.split import (
+    MAX_SHARD_SIZE,
+    StateDictSplit,
+    parse_size_to_int,
+    require_plain,
+    split_state_dict_into_shards_factory,
+)
+from stio.compat.huggingface_hub.tensors import (
+    as_counted,
+    discard_shared,
+    require_contiguous,
+    storage_id,
+    storage_nbytes,
+    tf_nbytes,
+)
+from stio.errors import CheckpointNotFoundError, printable
+
+__all__ = [
+    "StateDictSplit",
+    "get_torch_storage_id",
+    "get_torch_storage_size",
+    "load_state_dict_from_file",
+    "load_torch_model",
+    "parse_size_to_int",
+    "save_torch_model",
+    "save_torch_state_dict",
+    "split_state_dict_into_shards_factory",
+    "split_tf_state_dict_into_shards",
+    "split_torch_state_dict_into_shards",
+]
+
+logger = logging.getLogger("stio")
+
+SAFETENSORS_WEIGHTS_FILE_PATTERN = "model{suffix}.safetensors"
+PYTORCH_WEIGHTS_FILE_PATTERN = "pytorch_model{suffix}.bin"
+TF2_WEIGHTS_FILE_PATTERN = "tf_model{suffix}.h5"
+
+constants = SimpleNamespace(
+    PYTORCH_WEIGHTS_FILE_PATTERN=PYTORCH_WEIGHTS_FILE_PATTERN,
+    SAFETENSORS_WEIGHTS_FILE_PATTERN=SAFETENSORS_WEIGHTS_FILE_PATTERN,
+    TF2_WEIGHTS_FILE_PATTERN=TF2_WEIGHTS_FILE_PATTERN,
+)
+"""Where the hub keeps these."""
+
+_SUFFIX = ".safetensors"
+_INDEX_SUFFIX = ".index.json"
+_UNSAFE = (
+    "pickles can run code when they are loaded: do not load them from sources that you do not trust. If you mean to "
+    "share this model, we strongly recommend using safe serialization (safe_serialization=True)"
+)
+
+
+# Splitting.
+
+
+def split_torch_state_dict_into_shards(
+    state_dict: Mapping[str, torch.Tensor],
+    *,
+    filename_pattern: str = SAFETENSORS_WEIGHTS_FILE_PATTERN,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> StateDictSplit:
+    """Split torch's tensors into files; see `split_state_dict_into_shards_factory`."""
+    return split_state_dict_into_shards_factory(
+        state_dict,
+        max_shard_size=max_shard_size,
+        filename_pattern=filename_pattern,
+        get_storage_size=get_torch_storage_size,
+        get_storage_id=get_torch_storage_id,
+    )
+
+
+def split_tf_state_dict_into_shards(
+    state_dict: Mapping[str, Any],
+    *,
+    filename_pattern: str = TF2_WEIGHTS_FILE_PATTERN,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> StateDictSplit:
+    """Split what has a `shape` and a `dtype` into files, each counted by the bits in its dtype's name."""
+    return split_state_dict_into_shards_factory(
+        state_dict,
+        max_shard_size=max_shard_size,
+        filename_pattern=filename_pattern,
+        get_storage_size=tf_nbytes,
+    )
+
+
+def get_torch_storage_id(tensor: torch.Tensor) -> tuple[torch.device, int | tuple[Any, ...], int] | None:
+    """Return what is equal for tensors on one storage: device, address, size; None on meta.
+
+    The address is the local part's of a distributed tensor, and a nested tuple for a wrapper around others.
+    """
+    return storage_id(tensor)
+
+
+def get_torch_storage_size(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's storage: all of a distributed tensor, the sum of what a wrapper is around."""
+    return storage_nbytes(tensor)
+
+
+# Saving.
+
+
+def save_torch_model(
+    model: nn.Module,
+    save_directory: str | os.PathLike[str],
+    *,
+    filename_pattern: str | None = None,
+    force_contiguous: bool = True,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    metadata: dict[str, str] | None = None,
+    safe_serialization: bool = True,
+    is_main_process: bool = True,
+    shared_tensors_to_discard: list[str] | None = None,
+) -> None:
+    """Save a model's `state_dict()`; see `save_torch_state_dict`."""
+    save_torch_state_dict(
+        state_dict=model.state_dict(),
+        filename_pattern=filename_pattern,
+        force_contiguous=force_contiguous,
+        max_shard_size=max_shard_size,
+        metadata=metadata,
+        safe_serialization=safe_serialization,
+        save_directory=save_directory,
+        is_main_process=is_main_process,
+        shared_tensors_to_discard=shared_tensors_to_discard,
+    )
+
+
+def save_torch_state_dict(
+    state_dict: Mapping[str, torch.Tensor],
+    save_directory: str | os.PathLike[str],
+    *,
+    filename_pattern: str | None = None,
+    force_contiguous: bool = True,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    metadata: dict[str, str] | None = None,
+    safe_serialization: bool = True,
+    is_main_process: bool = True,
+    shared_tensors_to_discard: list[str] | None = None,
+) -> None:
+    """Save tensors into an existing directory, in shards with an index if they are larger than the maximum.
+
+    When it returns, the files are durable and in place, and what an older checkpoint of this pattern left is gone. If
+    it raises, the old checkpoint stands. The caller's dicts stay as they are.
+
+    Args:
+        state_dict: Tensors by name.
+        save_directory: The directory.
+        filename_pattern: Of the files' names; `model{suffix}.safetensors` or `pytorch_model{suffix}.bin`.
+        force_contiguous: Whether tensors in another layout are saved in the usual one, or refused.
+        max_shard_size: Most bytes in one file; see `parse_size_to_int`.
+        metadata: Text to store in the header, or in the index. Of tensors that share memory one name is saved, and each
+            dropped name recorded here, `dropped: kept`.
+        safe_serialization: Whether to write safetensors; else pickles.
+        is_main_process: Whether to remove the files of an older checkpoint; one process of several does that.
+        shared_tensors_to_discard: Names to drop rather than others that share their memory.
+
+    Raises:
+        FileNotFoundError: There is no such directory.
+        ValueError: A pattern without `{suffix}`, no size, a tensor that cannot be saved (sparse, not contiguous).
+        RuntimeError: Of tensors that overlap none covers their storage; a tensor on meta.
+        StorageError: The system refused.
+    """
+    if filename_pattern is None:
+        filename_pattern = SAFETENSORS_WEIGHTS_FILE_PATTERN if safe_serialization else PYTORCH_WEIGHTS_FILE_PATTERN
+    require_plain(filename_pattern)
+    described: dict[str, Any] = dict(metadata or {})
+    counted = kept = dict(state_dict)
+    if safe_serialization:
+        kept, dropped = discard_shared(kept, shared_tensors_to_discard or ())
+        described |= {name: other for name, other in dropped.items() if name not in described}
+        if not force_contiguous:
+            require_contiguous(kept)
+        counted = {name: as_counted(tensor) for name, tensor in kept.items()}
+    else:
+        logger.warning(_UNSAFE)
+    split = split_torch_state_dict_into_shards(
+        counted, filename_pattern=filename_pattern, max_shard_size=max_shard_size
+    )
+    files = split.filename_to_tensors
+    index = index_text({**split.metadata, **described}, split.tensor_to_filename) if split.is_sharded else None
+    place = HubDirectory(os.fsdecode(save_directory), filename_pattern, tuple(files), removes=is_main_process)
+    if not files:
+        place.clear()
+    elif safe_serialization:
+        save_tensors(place, kept, files, described, index)
+    else:
+        save_pickles(place, state_dict, files, index)
+
+
+# Loading.
+
+
+def load_torch_model(
+    model: nn.Module,
+    checkpoint_path: str | os.PathLike[str],
+    *,
+    strict: bool = False,
+    safe: bool = True,
+    weights_only: bool = True,
+    map_location: MapLocation = None,
+    mmap: bool = False,
+    filename_pattern: str | None = None,
+) -> _IncompatibleKeys:
+    """Load a file, a sharded checkpoint, or the only file of a directory into a model.
+
+    Args:
+        model: The model; its parameters are filled in place.
+        checkpoint_path: A file, or a directory.
+        strict: Whether names must be the same on both sides. A name that is tied to a loaded one counts as loaded.
+            The check comes last, so the model may have been changed when it fails.
+        safe: Whether safetensors files only are loaded, whatever they are called; else pickles are the fallback.
+        weights_only: Whether pickles are read by torch's restricted unpickler.
+        map_location: Device on which the tensors are made.
+        mmap: Whether pickles are mapped.
+        filename_pattern: Whose index is looked for.
+
+    Returns:
+        Names that only the model has, and names that only the checkpoint has.
+
+    Raises:
+        FileNotFoundError: There is nothing at this path.
+        ValueError: It is no checkpoint, or a broken one.
+        OSError: A file's metadata name another format; the system refused.
+        RuntimeError: Names or shapes differ.
+    """
+    path = Path(checkpoint_path)
+    if not path.exists():
+        raise CheckpointNotFoundError(f"Checkpoint path {printable(str(path))} does not exist")
+    if not path.is_file():
+        pattern = _choose_pattern(path, filename_pattern, safe=safe)
+        if (path / (pattern.format(suffix="") + _INDEX_SUFFIX)).is_file():
+            return _load_sharded_checkpoint(
+                model=model,
+                save_directory=path,
+                strict=strict,
+                weights_only=weights_only,
+                safe=safe,
+                filename_pattern=pattern,
+                map_location=map_location,
+                mmap=mmap,
+            )
+        path = only_file(path, safe=safe)
+    state_dict = load_state_dict_from_file(
+        checkpoint_file=path, map_location=map_location, weights_only=weights_only, mmap=mmap, safe=safe
+    )
+    return fill(model, state_dict, strict=strict)
+
+
+def _choose_pattern(path: Path, pattern: str | None, *, safe: bool) -> str:
+    if pattern is None:
+        index = path / (SAFETENSORS_WEIGHTS_FILE_PATTERN.format(suffix="") + _INDEX_SUFFIX)
+        return SAFETENSORS_WEIGHTS_FILE_PATTERN if safe or index.is_file() else PYTORCH_WEIGHTS_FILE_PATTERN
+    if safe and not _is_safetensors(pattern.format(suffix="")):
+        raise ValueError(
+            f"`filename_pattern={printable(pattern)!r}` does not describe safetensors files but `safe=True`: pass "
+            "`safe=False` to load pickles"
+        )
+    return pattern
+
+
+def _load_sharded_checkpoint(
+    model: nn.Module,
+    save_directory: str | os.PathLike[str],
+    *,
+    strict: bool = False,
+    weights_only: bool = True,
+    safe: bool = True,
+    filename_pattern: str = SAFETENSORS_WEIGHTS_FILE_PATTERN,
+    map_location: MapLocation = None,
+    mmap: bool = False,
+) -> _IncompatibleKeys:
+    """Load a sharded checkpoint into a model, one shard at a time; see `load_torch_model`."""
+    whole = filename_pattern.format(suffix="")
+    directory = os.fsdecode(save_directory)
+    weight_map = read_index(os.path.join(directory, whole + _INDEX_SUFFIX), Path(whole).suffix)
+    loaded: dict[str, None] = {}
+    for shard in dict.fromkeys(weight_map.values()):
+        state_dict = load_state_dict_from_file(
+            os.path.join(directory, shard),
+            map_location="cpu" if map_location is None else map_location,
+            weights_only=weights_only,
+            mmap=mmap,
+            safe=safe,
+        )
+        loaded |= dict.fromkeys(state_dict)
+        model.load_state_dict(state_dict, strict=False)
+        del state_dict  # before the next one comes
+    # What was loaded is what the shards held: the index is somebody's word only.
+    if unexpected := [name for name in loaded if name not in weight_map]:
+        logger.warning("the shards hold tensors that the index does not name: %s", printable(sorted(unexpected)))
+    if strict:
+        require_all(model, loaded)
+        return _IncompatibleKeys([], [])
+    return _IncompatibleKeys(*missing_and_unexpected(model, loaded))
+
+
+def load_state_dict_from_file(
+    checkpoint_file: str | os.PathLike[str],
+    map_location: MapLocation = None,
+    weights_only: bool = True,
+    mmap: bool = False,
+    *,
+    safe: bool = True,
+) -> dict[str, torch.Tensor] | Any:
+    """Load one file.
+
+    Args:
+        checkpoint_file: A safetensors file, or a pickle.
+        map_location: Device on which the tensors are made.
+        weights_only: Whether pickles are read by torch's restricted unpickler.
+        mmap: Whether pickles are mapped.
+        safe: Whether the file is read as safetensors whatever it is called. Else its name decides.
+
+    Returns:
+        Tensors by name; for pickles whatever was pickled.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is no safetensors file (`FormatError`).
+        OSError: Its metadata name another format; the system refused.
+    """
+    path = os.fsdecode(checkpoint_file)
+    if not Path(path).is_file():
+        raise CheckpointNotFoundError(
+            f"No checkpoint file found at '{printable(path)}'; is the path right, and the download complete?"
+        )
+    if safe or _is_safetensors(path):
+        return load_safetensors(path, map_location, safe=safe)
+    if not weights_only:
+        logger.warning(
+            "%s is loaded without torch's restricted unpickler: it can execute arbitrary code at load time. Trust "
+            "where it comes from",
+            printable(path),
+        )
+    return torch.load(checkpoint_file, map_location=map_location, weights_only=weights_only, mmap=mmap)
+
+
+def _is_safetensors(filename: str | os.PathLike[str]) -> bool:
+    """Return whether a name is a safetensors file's; some systems do not tell upper from lower case."""
+    return os.fsdecode(filename).lower().endswith(_SUFFIX)

@@ -1,0 +1,280 @@
+"""A strict JSON scanner over bytes: the plain path behind the fast decoders.
+
+It accepts what RFC 8259 and the format's reference reader accept, and nothing more. Python's `json` will not do
+for untrusted text: it recurses, lets lone surrogates and NaN pass, fails on integers of more than 4300 digits with
+an error of its own, and holds the interpreter's lock for a whole document. Here nothing recurses, no C call sees
+more than a window of the text, and every refusal names its byte.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import NoReturn
+
+from stio.errors import FormatError, IndexFormatError
+from stio.format.gil_slices import WINDOW_BYTES
+
+__all__ = ["MAX_DEPTH", "Scanner"]
+
+MAX_DEPTH = 127
+"""Most containers open at once, the root included (serde_json's limit, which the reference reader has)."""
+
+MAX_NUMBER_BYTES = 4096
+"""Longest number in a skipped value. Stricter than the reference reader, which takes a longer fraction."""
+
+_U64_MAX = 2**64 - 1
+_SPACE = re.compile(rb"[ \t\n\r]*+")
+_SHORT_STRING = re.compile(rb'"([^"\\\x00-\x1f]*+)"')
+_STRING_RUN = re.compile(rb'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
+_HIGH_SURROGATE_END = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
+_INTEGER = re.compile(rb"0|[1-9][0-9]*+")
+_NUMBER = re.compile(rb"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?")
+_LITERAL = re.compile(rb"true|false|null")
+_NO_NUMBER_GOES_ON = frozenset(b"+-.0123456789eE")
+
+_QUOTE, _COMMA, _COLON = b'",:'
+_OPEN_OBJECT, _CLOSE_OBJECT, _OPEN_ARRAY, _CLOSE_ARRAY = b"{}[]"
+
+
+class Scanner:
+    """A position in JSON text, with strict steps over it.
+
+    Args:
+        raw: The text.
+        path: File to name in errors.
+        base: Offset of `raw` in that file, added to positions in errors.
+        error: Class of the errors raised.
+        what: What the text is, for messages.
+    """
+
+    __slots__ = ("_base", "_error", "_path", "_what", "end", "pos", "raw")
+
+    def __init__(
+        self, raw: bytes, *, path: str, base: int, error: type[FormatError | IndexFormatError], what: str
+    ) -> None:
+        self.raw = raw
+        self.pos = 0
+        self.end = len(raw)
+        self._path = path
+        self._base = base
+        self._error = error
+        self._what = what
+
+    def fail(self, message: str, *, at: int | None = None, expected: object = None, found: object = None) -> NoReturn:
+        """Raise the scanner's error, by default at the current position and showing what stands there."""
+        at = self.pos if at is None else at
+        if found is None:
+            found = repr(self.raw[at : at + 20])[1:] if at < self.end else "the end"
+        raise self._error(
+            f"{self._what}: {message}", path=self._path, offset=self._base + at, expected=expected, found=found
+        )
+
+    def trim(self) -> None:
+        """Leave out white space at both ends."""
+        self.skip_space()
+        while self.end > self.pos:
+            start = max(self.pos, self.end - WINDOW_BYTES)
+            kept = len(self.raw[start : self.end].rstrip(b" \t\n\r"))
+            self.end = start + kept
+            if kept:
+                return
+
+    def skip_space(self) -> None:
+        """Go to the next byte that is not white space."""
+        raw, pos, end = self.raw, self.pos, self.end
+        while pos < end and raw[pos] <= 0x20:
+            match = _SPACE.match(raw, pos, min(pos + WINDOW_BYTES, end))
+            if match is None or match.end() == pos:
+                break  # a control character: whoever reads next refuses it
+            pos = match.end()
+        self.pos = pos
+
+    def peek(self) -> int:
+        """Return the byte at the position, -1 at the end."""
+        return self.raw[self.pos] if self.pos < self.end else -1
+
+    def take(self, byte: int) -> None:
+        """Step over one expected byte, and the white space around it."""
+        self.skip_space()
+        if self.peek() != byte:
+            self.fail("malformed JSON", expected=repr(chr(byte)))
+        self.pos += 1
+        self.skip_space()
+
+    def open_object(self) -> bool:
+        """Step into an object; tell whether it has members. An empty one is stepped over."""
+        self.take(_OPEN_OBJECT)
+        if self.peek() == _CLOSE_OBJECT:
+            self.pos += 1
+            return False
+        return True
+
+    def next_member(self) -> bool:
+        """Step over the comma before a further member, or over the object's end; tell which."""
+        self.skip_space()
+        byte = self.peek()
+        if byte not in (_COMMA, _CLOSE_OBJECT):
+            self.fail("malformed JSON", expected="',' or '}'")
+        self.pos += 1
+        if byte == _CLOSE_OBJECT:
+            return False
+        self.skip_space()
+        return True
+
+    def finish(self) -> None:
+        """Require that the text ends here."""
+        self.skip_space()
+        if self.pos != self.end:
+            self.fail("text after the end of the JSON object", expected="nothing but white space")
+
+    def key(self) -> str:
+        """Read a member's key and its colon."""
+        key = self.string()
+        self.take(_COLON)
+        return key
+
+    def string(self) -> str:
+        """Read a string.
+
+        A short one costs one match. A long one is read window by window and appended in place (CPython grows the
+        only reference to a string by `realloc`, so that 90 MB are not copied once a window).
+        """
+        start = self.pos
+        match = _SHORT_STRING.match(self.raw, start, min(start + WINDOW_BYTES, self.end))
+        if match is not None:
+            self.pos = match.end()
+            return self._decode_text(match[1], start + 1, escaped=False)
+        if self.peek() != _QUOTE:
+            self.fail("malformed JSON", expected="a string")
+        self.pos += 1
+        text = ""
+        while self.peek() != _QUOTE:
+            text += self._string_run(start)
+        self.pos += 1
+        return text
+
+    def _string_run(self, start: int) -> str:
+        """Read a window's worth of a string's inside, cut where neither a character nor a pair is split."""
+        raw, pos = self.raw, self.pos
+        match = _STRING_RUN.match(raw, pos, min(pos + WINDOW_BYTES, self.end))
+        stop = match.end() if match is not None else pos
+        if stop == pos:
+            self.fail("malformed string" if pos < self.end else "a string does not end", at=min(pos, self.end))
+        if stop < self.end and raw[stop] != _QUOTE:
+            if stop - 6 > pos and _HIGH_SURROGATE_END.match(raw, stop - 6, stop):
+                before = raw[pos : stop - 6]
+                if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:  # else that backslash is itself escaped
+                    stop -= 6
+            for _ in range(3):  # a UTF-8 character has at most three bytes after its first
+                if stop - 1 > pos and raw[stop] & 0xC0 == 0x80:
+                    stop -= 1
+        self.pos = stop
+        return self._decode_text(raw[pos:stop], pos, escaped=True)
+
+    def _decode_text(self, text: bytes, at: int, *, escaped: bool) -> str:
+        try:
+            decoded = text.decode()
+            if escaped and "\\" in decoded:
+                decoded = json.loads(f'"{decoded}"')
+                decoded.encode()  # `json` lets lone surrogates pass; encoding them does not
+        except UnicodeDecodeError as problem:
+            self.fail("a string is not UTF-8", at=at + problem.start)
+        except UnicodeEncodeError:
+            self.fail("a string holds half of a surrogate pair", at=at)
+        return str(decoded)
+
+    def integer(self) -> int:
+        """Read an integer of 0 to 2**64 - 1, spelled as the reference reader wants it: no sign, point or exponent."""
+        match = _INTEGER.match(self.raw, self.pos, min(self.pos + 21, self.end))
+        stop = match.end() if match is not None else self.pos
+        value = int(match[0]) if match is not None else -1
+        if not 0 <= value <= _U64_MAX or (stop < self.end and self.raw[stop] in _NO_NUMBER_GOES_ON):
+            self.fail("not a number of the format", expected="an integer from 0 to 2**64 - 1")
+        self.pos = stop
+        return value
+
+    def integers(self, *, at_most: int) -> list[int]:
+        """Read an array of integers.
+
+        Returns:
+            The integers; where there are more than `at_most`, the first `at_most + 1` of them, and the scanner stands
+            inside the array. So nothing grows beyond what the caller is going to accept.
+        """
+        if self.peek() != _OPEN_ARRAY:
+            self.fail("malformed JSON", expected="an array of integers")
+        self.take(_OPEN_ARRAY)
+        values: list[int] = []
+        if self.peek() == _CLOSE_ARRAY:
+            self.pos += 1
+            return values
+        while len(values) <= at_most:
+            values.append(self.integer())
+            self.skip_space()
+            if self.peek() == _CLOSE_ARRAY:
+                self.pos += 1
+                break
+            self.take(_COMMA)
+        return values
+
+    def null(self) -> bool:
+        """Step over a `null`, if one stands here."""
+        if not self.raw.startswith(b"null", self.pos, self.end):
+            return False
+        self.pos += 4
+        return True
+
+    def skip_value(self, depth: int) -> None:
+        """Step over a value of any kind, checked to the last byte.
+
+        Args:
+            depth: Containers that are open around it.
+        """
+        open_containers: list[int] = []  # their closing bytes; a list, so that depth costs no stack
+        while True:
+            byte = self.peek()
+            if byte in (_OPEN_OBJECT, _OPEN_ARRAY):
+                if depth + len(open_containers) >= MAX_DEPTH:
+                    self.fail("nested too deeply", expected=f"at most {MAX_DEPTH} levels")
+                closing = _CLOSE_OBJECT if byte == _OPEN_OBJECT else _CLOSE_ARRAY
+                self.take(byte)
+                if self.peek() != closing:
+                    open_containers.append(closing)
+                    if closing == _CLOSE_OBJECT:
+                        self.key()
+                    continue
+                self.pos += 1
+            elif byte == _QUOTE:
+                self.string()
+            else:
+                self._skip_scalar()
+            if not self._leave_containers(open_containers):
+                return
+
+    def _leave_containers(self, open_containers: list[int]) -> bool:
+        """After a value: close what ends here; tell whether another value follows."""
+        while open_containers:
+            self.skip_space()
+            byte = self.peek()
+            if byte == open_containers[-1]:
+                open_containers.pop()
+                self.pos += 1
+            else:
+                self.take(_COMMA)
+                if open_containers[-1] == _CLOSE_OBJECT:
+                    self.key()
+                return True
+        return False
+
+    def _skip_scalar(self) -> None:
+        limit = min(self.pos + MAX_NUMBER_BYTES, self.end)
+        match = _LITERAL.match(self.raw, self.pos, limit) or _NUMBER.match(self.raw, self.pos, limit)
+        if match is None:
+            self.fail("malformed JSON", expected="a value")
+        stop = match.end()
+        if stop < self.end and self.raw[stop] in _NO_NUMBER_GOES_ON:
+            self.fail("malformed number")
+        # `float` of digits has no limit of its own, as `int` has; the reference reader refuses what overflows it.
+        if self.raw[stop - 1] <= 0x39 and float(match[0]) in (float("inf"), float("-inf")):
+            self.fail("number out of range")
+        self.pos = stop

@@ -1,0 +1,130 @@
+"""State as frameworks keep it, made into what `save_state` takes, and back.
+
+Besides containers, tensors and plain values it holds paths, sets, namespaces, default dicts and numpy's arrays and
+scalars. Those become tagged dicts, `{"stio.type": "path", "value": "/data"}`, and come back as what they were. No class
+is imported by its name, so no file decides which code runs: what is of any other type is left as it is, and
+`save_state` refuses it and says where it stands.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stio.errors import FormatError, printable
+from stio.format.state_tree import MAX_DEPTH
+
+__all__ = ["TAG", "from_plain", "to_plain"]
+
+TAG = "stio.type"
+"""Key that makes a dict stand for something else."""
+
+_VALUE = "value"
+_FACTORY = "factory"
+
+_MAPPINGS = (dict, OrderedDict, Counter)
+_PATH = type(Path())
+_FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
+_LEAVES = frozenset({str, bool, int, float, bytes, type(None), torch.Tensor, torch.nn.Parameter})
+
+
+def to_plain(value: Any, depth: int = 0) -> Any:
+    """Convert a state; containers are new ones, tensors the same.
+
+    Args:
+        value: The state, or a part of it.
+        depth: How many containers it stands in. What is too deep to be saved is left as it is, a cycle too.
+
+    Raises:
+        ValueError: A dict has the key that marks what was converted.
+    """
+    kind = type(value)
+    if kind in _LEAVES or depth > MAX_DEPTH:
+        return value
+    if kind in _MAPPINGS:
+        if TAG in value:
+            raise ValueError(f"the key {TAG!r} is stio's own; rename it")
+        return _mapped(value, kind(), depth)
+    if kind is list or kind is tuple:
+        return kind(to_plain(item, depth + 1) for item in value)
+    if kind is _PATH:
+        return {TAG: "path", _VALUE: str(value)}
+    if kind is set or kind is frozenset:
+        return {TAG: kind.__name__, _VALUE: [to_plain(item, depth + 2) for item in value]}
+    if kind is Namespace:
+        return {TAG: "namespace", _VALUE: _mapped(vars(value), {}, depth + 1)}
+    if kind is defaultdict:
+        return _default_dict(value, depth)
+    if kind is np.ndarray or isinstance(value, np.generic):
+        return _array(value)
+    return value
+
+
+def _mapped(source: Any, target: Any, depth: int) -> Any:
+    for key, value in source.items():
+        target[key] = to_plain(value, depth + 1)
+    return target
+
+
+def _default_dict(value: defaultdict[Any, Any], depth: int) -> Any:
+    factory = value.default_factory
+    name = getattr(factory, "__name__", "")
+    if factory is not None and _FACTORIES.get(name) is not factory:
+        return value  # it might be any function
+    return {TAG: "defaultdict", _FACTORY: name or None, _VALUE: _mapped(value, {}, depth + 1)}
+
+
+def _array(value: Any) -> Any:
+    try:
+        # A copy: it may be read-only, have strides, or be gone when the snapshot is taken.
+        tensor = torch.from_numpy(np.array(value, order="C"))
+    except (TypeError, ValueError):  # text, objects, dates, the other byte order
+        return value
+    return {TAG: "ndarray" if type(value) is np.ndarray else "scalar", _VALUE: tensor}
+
+
+def from_plain(value: Any) -> Any:
+    """Convert a state back; containers are new ones, tensors the same.
+
+    Raises:
+        FormatError: It holds a tag that `to_plain` does not write.
+    """
+    kind = type(value)
+    if kind in _LEAVES:
+        return value
+    if kind is list or kind is tuple:
+        return kind(map(from_plain, value))
+    if kind in _MAPPINGS:
+        if TAG in value:
+            return _restored(value)
+        result: Any = kind()
+        for key, item in value.items():
+            result[key] = from_plain(item)
+        return result
+    return value
+
+
+def _restored(tagged: dict[Any, Any]) -> Any:
+    tag, value = tagged[TAG], from_plain(tagged.get(_VALUE))
+    try:
+        if tag == "path":
+            return Path(value)
+        if tag == "set" or tag == "frozenset":
+            return set(value) if tag == "set" else frozenset(value)
+        if tag == "namespace":
+            return Namespace(**value)
+        if tag == "defaultdict":
+            name = tagged[_FACTORY]
+            return defaultdict(None if name is None else _FACTORIES[name], value)
+        if tag == "ndarray" or tag == "scalar":
+            array = value.detach().cpu().numpy()
+            return array if tag == "ndarray" else array[()]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        message = f"the state holds a {printable(tag)} that cannot be one: {printable(error)}"
+        raise FormatError(message) from None
+    raise FormatError("the state holds what this version of stio has no type for", found=tag)

@@ -1,0 +1,134 @@
+"""What belongs to the whole process: the interpreter's switch interval, its garbage collector, a thread's priority, fork.
+
+Operations that run beside each other share these settings. Each setting is counted: the first user changes it, the last
+one restores it. A module whose state must not outlive a fork registers a function with `after_fork_in_child`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+__all__ = ["NICENESS", "after_fork_in_child", "be_nice", "collection_paused", "switch_interval"]
+
+NICENESS = 5
+"""Added to the nice value of stio's own threads, so that the thread of an event loop runs first when both are ready."""
+
+_MANY_TENSORS = 1000
+
+_at_fork: list[Callable[[], None]] = []
+
+
+def after_fork_in_child(reset: Callable[[], None]) -> Callable[[], None]:
+    """Have a function called in each forked child, in the order of registration; usable as a decorator.
+
+    A child has none of the parent's threads, and a lock that one of them held stays locked. So each function makes new
+    locks, and drops what only the parent can finish.
+    """
+    _at_fork.append(reset)
+    return reset
+
+
+def _run_after_fork() -> None:
+    for reset in _at_fork:
+        try:
+            reset()
+        except Exception:
+            traceback.print_exc()  # as Python does for hooks of `os.register_at_fork`: the others must run
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_run_after_fork)
+
+
+def be_nice() -> None:
+    """Lower the priority of the calling thread (Linux only, where each thread has its own). For stio's own threads."""
+    if sys.platform == "linux":
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+        except OSError:
+            pass  # a sandbox forbids it; only latency depends on it
+
+
+# The switch interval.
+
+_interval_lock = threading.Lock()
+_intervals: list[float] = []
+_original_interval = 0.0
+
+
+@contextmanager
+def switch_interval(seconds: float | None) -> Iterator[None]:
+    """Shorten the interpreter's switch interval while the block runs; None leaves it alone.
+
+    Of several blocks the shortest interval holds. The last block to end restores the original one.
+    """
+    global _original_interval
+    if seconds is None:
+        yield
+        return
+    with _interval_lock:
+        original = _original_interval if _intervals else sys.getswitchinterval()
+        sys.setswitchinterval(min(original, seconds, *_intervals))  # refuses what is not positive
+        _original_interval = original
+        _intervals.append(seconds)
+    try:
+        yield
+    finally:
+        with _interval_lock:
+            _intervals.remove(seconds)
+            sys.setswitchinterval(min([_original_interval, *_intervals]))
+
+
+# The garbage collector.
+
+_pausing = threading.Lock()
+_pauses = 0
+
+
+def collection_paused(num_tensors: int) -> AbstractContextManager[None]:
+    """Pause the garbage collector while objects for many tensors are made; none of them is garbage.
+
+    Beside torch's own objects a full collection holds the GIL for 50 to 200 ms, and making 100,000 tensors starts two
+    or three. If the collector was disabled before, it stays disabled.
+    """
+    return _paused() if num_tensors > _MANY_TENSORS else nullcontext()
+
+
+@contextmanager
+def _paused() -> Iterator[None]:
+    global _pauses
+    with _pausing:
+        if not _pauses and not gc.isenabled():
+            paused = False
+        else:
+            paused = True
+            _pauses += 1
+            gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            with _pausing:
+                _pauses -= 1
+                if not _pauses:
+                    gc.enable()
+
+
+@after_fork_in_child
+def _restore_settings() -> None:
+    """Restore what threads of the parent had changed: they are not in the child."""
+    global _interval_lock, _intervals, _pausing, _pauses
+    _interval_lock = threading.Lock()
+    if _intervals:
+        sys.setswitchinterval(_original_interval)
+    _intervals = []
+    _pausing = threading.Lock()
+    if _pauses:
+        gc.enable()
+    _pauses = 0

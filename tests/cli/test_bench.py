@@ -1,0 +1,237 @@
+"""`stio bench`: what it measures, what it says of it, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import interrupted, refused, run
+from safetensors.torch import save_file
+
+import stio
+from stio.cli import bench as cli_bench
+from stio.cli import bench_child
+from stio.cli.bench import PEERS, Contestant, verdict
+from stio.cli.output import rate_text
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs Linux")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tensors = {"a": torch.arange(3000.0), "b": torch.full((5,), 7, dtype=torch.uint8), "none": torch.zeros(0)}
+    save_file({**tensors, "one": torch.tensor(1.0)}, tmp_path / "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """Replace the runs by records by contestant, which the test may change."""
+    record = {"checksum": 5, "resident_fraction": 0.0, "is_direct": True, "version": "1.2"}
+    records: dict[str, dict[str, Any]] = {
+        "limit": {**record, "seconds": 0.9, "checksum": None, "version": ""},
+        "stio": {**record, "seconds": 1.0},
+        "safetensors": {**record, "seconds": 2.0},
+    }
+    monkeypatch.setattr(cli_bench, "PEERS", {"safetensors": "safetensors"})
+    monkeypatch.setattr(cli_bench, "_run", lambda spec: records[spec["contestant"]])
+    return records
+
+
+# The whole thing.
+
+
+def test_measures_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_bench, "PEERS", {"safetensors": "safetensors"})
+    monkeypatch.chdir(tmp_path)
+    found = json.loads(run("bench", "--size", "8MB", "--rounds", 1, "--json").stdout)
+    assert os.listdir(tmp_path) == []
+    assert (found["path"], found["device"]) == (None, "cpu")
+    assert 7_900_000 < found["total_bytes"] < 8_100_000
+    assert [one["name"] for one in found["contestants"]] == ["limit", "stio", "safetensors"]
+    for one in found["contestants"]:
+        assert one["failure"] is None
+        assert one["seconds"] == [one["median_seconds"]]
+        assert one["bytes_per_second"] == pytest.approx(found["total_bytes"] / one["median_seconds"])
+    assert found["contestants"][1]["version"] == stio.__version__
+    assert any(sentence.startswith("stio re") for sentence in found["verdict"])
+
+
+def test_ctrl_c_leaves_no_file_and_no_process(tmp_path: Path) -> None:
+    done = interrupted("bench", "--size", "64MB", when=lambda: bool(list(tmp_path.glob("*/*"))), cwd=tmp_path)
+    assert done == (-signal.SIGINT, "", "\nInterrupted.\n")
+    assert os.listdir(tmp_path) == []
+
+
+def test_wrong_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "is no size" in refused("bench", "--size", "much")
+    assert "there is no room for" in refused("bench", "--size", "900000TB")
+    assert "check the path" in refused("bench", tmp_path / "none")
+    (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 64)
+    refused("bench", tmp_path / "bad.safetensors")
+    assert "'--rounds'" in refused("bench", "--rounds", 0)
+    assert os.listdir(tmp_path) == ["bad.safetensors"]
+
+
+def test_what_does_not_fit_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_bench, "fits", lambda nbytes: False)
+    assert refused("bench", model).endswith(" do not fit into memory; measure with one shard of it")
+
+
+# One run.
+
+
+@pytest.mark.parametrize("contestant", ["stio", "safetensors"])
+def test_a_run_touches_every_tensor(model: Path, contestant: str) -> None:
+    spec = {"contestant": contestant, "source": str(model), "paths": [str(model)], "device": "cpu", "package": ""}
+    record = bench_child.main(json.dumps(spec))
+    a = torch.arange(3000.0).view(torch.uint8)
+    expected = int(a[::4096].sum()) + int(a[-1]) + 7 + 7 + 2 * 0 + 0x3F
+    assert record["checksum"] == expected
+    assert record["seconds"] > 0
+    assert record["resident_fraction"] in (None, 0.0)
+
+
+def test_the_limit_reads_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_child, "_BLOCK_BYTES", 64 << 10)
+    paths = []
+    for k in range(2):
+        save_file({"w": torch.zeros(100_000 + k)}, tmp_path / f"{k}.safetensors")
+        paths.append(str(tmp_path / f"{k}.safetensors"))
+    read: list[int] = []
+    real = os.preadv
+
+    def count(*arguments: Any) -> int:
+        read.append(real(*arguments))
+        return read[-1]
+
+    monkeypatch.setattr(os, "preadv", count)
+    bench_child.main(json.dumps({"contestant": "limit", "paths": paths, "device": "cpu", "package": ""}))
+    assert sum(read) == sum(map(os.path.getsize, paths))
+
+
+def test_a_run_that_fails_is_a_record(model: Path) -> None:
+    record = cli_bench._run({"contestant": "stio", "source": str(model), "paths": [str(model)], "device": "none"})
+    assert "none" in record["error"]
+    assert record["error"].isprintable()
+
+
+def test_modules_of_the_working_directory_do_not_count(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
+    monkeypatch.chdir(tmp_path)
+    spec = {"contestant": "limit", "source": str(model), "paths": [str(model)], "device": "cpu", "package": ""}
+    assert "error" not in cli_bench._run(spec)
+
+
+# What is said.
+
+
+def test_the_table(model: Path, scripted: dict[str, dict[str, Any]]) -> None:
+    done = run("bench", model)
+    assert done.stderr == ""
+    head, limit, ours, theirs, *sentences = done.stdout.splitlines()
+    assert head.split() == ["median", "rate", "fastest", "slowest"]
+    rate = rate_text(os.path.getsize(model), 0.9).split()
+    assert limit.split() == ["disk's", "limit", "0.900", "s", *rate, "0.900", "s", "0.900", "s", "█" * 24]
+    assert ours.split()[:3] == ["stio", "1.2", "1.000"]
+    assert theirs.split()[:3] == ["safetensors", "1.2", "2.000"]
+    assert theirs.split()[-1] == "█" * 10 + "▊"  # 0.9 / 2 of 24
+    assert sentences == ["stio reaches 90% of the disk's limit.", "It is 2 times as fast as safetensors."]
+
+
+def test_the_chart(model: Path, scripted: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    chart = tmp_path / "c.svg"
+    done = run("bench", model, "--chart", chart)
+    assert done.stdout.splitlines()[-1] == f"chart: {chart}"
+    text = chart.read_text()
+    assert all(f">{label}</text>" in text for label in ("disk&#x27;s limit", "stio 1.2", "safetensors 1.2"))
+    assert ">stio reaches 90% of the disk&#x27;s limit.</text>" in text
+    assert json.loads(run("bench", model, "--chart", chart, "--json").stdout)["chart"] == str(chart)
+
+
+def test_a_chart_that_could_not_be_written_is_refused_first(model: Path, tmp_path: Path) -> None:
+    assert "its name ends in .svg" in refused("bench", model, "--chart", tmp_path / "c.png")
+    assert "choose another place" in refused("bench", model, "--chart", tmp_path / "none" / "c.svg")
+
+
+def test_each_round_runs_all(model: Path, scripted: dict[str, dict[str, Any]]) -> None:
+    found = json.loads(run("bench", model, "--rounds", 4, "--json").stdout)
+    assert [one["seconds"] for one in found["contestants"]] == [[0.9] * 4, [1.0] * 4, [2.0] * 4]
+
+
+def test_a_peer_that_fails_is_left_out(model: Path, scripted: dict[str, dict[str, Any]]) -> None:
+    scripted["safetensors"] = {"error": "no such dtype"}
+    lines = run("bench", model).stdout.splitlines()
+    assert "safetensors: failed: no such dtype" in lines
+    assert lines[-1].startswith("There is no peer to compare it with")
+
+
+def test_a_peer_with_other_tensors_has_failed(model: Path, scripted: dict[str, dict[str, Any]]) -> None:
+    scripted["safetensors"]["checksum"] = 6
+    assert "safetensors: failed: its tensors are not those that stio loads" in run("bench", model).stdout
+
+
+def test_stio_that_fails_is_status_2(model: Path, scripted: dict[str, dict[str, Any]]) -> None:
+    scripted["stio"] = {"error": "broken"}
+    done = run("bench", model, status=2)
+    assert done.stdout.splitlines()[-1] == "stio could not load this; there is nothing to compare."
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"resident_fraction": 0.5}, "The file could not be evicted"),
+        ({"is_direct": False}, "This filesystem has no direct reads"),
+    ],
+)
+def test_circumstances_are_told(
+    model: Path, scripted: dict[str, dict[str, Any]], change: dict[str, Any], sentence: str
+) -> None:
+    scripted["limit"] |= change
+    assert sentence in run("bench", model).stdout
+
+
+def contestants(**seconds: list[float]) -> Iterator[Contestant]:
+    for name, runs in seconds.items():
+        yield Contestant(name, PEERS.get(name, name), seconds=runs)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sentences"),
+    [
+        ({"limit": [1.0], "stio": [1.02]}, ["stio reads as fast as a raw reader.", "There is no peer"]),
+        ({"limit": [1.0], "stio": [2.0], "safetensors": [2.05]}, ["stio reaches 50%", "It is as fast as safetensors."]),
+        (
+            {"limit": [1.0], "stio": [2.0, 2.1], "safetensors": [5.0, 5.0], "fastsafetensors": [4.0, 4.2]},
+            ["stio reaches 49%", "It is 2 times as fast as fastsafetensors, the fastest of the others."],
+        ),
+        (
+            {"limit": [1.0, 2.0, 3.0], "stio": [3.0], "runai_model_streamer": [2.0]},
+            [
+                "stio reaches 67%",
+                "runai-model-streamer is 1.5 times",
+                "One round says little",
+                "The disk's own rate changed",
+            ],
+        ),
+        (
+            {"limit": [1.0], "stio": [1.0, 2.0, 3.0], "safetensors": [2.9, 3.0, 4.0]},
+            ["stio reaches 50%", "It is 1.5 times as fast as safetensors.", "Their runs overlap"],
+        ),
+        ({"limit": [1.0], "stio": []}, ["stio could not load this"]),
+    ],
+)
+def test_verdicts(seconds: dict[str, list[float]], sentences: list[str]) -> None:
+    said = verdict(list(contestants(**seconds)))
+    assert len(said) == len(sentences)
+    for text, begin in zip(said, sentences, strict=True):
+        assert text.startswith(begin)

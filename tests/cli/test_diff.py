@@ -1,0 +1,233 @@
+"""`stio diff`: what differs between two checkpoints, however they are cut, and how it is said."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import refused, run
+from safetensors.torch import save_file
+from support import nothing_left
+
+import stio
+from stio.cli import diff as comparison
+from stio.cli.diff import compare
+
+Tensors = dict[str, torch.Tensor]
+
+
+def write(path: Path, **tensors: torch.Tensor) -> Path:
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+    return path
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    values = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    other = values.clone()
+    other[1, 2] += 0.25
+    other[3, 5] = math.nan
+    a = write(tmp_path / "a.safetensors", w=values, same=values, gone=values[:1], cast=values, cut=values)
+    b = write(tmp_path / "b.safetensors", w=other, same=values, new=values[:2], cast=values.half(), cut=values[:2])
+    return a, b
+
+
+def found(*arguments: object, status: int = 0) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(run("diff", *arguments, "--json", status=status).stdout)
+    return result
+
+
+def test_says_what_differs(pair: tuple[Path, Path]) -> None:
+    a, b = pair
+    done = run("diff", a, b, status=1)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        f"only in {a}: gone  F32 [1, 6]",
+        f"only in {b}: new  F32 [2, 6]",
+        "changed: cast  F32 [4, 6] -> F16 [4, 6]",
+        "changed: cut  F32 [4, 6] -> F32 [2, 6]",
+        "differs: w  F32 [4, 6]  2 of 24 values, by at most 0.25, 1 NaN on one side",
+        f"{a} and {b}: different, 2 names on one side only, 2 tensors of another dtype or shape, "
+        "1 of 2 tensors of other values",
+    ]
+
+
+def test_json(pair: tuple[Path, Path]) -> None:
+    a, b = pair
+    assert found(a, b, status=1) == {
+        "a": str(a),
+        "b": str(b),
+        "equal": False,
+        "header_only": False,
+        "num_compared": 2,
+        "only_in_a": [{"name": "gone", "dtype": "F32", "shape": [1, 6]}],
+        "only_in_b": [{"name": "new", "dtype": "F32", "shape": [2, 6]}],
+        "changed": [
+            {
+                "name": name,
+                "a": {"name": name, "dtype": "F32", "shape": [4, 6]},
+                "b": {"name": name, "dtype": dtype, "shape": shape},
+            }
+            for name, dtype, shape in (("cast", "F16", [4, 6]), ("cut", "F32", [2, 6]))
+        ],
+        "values": [
+            {
+                "name": "w",
+                "dtype": "F32",
+                "shape": [4, 6],
+                "num_values": 24,
+                "num_differing": 2,
+                "num_nan_on_one_side": 1,
+                "max_abs_difference": 0.25,
+            }
+        ],
+    }
+
+
+def test_header_only_reads_no_values(pair: tuple[Path, Path]) -> None:
+    a, b = pair
+    assert found(a, b, "--header-only", status=1)["values"] == []
+    done = run("diff", a, b, "--header-only", "--filter", "w")
+    assert done.stdout == f"{a} and {b}: equal, 1 tensor compared by names, dtypes and shapes\n"
+    os.truncate(b, os.path.getsize(b) - 1)
+    refused("diff", a, b, "--header-only")  # a header that promises more is an error all the same
+
+
+def test_filter(pair: tuple[Path, Path]) -> None:
+    a, b = pair
+    assert run("diff", a, b, "--filter", "same").stdout == f"{a} and {b}: equal, 1 tensor compared by values\n"
+    assert found(a, b, "--filter", "/^c/", status=1)["num_compared"] == 0
+
+
+def test_shards_and_order_do_not_count(tmp_path: Path) -> None:
+    tensors = {f"w{k}": torch.arange(k + 1, dtype=torch.float32) for k in range(20)}
+    stio.sync.save(tensors, tmp_path / "one.safetensors", metadata={"made": "here"})
+    stio.sync.save(tensors, tmp_path / "many", max_shard_size=100)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    assert found(tmp_path / "one.safetensors", tmp_path / "many")["num_compared"] == 20
+
+
+def test_aliases_are_tensors(tmp_path: Path) -> None:
+    tied, other = torch.arange(4.0), torch.arange(4.0) + 1
+    stio.sync.save({"a": tied, "b": tied}, tmp_path / "tied.safetensors")
+    stio.sync.save({"a": tied, "b": tied.clone()}, tmp_path / "loose.safetensors")
+    stio.sync.save({"a": tied, "b": other}, tmp_path / "other.safetensors")
+    assert found(tmp_path / "tied.safetensors", tmp_path / "loose.safetensors")["num_compared"] == 2
+    (one,) = found(tmp_path / "other.safetensors", tmp_path / "tied.safetensors", status=1)["values"]
+    assert (one["name"], one["max_abs_difference"]) == ("b", 1.0)
+
+
+def test_infinity_is_text_in_json(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.safetensors", w=torch.tensor([1.0]))
+    b = write(tmp_path / "b.safetensors", w=torch.tensor([math.inf]))
+    (one,) = found(a, b, status=1)["values"]
+    assert one["max_abs_difference"] == "Infinity"
+    assert "by at most inf" in run("diff", a, b, status=1).stdout
+
+
+def test_empty_and_scalar_tensors(tmp_path: Path) -> None:
+    paths = [
+        write(tmp_path / f"{k}.safetensors", e=torch.zeros(0, 3), s=torch.tensor(k), t=torch.tensor(1)) for k in (1, 2)
+    ]
+    (one,) = found(*paths, status=1)["values"]
+    assert (one["name"], one["num_values"], one["max_abs_difference"]) == ("s", 1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_pieces_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(comparison, "PIECE_BYTES", 48)
+    raw = (torch.arange(4096) % 2).to(torch.uint8)
+    a = raw.view(torch.uint8).clone()
+    b = a.clone()
+    size = torch.empty(0, dtype=dtype).element_size()
+    at = [0, 5, 63, 64, 255]
+    for k in at:
+        b[k * size] ^= 1
+    paths = [write(tmp_path / f"{n}.safetensors", w=x.view(dtype), v=x.view(dtype)) for n, x in (("a", a), ("b", b))]
+    assert [one["num_differing"] for one in found(*paths, status=1)["values"]] == [len(at)] * 2
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """Two tensors of 300 MB that differ everywhere, in a process that may add 250 MB to what it has when it begins."""
+    for name, value in (("a", 0.0), ("b", 1.0)):
+        write(tmp_path / f"{name}.safetensors", w=torch.full((75_000_000,), value))
+    code = """
+import resource, sys
+from stio.cli.main import main
+import numpy
+used = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (used + (250 << 20), used + (250 << 20)))
+main(["diff", *sys.argv[1:]])
+"""
+    files = [str(tmp_path / f"{name}.safetensors") for name in ("a", "b")]
+    # A thread's own arena reserves 64 MB of addresses, and uses next to nothing of it.
+    env = os.environ | {"MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run([sys.executable, "-c", code, *files], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "75,000,000 of 75,000,000 values, by at most 1\n" in done.stdout
+
+
+def test_equal_checkpoints_cost_no_numpy(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.safetensors", w=torch.ones(9))
+    code = (
+        "import sys; from stio.cli.main import main; main(['diff', sys.argv[1], sys.argv[1]], standalone_mode=False);"
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_errors_are_status_2(tmp_path: Path) -> None:
+    good = write(tmp_path / "a.safetensors", w=torch.ones(9))
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(b"\xff" * 64)
+    for pair in ((good, bad), (bad, good), (good, tmp_path / "none")):
+        with nothing_left():
+            refused("diff", *pair)
+
+
+def test_hostile_names_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    evil = "\x1b[2J\n\u202ex"
+    for name, tensors in (("a", {evil: torch.ones(1)}), ("b", {evil: torch.zeros(1), evil + "2": torch.ones(1)})):
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    text = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", status=1).stdout
+    assert not {"\x1b", "\u202e"} & set(text)
+    assert text.count(r"\x1b[2J\n\u202ex") == 2
+
+
+def test_a_file_that_changes_meanwhile(pair: tuple[Path, Path]) -> None:
+    a, b = pair
+
+    def rewrite(nbytes: int, total: int) -> None:
+        os.utime(b, (1, 1))
+
+    with nothing_left(), pytest.raises(stio.ChangedDuringReadError):
+        compare(str(a), str(b), progress=rewrite)
+
+
+def test_progress_counts_to_the_end(pair: tuple[Path, Path]) -> None:
+    steps: list[tuple[int, int]] = []
+    compare(*map(str, pair), progress=lambda nbytes, total: steps.append((nbytes, total)))
+    assert {total for _, total in steps} == {2 * 96}
+    assert sum(nbytes for nbytes, _ in steps) == 2 * 96
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_what_breaks_a_comparison_leaves_nothing(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(comparison, "_same", fail)
+    with nothing_left(), pytest.raises(error):
+        compare(*map(str, pair))
+    assert not re.search("ThreadPool", str(__import__("threading").enumerate()))

@@ -1,0 +1,128 @@
+"""`stio gc`: what it finishes, undoes and leaves alone, and what it would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from commands import refused, run
+
+import stio
+from stio.storage.commit.transaction import begin_local
+
+
+def tree(folder: Path) -> list[tuple[str, int]]:
+    """Return all paths below a directory, with their times of change."""
+    return sorted((str(path.relative_to(folder)), path.stat().st_mtime_ns) for path in folder.rglob("*"))
+
+
+def cut_off(place: Path, call: str) -> Path:
+    """Leave a save over the checkpoint at `place` whose process was killed at the first call of one name.
+
+    Returns:
+        Its staging directory.
+    """
+    code = f"""
+import os, sys, torch, stio
+from stio.storage.commit import syscalls as calls
+calls.{call} = lambda *_, **__: os._exit(9)
+stio.sync.save({{f"w{{k}}": torch.full((100,), 2.0) for k in range(4)}}, sys.argv[1], max_shard_size=400)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(place)], capture_output=True, text=True)
+    assert done.returncode == 9, done.stderr
+    (staging,) = place.glob(".stio-*")
+    return staging
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    stio.sync.save({f"w{k}": torch.full((100,), 1.0) for k in range(4)}, tmp_path / "m", max_shard_size=400)
+    return tmp_path / "m"
+
+
+def values(place: Path) -> set[float]:
+    return {float(tensor[0]) for tensor in stio.sync.load(place).values()}
+
+
+def test_nothing_to_do(place: Path) -> None:
+    assert run("gc", place).stdout == f"{place}: no save was cut off here\n"
+    found = json.loads(run("gc", place, "--json").stdout)
+    assert found == {"path": str(place), "dry_run": False, "finished": [], "undone": [], "kept": [], "removed": []}
+
+
+def test_undoes_what_was_not_published(place: Path) -> None:
+    staging = cut_off(place, "rename")
+    before = tree(place)
+    assert run("gc", place, "--dry-run").stdout == f"{staging}: would be undone, its checkpoint was not published\n"
+    assert json.loads(run("gc", place, "--dry-run", "--json").stdout)["undone"] == [str(staging)]
+    assert tree(place) == before
+    assert run("gc", place).stdout == f"{staging}: undone, its checkpoint was not published\n"
+    assert not list(place.glob(".stio-*"))
+    assert values(place) == {1.0}
+
+
+def test_finishes_what_was_published(place: Path) -> None:
+    staging = cut_off(place, "unlink")
+    assert values(place) == {2.0}
+    before = tree(place)
+    assert run("gc", place, "--dry-run").stdout == f"{staging}: would be finished, its checkpoint is published\n"
+    assert tree(place) == before
+    assert run("gc", place).stdout == f"{staging}: finished, its checkpoint is published\n"
+    assert not list(place.glob(".stio-*"))
+    assert values(place) == {2.0}
+    assert len(list(place.glob("*.safetensors"))) == 4
+
+
+def test_leaves_the_living_alone(place: Path) -> None:
+    transaction = begin_local(place, num_shards=2)
+    (staging,) = place.glob(".stio-*")
+    for options in ([], ["--dry-run"], ["--max-age", "0"]):
+        assert (
+            run("gc", place, *options).stdout
+            == f"{staging}: left alone, its owner lives or may live, or it may not be removed\n"
+        )
+    transaction.abort()
+    assert values(place) == {1.0}
+
+
+def test_a_directory_without_a_lock(tmp_path: Path) -> None:
+    staging = tmp_path / ".stio-0123456789"
+    staging.mkdir()
+    assert json.loads(run("gc", tmp_path, "--json").stdout)["kept"] == [str(staging)]
+    os.utime(staging, (1, 1))
+    for _ in range(2):
+        assert json.loads(run("gc", tmp_path, "--dry-run", "--json").stdout)["undone"] == [str(staging)]
+        assert list(staging.iterdir()) == []
+    run("gc", tmp_path)
+    assert not staging.exists()
+
+
+def test_trash_is_told_of_and_not_touched_by_a_dry_run(tmp_path: Path) -> None:
+    trash = tmp_path / ".stio-trash-0123456789"
+    trash.mkdir()
+    said = "removed, a clean-up before this one was cut off\n"
+    assert run("gc", tmp_path, "--dry-run").stdout == f"{trash}: would be {said}"
+    assert json.loads(run("gc", tmp_path, "--dry-run", "--json").stdout)["removed"] == [str(trash)]
+    assert trash.exists()
+    assert run("gc", tmp_path).stdout == f"{trash}: {said}"
+    assert not trash.exists()
+    assert run("gc", tmp_path).stdout == f"{tmp_path}: no save was cut off here\n"
+
+
+def test_wrong_calls(tmp_path: Path) -> None:
+    assert "check the path" in refused("gc", tmp_path / "a" / "b")
+    assert "'--max-age'" in refused("gc", tmp_path, "--max-age", "-1")
+
+
+def test_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from stio.cli.main import main; main(['gc', sys.argv[1]], standalone_mode=False);"
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,339 @@
+"""The program `stio`: how its commands end, whatever comes between, and what shells and terminals see of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from commands import PROGRAM, interrupted, refused, run, stio, terminal
+from safetensors.torch import save_file
+
+import stio as package
+from stio.cli import verify as cli_verify
+from stio.cli.interrupts import starting
+from stio.cli.main import main
+from stio.cli.output import explained, rate_text
+from stio.errors import StioError
+
+COMMANDS = sorted(main.commands)
+ERRORS = [
+    kind for name in package.__all__ if isinstance(kind := getattr(package, name), type) and issubclass(kind, StioError)
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save_file({"a.weight": torch.ones(3, 4), "b": torch.arange(5)}, tmp_path / "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+# Calls.
+
+
+def test_the_commands() -> None:
+    assert COMMANDS == ["bench", "convert", "diff", "gc", "inspect", "load", "verify"]
+    for name in COMMANDS:
+        options = {option for parameter in main.commands[name].params for option in parameter.opts}
+        assert "--json" in options
+        assert run(name, "--help").stdout.startswith(f"Usage: stio {name} ")
+        assert "\\" not in run(name, "--help").stdout
+        assert not main.commands[name].get_short_help_str().endswith("...")
+
+
+def test_wrong_calls_are_one_sentence_and_status_2() -> None:
+    assert refused("inspect") == "Error: Missing argument 'PATH' (see `stio inspect --help`)"
+    assert "(see `stio inspect --help`)" in refused("inspect", "x", "--no-such-option")
+    assert "(see `stio --help`)" in refused("no-such-command")
+    assert "(see `stio load --help`)" in refused("load", "x", "--memory", "much")
+    assert run("--version").stdout == f"stio, version {package.__version__}\n"
+    assert "Commands:" in run(status=2).output
+    assert "\\" not in run("--help").stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_empty_path_is_told(name: str) -> None:
+    arguments = {"diff": ["", "x"], "convert": ["", "x"]}.get(name, [""])
+    assert "the path is empty; give a file or a directory" in refused(name, *arguments)
+
+
+@pytest.mark.parametrize("name", ["convert", "diff", "gc", "inspect", "load", "verify"])
+def test_a_missing_path_is_told(name: str, tmp_path: Path) -> None:
+    absent = tmp_path / "none" / "absent"
+    arguments = {"diff": [absent, absent], "convert": [absent, tmp_path / "d"]}.get(name, [absent])
+    assert refused(name, *arguments).endswith("; check the path")
+    assert not (tmp_path / "d").exists()
+
+
+def test_importing_the_program_costs_no_torch() -> None:
+    code = (
+        "import sys; from stio.cli.main import main; main(['--help'], standalone_mode=False);"
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "convert" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("missing", ["click", "rich"])
+def test_missing_extras_are_named(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; import stio.__main__"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "stio: the command line needs two more packages: pip install click rich\n"
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_every_error_says_what_to_do(kind: type[StioError]) -> None:
+    text = explained(kind("it\x1b[2J broke", path="a\nb"))
+    assert text.isprintable()
+    assert kind in (
+        package.StioError,
+        package.ClosedError,
+        package.MismatchError,
+        package.SliceError,
+        package.SaveInProgressError,
+        package.WarmStartError,  # no command makes one
+    ) or re.search(r"broke; .{8,}", text)
+    assert explained(kind("it broke; mend it", path="a")) == "a: it broke; mend it"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (MemoryError(), "not enough memory; free some"),
+        (PermissionError(13, "Permission denied", "/x\ny"), "/x\\ny: Permission denied; look at"),
+        (OSError("odd"), "odd; look at"),
+    ],
+)
+def test_errors_of_the_system(monkeypatch: pytest.MonkeyPatch, error: Exception, text: str) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli_verify, "examine", fail)
+    assert text in refused("verify", "x")
+
+
+def test_a_bug_is_no_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_verify, "examine", lambda *_, **__: 1 / 0)
+    done = run("verify", "x", status=1)
+    assert isinstance(done.exception, ZeroDivisionError)
+
+
+def test_a_directory_that_may_not_be_read(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").mkdir()
+    assert "give a directory with .safetensors files" in refused("inspect", tmp_path / "m.safetensors")
+
+
+def test_a_full_disk(model: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*PROGRAM, "inspect", str(model)], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "Error: No space left on device; look at the path, its permissions and the disk\n"
+
+
+def test_warnings_are_a_line_each(tmp_path: Path) -> None:
+    """A pickle of another protocol than torch's earns a warning of torch's, which is no use here."""
+    (tmp_path / "raw.pkl").write_bytes(pickle.dumps({"a": 1}, protocol=4))
+    done = stio("convert", tmp_path / "raw.pkl", tmp_path / "d")
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, line.startswith("Error: ")) == (2, "", True)
+    torch.save(torch.nn.Linear(2, 3), tmp_path / "module.pt")
+    done = stio("convert", tmp_path / "module.pt", tmp_path / "d.safetensors", "--trust-pickle")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("warning: ")
+    assert "can run any code" in line
+
+
+# Pipes and terminals.
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    save_file({f"tensor.{k:05}": torch.zeros(1) for k in range(5000)}, tmp_path / "m.safetensors")
+    # Unbuffered, the interpreter itself forgets what a write did not take.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        [*PROGRAM, "inspect", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_a_pipe_that_is_closed_from_the_start(model: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([*PROGRAM, "inspect", str(model)], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_no_standard_output_at_all(model: Path) -> None:
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *PROGRAM, "inspect", str(model)], stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_bars_obey_terminals(model: Path) -> None:
+    arguments = ("verify", model)
+    drawn = terminal(*arguments)
+    assert "verifying" in drawn
+    assert re.search(r"\x1b\[[\d;]*m", drawn)
+    plain = terminal(*arguments, NO_COLOR="1")
+    assert "verifying" in plain
+    assert not re.search(r"\x1b\[[\d;]*m", plain)
+    for no_bar in (terminal(*arguments, "--no-progress"), terminal(*arguments, TERM="dumb")):
+        assert "verifying" not in no_bar
+        assert "\x1b" not in no_bar
+    assert stio(*arguments, FORCE_COLOR="1").stderr == ""
+
+
+def complete(*words: str) -> list[str]:
+    environment = {"_STIO_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    return stio(**environment).stdout.splitlines()
+
+
+def test_completion() -> None:
+    assert complete("stio", "in") == ["plain,inspect"]
+    assert complete("stio", "diff", "--head") == ["plain,--header-only"]
+    assert complete("stio", "load", "--memory", "l") == ["plain,lazy"]
+    assert complete("stio", "inspect", "m") == ["file,m"]
+    script = stio(_STIO_COMPLETE="zsh_source")
+    assert (script.returncode, "compdef" in script.stdout) == (0, True)
+    for shell in ("bash", "zsh", "fish"):
+        assert f"_STIO_COMPLETE={shell}_source stio" in run("--help").stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="needs bash")
+def test_the_line_for_bash_works() -> None:
+    line = f'stio() {{ "{sys.executable}" -m stio "$@"; }}; eval "$(_STIO_COMPLETE=bash_source stio)"; complete -p stio'
+    done = subprocess.run(["/bin/bash", "-c", line], capture_output=True, text=True)
+    assert done.stdout.split() == ["complete", "-o", "nosort", "-F", "_stio_completion", "stio"]
+
+
+# Ctrl-C.
+
+
+def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_verify, "examine", press)
+    assert run("verify", "x", status=130).stderr == "\nInterrupted.\n"
+
+
+@pytest.mark.parametrize("module", ["click", "rich.console", "stio.loading.open"])
+def test_ctrl_c_while_the_program_starts(module: str) -> None:
+    code = f"""
+import os, signal, sys
+class Press:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Press())
+import stio.__main__
+print("alive")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize("command", ["load", "convert"])
+def test_ctrl_c_while_torch_is_imported(command: str, model: Path, tmp_path: Path) -> None:
+    code = f"""
+import os, signal, sys
+class Press:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Press())
+from stio.__main__ import main
+sys.argv[1:] = {[command, str(model), *([str(tmp_path / "d")] if command == "convert" else [])]!r}
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+    assert os.listdir(tmp_path) == [model.name]
+
+
+def test_the_program_dies_of_the_signal(tmp_path: Path) -> None:
+    """So that a shell's loop around it ends too. The file is sparse: 32 GiB are hours to no disk, and seconds to read."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [32 << 30], "data_offsets": [0, 32 << 30]}}).encode()
+    for name in ("a", "b"):
+        with open(tmp_path / f"{name}.safetensors", "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + (32 << 30))
+    begun = tmp_path / "begun"
+    code = f"""
+import sys
+from pathlib import Path
+from stio.cli.output import Bar
+Bar.advance = lambda *_: Path({str(begun)!r}).touch()
+from stio.__main__ import main
+main()
+"""
+    program = [sys.executable, "-c", code]
+    files = (tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert interrupted("diff", *files, when=begun.exists, program=program) == (-signal.SIGINT, "", "\nInterrupted.\n")
+
+
+def test_ctrl_c_after_the_work_changes_nothing(model: Path) -> None:
+    code = """
+import atexit, os, signal, sys
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
+from stio.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code, "inspect", str(model)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_starting_leaves_other_handlers_alone() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with starting():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with pytest.raises(ValueError, match="odd"), starting():
+            raise ValueError("odd")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with starting():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_starting_on_another_thread_does_nothing() -> None:
+    seen: list[object] = []
+
+    def start() -> None:
+        with starting():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGINT)]
+
+
+# Texts.
+
+
+def test_rates() -> None:
+    assert rate_text(3_000_000_000, 2) == "1.5 GB/s"
+    assert rate_text(0, 0) == "0 B/s"

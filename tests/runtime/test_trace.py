@@ -1,0 +1,152 @@
+"""What loads and saves record: who worked, who waited for whom, and the picture of it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from support import Gate, HookedRoot, ramp, save_sharded
+
+import stio
+from stio import sync
+from stio.runtime.spans import summarize
+from stio.testing import FakeDevice, MemoryDestination
+
+pytestmark = pytest.mark.anyio
+
+KIB = 1 << 10
+TENSOR_BYTES = 64 * KIB
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return save_sharded({f"layer.{k}": ramp(128, 128) for k in range(12)}, tmp_path_factory.mktemp("model"), 2)
+
+
+def named(trace, name, lane=None):
+    return [span for span in trace.spans if span.name == name and lane in (None, span.lane)]
+
+
+async def test_a_stream_records_its_consumer(directory):
+    trace = stio.Trace()
+    async with stio.open(directory, memory="copy", budget_bytes=256 * KIB, trace=trace) as checkpoint:
+        async for _ in checkpoint.stream():
+            pass
+    waits, uses = named(trace, "wait", "caller"), named(trace, "consume", "caller")
+    assert sum(span.num_bytes for span in uses) == 12 * TENSOR_BYTES
+    assert len(waits) == len(uses) + 1  # the last one brings the end
+    in_turns = sorted([*waits, *uses], key=lambda span: span.start)
+    assert [span.name for span in in_turns] == ["wait", "consume"] * len(uses) + ["wait"]
+    assert all(before.end <= after.start for before, after in itertools.pairwise(in_turns))
+    assert {span.detail for span in waits} == {"for the next group"}
+    assert "the consumer worked" in summarize(trace.spans).sentence
+
+
+def test_a_blocking_stream_too(directory):
+    trace = stio.Trace()
+    with sync.open(directory, memory="copy", budget_bytes=256 * KIB, trace=trace) as checkpoint:
+        list(checkpoint.stream())
+    assert sum(span.num_bytes for span in named(trace, "consume", "caller")) == 12 * TENSOR_BYTES
+
+
+def test_a_consumer_that_lags_shows_as_readers_that_wait(directory):
+    trace, gate = stio.Trace(), threading.Event()
+    with sync.open(directory, memory="copy", budget_bytes=2 * TENSOR_BYTES, trace=trace) as checkpoint:
+        with checkpoint.stream() as stream:
+            for k, _ in enumerate(stream):
+                if not k:
+                    gate.wait(0.05)  # nobody sets it: the consumer works that long
+    held_back = [span for span in named(trace, "wait") if span.lane != "caller"]
+    assert held_back
+    assert {span.detail for span in held_back} == {"for budget"}
+    assert max(span.end - span.start for span in held_back) > 0.03
+    assert "threads waiting" in summarize(trace.spans).sentence
+
+
+def test_waiting_for_staging_memory_is_not_reading(directory):
+    trace = stio.Trace()
+    device = FakeDevice(delay_seconds=0.01)
+    with sync.open(directory, device=device, budget_bytes=16 * TENSOR_BYTES, trace=trace) as checkpoint:
+        checkpoint.load()
+    waits = [span for span in named(trace, "wait") if span.detail == "for staging memory"]
+    assert waits
+    for wait in waits:
+        beside = [s for s in named(trace, "read", wait.lane) if s.start < wait.end - 1e-9 and s.end > wait.start + 1e-9]
+        assert beside == []
+    assert sum(span.num_bytes for span in named(trace, "read")) >= 12 * TENSOR_BYTES
+
+
+@pytest.mark.parametrize("face", ["load", "open", "load_into"])
+def test_opening_is_recorded_with_its_path(directory, face):
+    trace = stio.Trace()
+    if face == "load":
+        sync.load(directory, trace=trace)
+    elif face == "open":
+        with sync.open(directory, trace=trace):
+            pass
+    else:
+        module = __import__("torch").nn.Module()
+        module.layer = __import__("torch").nn.ParameterList([ramp(128, 128) for _ in range(12)])
+        sync.load_into(module, directory, trace=trace)
+    assert [span.detail for span in named(trace, "open")] == [str(directory)]
+
+
+def test_a_place_of_ones_own_is_named_by_its_type(directory):
+    trace = stio.Trace()
+    sync.load(HookedRoot(directory), trace=trace)
+    assert [span.detail for span in named(trace, "open")] == ["HookedRoot"]
+
+
+def test_a_lazy_load_does_not_claim_to_have_read(directory):
+    trace = stio.Trace()
+    sync.load(directory, memory="lazy", trace=trace)
+    assert not named(trace, "read") + named(trace, "populate")
+    assert summarize(trace.spans).num_bytes == 0
+
+
+def test_a_savers_snapshot_is_what_its_caller_waits_for(tmp_path):
+    trace, gate = stio.Trace(), threading.Event()
+    with sync.Saver(max_pending=2) as saver:
+        first = saver.save({"a": ramp(512, 512)}, MemoryDestination(gate=gate), trace=trace)
+        (wait,) = named(trace, "wait", "caller")
+        assert wait.detail == "for the snapshot"
+        assert all(span.end <= wait.end for span in named(trace, "stage"))
+        second = saver.save({"a": ramp(512, 512)}, tmp_path / "b", trace=trace)
+        gate.set()
+        first.result()
+        second.result()
+    assert "for the save before" in {span.detail for span in named(trace, "wait", "save")}
+    assert "the caller waited" in summarize(trace.spans).sentence
+
+
+def test_pictures_of_a_load_and_of_a_save(directory, tmp_path):
+    load, save = stio.Trace(), stio.Trace()
+    tensors = sync.load(directory, memory="copy", trace=load)
+    sync.save(tensors, tmp_path / "out", trace=save)
+    for trace, words in ((load, ("open", "read", "tensors")), (save, ("stage", "write", "commit"))):
+        trace.save_svg(tmp_path / "a.svg")
+        root = ElementTree.parse(tmp_path / "a.svg").getroot()
+        text = " ".join("".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text"))
+        assert all(word in text for word in words)
+        trace.save_html(tmp_path / "a.html")
+        assert (tmp_path / "a.svg").read_text().strip() in (tmp_path / "a.html").read_text()
+
+
+def test_a_trace_can_be_drawn_while_it_is_recorded(directory, tmp_path):
+    trace, gate, drawn = stio.Trace(), Gate(), threading.Event()
+
+    def load():
+        sync.load(HookedRoot(directory, gate), memory="copy", trace=trace)
+        drawn.set()
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    assert gate.reached.wait(5)
+    assert named(trace, "open")
+    trace.save_svg(tmp_path / "early.svg")
+    gate.opened.set()
+    thread.join()
+    assert drawn.is_set()
+    ElementTree.parse(tmp_path / "early.svg")

@@ -1,0 +1,177 @@
+"""The staging pool: what it holds, what it keeps, and that the budget is never exceeded."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from support import PATIENCE_SECONDS
+
+from stio.runtime import memory
+from stio.runtime.limits import PAGE_BYTES
+from stio.runtime.memory import Region
+from stio.saving.staging_pool import StagingPool, block_bytes_for
+
+MIB = 1 << 20
+
+
+def made(budget_bytes: int | None, block_bytes: int = PAGE_BYTES) -> StagingPool:
+    pool = StagingPool(budget_bytes)
+    pool.fit(block_bytes, memory.allocate)
+    return pool
+
+
+def take(pool: StagingPool) -> Region | None:
+    with pool.changed:
+        return pool.try_take()
+
+
+@pytest.mark.parametrize(
+    ("data_bytes", "budget_bytes", "stage_first", "expected"),
+    [
+        (0, None, True, 4 * MIB),
+        (100 * MIB, None, True, 4 * MIB),
+        (500 * MIB, None, True, 16 * MIB),
+        (10_000 * MIB, None, True, 64 * MIB),
+        (10_000 * MIB, None, False, 16 * MIB),
+        (10_000 * MIB, 100 * MIB, True, 16 * MIB),
+        (10_000 * MIB, 10 * MIB, False, 2 * MIB),
+        (10_000 * MIB, 1, True, MIB),
+    ],
+)
+def test_block_sizes(data_bytes, budget_bytes, stage_first, expected):
+    found = block_bytes_for(data_bytes, budget_bytes, stage_first=stage_first)
+    assert found == expected
+    assert found & (found - 1) == 0
+    assert found % PAGE_BYTES == 0
+
+
+@pytest.mark.parametrize("budget", [1, PAGE_BYTES, 3 * PAGE_BYTES, 3 * PAGE_BYTES + 1, 4 * PAGE_BYTES - 1])
+def test_never_more_than_the_budget_and_never_less_than_one(budget):
+    pool = made(budget)
+    blocks = []
+    while (block := take(pool)) is not None:
+        blocks.append(block)
+    assert len(blocks) == max(1, budget // PAGE_BYTES)
+    assert len({block.address for block in blocks}) == len(blocks)
+    assert pool.peak_bytes == len(blocks) * PAGE_BYTES
+    for block in blocks:
+        pool.give_back(block)
+    assert take(pool) is not None
+    assert pool.peak_bytes == len(blocks) * PAGE_BYTES
+
+
+def test_without_a_budget_there_is_always_one():
+    pool = made(None)
+    assert len([take(pool) for _ in range(100)]) == 100
+    assert pool.peak_bytes == 100 * PAGE_BYTES
+
+
+def test_used_blocks_are_given_out_again():
+    pool = made(None)
+    first = take(pool)
+    pool.give_back(first)
+    assert take(pool) is first
+    pool.give_back(first)
+    pool.fit(PAGE_BYTES, memory.allocate)  # the same as before: kept
+    assert take(pool) is first
+
+
+def test_other_sizes_and_makers_start_anew():
+    pool = made(4 * PAGE_BYTES)
+    kept = [take(pool), take(pool)]
+    for block in kept:
+        pool.give_back(block)
+    pool.fit(2 * PAGE_BYTES, memory.allocate)
+    blocks = [take(pool), take(pool), take(pool)]
+    assert [block and block.nbytes for block in blocks] == [2 * PAGE_BYTES, 2 * PAGE_BYTES, None]
+    calls = []
+
+    def make(nbytes):
+        calls.append(nbytes)
+        return memory.allocate(2 * nbytes)  # pinned memory comes in powers of two
+
+    for block in blocks[:2]:
+        pool.give_back(block)
+    pool.fit(2 * PAGE_BYTES, make)
+    assert take(pool).nbytes == 2 * PAGE_BYTES
+    assert calls == [2 * PAGE_BYTES]
+
+
+def test_a_block_of_an_earlier_size_is_paid_for_until_it_is_back():
+    pool = made(4 * PAGE_BYTES)
+    out = take(pool)
+    pool.fit(4 * PAGE_BYTES, memory.allocate)
+    assert take(pool) is None, "the budget holds across sizes"
+    pool.give_back(out)
+    assert take(pool).nbytes == 4 * PAGE_BYTES
+    assert take(pool) is None
+
+
+def test_a_block_of_an_earlier_maker_is_not_given_out_again():
+    pool = made(2 * PAGE_BYTES)
+    out = take(pool)
+
+    def pinned(nbytes):
+        return memory.allocate(nbytes)
+
+    pool.fit(PAGE_BYTES, pinned)  # as a save from a device does, whose copies need its own memory
+    pool.give_back(out)
+    assert take(pool).address != out.address
+    assert take(pool) is not None, "the one that is back does not count any more"
+    assert take(pool) is None
+
+
+def test_clear_lets_go_of_what_is_not_in_use():
+    pool = made(2 * PAGE_BYTES)
+    used, unused = take(pool), take(pool)
+    pool.give_back(unused)
+    pool.clear()
+    assert take(pool) is not unused
+    assert take(pool) is None, "the one in use still counts"
+    pool.give_back(used)
+
+
+def test_a_block_that_cannot_be_made_costs_nothing():
+    pool = StagingPool(PAGE_BYTES)
+
+    def refuse(_):
+        raise MemoryError
+
+    pool.fit(PAGE_BYTES, refuse)
+    with pytest.raises(MemoryError):
+        take(pool)
+    assert pool.peak_bytes == 0
+    pool.fit(PAGE_BYTES, memory.allocate)
+    assert take(pool) is not None
+
+
+def test_who_waits_hears_of_a_block_that_is_back():
+    pool = made(PAGE_BYTES)
+    block = take(pool)
+    found, waiting = [], threading.Event()
+
+    def wait():
+        with pool.changed:
+            waiting.set()
+            while (mine := pool.try_take()) is None:
+                assert pool.changed.wait(PATIENCE_SECONDS)
+            found.append(mine)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waiting.wait(PATIENCE_SECONDS)
+    pool.give_back(block)
+    thread.join(PATIENCE_SECONDS)
+    assert found == [block]
+
+
+@pytest.mark.parametrize("budget", [0, -1])
+def test_a_budget_is_positive(budget):
+    with pytest.raises(ValueError, match="positive"):
+        StagingPool(budget)
+
+
+def test_blocks_are_whole_pages():
+    with pytest.raises(ValueError, match="whole pages"):
+        made(None, PAGE_BYTES + 8)

@@ -1,0 +1,394 @@
+"""New files: space before bytes, whole pages past the cache, and what happens when the disk is full or broken."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import random
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stio.errors import NoSpaceError, StorageError
+from stio.runtime.limits import PAGE_BYTES
+from stio.runtime.memory import Region, allocate
+from stio.storage.base import Sink
+from stio.storage.commit import file_writer as sink
+from stio.storage.commit import syscalls as calls
+from stio.storage.commit.file_writer import LocalSink, create_sinks, put
+
+DATA = random.Random(1).randbytes(3 * PAGE_BYTES + 777)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own calls")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[int]:
+    fd = calls.open_directory(str(tmp_path))
+    yield fd
+    os.close(fd)
+
+
+def create(place: int, *files: tuple[str, int], mode: int | None = None, durable: bool = True) -> list[LocalSink]:
+    where = [f"final/{name}" for name, _ in files]
+    return create_sinks(place, files, path="final", where=where, mode=mode, durable=durable)
+
+
+def region_of(data: bytes) -> Region:
+    region = allocate(len(data))
+    region.write(0, data)
+    return region.sub(0, len(data))
+
+
+def write_all(sink: LocalSink, data: bytes = DATA) -> None:
+    sink.write_from(0, region_of(data))
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_file_has_its_bytes_and_its_space_beforehand(place: int, tmp_path: Path) -> None:
+    before = num_descriptors()
+    (one,) = create(place, ("a", len(DATA)))
+    assert isinstance(one, LocalSink) and one.path == "final/a"
+    contract: Sink = one
+    assert num_descriptors() == before, "hundreds of shards are created before the first is written"
+    found = os.stat(tmp_path / "a")
+    assert found.st_size == len(DATA)
+    assert found.st_blocks * 512 >= len(DATA) // PAGE_BYTES * PAGE_BYTES
+    write_all(one)
+    assert not one.finished
+    contract.finish()
+    assert one.finished
+    assert (tmp_path / "a").read_bytes() == DATA
+    assert num_descriptors() == before
+    one.close()
+
+
+def test_blocks_come_in_any_order_from_any_thread(place: int, tmp_path: Path) -> None:
+    data = random.Random(2).randbytes(300 * PAGE_BYTES + 5)
+    (one,) = create(place, ("a", len(data)))
+    region = region_of(data)
+    starts = list(range(0, len(data), 7 * PAGE_BYTES))
+    random.Random(3).shuffle(starts)
+    with ThreadPoolExecutor(8) as pool:
+        parts = ((start, region.sub(start, min(7 * PAGE_BYTES, len(data) - start))) for start in starts)
+        list(pool.map(lambda part: one.write_from(*part), parts))
+    one.finish()
+    assert (tmp_path / "a").read_bytes() == data
+
+
+def test_name_is_never_reused(place: int, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(StorageError) as caught:
+        create(place, ("a", 10))
+    assert caught.value.errno == errno.EEXIST
+    assert (tmp_path / "a").read_text() == "mine"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_c118_mode_is_the_umasks_or_the_one_that_was_given(place: int, tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        (plain,) = create(place, ("plain", len(DATA)))
+        (given,) = create(place, ("given", len(DATA)), mode=0o440)
+    finally:
+        os.umask(before)
+    for one in (plain, given):
+        write_all(one)
+        one.finish()
+    assert stat.S_IMODE(os.stat(tmp_path / "plain").st_mode) == 0o666 & ~umask
+    assert stat.S_IMODE(os.stat(tmp_path / "given").st_mode) == 0o440
+
+
+def test_finish_wants_every_byte(place: int) -> None:
+    (one,) = create(place, ("a", len(DATA)))
+    one.write_from(0, region_of(DATA[:PAGE_BYTES]))
+    with pytest.raises(StorageError, match="not all"):
+        one.finish()
+    assert not one.finished
+
+
+def test_close_gives_up(place: int) -> None:
+    before = num_descriptors()
+    (one,) = create(place, ("a", len(DATA)))
+    one.write_from(0, region_of(DATA[:PAGE_BYTES]))
+    one.close()
+    one.close()
+    assert num_descriptors() == before
+
+
+def test_nothing_is_synced_where_nothing_shall_be(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "fsync", lambda fd: pytest.fail("synced"))
+    (one,) = create(place, ("a", len(DATA)), durable=False)
+    write_all(one)
+    one.finish()
+
+
+# Direct and buffered.
+
+
+def spy_on_writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
+    real, log = calls.write, []
+
+    def write(fd: int, address: int, nbytes: int, offset: int) -> int:
+        flags = int(Path(f"/proc/self/fdinfo/{fd}").read_text().split("flags:")[1].split()[0], 8)
+        log.append((bool(flags & os.O_DIRECT), nbytes, offset))
+        return real(fd, address, nbytes, offset)
+
+    monkeypatch.setattr(calls, "write", write)
+    return log
+
+
+@linux
+def test_whole_pages_go_past_the_cache_in_one_call(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (one,) = create(place, ("a", len(DATA)))
+    log = spy_on_writes(monkeypatch)
+    write_all(one)
+    if one.direct_refused:
+        pytest.skip("no direct I/O on this filesystem")
+    assert log == [(True, 3 * PAGE_BYTES, 0), (False, 777, 3 * PAGE_BYTES)]
+
+
+@linux
+def test_memory_off_the_pages_is_buffered(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (one,) = create(place, ("a", len(DATA)))
+    log = spy_on_writes(monkeypatch)
+    region = allocate(len(DATA) + 1)
+    region.write(1, DATA)
+    one.write_from(0, region.sub(1, len(DATA)))
+    one.finish()
+    assert log == [(False, len(DATA), 0)]
+    assert (tmp_path / "a").read_bytes() == DATA
+
+
+@pytest.mark.parametrize("where", ["open", "write"])
+def test_c98_direct_io_refused(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    real_open, real_write, direct = calls.open_file, calls.write, set()
+
+    def open_file(name: str, flags: int, **kwargs: Any) -> int:
+        if flags & os.O_DIRECT and where == "open":
+            raise OSError(errno.EINVAL, "")
+        fd = real_open(name, flags & ~os.O_DIRECT, **kwargs)
+        if flags & os.O_DIRECT:
+            direct.add(fd)
+        return fd
+
+    def write(fd: int, address: int, nbytes: int, offset: int) -> int:
+        if fd in direct:
+            raise OSError(errno.EINVAL, "")
+        return real_write(fd, address, nbytes, offset)
+
+    monkeypatch.setattr(calls, "open_file", open_file)
+    monkeypatch.setattr(calls, "write", write)
+    (one,) = create(place, ("a", len(DATA)))
+    write_all(one)
+    one.finish()
+    assert one.direct_refused
+    assert (tmp_path / "a").read_bytes() == DATA
+
+
+def test_large_buffered_writes_begin_to_be_written_back(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink, "_O_DIRECT", 0)
+    monkeypatch.setattr(sink, "_WRITEBACK_BYTES", 3 * PAGE_BYTES)
+    ranges: list[tuple[int, int]] = []
+    monkeypatch.setattr(calls, "start_writeback", lambda fd, offset, nbytes: ranges.append((offset, nbytes)))
+    (one,) = create(place, ("a", len(DATA)))
+    write_all(one)
+    one.finish()
+    assert ranges == [(0, len(DATA))]
+
+
+@pytest.mark.parametrize("step", [1, 511, PAGE_BYTES, PAGE_BYTES + 1])
+def test_c104_short_writes_go_on(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    real, interrupted = calls.write, []
+
+    def write(fd: int, address: int, nbytes: int, offset: int) -> int:
+        if len(interrupted) < 3:
+            interrupted.append(offset)
+            raise InterruptedError(errno.EINTR, "")
+        short = min(nbytes, step)
+        return real(fd, address, short if short == nbytes or step % PAGE_BYTES == 0 else nbytes // 2 or 1, offset)
+
+    monkeypatch.setattr(calls, "write", write)
+    if step % PAGE_BYTES:
+        monkeypatch.setattr(sink, "_O_DIRECT", 0)
+    (one,) = create(place, ("a", len(DATA)))
+    write_all(one)
+    one.finish()
+    assert (tmp_path / "a").read_bytes() == DATA
+    put(place, "note", b"x" * 100)
+    assert (tmp_path / "note").read_bytes() == b"x" * 100
+
+
+def test_c104_short_direct_write_ends_inside_a_page(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, first = calls.write, []
+
+    def write(fd: int, address: int, nbytes: int, offset: int) -> int:
+        count = real(fd, address, nbytes, offset)
+        if not first:
+            first.append(count)
+            return PAGE_BYTES + 512  # the rest is the buffered descriptor's
+        return count
+
+    monkeypatch.setattr(calls, "write", write)
+    (one,) = create(place, ("a", len(DATA)))
+    write_all(one)
+    one.finish()
+    assert (tmp_path / "a").read_bytes() == DATA
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_write_of_nothing_is_an_error(place: int, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(calls, "write", lambda *_: count)
+    monkeypatch.setattr(calls, "write_bytes", lambda *_: count)
+    (one,) = create(place, ("a", len(DATA)))
+    with pytest.raises(StorageError):
+        write_all(one)
+    with pytest.raises(OSError, match="no bytes"):
+        put(place, "note", b"x")
+
+
+# Failures.
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("buffered", [False, True])
+def test_c105_write_fails(place: int, monkeypatch: pytest.MonkeyPatch, number: int, buffered: bool) -> None:
+    (one,) = create(place, ("a", 4 * len(DATA)))
+    if buffered:
+        one.direct_refused = True
+
+    def write(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(calls, "write", write)
+    with pytest.raises(StorageError) as caught:
+        one.write_from(2 * PAGE_BYTES, region_of(DATA))
+    assert (caught.value.errno, caught.value.offset, caught.value.path) == (number, 2 * PAGE_BYTES, "final/a")
+    assert isinstance(caught.value, NoSpaceError) == (number != errno.EIO)
+    if isinstance(caught.value, NoSpaceError):
+        assert caught.value.needed_bytes == len(DATA) and caught.value.free_bytes is not None
+    one.close()
+
+
+def test_c106_failed_fsync_is_final(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = num_descriptors()
+    (one,) = create(place, ("a", len(DATA)))
+    write_all(one)
+
+    def fsync(fd: int) -> None:
+        raise OSError(errno.EIO, "")
+
+    monkeypatch.setattr(calls, "fsync", fsync)
+    with pytest.raises(StorageError, match="not to be trusted") as caught:
+        one.finish()
+    assert caught.value.errno == errno.EIO and not one.finished
+    assert num_descriptors() == before
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_c103_no_room_is_known_before_the_first_byte(place: int, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    real, sizes = calls.reserve, []
+
+    def reserve(fd: int, nbytes: int) -> None:
+        sizes.append(nbytes)
+        if len(sizes) == 2:
+            raise OSError(number, os.strerror(number))
+        real(fd, nbytes)
+
+    monkeypatch.setattr(calls, "reserve", reserve)
+    with pytest.raises(NoSpaceError) as caught:
+        create(place, ("a", 10_000), ("b", 20_000))
+    assert caught.value.errno == number
+    assert caught.value.needed_bytes == 30_000
+    assert f"{caught.value.needed_bytes:,}" in str(caught.value) and f"{caught.value.free_bytes:,}" in str(caught.value)
+
+
+def test_c103_where_nothing_can_be_reserved_the_count_decides(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
+
+    monkeypatch.setattr(calls, "_fallocate", refuse)
+    create(place, ("a", 10_000))
+    with pytest.raises(NoSpaceError):
+        create(place, ("b", sink.free_bytes(place) + 1))
+
+
+def test_c103_nothing_is_reserved_of_what_cannot_fit(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ext4 hands out all that it has before it says no, and until that is given back nobody else can write."""
+    monkeypatch.setattr(calls, "reserve", lambda *_: pytest.fail("it was asked to reserve"))
+    found = os.fstatvfs(place)
+    with pytest.raises(NoSpaceError) as caught:
+        create(place, ("a", found.f_bavail * found.f_frsize), ("b", 1 << 30))  # others may free something meanwhile
+    assert caught.value.needed_bytes == found.f_bavail * found.f_frsize + (1 << 30)
+    assert not os.listdir(place)
+
+
+@pytest.mark.parametrize("reserves", [True, False])
+def test_c103_a_filesystem_that_counts_nothing(place: int, monkeypatch: pytest.MonkeyPatch, reserves: bool) -> None:
+    """ramfs reports zeros, and so do some of those in user space."""
+    counts = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(sink.os, "fstatvfs", lambda _: counts)
+    if not reserves:
+        monkeypatch.setattr(calls, "_fallocate", None)
+    (one,) = create(place, ("a", len(DATA)))
+    write_all(one)
+    one.finish()
+    assert os.stat("a", dir_fd=place).st_size == len(DATA)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="mounts")
+def test_c103_small_disk(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", mount], check=False).returncode:
+        pytest.skip("may not mount")
+    fd = None
+    try:
+        fd = calls.open_directory(str(mount))
+        with pytest.raises(NoSpaceError) as caught:
+            create(fd, ("a", 1 << 20), ("b", 3 << 20))
+        assert caught.value.needed_bytes == 4 << 20
+        assert caught.value.free_bytes == 2 << 20
+        assert not os.listdir(mount)
+        (one,) = create(fd, ("c", len(DATA)))
+        write_all(one)
+        one.finish()
+        assert (mount / "c").read_bytes() == DATA
+    finally:
+        if fd is not None:
+            os.close(fd)
+        subprocess.run(["umount", mount], check=True)
+
+
+@linux
+def test_c103_file_size_limit(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import os, resource, sys
+        from stio.errors import NoSpaceError
+        from stio.storage.commit import syscalls as calls
+        from stio.storage.commit.file_writer import create_sinks
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        fd = calls.open_directory(sys.argv[1])
+        try:
+            create_sinks(fd, [("a", 2 << 20)], path="p", where=["p/a"], mode=None, durable=True)
+        except NoSpaceError as error:
+            print(error.errno, error.needed_bytes)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(errno.EFBIG), str(2 << 20)]
