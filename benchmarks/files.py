@@ -31,11 +31,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class TensorShape:
     """One tensor of a layout."""
 
-    name: str
-    """Its key in the file."""
-
-    shape: tuple[int, ...]
-    """Its dimensions."""
+    name: str  # its key in the file
+    shape: tuple[int, ...]  # its dimensions
 
     @property
     def nbytes(self) -> int:
@@ -47,11 +44,8 @@ class TensorShape:
 class Layout:
     """The tensors of one kind of file."""
 
-    label: str
-    """Names the files of this layout."""
-
-    tensors: tuple[TensorShape, ...]
-    """In file order."""
+    label: str  # names the files of this layout
+    tensors: tuple[TensorShape, ...]  # in file order
 
     @property
     def data_bytes(self) -> int:

@@ -21,7 +21,7 @@ import torch
 import stio.sync
 from benchmarks import meters
 from stio.format.header_build import build_header
-from stio.loading import targets as target
+from stio.loading import prepare
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
@@ -68,7 +68,7 @@ class Device:
         return memory.allocate(nbytes)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Give memory that nobody touches."""
+        """Give memory that is not touched."""
         sleep(ALLOCATION_SECONDS)
         return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -141,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    target.usable_cores = lambda: NUM_CORES
+    prepare.usable_cores = lambda: NUM_CORES
     file = File(num_tensors=320, tensor_bytes=40_000_000)
     runs = {
         "idle": {"busy": False, "switch_interval": None},

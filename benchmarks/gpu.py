@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_results, machine, report
-from benchmarks.gpu_child import NO_DEVICE_STATUS, TIME_OVER, NoDevice, Options, Record, Stage
+from benchmarks.gpu_child import NO_DEVICE_STATUS, TIME_OVER, NoDevice, Options, Stage
+from benchmarks.suite import Record
 
 HERE = Path(__file__).resolve().parent
 MOST_SECONDS = 480.0
@@ -60,16 +61,7 @@ class Command:
         self._out.mkdir(parents=True, exist_ok=True)
         directory: Path = self._asked.dir.resolve() / _CHECKPOINTS
         directory.mkdir(parents=True, exist_ok=True)
-        self._emit(
-            {
-                "kind": "machine",
-                **machine.describe(),
-                "disk": machine.describe_disk(directory),
-                "date": time.strftime("%Y-%m-%d"),
-                "size_bytes": self._size_bytes,
-                "prime_bytes": min(self._size_bytes, self._stages.PRIME_BYTES),
-            }
-        )
+        self._emit(machine.record(directory, self._size_bytes, min(self._size_bytes, self._stages.PRIME_BYTES)))
         try:
             ends = [self._run_stage(stage, directory) for stage in chosen]
         except NoDevice as error:
@@ -93,7 +85,7 @@ class Command:
             (self._out / REPORT_NAME).write_text(text)
             print(f"{gpu_results.summary(text)}\n\nAll tables: {self._out / REPORT_NAME}")
         if self._asked.publish:
-            gpu_results.publish(records, suite, text, self._out / "gpu.svg", HERE / "README.md")
+            report.publish(suite, gpu_results.counted(records), text, self._out / "gpu.svg", HERE / "README.md")
         return report.num_missed(gpu_results.counted(records), suite)
 
     def _run_stage(self, stage: Stage, directory: Path) -> str:

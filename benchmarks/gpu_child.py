@@ -25,9 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_results, machine
-from benchmarks.cases import Case, Entry
-
-Record = dict[str, Any]
+from benchmarks.suite import Case, Entry, Record
 
 NO_DEVICE_STATUS = 3
 TIME_OVER = "the stage's time was over"
@@ -49,21 +47,13 @@ class Absent(RuntimeError):
 class Options:
     """What the command line decides, for one stage."""
 
-    out: str
-    """Directory of the results."""
-
-    directory: str
-    """Directory of the checkpoints and saves, on a real disk."""
-
+    out: str  # directory of the results
+    directory: str  # directory of the checkpoints and saves, on a real disk
     device: str = ""
     """The device's name; the accelerator that torch sees where empty."""
 
-    quick: bool = False
-    """One round of little data: does it run?"""
-
-    size_bytes: int = 0
-    """Of the model."""
-
+    quick: bool = False  # one round of little data: does it run?
+    size_bytes: int = 0  # of the model
     deadline: float = math.inf
     """When the stage's budget ends, by `time.monotonic`: no further round begins that would not end within it."""
 
@@ -76,23 +66,12 @@ class Options:
 class Stage:
     """A part of the benchmark that one process runs."""
 
-    name: str
-    """For `--stage`."""
-
-    question: str
-    """What it answers."""
-
-    seconds: float
-    """Its budget."""
-
-    cases: tuple[Case, ...] = ()
-    """What is compared, one case after the other."""
-
-    is_fresh: bool = False
-    """Each turn has a process of its own: what is measured happens once in a process."""
-
-    run: Callable[[Bench], None] | None = None
-    """What is done where there are no cases."""
+    name: str  # for `--stage`
+    question: str  # what it answers
+    seconds: float  # its budget
+    cases: tuple[Case, ...] = ()  # what is compared, one case after the other
+    is_fresh: bool = False  # each turn has a process of its own: what is measured happens once in a process
+    run: Callable[[Bench], None] | None = None  # what is done where there are no cases
 
 
 class Bench:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks import gpu_device, raw
+from benchmarks import gpu_device, limits
 
 CHUNK_BYTES = 64 << 20
 """Of one copy over the bus."""
@@ -60,15 +60,15 @@ def bus(stack: ExitStack) -> Read:
 
 def page_cache(stack: ExitStack) -> Read:
     """Read with every processor; a thread's buffer stays in the caches of its core."""
-    return _reader(stack, [raw.huge_buffer(_rehearsed(raw.BLOCK_BYTES)) for _ in os.sched_getaffinity(0)], 0)
+    return _reader(stack, [limits.huge_buffer(_rehearsed(limits.READ_BYTES)) for _ in os.sched_getaffinity(0)], 0)
 
 
 def disk(stack: ExitStack, memory: str = "plain") -> Read:
     """Read past the page cache, sixteen reads in flight, into memory that is plain, pinned by torch, or registered."""
     if memory == "pinned":
-        buffers = [gpu_device.pinned(_rehearsed(raw.BLOCK_BYTES)).numpy() for _ in range(raw.DEPTH)]
+        buffers = [gpu_device.pinned(_rehearsed(limits.READ_BYTES)).numpy() for _ in range(limits.READ_DEPTH)]
     else:
-        buffers = [raw.huge_buffer(_rehearsed(raw.BLOCK_BYTES)) for _ in range(raw.DEPTH)]
+        buffers = [limits.huge_buffer(_rehearsed(limits.READ_BYTES)) for _ in range(limits.READ_DEPTH)]
     read = _reader(stack, buffers, os.O_DIRECT)
     for buffer in buffers if memory == "registered" else ():
         stack.enter_context(gpu_device.registered(buffer))
@@ -79,7 +79,7 @@ def _reader(stack: ExitStack, buffers: list[np.ndarray], flags: int) -> Read:
     """Give a thread to each buffer, and give the function that reads files through them."""
     for buffer in buffers:
         buffer[:] = 1
-    pool = stack.enter_context(raw.started_pool(len(buffers)))
+    pool = stack.enter_context(limits.started_pool(len(buffers)))
 
     def read(paths: list[Path]) -> None:
         with _Blocks(paths, len(buffers[0]), flags) as blocks:
@@ -96,13 +96,13 @@ def _reader(stack: ExitStack, buffers: list[np.ndarray], flags: int) -> Read:
 def ring(stack: ExitStack, num_threads: int, slot_bytes: int, *, direct: bool) -> Read:
     """Make two pinned slots a thread, and give the function that reads files into them and copies them to the device.
 
-    That is the whole way without a library on it: no headers, no tensors, one stream, an event a slot. Of its shapes
+    That is the path without a library: no headers, no tensors, one stream, an event a slot. Of its shapes
     the fastest says how large a ring should be here.
     """
     slot_bytes = _rehearsed(slot_bytes)
     slots = [[gpu_device.pinned(slot_bytes) for _ in range(2)] for _ in range(num_threads)]
     there = torch.ones(slot_bytes * num_threads, dtype=torch.uint8, device=gpu_device.device())
-    pool = stack.enter_context(raw.started_pool(num_threads))
+    pool = stack.enter_context(limits.started_pool(num_threads))
     stream = gpu_device.stream()
 
     def read(paths: list[Path]) -> None:
@@ -153,7 +153,7 @@ def mapping(stack: ExitStack) -> Read:
 
 
 class _Blocks:
-    """The blocks of several files, given out one by one to whichever thread asks."""
+    """The blocks of several files; several threads take them one by one."""
 
     def __init__(self, paths: list[Path], block_bytes: int, flags: int) -> None:
         self._descriptors = [os.open(path, os.O_RDONLY | flags) for path in paths]

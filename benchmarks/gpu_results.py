@@ -10,12 +10,9 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from benchmarks import chart, report
-from benchmarks.suite import Suite
-
-Record = dict[str, Any]
+from benchmarks import report
+from benchmarks.suite import Record, Suite
 
 FILE_NAME = "results.jsonl"
 FEWEST_ROUNDS = 3
@@ -49,14 +46,9 @@ def read(path: Path) -> list[Record]:
 class Attempt:
     """One run of a stage."""
 
-    begin: Record
-    """Its first line."""
-
-    records: list[Record] = field(default_factory=list)
-    """What came between."""
-
+    begin: Record  # its first line
+    records: list[Record] = field(default_factory=list)  # what came between
     end: Record = field(default_factory=lambda: {"status": "failed", "how": "no end was written: interrupted"})
-    """Its last line."""
 
     @property
     def is_complete(self) -> bool:
@@ -126,13 +118,6 @@ def markdown(records: list[Record], suite: Suite) -> str:
 def summary(text: str) -> str:
     """Give a report's beginning: how the stages ended, the machine, and the bounds."""
     return text.partition("\n\n**")[0]
-
-
-def publish(records: list[Record], suite: Suite, text: str, drawn: Path, readme: Path) -> None:
-    """Write the report between the markers of a page, with the chart, if it can be drawn and the page can show it."""
-    if chart.draw(counted(records), suite, drawn) and drawn.resolve().is_relative_to(readme.parent):
-        text += f"\n![{suite.picture}]({drawn.resolve().relative_to(readme.parent)})\n"
-    report.write_between_markers(readme, text, suite.markers)
 
 
 def _stages(counted: dict[str, Attempt]) -> str:

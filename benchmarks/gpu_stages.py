@@ -15,12 +15,22 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from benchmarks.cases import Case, Entry
 from benchmarks.gpu_child import Bench, Stage
-from benchmarks.report import count_cell, median_cell
-from benchmarks.stats import Measured, NoFigure, Runs, plain, ratio
-from benchmarks.suite import Columns, Panel, Suite
-from benchmarks.verdicts import Bound, cost, faster, seconds, show
+from benchmarks.report import (
+    Bound,
+    Measured,
+    NoFigure,
+    Runs,
+    cost,
+    count_cell,
+    faster,
+    median_cell,
+    plain,
+    ratio,
+    seconds,
+    show,
+)
+from benchmarks.suite import Case, Columns, Entry, Panel, Suite
 
 WORK = "benchmarks.gpu_tasks"
 """Does the turns."""
@@ -209,11 +219,7 @@ STAGES: tuple[Stage, ...] = (
         state="",
     ),
     _stage(
-        *(
-            "fragmentation",
-            120,
-            "two models in turns, each dropped before the next; the seconds are the fourth load's",
-        ),
+        *("fragmentation", 120, "two models in turns, each dropped before the next; the seconds are the fourth load's"),
         *("stio", _reserved("turns"), "safetensors"),
         task="turns",
     ),
@@ -257,11 +263,7 @@ STAGES: tuple[Stage, ...] = (
         state="",
     ),
     _stage(
-        *(
-            "decoder",
-            60,
-            "forwards of 512 tokens with all weights there: the first, and the median of later ones",
-        ),
+        *("decoder", 60, "forwards of 512 tokens with all weights there: the first, and the median of later ones"),
         "decoder",
         task="forward",
     ),
@@ -330,7 +332,7 @@ BOUNDS: tuple[Bound, ...] = (
     seconds("kernels", "first launches, loaded lazily", "kernels lazy", "first_seconds", None, "ms"),
     seconds("kernels", "first launches, loaded eagerly", "kernels eager", "first_seconds", None, "ms"),
     seconds("kernels", "a load's first cast beside a busy stream", "stio-cast", "first_seconds", None),
-    cost("wakeup", "a sleeping wait through one that asks", "wake-sleep", "wake-query", "seconds"),
+    cost("wakeup", "a sleeping wait through a polling one", "wake-sleep", "wake-query", "seconds"),
     cost("wakeup", "the same beside a busy thread", _SLEEP_BUSY, "wake-query", "seconds"),
     faster("refresh", "stio / bus", "stio-refresh", "raw-bus"),
     faster("refresh", "stio / safetensors", "stio-refresh", "safetensors-copy"),
@@ -400,7 +402,7 @@ SUITE = Suite(
     cases=tuple(case for stage in STAGES for case in stage.cases),
     bounds=BOUNDS,
     labels=LABELS,
-    run=lambda *_: None,
+    prepared=None,
     columns=_columns,
     panels=(
         Panel("warm", "seconds", "GB/s until all is on the device"),
@@ -410,6 +412,5 @@ SUITE = Suite(
         Panel("peers", "seconds", "GB/s until all is on the device"),
         Panel("refresh", "seconds", "GB/s into a module that is there"),
     ),
-    markers=("<!-- gpu results: begin -->", "<!-- gpu results: end -->"),
     picture="Rates of loads to a GPU",
 )

@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import files, gpu_device, gpu_limits, meters, pagecache, raw
-from benchmarks.cases import Case, Entry
+from benchmarks import files, gpu_device, gpu_limits, limits, meters, pagecache
 from benchmarks.contestants import import_stio
-from benchmarks.gpu_child import Absent, Options, Record
+from benchmarks.gpu_child import Absent, Options
 from benchmarks.gpu_contestants import Tensors, finished, prepared, shards_of
 from benchmarks.gpu_decoder import Decoder, make_decoder
 from benchmarks.gpu_stages import PRIME_BYTES
+from benchmarks.suite import Case, Entry, Record
 
 _SHARD_BYTES = 5_000_000_000
 _FREE_BYTES_KEPT = 4_000_000_000
@@ -80,7 +80,7 @@ class Turn:
                 pagecache.fill_by_reads(path)
 
     def busy_seconds(self, seconds: float) -> float:
-        """Say for how long the device is kept busy: shorter in a rehearsal."""
+        """Give the seconds for which the device is busy: fewer in a rehearsal."""
         return seconds / 10 if gpu_device.is_simulated() else seconds
 
 
@@ -220,7 +220,7 @@ def _reserve(size_bytes: int) -> None:
 
 def _verify_slot(path: Path) -> None:
     """Read a file's beginning past the page cache into a pinned slot; compare it with a plain read, on the device."""
-    slot = gpu_device.pinned(raw.BLOCK_BYTES)
+    slot = gpu_device.pinned(limits.READ_BYTES)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
         gpu_limits.read_block(descriptor, slot.numpy(), 0)
@@ -433,11 +433,11 @@ async def _stio_saver(tensors: Tensors, **keywords: Any) -> AsyncIterator[Begin]
 
 @asynccontextmanager
 async def _dcp(tensors: Tensors) -> AsyncIterator[Begin]:
-    """DCP's own way for a GPU: pinned memory that is kept, copied to without blocking, on a thread of the stager's."""
+    """Save as DCP does for a GPU: pinned memory, used again, copies that do not block, on the stager's thread."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-    on_cuda = gpu_device.device().type == "cuda"  # it asks CUDA for both
+    on_cuda = gpu_device.device().type == "cuda"  # both need CUDA
     stager = DefaultStager(
         StagingOptions(
             use_pinned_memory=on_cuda, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=on_cuda
@@ -574,7 +574,7 @@ class Stalls:
 
 
 _all_pinned: list[Any] = []
-"""CachedFile, or torch would give the next turn the same memory, pinned already."""
+"""Held, or torch would give the next turn the same memory, pinned already."""
 
 
 def _pin(here: Turn) -> Record:
@@ -583,7 +583,7 @@ def _pin(here: Turn) -> Record:
     how = here.entry.contestant
     if how == "pin-registered":
         gpu_device.cuda_runtime()
-    buffer = raw.huge_buffer(0 if how in ("pin-none", "pin-torch") else size_bytes)
+    buffer = limits.huge_buffer(0 if how in ("pin-none", "pin-torch") else size_bytes)
     if how == "pin-registered":
         buffer[:] = 1
     stalls = Stalls()

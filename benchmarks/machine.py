@@ -1,4 +1,4 @@
-"""The machine: what it is, which disk holds a path, a loop mount with a small read-ahead, other people's load."""
+"""The machine: what it is, which disk holds a path, a loop mount with a small read-ahead, the processors' load."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,18 @@ def describe() -> dict[str, object]:
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
+    }
+
+
+def record(directory: Path, size_bytes: int, prime_bytes: int) -> dict[str, object]:
+    """Give the first line of the raw figures: the machine, its disk, and the sizes of the run."""
+    return {
+        "kind": "machine",
+        **describe(),
+        "disk": describe_disk(directory),
+        "date": time.strftime("%Y-%m-%d"),
+        "size_bytes": size_bytes,
+        "prime_bytes": prime_bytes,
     }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 BEAT_SECONDS = 0.001
-"""What the heartbeat asks the loop to sleep."""
+"""The heartbeat's sleeps."""
 
 MIN_BEATS = 300
 """What a percentile is made of, at least."""
@@ -79,7 +79,7 @@ def prime_memory(size_bytes: int) -> float:
     """Touch and free `size_bytes`, so that the host has handed the memory out before the clock starts.
 
     A virtual machine whose host takes idle memory back pays for it at the first touch (0.5 GB/s where recycled
-    memory takes 20 GB/s were measured), and would charge it to whoever comes first.
+    memory takes 20 GB/s were measured), and would charge it to the first run.
 
     Returns:
         The seconds that it took.
@@ -131,7 +131,7 @@ def busy_thread(enabled: bool) -> Iterator[None]:
 
 
 class Heartbeat:
-    """A task that asks the loop for short sleeps and records by how much each came late."""
+    """A task that sleeps for short times on the loop, and records by how much each sleep came late."""
 
     def __init__(self) -> None:
         self.lags: list[float] = []

@@ -1,18 +1,246 @@
-"""The report: tables in markdown from the records, written between the markers of README.md."""
+"""From records to the report: medians, paired ratios and their spread, bounds and verdicts, tables, chart."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.cases import Case
-from benchmarks.stats import NoFigure, Runs, plain
-from benchmarks.suite import Columns, Suite
-from benchmarks.verdicts import Bound, show
+import numpy as np
 
-Record = dict[str, Any]
+from benchmarks.suite import Case, Columns, Panel, Record, Suite
+
+_RESAMPLES = 10_000
+
+
+class NoFigure(Exception):
+    """A figure cannot be had; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One figure with what it was made of."""
+
+    value: float  # the ratio or difference of the medians, or the median itself
+    low: float  # the smallest of the rounds' own figures
+    high: float  # the largest of them
+    num_rounds: int  # rounds that entered
+    ours: float  # stio's median
+    theirs: float | None = None  # the other side's median
+    rival: str = ""  # the other side's name
+    interval: tuple[float, float] | None = None  # 95 % bootstrap interval of a ratio, rounds resampled in pairs
+
+
+class Runs:
+    """The runs among the records of one benchmark."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self.records = [record for record in records if record.get("kind") == "run"]
+
+    def names(self, case: str) -> list[str]:
+        """Name the entries of `case`, as they first came."""
+        return list(dict.fromkeys(record["entry"] for record in self.records if record["case"] == case))
+
+    def of(self, case: str, entry: str) -> list[Record]:
+        """Give all runs of an entry."""
+        return [record for record in self.records if record["case"] == case and record["entry"] == entry]
+
+    def values(self, case: str, entry: str, key: str) -> dict[int, float]:
+        """Give the figure `key` ("lag.p99" goes into a nested record) of each round that succeeded.
+
+        Raises:
+            NoFigure: There is none.
+        """
+        runs = self.of(case, entry)
+        found = {run["round"]: _dig(run, key) for run in runs if not run.get("error")}
+        good = {number: value for number, value in found.items() if value is not None}
+        if not good:
+            errors = [run["error"] for run in runs if run.get("error")]
+            raise NoFigure(f"{entry} failed: {errors[0]}" if errors else f"{entry} did not run")
+        return good
+
+    def failures(self, case: str, entry: str) -> list[str]:
+        """Give the errors of an entry's runs."""
+        return [run["error"] for run in self.of(case, entry) if run.get("error")]
+
+
+def plain(runs: Runs, case: str, entry: str, key: str) -> Measured:
+    """Give the median of a figure."""
+    values = list(runs.values(case, entry, key).values())
+    return Measured(median(values), min(values), max(values), len(values), median(values))
+
+
+def ratio(
+    runs: Runs, case: str, ours: str, theirs: str | tuple[str, ...], *, key: str = "seconds", inverse: bool = False
+) -> Measured:
+    """Compare stio with a peer, with the best of several where more are named.
+
+    Args:
+        runs: The runs.
+        case: The case.
+        ours: stio's entry.
+        theirs: The peer's entry, or the entries of which the fastest counts.
+        key: The figure, the smaller the better.
+        inverse: Give ours through theirs, instead of theirs through ours (how many times as fast).
+
+    Raises:
+        NoFigure: One side has none.
+    """
+    mine = runs.values(case, ours, key)
+    rival, other = _best(runs, case, (theirs,) if isinstance(theirs, str) else theirs, key)
+    shared = sorted(mine.keys() & other.keys())
+    if not shared:
+        raise NoFigure(f"{ours} and {rival} share no round")
+    a, b = np.array([mine[number] for number in shared]), np.array([other[number] for number in shared])
+    upper, lower = (a, b) if inverse else (b, a)
+    paired = upper / lower
+    return Measured(
+        value=float(np.median(upper) / np.median(lower)),
+        low=float(paired.min()),
+        high=float(paired.max()),
+        num_rounds=len(shared),
+        ours=float(np.median(a)),
+        theirs=float(np.median(b)),
+        rival=rival,
+        interval=_bootstrap(upper, lower) if len(shared) >= 5 else None,
+    )
+
+
+def difference(runs: Runs, case: str, entry: str, upper: str, lower: str, *, lower_entry: str = "") -> Measured:
+    """Give the median of a figure less another one: of the same run, or of another entry's median."""
+    high = runs.values(case, entry, upper)
+    if lower_entry:
+        base = median(runs.values(case, lower_entry, lower).values())
+        low = dict.fromkeys(high, base)
+    else:
+        low = runs.values(case, entry, lower)
+    each = [high[number] - low[number] for number in high if number in low]
+    return Measured(
+        median(each), min(each), max(each), len(each), median(high.values()), median(low.values()), "baseline"
+    )
+
+
+def _best(runs: Runs, case: str, entries: tuple[str, ...], key: str) -> tuple[str, dict[int, float]]:
+    found = {}
+    reasons = []
+    for entry in entries:
+        try:
+            found[entry] = runs.values(case, entry, key)
+        except NoFigure as error:
+            reasons.append(str(error))
+    if not found:
+        raise NoFigure("; ".join(reasons))
+    name = min(found, key=lambda entry: median(found[entry].values()))
+    return name, found[name]
+
+
+def _bootstrap(upper: np.ndarray, lower: np.ndarray) -> tuple[float, float]:
+    picks = np.random.default_rng(0).integers(0, len(upper), (_RESAMPLES, len(upper)))
+    ratios = np.median(upper[picks], axis=1) / np.median(lower[picks], axis=1)
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _dig(record: Record, key: str) -> float | None:
+    value: Any = record
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return None if value is None else float(value)
+
+
+# Bounds.
+
+
+_SHORT_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One bound; without a limit the figure is only reported."""
+
+    case: str  # the case that it is measured in
+    text: str  # what the figure is
+    measure: Callable[[Runs], Measured]  # makes the figure; raises `NoFigure`
+    at_least: float | None = None  # lower limit
+    at_most: float | None = None  # upper limit
+
+    unit: str = "x"
+    """x (a ratio), s, ms (figure in seconds, shown in milliseconds), MB."""
+
+    def verdict(self, value: float) -> str:
+        """Judge a value."""
+        if self.at_least is None and self.at_most is None:
+            return "reported"
+        good = (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
+        return "met" if good else "missed"
+
+    @property
+    def limit_text(self) -> str:
+        """Say the limit."""
+        if self.at_least is not None:
+            return f"at least {show(self.at_least, self.unit)}"
+        if self.at_most is not None:
+            return f"at most {show(self.at_most, self.unit)}"
+        return ""
+
+
+def show(value: float, unit: str) -> str:
+    """Print a figure with its unit."""
+    if unit == "ms":
+        return f"{value * 1e3:.1f} ms"
+    if unit == "MB":
+        return f"{value / 1e6:.0f} MB"
+    if unit == "s":
+        return f"{value:.3f} s" if abs(value) >= _SHORT_SECONDS else f"{value * 1e3:.3f} ms"
+    return f"{value:.3g}"
+
+
+def faster(case: str, text: str, ours: str, theirs: str | tuple[str, ...], at_least: float | None = None) -> Bound:
+    """How many times as fast ours is as theirs, of several the fastest."""
+    return Bound(case, text, partial(ratio, case=case, ours=ours, theirs=theirs), at_least=at_least)
+
+
+def cost(
+    case: str, text: str, ours: str, theirs: str | tuple[str, ...], key: str, at_most: float | None = None
+) -> Bound:
+    """Our figure `key` through theirs, of several the smallest."""
+    measure = partial(ratio, case=case, ours=ours, theirs=theirs, key=key, inverse=True)
+    return Bound(case, text, measure, at_most=at_most)
+
+
+def seconds(case: str, text: str, entry: str, key: str, at_most: float | None, unit: str = "s") -> Bound:
+    """The figure `key` itself."""
+    return Bound(case, text, partial(plain, case=case, entry=entry, key=key), at_most=at_most, unit=unit)
+
+
+def lag(case: str, text: str, entry: str, at_most: float | None) -> Bound:
+    """The loop's p99 lag less the baseline's of the same run."""
+    measure = partial(difference, case=case, entry=entry, upper="lag.p99", lower="baseline.p99")
+    return Bound(case, text, measure, at_most=at_most, unit="ms")
+
+
+def held(entry: str, text: str) -> Bound:
+    """The most memory that was held in the case `memory`, through what the entry may hold."""
+
+    def measure(runs: Runs) -> Measured:
+        limits = runs.values("memory", entry, "limit_bytes")
+        held = runs.values("memory", entry, "held_peak_bytes")
+        if errors := runs.failures("memory", entry):
+            raise NoFigure(f"{entry} failed: {errors[0]}")
+        limit = max(limits.values())
+        worst = max(held.values())
+        return Measured(worst / limit, min(held.values()) / limit, worst / limit, len(held), worst, limit, "limit")
+
+    return Bound("memory", text, measure, at_most=1.0)
+
+
+# Tables.
+
 
 _OTHER_CPUS = 0.3
 _BASELINE_SECONDS = {"alone": 0.003, "busy": 0.012}
@@ -61,11 +289,19 @@ def markdown(records: list[Record], suite: Suite) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def write_between_markers(readme: Path, text: str, markers: tuple[str, str]) -> None:
-    """Replace what stands between the markers."""
-    begin, end = markers
-    old = readme.read_text()
-    head, rest = old.split(begin, 1)
+def publish(suite: Suite, records: list[Record], text: str, drawn: Path, readme: Path | None) -> None:
+    """Draw the chart to `drawn`, and write the report between its markers of `readme`, with the chart if beside it."""
+    try:
+        is_drawn = draw(records, suite, drawn)
+    except ImportError as error:
+        is_drawn = False
+        print(f"no chart: {error}", file=sys.stderr)
+    if readme is None:
+        return
+    if is_drawn and drawn.resolve().is_relative_to(readme.parent):
+        text += f"\n![{suite.picture}]({drawn.resolve().relative_to(readme.parent)})\n"
+    begin, end = suite.markers
+    head, rest = readme.read_text().split(begin, 1)
     _, tail = rest.split(end, 1)
     readme.write_text(f"{head}{begin}\n\n{text}\n{end}{tail}")
 
@@ -76,15 +312,6 @@ def num_missed(records: list[Record], suite: Suite) -> int:
     present = {record.get("case") for record in records}
     rows = [_verdict_row(bound, runs, {}) for bound in suite.bounds if bound.case in present and bound.limit_text]
     return sum(not row.endswith("| met |") for row in rows)
-
-
-def load_columns(case: Case) -> Columns:
-    """Give the columns of a case of loading."""
-    if any(entry.task.startswith("heartbeat") for entry in case.entries):
-        return beat_columns("loading")
-    if case.watch_memory:
-        return MEMORY_COLUMNS
-    return Columns(("load, s", "touch, s", "both, s", "min to max", "GB/s", "peak memory added, MB", "runs"), _load_row)
 
 
 def beat_columns(doing: str) -> Columns:
@@ -144,20 +371,6 @@ def _case_table(case: Case, runs: Runs, suite: Suite) -> str:
     return "\n".join(lines)
 
 
-def _load_row(case: str, entry: str, runs: Runs) -> list[str]:
-    both = plain(runs, case, entry, "seconds")
-    data_bytes = runs.of(case, entry)[0]["data_bytes"]
-    return [
-        median_cell(runs, case, entry, "load_seconds", 1, 3),
-        median_cell(runs, case, entry, "touch_seconds", 1, 3),
-        f"{both.value:.3f}",
-        f"{both.low:.3f} to {both.high:.3f}",
-        f"{data_bytes / both.value / 1e9:.2f}",
-        median_cell(runs, case, entry, "peak_rss_added_bytes", 1e-6, 0),
-        count_cell(runs, case, entry),
-    ]
-
-
 def _beat_row(case: str, entry: str, runs: Runs) -> list[str]:
     cells = [
         " / ".join(median_cell(runs, case, entry, f"{stretch}.{key}", 1e3, 1) for key in ("p50", "p99", "max"))
@@ -181,7 +394,7 @@ MEMORY_COLUMNS = Columns(("seconds", "held at the peak, MB", "with page cache, M
 
 
 def _notes(shown: list[Case], runs: Runs) -> str:
-    """Say what a reader should doubt: failures, a disturbed baseline, a disk that swung, other people's load."""
+    """Name the doubtful figures: failures, a disturbed baseline, a disk that swung, load by other processes."""
     notes = []
     for case in shown:
         for entry in runs.names(case.name):
@@ -250,3 +463,60 @@ def _line(cells: list[str]) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "/").replace("\n", " ")[:160]
+
+
+# The chart: rates of the contestants side by side, one panel a case.
+
+
+_LIMITS = ("raw", "memcpy")
+_OURS, _LIMIT, _PEER = "#c2410c", "#9ca3af", "#475569"
+
+
+def draw(records: list[dict[str, Any]], suite: Suite, path: Path) -> bool:
+    """Draw the medians, with the spread as error bars, to `path` (SVG); False where there is nothing to draw."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams |= {"svg.hashsalt": "stio", "svg.fonttype": "none"}
+    runs = Runs(records)
+    titles = {case.name: case.title for case in suite.cases}
+    panels = [(panel, bars) for panel in suite.panels if (bars := _bars(panel, suite, runs))]
+    if not panels:
+        return False
+    columns = 2
+    rows = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(12, 2.6 * rows), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (panel, bars) in zip(axes.flat, panels, strict=False):
+        labels, rates, errors, colors = zip(*bars, strict=True)
+        lower, upper = zip(*errors, strict=True)
+        axis.barh(labels, rates, xerr=(lower, upper), color=colors, ecolor="#111827", capsize=2)
+        axis.invert_yaxis()
+        axis.set_title(titles[panel.case], fontsize=10)
+        axis.set_xlabel(f"{panel.text}; bar: median, line: all rounds", fontsize=8)
+        axis.tick_params(labelsize=8)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return True
+
+
+def _bars(panel: Panel, suite: Suite, runs: Runs) -> list[tuple[str, float, tuple[float, float], str]]:
+    bars = []
+    contestants = {
+        entry.name: entry.contestant for case in suite.cases if case.name == panel.case for entry in case.entries
+    }
+    for entry in runs.names(panel.case):
+        try:
+            seconds = plain(runs, panel.case, entry, panel.key)
+        except NoFigure:
+            continue
+        run = runs.of(panel.case, entry)[0]
+        label = suite.labels[contestants[entry]] + (" (busy)" if entry.endswith(" busy") else "")
+        color = _OURS if entry.startswith("stio") else _LIMIT if entry.startswith(_LIMITS) else _PEER
+        rate = run["data_bytes"] / seconds.value / 1e9
+        slow, fast = run["data_bytes"] / seconds.high / 1e9, run["data_bytes"] / seconds.low / 1e9
+        bars.append((label, rate, (rate - slow, fast - rate), color))
+    return sorted(bars, key=lambda bar: bar[1], reverse=True)

@@ -1,161 +1,192 @@
-"""Runs the cases of loading: makes the files and the places, hands each run to a process, checks what was read."""
+"""Runs a benchmark: a fresh process for each run, entries interleaved, records on the disk as they come, the report.
+
+Each round runs every entry of a case once, in an order of its own. A run that dies, or takes too long, is a record
+with an error. `--report-only` makes the tables from the records of an earlier run.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import random
+import resource
 import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
+from benchmarks import cgroups, machine, pagecache, report
+from benchmarks.child import Spec
+from benchmarks.files import Layout
+from benchmarks.suite import Case, Entry, Record, Settings, Suite
 
-from benchmarks import cgroups, files, machine, meters, pagecache
-from benchmarks.cases import LOOP_READ_AHEAD_KB, Case, make_layout
-from benchmarks.child import RunSpec
-from benchmarks.processes import Record, Settings, entries_of, interleaved, run_child, run_watched
-
-_MODULE = "benchmarks.child"
-_FREE_BYTES_KEPT = 4_000_000_000
-_SMALL_PRIME_BYTES = 1_000_000_000
-
-
-@dataclass(slots=True)
-class FilePool:
-    """The files of a directory: one for each contestant and layout, made on first use."""
-
-    directory: Path
-    size_bytes: int
-    layouts: dict[str, files.Layout] = field(default_factory=dict)
-    checksums: dict[tuple[str, str], int] = field(default_factory=dict)
-    """By layout and touch mode, "full" for every byte."""
-
-    def layout(self, name: str) -> files.Layout:
-        """Give a layout by its name."""
-        if name not in self.layouts:
-            self.layouts[name] = make_layout(name, self.size_bytes)
-        return self.layouts[name]
-
-    def path(self, name: str, contestant: str, directory: Path | None = None) -> Path:
-        """Give the file of `contestant`, in `directory` where it is not the pool's."""
-        path = (directory or self.directory) / f"{name}-{contestant}.safetensors"
-        if not path.exists():
-            layout = self.layout(name)
-            free = shutil.disk_usage(path.parent).free
-            if name != "sparse" and directory is None and free < layout.data_bytes + _FREE_BYTES_KEPT:
-                raise OSError(f"only {free / 1e9:.1f} GB are free for the benchmark's files")
-            files.write_file(path, layout, sparse=name == "sparse")
-            self._remember(name, path)
-            pagecache.evict(path) if name != "sparse" else None
-        return path
-
-    def _remember(self, name: str, path: Path) -> None:
-        """Take the checksums of a layout from the first file of it: all have the same bytes."""
-        if (name, "page") in self.checksums:
-            return
-        start, spans = files.read_header(path)
-        if name == "sparse":
-            self.checksums |= {(name, "page"): 0, (name, "ends"): 0}
-            return
-        data = np.memmap(path, np.uint8, mode="r")
-        for mode in ("page", "ends"):
-            self.checksums[name, mode] = meters.touch_all(meters.file_arrays(data, start, spans), mode)
-        self.checksums[name, "full"] = meters.checksum_all(meters.file_arrays(data, start, spans))
-        del data
+HERE = Path(__file__).resolve().parent
+PRIME_BYTES, QUICK_PRIME_BYTES = 4_000_000_000, 1_000_000_000
+FREE_BYTES_KEPT = 4_000_000_000
+"""Of the disk, beside what a benchmark writes."""
 
 
-def run_cases(cases: list[Case], settings: Settings, emit: Callable[[Record], None]) -> None:
-    """Run `cases` one after the other, and hand each record to `emit` as it comes."""
-    pool = FilePool(settings.directory, settings.size_bytes)
+def run_cases(suite: Suite, cases: list[Case], settings: Settings, emit: Callable[[Record], None]) -> None:
+    """Run `cases` one after the other, and pass each record to `emit` as it comes."""
+    assert suite.prepared is not None
     for case in cases:
-        started = time.monotonic()
+        started, verified = time.monotonic(), set[str]()
         try:
-            with _place(case, settings, pool) as directory, _read_cap(case, settings) as capped:
-                _run_case(case, settings, pool, directory, capped, emit)
+            with suite.prepared(case, settings) as measure:
+                for number, entry in interleaved(case, settings):
+                    record: Record = {"kind": "run", "case": case.name, "entry": entry.name, "round": number}
+                    emit(record | measure(entry, number, entry.name not in verified))
+                    verified.add(entry.name)
         except (cgroups.CgroupUnavailable, machine.MountUnavailable, pagecache.PageCacheError, OSError) as error:
             emit({"kind": "skipped", "case": case.name, "reason": str(error)})
         emit({"kind": "case", "case": case.name, "wall_seconds": time.monotonic() - started})
 
 
-def _run_case(
-    case: Case,
-    settings: Settings,
-    pool: FilePool,
-    directory: Path | None,
-    capped: cgroups.Group | None,
-    emit: Callable[[Record], None],
-) -> None:
-    verified: set[str] = set()
-    layout = pool.layout(case.layout)
-    owners = sorted({entry.contestant for entry in entries_of(case, settings)})
-    for owner in owners:
-        pool.path(case.layout, owner, directory)
-    for number, entry in interleaved(case, settings):
-        record: Record = {"kind": "run", "case": case.name, "entry": entry.name, "round": number}
-        # Where a file lies decides how fast it is read, so the files change hands from round to round.
-        owner = owners[(owners.index(entry.contestant) + number) % len(owners)]
-        path = pool.path(case.layout, owner, directory)
-        spec = RunSpec(
-            contestant=entry.contestant,
-            path=str(path),
-            task=entry.task,
-            busy=entry.busy,
-            state=case.state,
-            touch=case.touch,
-            verify=entry.name not in verified and case.layout != "sparse",
-            prime_bytes=_prime_bytes(settings, layout),
-            join=(capped.procs,) if capped else (),
-            options=entry.options,
+def interleaved(case: Case, settings: Settings) -> Iterator[tuple[int, Entry]]:
+    """Yield the number of the round and the entry, each round in an order of its own."""
+    shuffle = random.Random(settings.seed)
+    rounds = settings.rounds or (1 if settings.quick else case.rounds)
+    entries = settings.entries(case)
+    for number in range(rounds):
+        order = [entry for entry in entries if number < (entry.rounds or rounds)]
+        shuffle.shuffle(order)
+        for entry in order:
+            yield number, entry
+
+
+def require_space(directory: Path, size_bytes: int) -> None:
+    """Raise OSError where a disk has no room for so much, and some to spare."""
+    free = shutil.disk_usage(directory).free
+    if free < size_bytes + FREE_BYTES_KEPT:
+        raise OSError(f"only {free / 1e9:.1f} GB are free for the benchmark's files")
+
+
+def run_entry(module: str, spec: Spec, case: Case, entry: Entry, layout: Layout, settings: Settings) -> Record:
+    """Run a spec, in a memory group of its own where the case watches memory."""
+    if not case.watch_memory:
+        return run_child(module, spec, settings.timeout_seconds)
+    limit_bytes = entry.limit_bytes(layout) if entry.limit_bytes else None
+    with cgroups.group("memory") as target:
+        if limit_bytes:
+            cgroups.limit_memory(target, limit_bytes)
+        spec = replace(spec, join=(*spec.join, target.procs), verify=False)  # verifying would take memory
+        with cgroups.MemoryWatch(target) as watch:
+            record = run_child(module, spec, settings.timeout_seconds)
+        record["held_peak_bytes"] = watch.peak_bytes
+        record["group_peak_bytes"] = cgroups.peak_bytes(target)
+        record["limit_bytes"] = limit_bytes
+        if kills := cgroups.oom_kills(target):
+            record["error"] = f"killed by the kernel above {limit_bytes} bytes ({kills})"
+    return record
+
+
+def run_child(module: str, spec: Spec, timeout_seconds: float) -> Record:
+    """Run one process, killed after `timeout_seconds`; however it ends, the result is a record."""
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent), "RUNAI_STREAMER_LOG_LEVEL": "ERROR"}
+    command = [sys.executable, "-m", "benchmarks.child", module, spec.encode()]
+    busy_before, own_before, started = machine.busy_cpu_seconds(), _child_cpu_seconds(), time.monotonic()
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+            cwd=HERE.parent,
+            env=environment,
+            check=False,
         )
-        verified.add(entry.name)
-        record |= {"data_bytes": layout.data_bytes}
-        if case.watch_memory:
-            limit_bytes = entry.limit_bytes(layout) if entry.limit_bytes else None
-            record |= run_watched(_MODULE, spec, settings.timeout_seconds, limit_bytes)
-        else:
-            record |= run_child(_MODULE, spec, settings.timeout_seconds)
-        _check(record, case, pool)
-        emit(record)
-        if case.layout == "model":
-            pagecache.evict(path)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no result after {timeout_seconds:.0f} s"}
+    wall = time.monotonic() - started
+    try:
+        record: Record = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        lines = done.stderr.strip().splitlines()
+        record = {"error": f"exit status {done.returncode}: {lines[-1] if lines else 'no output'}"}
+    others = machine.busy_cpu_seconds() - busy_before - (_child_cpu_seconds() - own_before)
+    return record | {"other_cpus": max(0.0, others / wall), "process_seconds": wall}
 
 
-def _prime_bytes(settings: Settings, layout: files.Layout) -> int:
-    """Prime no more than a load of a small file, in all its copies, can use."""
-    if layout.label == "sparse":
-        return 0
-    return min(settings.prime_bytes, max(_SMALL_PRIME_BYTES, 3 * layout.data_bytes))
+def _child_cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
-def _check(record: Record, case: Case, pool: FilePool) -> None:
-    """Turn a wrong checksum into a failure."""
-    expected = {"checksum": case.touch, "full_checksum": "full"}
-    for key, mode in expected.items():
-        if record.get(key) is not None and record[key] != pool.checksums.get((case.layout, mode)):
-            record["error"] = f"wrong bytes: {key} {record[key]}"
+def main(suite: Suite, description: str, arguments: list[str] | None = None) -> int:
+    """Run the chosen cases and report them; 1 where a bound was missed or has no figure, else 0."""
+    options = _parser(suite, description).parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files, mounts and groups are removed
+    partial = bool(options.quick or options.cases or options.rounds or options.size_bytes)
+    out = options.out or HERE / "results" / f"{suite.name}{'-partial' if partial else ''}.jsonl"
+    if options.report_only:
+        records = report.read_records(out)
+    else:
+        cases = [case for case in suite.cases if not options.cases or case.name in options.cases]
+        with _directory(options.dir, options.keep) as directory:
+            settings = Settings(
+                directory=directory,
+                size_bytes=options.size_bytes or (suite.quick_size_bytes if options.quick else suite.size_bytes),
+                prime_bytes=QUICK_PRIME_BYTES if options.quick else PRIME_BYTES,
+                rounds=options.rounds,
+                quick=options.quick,
+                timeout_seconds=options.timeout,
+            )
+            records = _run(suite, cases, settings, out)
+    text = report.markdown(records, suite)
+    print(text)
+    write_readme = options.publish or not partial
+    report.publish(
+        suite, records, text, out.resolve().with_suffix(".svg"), HERE / "README.md" if write_readme else None
+    )
+    return 1 if report.num_missed(records, suite) else 0
+
+
+def _run(suite: Suite, cases: list[Case], settings: Settings, out: Path) -> list[Record]:
+    """Run, with each record on disk as soon as it is there."""
+    records: list[Record] = []
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(out, "w") as file:
+
+        def emit(record: Record) -> None:
+            records.append(record)
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            print(report.progress_line(record), file=sys.stderr, flush=True)
+
+        emit(machine.record(settings.directory, settings.size_bytes, settings.prime_bytes))
+        run_cases(suite, cases, settings, emit)
+    return records
 
 
 @contextmanager
-def _place(case: Case, settings: Settings, pool: FilePool) -> Iterator[Path | None]:
-    """Give the directory of a case that needs one of its own."""
-    if case.place == "disk":
-        yield None
+def _directory(parent: Path, keep: bool) -> Iterator[Path]:
+    if keep:
+        stays = parent / "stio-bench"
+        stays.mkdir(exist_ok=True)
+        yield stays
         return
-    owners = {entry.contestant for entry in case.entries}
-    size_bytes = int(pool.layout(case.layout).data_bytes * (len(owners) + 0.2)) + (256 << 20)
-    if shutil.disk_usage(settings.directory).free < size_bytes + _FREE_BYTES_KEPT:
-        raise machine.MountUnavailable(f"the loop mount needs {size_bytes / 1e9:.0f} GB of disk")
-    with machine.loop_mount(settings.directory / "loop.img", size_bytes, LOOP_READ_AHEAD_KB) as point:
-        yield point
+    with tempfile.TemporaryDirectory(prefix="stio-bench-", dir=parent) as name:
+        yield Path(name)
 
 
-@contextmanager
-def _read_cap(case: Case, settings: Settings) -> Iterator[cgroups.Group | None]:
-    if case.cap_bytes_per_second is None:
-        yield None
-        return
-    with ExitStack() as stack:
-        target = stack.enter_context(cgroups.group("io"))
-        cgroups.cap_reads(target, machine.block_device(settings.directory), case.cap_bytes_per_second)
-        yield target
+def _parser(suite: Suite, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"benchmarks.{suite.name}", description=description)
+    names = [case.name for case in suite.cases]
+    parser.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help=f"of: {', '.join(names)}")
+    parser.add_argument("--rounds", type=int, help="rounds of every case")
+    parser.add_argument("--size-bytes", type=int, help=f"size of the model, {suite.size_bytes} by default")
+    parser.add_argument("--quick", action="store_true", help="a small file, one round: does it run, how fast roughly")
+    parser.add_argument("--out", type=Path, help="the raw figures, JSON lines; the chart goes beside them")
+    parser.add_argument("--dir", type=Path, default=HERE.parent.parent, help="a directory on a real disk for the files")
+    parser.add_argument("--keep", action="store_true", help="keep the files, and use those that are there")
+    parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one run")
+    parser.add_argument("--publish", action="store_true", help="write the tables of a partial run to README.md too")
+    parser.add_argument("--report-only", action="store_true", help="report the figures of --out again, run nothing")
+    return parser

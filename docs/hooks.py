@@ -1,4 +1,4 @@
-"""For mkdocs: the benchmarks' page includes benchmarks/README.md, so its figures have to be beside the page."""
+"""Hooks of mkdocs. The page of benchmarks includes benchmarks/README.md, so the figures must be beside that page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add `results/`: charts, raw figures, and a list of them, which is what a link to the folder opens."""
+    """Add `results/`: charts, raw figures, and a list of them, which a link to the directory opens."""
     results = Path(config.config_file_path).parent / "benchmarks" / "results"
     found = sorted(path for path in results.iterdir() if path.suffix in (".jsonl", ".svg"))
     for path in found:

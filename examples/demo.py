@@ -1,4 +1,4 @@
-"""`make demo`: stream a trained model, prove it bit-equal to the official reader's, race it, draw what happened."""
+"""`make demo`: stream a trained model, compare bits and speed with the official reader, draw a timeline."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ async def main(path: Path, device: str, picture: Path, rounds: int) -> None:
     prove_equal(tensors, safetensors.torch.load_file(path))
     print(f"bit-equal to what safetensors {importlib.metadata.version('safetensors')} reads: {len(tensors)} tensors")
     del tensors
-    await race(path, where, rounds)
+    await compare_speed(path, where, rounds)
     if where.type == "cpu":
-        # No accelerator here: a fake one shows how reads, copies and their consumer overlap, and no speed.
+        # Without an accelerator, a fake one shows how reads, copies and the consumer overlap. It shows no speed.
         fake = FakeDevice(delay_seconds=0.004)
         trace, title = await record(path, device=fake, budget_bytes=32 << 20), f"{path.name} to a fake device"
     else:
         trace, title = await record(path, device=device, budget_bytes=32 << 20), f"{path.name} to {where}"
     for kind in (picture, picture.with_suffix(".html")):
         draw(trace, kind, title)
-        print(f"what happened when: {kind}")
+        print(f"timeline: {kind}")
 
 
 async def stream(path: Path, device: str) -> dict[str, torch.Tensor]:
@@ -72,8 +72,8 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-async def race(path: Path, device: torch.device, rounds: int) -> None:
-    """Time both readers in turns, file in the page cache, from the call until every page was touched."""
+async def compare_speed(path: Path, device: torch.device, rounds: int) -> None:
+    """Time both readers alternately, with the file in the page cache, from the call until every page was read."""
     seconds: dict[str, list[float]] = {"stio": [], "safetensors": []}
     for _ in range(rounds):
         start = perf_counter()
@@ -87,12 +87,14 @@ async def race(path: Path, device: torch.device, rounds: int) -> None:
     size = path.stat().st_size
     for name, times in seconds.items():
         rates = sorted(size / time / 1e9 for time in times)
-        print(f"  {name:<12}{median(rates):6.2f} GB/s   ({rates[0]:.2f} to {rates[-1]:.2f}, {rounds} rounds in turns)")
-    print(f"  {size / 1e6:.0f} MB out of the page cache to {device}: a demo; the benchmark is benchmarks/README.md")
+        print(
+            f"  {name:<12}{median(rates):6.2f} GB/s   ({rates[0]:.2f} to {rates[-1]:.2f}, {rounds} rounds, alternating)"
+        )
+    print(f"  {size / 1e6:.0f} MB from the page cache to {device}: a demo; the benchmark is benchmarks/README.md")
 
 
 def touched(tensors: Tensors, start: float) -> float:
-    """Return the seconds since `start` after reading a byte of every page, or waiting for the device."""
+    """Read a byte of every page, or wait for the device; return the seconds since `start`."""
     for tensor in tensors.values():
         if tensor.device.type == "cpu":
             raw(tensor)[::TOUCH_BYTES].sum()
@@ -102,10 +104,12 @@ def touched(tensors: Tensors, start: float) -> float:
 
 
 def trained_model() -> Path:
-    """Find the model's file in its installed package, without importing that."""
+    """Find the model's file in its installed package, without an import of the package."""
     spec = importlib.util.find_spec(MODEL_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        sys.exit(f"the model's package {MODEL_PACKAGE} is not installed: `make demo` does that, or give a PATH")
+        sys.exit(
+            f"the model's package {MODEL_PACKAGE} is not installed: run `make demo`, which installs it, or pass a PATH"
+        )
     return Path(spec.submodule_search_locations[0], "model", "model.safetensors")
 
 

@@ -1,10 +1,10 @@
-"""An inference server that answers while its weights come in: `python examples/server.py MODELS FIRST`.
+"""An inference server that answers while its weights load: `python examples/server.py MODELS FIRST`.
 
-`GET /health` answers from the first moment. `GET /ready` tells how far a load is, in percent and bytes; it is 503
-until there is a model. `POST /models {"path": "v2"}` looks at MODELS/v2, answers 202, loads it beside the model that
-answers, and switches once it is whole. Each request is answered by one model; the old one is freed after the last
-request that it answers, so there must be room for two. One load at a time: a second is refused with 409. A load
-that fails leaves the old model in place, and `/ready` says why. Shutdown cancels a load. Needs fastapi and uvicorn.
+`GET /health` answers from the start. `GET /ready` returns the progress of a load, in percent and bytes; its status is
+503 until a model is loaded. `POST /models {"path": "v2"}` checks MODELS/v2, answers 202, loads it while the current
+model answers, and switches when the load is complete. Each request is answered by one model. The old model is freed
+after its last request, so there must be memory for two. During a load, a second one is refused with 409. If a load
+fails, the old model stays, and `/ready` shows the error. A shutdown cancels a load. Needs fastapi and uvicorn.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fastapi import FastAPI, HTTPException, Response
 from pydantic import BaseModel, Field
 from torch import nn
 
-import stio.sync  # with all that a load runs; at its first use it would be imported on the event loop
+import stio.sync  # imports all that a load needs; otherwise its first use would import it on the event loop
 
 SWITCH_SECONDS = 0.0005
-"""While a load runs: beside a busy Python thread requests wait for the GIL, and by default 5 ms each time."""
+"""The switch interval during a load. Beside a busy Python thread requests wait for the GIL, by default 5 ms a time."""
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -37,11 +37,11 @@ Progress = Callable[[stio.ProgressEvent], object]
 Load = Callable[[Path, Progress], Awaitable["Served"]]
 
 
-# The model: put your own here.
+# The model: replace it by your own.
 
 
 class Network(nn.Module):
-    """Scores the next token by an embedding, residual blocks, and a head; made on `meta`, where it costs no memory."""
+    """Scores the next token: an embedding, residual blocks, and a head. It is made on `meta`, without memory."""
 
     def __init__(self, vocabulary: int, hidden: int, wide: int, num_blocks: int) -> None:
         super().__init__()
@@ -53,18 +53,18 @@ class Network(nn.Module):
         self.head = linear(hidden, vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the scores of what comes after tokens [length]: [vocabulary]."""
+        """Return the scores [vocabulary] of the token that follows tokens [length]."""
         x = self.embed(tokens).mean(0)
         for block in self.blocks:
             x = x + block(x)
         return self.head(x)
 
 
-Network(1, 1, 1, 1)  # at the first use of `meta` torch imports for a second: not while somebody waits for an answer
+Network(1, 1, 1, 1)  # the first use of `meta` imports parts of torch for a second: do it before the first request
 
 
 def fits(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Tell whether these are the names and shapes of a network's weights, of whatever size."""
+    """Return whether these are the names and shapes of the weights of a network, of any size."""
     try:
         (vocabulary, hidden), (wide, _) = shapes["embed.weight"], shapes["blocks.0.0.weight"]
     except (KeyError, ValueError):
@@ -76,7 +76,7 @@ def fits(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def assemble(tensors: Mapping[str, torch.Tensor]) -> Network:
-    """Make the network of loaded weights, which become its parameters: nothing is copied."""
+    """Make a network whose parameters are the loaded weights; nothing is copied."""
     vocabulary, hidden = tensors["embed.weight"].shape
     network = Network(vocabulary, hidden, len(tensors["blocks.0.0.weight"]), (len(tensors) - 2) // 2)
     network.load_state_dict(tensors, assign=True)
@@ -102,7 +102,7 @@ class Served:
 
 
 async def check(path: Path) -> None:
-    """Look at a checkpoint without reading its tensors; raise StioError if it is broken, ValueError if another's."""
+    """Check a checkpoint by its headers. Raise StioError if it is damaged, ValueError if it is of another model."""
     async with stio.open(path) as checkpoint:
         shapes = {name: checkpoint.info(name).shape for name in checkpoint}
     if not fits(shapes):
@@ -110,16 +110,16 @@ async def check(path: Path) -> None:
 
 
 async def load(path: Path, progress: Progress, device: str = "cpu") -> Served:
-    """Load a model; the event loop goes on meanwhile, and cancelling this ends the load."""
+    """Load a model while the event loop runs. A cancel ends the load."""
     async with stio.open(path, device=device, progress=progress, switch_interval=SWITCH_SECONDS) as checkpoint:
         tensors = await checkpoint.load()
         version = checkpoint.metadata.get("version", path.name)
-    # Each call of torch's may wait for the GIL, here a few for each tensor: not on the event loop.
+    # Each call of torch may wait for the GIL, a few calls for each tensor: so not on the event loop.
     return Served(version, await asyncio.to_thread(assemble, tensors))
 
 
 class Models:
-    """The model that answers, and the one that is on its way. All of it runs on the event loop, so it needs no lock."""
+    """The model that answers, and the one that is loading. All methods run on the event loop, so no lock is needed."""
 
     def __init__(self, root: Path, load: Load) -> None:
         self._root, self._load = root, load
@@ -130,43 +130,43 @@ class Models:
         self.error: str | None = None
 
     async def swap(self, path: str) -> None:
-        """Begin to load another model, once it is known that there is one."""
+        """Check that another model exists, and start to load it."""
         if self.loading is not None:
             raise HTTPException(409, f"{self.loading} is being loaded")
         if Path(path).is_absolute() or ".." in Path(path).parts:
-            raise HTTPException(400, "a path leads from the server's directory of models down")
-        self.loading, self._progress = path, None  # from here on a second one is refused
+            raise HTTPException(400, "the path must lead to a place below the server's directory of models")
+        self.loading, self._progress = path, None  # from now on a second load is refused
         try:
             await check(self._root / path)
         except (stio.StioError, ValueError) as error:
             raise HTTPException(404 if isinstance(error, stio.CheckpointNotFoundError) else 422, str(error)) from error
         finally:
             self.loading = None
-        self.begin(path)
+        self.start(path)
 
-    def begin(self, path: str) -> None:
-        """Load a model on a task, and switch to it."""
+    def start(self, path: str) -> None:
+        """Start a task that loads a model and then switches to it."""
         self.loading, self._progress, self.error = path, None, None
-        self._task = asyncio.create_task(self._carry_out(path))
+        self._task = asyncio.create_task(self._load_and_switch(path))
 
-    async def _carry_out(self, path: str) -> None:
+    async def _load_and_switch(self, path: str) -> None:
         try:
             if self.current is None:
-                await check(self._root / path)  # the first one: a swap has looked already
-            loaded = await self._load(self._root / path, self._note)
+                await check(self._root / path)  # the first model; `swap` has checked any other
+            loaded = await self._load(self._root / path, self._on_progress)
             old, self.current = [self.current], loaded
-            await asyncio.to_thread(old.clear)  # freeing may wait for the GIL, too, once for each tensor
+            await asyncio.to_thread(old.clear)  # freeing may wait for the GIL too, once for each tensor
         except Exception as error:
             logger.exception("loading %r failed", path)
             self.error = f"{path}: {error}"
         finally:
             self.loading = None
 
-    def _note(self, event: stio.ProgressEvent) -> None:
+    def _on_progress(self, event: stio.ProgressEvent) -> None:
         self._progress = event  # called by stio's threads
 
     def state(self) -> dict[str, object]:
-        """Tell who answers, what is on its way and how far, and what failed last."""
+        """Return the version of the current model, the progress of a load, and the last error."""
         event = self._progress if self.loading is not None else None
         done, total = (event.done_bytes, event.total_bytes) if event else (0, 0)
         percent = round(100 * done / (total or 1), 1)
@@ -179,7 +179,7 @@ class Models:
         }
 
     async def aclose(self) -> None:
-        """Cancel a load, and wait until nothing of it is left."""
+        """Cancel a load, and wait until its threads and memory are released."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -197,14 +197,14 @@ class Question(BaseModel):
 
 
 def create_app(root: Path, first: str, load: Load = load) -> FastAPI:
-    """Return the application; it begins to load `root / first` when it is started."""
+    """Return the application. It starts to load `root / first` when it starts."""
     models = Models(root, load)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         gc.collect()
-        gc.freeze()  # else full collections go through torch's objects: 50 to 200 ms without an answer
-        models.begin(first)
+        gc.freeze()  # otherwise a full collection visits torch's objects: 50 to 200 ms without an answer
+        models.start(first)
         yield
         await models.aclose()
 
@@ -220,13 +220,13 @@ def create_app(root: Path, first: str, load: Load = load) -> FastAPI:
         return models.state()
 
     @app.post("/models", status_code=202)
-    async def swap(wish: Swap) -> dict[str, object]:
-        await models.swap(wish.path)
+    async def swap(request: Swap) -> dict[str, object]:
+        await models.swap(request.path)
         return models.state()
 
     @app.post("/predict")
-    def predict(question: Question) -> dict[str, object]:  # no coroutine: FastAPI runs it on a thread
-        served = models.current  # whatever is switched meanwhile, this request has its model
+    def predict(question: Question) -> dict[str, object]:  # not a coroutine, so FastAPI runs it on a thread
+        served = models.current  # this request keeps its model, even if the server switches to another one
         if served is None:
             raise HTTPException(503, "no model is loaded yet")
         try:
@@ -240,7 +240,7 @@ def create_app(root: Path, first: str, load: Load = load) -> FastAPI:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, metavar="MODELS", help="a directory of models")
-    parser.add_argument("first", metavar="FIRST", help="the one to begin with: a file or a directory below MODELS")
+    parser.add_argument("first", metavar="FIRST", help="the first model: a file or a directory below MODELS")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

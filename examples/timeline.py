@@ -1,6 +1,6 @@
-"""Draw what a load did: `python examples/timeline.py CHECKPOINT PICTURE`; a PICTURE in .html can be zoomed.
+"""Draw a timeline of a load: `python examples/timeline.py CHECKPOINT PICTURE`. A PICTURE in .html can be zoomed.
 
-Each thread, each device's copy queue and the consumer is a row; what overlaps in time stands above each other.
+Each thread, each copy queue of a device and the consumer is a row. Work that overlaps in time is drawn in one column.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import stio
 
 
 async def record(path: str | Path, **keywords: Any) -> stio.Trace:
-    """Stream a checkpoint and return what was done when; reading a tensor's bytes stands for using it."""
+    """Stream a checkpoint and return a trace of the load; reading the bytes of a tensor represents its use."""
     trace = stio.Trace()
     async with stio.open(path, trace=trace, **keywords) as checkpoint, checkpoint.stream() as stream:
         async for _, tensor in stream:
@@ -23,7 +23,7 @@ async def record(path: str | Path, **keywords: Any) -> stio.Trace:
 
 
 def draw(trace: stio.Trace, picture: Path, title: str) -> None:
-    """Write the picture, a page or an SVG by its suffix, and the directories above it."""
+    """Write the picture, as a page or an SVG by its suffix. Make the directories above it."""
     picture.parent.mkdir(parents=True, exist_ok=True)
     save = trace.save_html if picture.suffix == ".html" else trace.save_svg
     save(picture, title=title)

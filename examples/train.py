@@ -1,10 +1,10 @@
-"""Train a small model. Kill it whenever you like, start it again, and it ends with the very same weights.
+"""Train a small model. Kill it at any time and start it again: it ends with the same weights, bit for bit.
 
     python examples/train.py out/
 
-Every few steps all that the next step depends on goes into one file: the weights, the optimizer, the scheduler, the
-random generator, and which step it is, which says where in the data it is. The file appears when it is whole. It
-is written while the training goes on.
+Every few steps the whole state of the training is saved to one file: the weights, the optimizer, the scheduler, the
+random generator, and the number of the step, which determines the position in the data. The file appears when it is
+complete. It is written while training continues.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def main(directory: Path, *, num_steps: int, save_every: int) -> None:
         scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["random"])  # dropout draws from it
         done = state["done"]
-        print(f"going on after step {done}", flush=True)
+        print(f"resumed after step {done}", flush=True)
     for old in checkpoints[:-1]:
-        old.unlink()  # the saver deletes what it has saved itself; these are of a process that was killed
+        old.unlink()  # the saver deletes its own checkpoints only; these are from a process that was killed
 
-    with stio.sync.Saver(keep_last=2) as saver:  # leaving it waits until the last save is durable
+    with stio.sync.Saver(keep_last=2) as saver:  # the end of the block waits until the last save is durable
         for inputs, targets in batches(first=done, last=num_steps):
             loss = nn.functional.mse_loss(model(inputs), targets)
             optimizer.zero_grad()
@@ -66,7 +66,7 @@ def main(directory: Path, *, num_steps: int, save_every: int) -> None:
 
 
 def batches(*, first: int, last: int) -> Iterator[list[torch.Tensor]]:
-    """Yield the batches of some steps, counted over all epochs. Their order follows from the number of the epoch."""
+    """Yield the batches of some steps, counted over all epochs. The number of the epoch determines their order."""
     numbers = torch.Generator().manual_seed(SEED)
     inputs = torch.randn(500, 16, generator=numbers)
     data = TensorDataset(inputs, inputs.square().sum(dim=1, keepdim=True))
@@ -83,7 +83,7 @@ def batches(*, first: int, last: int) -> Iterator[list[torch.Tensor]]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("directory", type=Path, help="for checkpoints, and in the end model.safetensors")
+    parser.add_argument("directory", type=Path, help="for checkpoints, and at the end for model.safetensors")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=10)
     return parser.parse_args()

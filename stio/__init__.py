@@ -2,7 +2,7 @@
 
     tensors = await stio.load("model/", device="cuda")
 
-Names are imported when they are first used, so that `import stio` costs no torch.
+Names are imported when they are first used, so that `import stio` does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:
     from stio import sync as sync
     from stio.conversion.api import convert as convert
-    from stio.device.save_sources import LazyTensor as LazyTensor
+    from stio.device.describe import LazyTensor as LazyTensor
     from stio.errors import AmbiguousCheckpointError as AmbiguousCheckpointError
     from stio.errors import ChangedDuringReadError as ChangedDuringReadError
     from stio.errors import CheckpointNotFoundError as CheckpointNotFoundError
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from stio.loading.cache.entries import CacheStats as CacheStats
     from stio.loading.cache.host_cache import HostCache as HostCache
     from stio.loading.module import LoadReport as LoadReport
+    from stio.loading.options import LoadOptions as LoadOptions
     from stio.loading.warm_start.api import WarmStart as WarmStart
     from stio.loading.warm_start.api import warm_start as warm_start
     from stio.runtime.limits import Limits as Limits
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from stio.runtime.trace import Trace as Trace
     from stio.saving.api import Saver as Saver
     from stio.saving.api import save as save
+    from stio.saving.options import SaveOptions as SaveOptions
     from stio.saving.options import SaveResult as SaveResult
     from stio.saving.pending import PendingSave as PendingSave
     from stio.state import load_state as load_state
@@ -79,15 +81,17 @@ _HOMES = {
     "HostCache": "stio.loading.cache.host_cache",
     "IndexFormatError": "stio.errors",
     "IntegrityError": "stio.errors",
-    "LazyTensor": "stio.device.save_sources",
+    "LazyTensor": "stio.device.describe",
     "LimitError": "stio.errors",
     "Limits": "stio.runtime.limits",
+    "LoadOptions": "stio.loading.options",
     "LoadReport": "stio.loading.module",
     "MismatchError": "stio.errors",
     "NoSpaceError": "stio.errors",
     "PendingSave": "stio.saving.pending",
     "ProgressEvent": "stio.runtime.progress",
     "SaveInProgressError": "stio.errors",
+    "SaveOptions": "stio.saving.options",
     "SaveResult": "stio.saving.options",
     "Saver": "stio.saving.api",
     "SharedTensorsError": "stio.errors",
@@ -149,4 +153,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_adopt("stio.errors")  # costs nothing, and an error says stio.X whoever raises it first
+_adopt("stio.errors")  # cheap, and every error has the name stio.X from the first time that it is raised

@@ -1,10 +1,10 @@
-"""The command `stio`, also as `python -m stio`."""
+"""The command `stio`, also `python -m stio`: imports the command line, runs it, and ends as the shell expects."""
 
 from __future__ import annotations
 
 import sys
 
-from stio.cli.interrupts import die_of_it, ignore, starting
+from stio.cli.interrupts import die_of_interrupt, ignore, starting
 
 try:
     with starting():
@@ -25,10 +25,10 @@ def main() -> None:
         command()
     except SystemExit as end:
         if end.code == INTERRUPTED:
-            die_of_it()
+            die_of_interrupt()
         raise
     finally:
-        ignore()  # what is left is the interpreter's end
+        ignore()  # only the end of the interpreter is left
 
 
 if __name__ == "__main__":

@@ -1,32 +1,32 @@
-"""Every error that stio raises on purpose.
+"""All error classes of stio.
 
     StioError
     ├── FormatError (ValueError)             the file is wrong: header, sizes, offsets
-    │   ├── TruncatedError                   fewer bytes than the header promises
-    │   └── LimitError                       a limit of the caller's (or the format's) is exceeded
+    │   ├── TruncatedError                   fewer bytes than the header describes
+    │   └── LimitError                       a limit of the caller or of the format is exceeded
     ├── IndexFormatError (ValueError)        the shard index is wrong, or does not fit its shards
     ├── UnsafePathError (ValueError)         a shard name leads out of the checkpoint's root
     ├── CheckpointNotFoundError (FileNotFoundError)    nothing to load at this path
     ├── AmbiguousCheckpointError (ValueError)          several candidates and no index
-    ├── TensorNotFoundError (KeyError)       the caller asks for a name the checkpoint lacks
-    ├── SliceError (IndexError)              the caller's index does not fit the tensor
-    ├── MismatchError (ValueError)           a module and a checkpoint do not fit each other
-    ├── UnsupportedDtypeError (TypeError)    a dtype that torch (or this torch) has no type for
+    ├── TensorNotFoundError (KeyError)       the checkpoint has no tensor of the requested name
+    ├── SliceError (IndexError)              an index does not fit the shape of the tensor
+    ├── MismatchError (ValueError)           a module and a checkpoint do not match
+    ├── UnsupportedDtypeError (TypeError)    a dtype that torch (or this version of it) does not have
     ├── ClosedError (RuntimeError)           the checkpoint or stream was closed
-    ├── WarmStartError (RuntimeError)        a module, or a use of it, that cannot wait for a warm start
-    ├── IntegrityError (ValueError)          the bytes are not those that the manifest promises
+    ├── WarmStartError (RuntimeError)        a warm start does not support this module, or this use of it
+    ├── IntegrityError (ValueError)          the bytes differ from the manifest
     ├── SharedTensorsError (RuntimeError)    tensors to be saved share memory, and shared="error"
-    ├── SaveInProgressError (RuntimeError)   a saver has as many saves under way as it may
-    ├── ConcurrentSaveError (RuntimeError)   another save changed the destination meanwhile
-    ├── StorageError (OSError)               the operating system refused; carries errno
-    │   ├── ChangedDuringReadError           the file is another one than the one that was planned
-    │   ├── NoSpaceError                     no room at the destination; carries needed and free bytes
-    │   └── CommitUncertainError             the new checkpoint is in place, but perhaps not durable
+    ├── SaveInProgressError (RuntimeError)   a saver already has `max_pending` saves under way
+    ├── ConcurrentSaveError (RuntimeError)   another save changed the destination at the same time
+    ├── StorageError (OSError)               the operating system reported an error; has errno
+    │   ├── ChangedDuringReadError           the file was changed or replaced during the read
+    │   ├── NoSpaceError                     too little space at the destination; has needed and free bytes
+    │   └── CommitUncertainError             the new checkpoint is in place, but may not be durable
     └── DeviceError (RuntimeError)           the device refused an allocation or a copy
-        └── DeviceMemoryError                out of memory there; carries needed and free bytes
+        └── DeviceMemoryError                the device is out of memory; has needed and free bytes
 
-"Your call is wrong" and "the file is wrong" never share a class. Each error carries what is known of
-path, offset, expected and found, and survives pickling (workers of a process pool raise them too).
+A wrong call and a wrong file never share a class. Each error has the attributes path, offset, expected and found, as
+far as they are known. Errors can be pickled: workers of a process pool raise them too.
 """
 
 from __future__ import annotations
@@ -64,22 +64,27 @@ SHOWN_CHARACTERS = 120
 
 
 def printable(value: object) -> str:
-    """Return untrusted text for a message: control characters escaped, cut to a line's length."""
+    """Return untrusted text for a message: control characters escaped, cut to `SHOWN_CHARACTERS`."""
     text = value if isinstance(value, str) else repr(value)
     if len(text) > SHOWN_CHARACTERS:
         text = f"{text[:SHOWN_CHARACTERS]}... ({len(text):,} characters)"
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return one_line(text)
+
+
+def one_line(text: str) -> str:
+    """Return text with control characters escaped: it stays on one line, and a terminal shows it only."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class StioError(Exception):
-    """Root of all errors that stio raises.
+    """Base class of all errors that stio raises.
 
     Args:
-        message: What went wrong, and what to do about it.
-        path: The file or directory it happened in.
+        message: The problem, and its remedy.
+        path: File or directory of the error.
         offset: Byte offset in that file.
-        expected: What the format, the plan or the caller asked for.
-        found: What was there instead.
+        expected: Value that the format, the plan or the call requires.
+        found: Value that was found instead.
     """
 
     def __init__(
@@ -110,7 +115,7 @@ class StioError(Exception):
 
 
 def without_path(error: StioError) -> str:
-    """Return what an error says, for a line that names its file already."""
+    """Return the text of an error without its path, for a line that names the file already."""
     notes = []
     if error.offset is not None:
         notes.append(f"at byte {error.offset:,}")
@@ -126,11 +131,11 @@ def _rebuild(cls: type[StioError], message: str, fields: dict[str, Any]) -> Stio
 
 
 class FormatError(StioError, ValueError):
-    """The file is not what the safetensors format says."""
+    """The file does not follow the safetensors format."""
 
 
 class TruncatedError(FormatError):
-    """The file ends before the bytes that its header promises."""
+    """The file ends before the data that its header describes."""
 
 
 class LimitError(FormatError):
@@ -142,7 +147,7 @@ class IndexFormatError(StioError, ValueError):
 
 
 class UnsafePathError(StioError, ValueError):
-    """A shard name or link leads out of the checkpoint's root."""
+    """A shard name or a link leads out of the directory of the checkpoint."""
 
 
 class CheckpointNotFoundError(StioError, FileNotFoundError):
@@ -150,7 +155,7 @@ class CheckpointNotFoundError(StioError, FileNotFoundError):
 
 
 class AmbiguousCheckpointError(StioError, ValueError):
-    """A directory holds several candidates and no index that chooses."""
+    """A directory holds several checkpoints, and no index selects one."""
 
 
 class TensorNotFoundError(StioError, KeyError):
@@ -158,7 +163,7 @@ class TensorNotFoundError(StioError, KeyError):
 
 
 class SliceError(StioError, IndexError):
-    """The index does not fit the tensor's shape."""
+    """The index does not fit the shape of the tensor."""
 
 
 class MismatchError(StioError, ValueError):
@@ -166,7 +171,7 @@ class MismatchError(StioError, ValueError):
 
 
 class UnsupportedDtypeError(StioError, TypeError):
-    """The dtype has no counterpart in this torch."""
+    """This version of torch does not have the dtype."""
 
 
 class ClosedError(StioError, RuntimeError):
@@ -174,11 +179,11 @@ class ClosedError(StioError, RuntimeError):
 
 
 class WarmStartError(StioError, RuntimeError):
-    """A module, or a use of its parameters, that cannot wait until a warm start is done."""
+    """A warm start does not support this module, or this use of a parameter that is not loaded yet."""
 
 
 class StorageError(StioError, OSError):
-    """The operating system refused; `errno` says why."""
+    """The operating system reported an error; `errno` is its number."""
 
     def __init__(self, message: str, *, errno: int | None = None, **fields: Any) -> None:
         super().__init__(message, **fields)
@@ -187,11 +192,11 @@ class StorageError(StioError, OSError):
 
 
 class ChangedDuringReadError(StorageError):
-    """The file was rewritten or replaced between planning and the end of the read."""
+    """The file was changed or replaced between the plan and the end of the read."""
 
 
 class NoSpaceError(StorageError):
-    """There is no room for the checkpoint; `needed_bytes` and `free_bytes` say how much there would have to be."""
+    """There is too little space for the checkpoint: `free_bytes` of `needed_bytes`."""
 
     def __init__(
         self, message: str, *, needed_bytes: int | None = None, free_bytes: int | None = None, **fields: Any
@@ -203,23 +208,23 @@ class NoSpaceError(StorageError):
 
 
 class CommitUncertainError(StorageError):
-    """The new checkpoint was put in place, but the system did not confirm that it survives a power cut."""
+    """The new checkpoint is in place, but the system did not confirm that it survives a power cut."""
 
 
 class IntegrityError(StioError, ValueError):
-    """The bytes of a file are not those that the checkpoint's manifest promises."""
+    """The bytes of a file differ from the manifest of the checkpoint."""
 
 
 class SharedTensorsError(StioError, RuntimeError):
-    """Tensors that are to be saved share memory, and the caller wanted an error for that."""
+    """Tensors to be saved share memory, and the call has `shared="error"`."""
 
 
 class SaveInProgressError(StioError, RuntimeError):
-    """A saver has as many saves under way as it may."""
+    """A saver already has `max_pending` saves under way."""
 
 
 class ConcurrentSaveError(StioError, RuntimeError):
-    """Another save changed the destination while this one was under way; this one was rolled back."""
+    """Another save changed the destination while this save was under way; this save was rolled back."""
 
 
 class DeviceError(StioError, RuntimeError):
@@ -227,7 +232,7 @@ class DeviceError(StioError, RuntimeError):
 
 
 class DeviceMemoryError(DeviceError):
-    """The device has too little free memory; `needed_bytes` and `free_bytes` say how much."""
+    """The device has too little free memory: `free_bytes` of `needed_bytes`."""
 
     def __init__(
         self, message: str, *, needed_bytes: int | None = None, free_bytes: int | None = None, **fields: Any

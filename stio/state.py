@@ -1,129 +1,200 @@
-"""Nested state, for people: `save_state` and `load_state`, for optimizers, schedulers and what a training loop keeps.
+"""`save_state` and `load_state`: nested state of optimizers, schedulers and training loops.
 
-The bytes go the way of any checkpoint (`stio.saving.api`, `stio.loading.body`); `stio.state` takes the state apart and puts it
-together. There is no pickle in it: a file cannot make a load run code, and what is of another type is refused.
+A save separates the state (`stio.saving.nested`) into tensors and a tree of all other values, and saves a checkpoint. A
+load reads and checks the tree, loads the tensors as any load does, and puts them into the tree. There is no pickle: a
+file cannot cause code to run. A value of any other type raises an error.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Unpack, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from stio.device.base import LoadedGroup
-from stio.errors import FormatError, LimitError, printable
-from stio.format.state_tree import (
-    POINTER,
-    STATE_KEY,
-    TREE_TENSOR,
-    Reference,
-    Tree,
-    parse_tree,
-)
+from stio.errors import FormatError, printable
+from stio.format.shared import SharedPolicy
+from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, Reference, Tree, check_tree_bytes, parse_tree
 from stio.loading.body import gather, start_reading
+from stio.loading.cache.file_image import FileCache
 from stio.loading.open import OpenCheckpoint
-from stio.loading.options import Keywords, Settings, SourceLike
-from stio.loading.targets import LoadOptions
+from stio.loading.options import DevicesLike, LoadOptions, Memory, SourceLike
+from stio.runtime.hashing import HashName
 from stio.runtime.limits import Limits
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused
+from stio.runtime.progress import Progress
+from stio.runtime.trace import Trace
 from stio.saving.api import save
 from stio.saving.nested import flatten
-from stio.saving.options import DestinationLike, SaveKeywords, SaveResult
-
-__all__ = ["load_state", "restore", "save_state", "start_load_state"]
+from stio.saving.options import DEFAULT_PATTERN, CommitStep, DestinationLike, Durability, SaveResult, ShardNames
 
 
 async def save_state(
-    state: object, destination: DestinationLike, *, budget_bytes: int | None = None, **keywords: Unpack[SaveKeywords]
+    state: object,
+    destination: DestinationLike,
+    *,
+    budget_bytes: int | None = None,
+    max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    filename_pattern: str = DEFAULT_PATTERN,
+    shared: SharedPolicy = "dedupe",
+    shard_names: ShardNames = "auto",
+    commit: CommitStep = "index",
+    durability: Durability = "full",
+    hash: HashName | None = None,
+    progress: Progress = None,
+    trace: Trace | None = None,
+    switch_interval: float | None = None,
 ) -> SaveResult:
-    """Save nested state, atomically and durably: `optimizer.state_dict()`, a scheduler's, a random generator's.
+    """Save nested state, atomically and durably, such as `optimizer.state_dict()` or the state of a scheduler.
 
-    What it may hold: dict, OrderedDict, Counter (keys: text, integers of 64 bits, floats but NaN, bools, None, tuples
-    of those), list, tuple; tensors, parameters (restored as such, with their `requires_grad`), `stio.LazyTensor`;
-    text, integers, floats, bools, None, bytes; `torch.Size`, `torch.dtype`, `torch.device`. Of a tensor its numbers are
-    saved, as by `stio.save`; of a container its items, not its attributes (`_metadata` of a module's state_dict).
+    Supported types: dict, OrderedDict, Counter (keys: text, integers of 64 bits, floats but NaN, bools, None, tuples of
+    those), list, tuple; tensors, parameters (restored as parameters, with their `requires_grad`), `stio.LazyTensor`;
+    text, integers, floats, bools, None, bytes; `torch.Size`, `torch.dtype`, `torch.device`. The values of a tensor are
+    saved, as by `stio.save`. The items of a container are saved, and not its attributes (such as the `_metadata` of a
+    module's state_dict).
 
-    The same tensor in several places is saved once and restored as one. Tensors that only overlap, and containers that
-    stand in several places, are saved each by itself: the tie is lost.
+    A tensor that occurs several times is saved once, and restored as one tensor. Tensors that only overlap, and
+    containers that occur several times, are saved separately, and are separate after a load.
 
-    On disk it is a checkpoint that any safetensors reader opens, `stio.load` too. A tensor's name is its path,
-    `state/0/exp_avg`; the tree of everything else stands in the metadata under `stio.state`, or in a U8 tensor
-    `/stio.state` where it is long.
+    The result is a checkpoint that `stio.load` and any other safetensors reader can open. The name of a tensor is its
+    path, `state/0/exp_avg`. The tree of all other values is in the metadata under `stio.state`, or in a U8 tensor
+    `/stio.state` if it is long. A cancel rolls the save back.
 
     Args:
-        state: The state. It must not change meanwhile; a `Saver` returns earlier.
+        state: The state. It must not change before this function returns; a `Saver` returns earlier.
         destination: See `stio.save`.
         budget_bytes: See `stio.save`.
-        **keywords: See `SaveKeywords`.
+        max_shard_size: See `stio.save`.
+        metadata: See `stio.save`.
+        filename_pattern: See `stio.save`.
+        shared: See `stio.save`.
+        shard_names: See `stio.save`.
+        commit: See `stio.save`.
+        durability: See `stio.save`.
+        hash: See `stio.save`.
+        progress: See `stio.save`.
+        trace: See `stio.save`.
+        switch_interval: See `stio.save`.
 
     Raises:
-        TypeError: A value or key of another type; the message says where it stands. Nothing was written.
-        ValueError: A container that stands in itself, or a NaN as key.
-        LimitError: More than `stio.Limits` lets a reader take, or containers nested more than 200 deep.
+        TypeError: A value or a key has another type; the message has its path in the state. Nothing was written.
+        ValueError: A container contains itself, or a key is NaN.
+        LimitError: The state exceeds the default `stio.Limits` of a load, or containers are nested more than 200 deep.
         StioError: See `stio.save`.
     """
-    tensors, keywords = await flatten(state, keywords)
-    return await save(tensors, destination, budget_bytes=budget_bytes, **keywords)
-
-
-async def load_state(source: SourceLike, **keywords: Unpack[Keywords]) -> Any:
-    """Load what `save_state` saved.
-
-    Nothing that stands in the file is executed. The tree is checked to its end before any tensor is read.
-
-    Args:
-        source: See `stio.load`.
-        **keywords: See `Keywords`. `memory` is `"copy"` unless said otherwise: training writes in place, and a mapping
-            pays for that page by page. `limits` bounds the tree too.
-
-    Returns:
-        The state, with its types, its order and its ties.
-
-    Raises:
-        FormatError: The checkpoint holds no nested state (`stio.load` loads its tensors), or a malformed one.
-        StioError: See `stio.load`.
-    """
-    take = await start_load_state(source, keywords).wait()
-    return take()
-
-
-def start_load_state(source: SourceLike, keywords: Keywords) -> Operation[Callable[[], Any]]:
-    """Begin to load a state; the result hands it over to the consumer's thread."""
-    settings = Settings(**cast(Keywords, {"memory": "copy", **keywords}))
-    limits = settings.limits or Limits()
-    return start_reading(
-        source, settings, None, lambda operation, opened, options: restore(operation, opened, options, limits)
+    tensors, metadata = await flatten(state, metadata)
+    return await save(
+        tensors,
+        destination,
+        budget_bytes=budget_bytes,
+        max_shard_size=max_shard_size,
+        metadata=metadata,
+        filename_pattern=filename_pattern,
+        shared=shared,
+        shard_names=shard_names,
+        commit=commit,
+        durability=durability,
+        hash=hash,
+        progress=progress,
+        trace=trace,
+        switch_interval=switch_interval,
     )
 
 
-def restore(
-    operation: Operation[Any], opened: OpenCheckpoint, options: LoadOptions, limits: Limits
-) -> Callable[[], Any]:
-    """Load the state of an open checkpoint; return a function that hands it over to the consumer's thread.
+async def load_state(
+    source: SourceLike,
+    *,
+    device: DevicesLike = "cpu",
+    dtype: torch.dtype | None = None,
+    memory: Memory = "copy",
+    budget_bytes: int | None = None,
+    strict: bool = True,
+    limits: Limits | None = None,
+    verify: bool = False,
+    follow_symlinks: bool = False,
+    progress: Progress = None,
+    cache: FileCache | None = None,
+    trace: Trace | None = None,
+    switch_interval: float | None = None,
+) -> Any:
+    """Load nested state that `save_state` saved.
+
+    Nothing in the file is executed. The whole tree is checked before any tensor is read. A cancel ends the load.
+
+    Args:
+        source: See `stio.load`.
+        device: See `stio.load`.
+        dtype: See `stio.load`.
+        memory: See `stio.load`. The default is `"copy"`: training writes in place, and with a mapping the first write
+            to each page costs a page fault.
+        budget_bytes: See `stio.load`.
+        strict: See `stio.load`.
+        limits: See `stio.load`; they apply to the tree too.
+        verify: See `stio.load`.
+        follow_symlinks: See `stio.load`.
+        progress: See `stio.load`.
+        cache: See `stio.load`.
+        trace: See `stio.load`.
+        switch_interval: See `stio.load`.
+
+    Returns:
+        The state, with its types and its order. A tensor that occurs several times is one tensor. The caller owns
+        the tensors.
 
     Raises:
-        FormatError: It holds no nested state, or a malformed one.
+        FormatError: The checkpoint has no nested state (`stio.load` loads its tensors), or a malformed one.
+        StioError: See `stio.load`.
+    """
+    options = LoadOptions(
+        device=device,
+        dtype=dtype,
+        memory=memory,
+        budget_bytes=budget_bytes,
+        strict=strict,
+        limits=limits,
+        verify=verify,
+        follow_symlinks=follow_symlinks,
+        progress=progress,
+        cache=cache,
+        trace=trace,
+        switch_interval=switch_interval,
+    )
+
+    take = await start_reading(source, options, lambda operation, opened: restore(operation, opened, options)).wait()
+    return take()
+
+
+def restore(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOptions) -> Callable[[], Any]:
+    """Load the state of an open checkpoint.
+
+    Returns:
+        A function that returns the state. The consumer's thread calls it, so that its stream waits for the copies.
+
+    Raises:
+        FormatError: The checkpoint has no nested state, or a malformed one.
         StioError: See `stio.load_state`.
     """
-    raw, hidden = _tree_text(opened, limits)
+    limits = options.limits or Limits()
+    raw, holds_bytes = _tree_text(opened, limits)
     with collection_paused(len(raw)):
-        tree = parse_tree(raw, path=opened.path, limits=limits, foreign=_foreign, check=operation.check)
-    hidden |= {reference.name for reference in tree.references if reference.kind == "bytes_tensor"}
-    _match(opened, tree, hidden)
+        tree = parse_tree(raw, path=opened.path, limits=limits, foreign=_torch_value, check=operation.check)
+    holds_bytes |= {reference.name for reference in tree.references if reference.kind == "bytes_tensor"}
+    _require_match(opened, tree, holds_bytes)
     operation.check()
-    texts = {name: _read_bytes(opened, name) for name in hidden if name != TREE_TENSOR}
-    shown = (lambda name: name not in hidden) if hidden else None
-    landed = gather(operation, opened, shown, options)
+    long_bytes = {name: _read_bytes(opened, name) for name in holds_bytes if name != TREE_TENSOR}
+    names = (lambda name: name not in holds_bytes) if holds_bytes else None
+    groups = gather(operation, opened, names, options)
     with collection_paused(tree.num_nodes):
-        state = _filled(tree, landed, texts, opened.path)
+        state = _filled(tree, groups, long_bytes, opened.path)
 
     def take() -> Any:
-        for group in landed:
+        for group in groups:
             group.take()
         return state
 
@@ -131,7 +202,7 @@ def restore(
 
 
 def _tree_text(opened: OpenCheckpoint, limits: Limits) -> tuple[bytes, set[str]]:
-    """Return the text of the tree, and the names of the tensors that it stands in."""
+    """Return the text of the tree, and the name of the tensor that holds it, if one does."""
     text = opened.metadata.get(STATE_KEY)
     if text is None:
         raise FormatError(
@@ -140,24 +211,17 @@ def _tree_text(opened: OpenCheckpoint, limits: Limits) -> tuple[bytes, set[str]]
             expected=f"{STATE_KEY!r} in the metadata, as `stio.save_state` writes it",
         )
     if not isinstance(text, str):
-        raise FormatError(f"{STATE_KEY} is no text", path=opened.path, found=type(text).__name__)
+        raise FormatError(f"{STATE_KEY} is not text", path=opened.path, found=type(text).__name__)
     if text != POINTER:
         return text.encode(), set()
     if not any(TREE_TENSOR in header for header in opened.headers):
         raise FormatError("the tensor with the tree of the state is missing", path=opened.path, expected=TREE_TENSOR)
-    nbytes = opened.info(TREE_TENSOR).nbytes
-    if nbytes > limits.state_bytes:
-        raise LimitError(
-            "the tree of the state is longer than the limit `state_bytes`",
-            path=opened.path,
-            expected=f"at most {limits.state_bytes:,} bytes",
-            found=f"{nbytes:,}",
-        )
+    check_tree_bytes(opened.info(TREE_TENSOR).nbytes, limits, path=opened.path)
     return _read_bytes(opened, TREE_TENSOR), {TREE_TENSOR}
 
 
 def _read_bytes(opened: OpenCheckpoint, name: str) -> bytes:
-    """Read the bytes of a U8 tensor, as they are."""
+    """Read the data of a U8 tensor."""
     info = opened.info(name)
     if info.dtype != "U8" or len(info.shape) != 1:
         raise FormatError(
@@ -175,41 +239,37 @@ def _read_bytes(opened: OpenCheckpoint, name: str) -> bytes:
     return region.tobytes()
 
 
-def _match(opened: OpenCheckpoint, tree: Tree, hidden: set[str]) -> None:
-    """Require that the tree speaks of the tensors that there are, and of no other."""
-    wanted = {reference.name for reference in tree.references} | (hidden & {TREE_TENSOR})
-    there = {name for header in opened.headers for name in header.names}
-    missing = wanted - there - opened.aliases.keys()
-    if missing:
-        message = "the state speaks of a tensor that is not there"
-        raise FormatError(message, path=opened.path, found=min(missing))
-    both = hidden.intersection(reference.name for reference in tree.references if reference.kind != "bytes_tensor")
-    if both:
-        message = "the state takes bytes that are its own for a tensor"
-        raise FormatError(message, path=opened.path, found=min(both))
-    extra = (there | opened.aliases.keys()) - wanted
-    if extra:
-        message = "a tensor belongs nowhere in the state"
-        raise FormatError(message, path=opened.path, found=min(extra))
+def _require_match(opened: OpenCheckpoint, tree: Tree, holds_bytes: set[str]) -> None:
+    """Require that the tree and the checkpoint name the same tensors."""
+    in_tree = {reference.name for reference in tree.references} | (holds_bytes & {TREE_TENSOR})
+    stored = {name for header in opened.headers for name in header.names} | opened.aliases.keys()
+    as_tensors = {reference.name for reference in tree.references if reference.kind != "bytes_tensor"}
+    for names, message in (
+        (in_tree - stored, "the state refers to a tensor that does not exist"),
+        (holds_bytes & as_tensors, "the state refers to a tensor that holds bytes of the state"),
+        (stored - in_tree, "a tensor has no place in the state"),
+    ):
+        if names:
+            raise FormatError(message, path=opened.path, found=min(names))
 
 
-def _filled(tree: Tree, landed: list[LoadedGroup], texts: Mapping[str, bytes], path: str) -> Any:
-    """Put tensors into the tree. They are the device's still: nothing but their handles is touched."""
-    tensors = {name: tensor for group in landed for name, tensor in group.tensors.items()}
+def _filled(tree: Tree, groups: list[LoadedGroup], long_bytes: Mapping[str, bytes], path: str) -> Any:
+    """Put the tensors into the tree. Their bytes are not used here: copies to the device may be under way."""
+    tensors = {name: tensor for group in groups for name, tensor in group.tensors.items()}
     parameters: dict[tuple[int, bool], nn.Parameter] = {}
 
     def resolve(reference: Reference) -> object:
         if reference.kind == "bytes_tensor":
-            return texts[reference.name]
+            return long_bytes[reference.name]
         tensor = tensors[reference.name]
         if reference.kind == "tensor":
             return tensor
-        wants_grad = reference.kind == "parameter"
-        key = id(tensor), wants_grad
-        if key not in parameters:  # one and the same wherever it stands
+        requires_grad = reference.kind == "parameter"
+        key = id(tensor), requires_grad
+        if key not in parameters:  # the same parameter in all its places
             try:
-                parameters[key] = nn.Parameter(tensor, requires_grad=wants_grad)
-            except RuntimeError:  # of integers, with a gradient
+                parameters[key] = nn.Parameter(tensor, requires_grad=requires_grad)
+            except RuntimeError:  # integers cannot have a gradient
                 message = f"tensor {printable(reference.name)!r} cannot be a parameter"
                 raise FormatError(message, path=path, found=str(tensor.dtype)) from None
         return parameters[key]
@@ -220,8 +280,8 @@ def _filled(tree: Tree, landed: list[LoadedGroup], texts: Mapping[str, bytes], p
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def _foreign(tag: str, value: Any) -> object:
-    """Make what torch has a type for; see `parse_tree`."""
+def _torch_value(tag: str, value: Any) -> object:
+    """Return a value of a type of torch; see `parse_tree`."""
     if tag == "size":
         return torch.Size(map(operator.index, value))
     if tag == "dtype":
@@ -231,4 +291,4 @@ def _foreign(tag: str, value: Any) -> object:
     try:
         return torch.device(value)
     except RuntimeError:
-        raise ValueError("this torch knows no such device") from None
+        raise ValueError("this torch has no such device") from None

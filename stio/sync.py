@@ -1,38 +1,40 @@
-"""The same names, blocking: for scripts, notebooks and plain training loops.
+"""Blocking functions and classes of the same names: for scripts, notebooks and plain training loops.
 
     tensors = stio.sync.load("model/")
 
-A thin face over the same operations: they run on threads of stio's own, this one only waits. So it works under a
-running event loop too (a notebook's), but blocks it; outside notebooks that earns a warning, once.
+Each function runs the coroutine of the same name (`stio.runtime.blocking`): there is no second body. The work runs on
+threads of stio's own, and this thread waits. So a call works under a running event loop too, for instance in a
+notebook, but it blocks that loop. Outside notebooks the first such call warns.
 """
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import sys
+import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
-from torch import nn
 
-from stio.conversion.api import ConvertKeywords, PathLike, start_conversion
-from stio.loading.body import IntoLoad, start_load
-from stio.loading.cache.host_cache import HostCacheBase, PrefetchKeywords
-from stio.loading.module import LoadReport
-from stio.loading.options import Keywords, Settings, SourceLike
+import stio.conversion.api as conversion
+import stio.loading.api as loading
+import stio.loading.cache.host_cache as host_cache
+import stio.loading.warm_start.api as warm
+import stio.saving.api as saving
+import stio.state as state
+from stio.format.shared import SharedPolicy
+from stio.loading.options import SourceLike
 from stio.loading.plan import Names
-from stio.loading.session import CheckpointBase, StreamBase
-from stio.loading.warm_start.api import WarmStartBase
-from stio.runtime.limits import DEFAULT_BUDGET_BYTES
-from stio.saving.nested import flatten_blocking
-from stio.saving.options import DestinationLike, SaveKeywords, SaveOptions, SaveResult, TensorsLike
+from stio.runtime.blocking import in_event_loop, run_blocking
+from stio.runtime.hashing import HashName
+from stio.runtime.limits import Limits
+from stio.runtime.progress import Progress
+from stio.runtime.trace import Trace
+from stio.saving.options import DEFAULT_PATTERN, CommitStep, Durability, ShardNames
 from stio.saving.pending import PendingSave
-from stio.saving.saver import SaverBase
-from stio.saving.staging_pool import StagingPool
-from stio.state import start_load_state
 
 __all__ = [
     "Checkpoint",
@@ -50,304 +52,227 @@ __all__ = [
     "warm_start",
 ]
 
+P = ParamSpec("P")
+T = TypeVar("T")
+A = TypeVar("A")
+
 _warned = False
 
 
-def load(
-    source: SourceLike,
-    *,
-    names: Names | None = None,
-    slices: Mapping[str, object] | None = None,
-    **keywords: Unpack[Keywords],
-) -> dict[str, torch.Tensor]:
-    """Load a checkpoint; see `stio.load`. A KeyboardInterrupt ends the load before it comes out."""
-    _warn_under_a_loop()
-    take = start_load(source, Settings(**keywords), names, slices).result()
-    return take()
-
-
-def load_into(
-    module: nn.Module, source: SourceLike, *, assign: bool = False, **keywords: Unpack[Keywords]
-) -> LoadReport:
-    """Load a checkpoint into a module; see `stio.load_into`."""
-    _warn_under_a_loop()
-    return _place(IntoLoad(source, module, Settings(**keywords), assign=assign))
-
-
-def _place(load: IntoLoad) -> LoadReport:
-    load.feed.operation.start()
-    try:
-        while (landed := load.feed.next_blocking()) is not None:
-            load.place(landed)
-    except BaseException:
-        try:
-            load.feed.close()  # placing failed: nobody takes what is still to come
-        finally:
-            load.discard()
-        raise
-    return load.complete()
-
-
-def open(source: SourceLike, **keywords: Unpack[Keywords]) -> Checkpoint:
-    """Return a checkpoint to be opened by `with`; see `stio.open`."""
-    return Checkpoint(source, Settings(**keywords))
-
-
-class Checkpoint(CheckpointBase):
-    """An open checkpoint; the blocking twin of `stio.Checkpoint`."""
-
-    def __enter__(self) -> Self:
-        _warn_under_a_loop()
-        self._opened = self._start_open().result()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End operations under way, and give the descriptors back. Idempotent."""
-        opened, operations = self._begin_close()
-        interrupted: BaseException | None = None
-        for operation in operations:
-            while operation.running:
-                try:
-                    operation.close()
-                except BaseException as error:
-                    interrupted = error  # a KeyboardInterrupt has to wait until no thread reads from the files
-        if opened is not None:
-            opened.discard()
-        if interrupted is not None:
-            raise interrupted
-
-    def load(self, names: Names | None = None, slices: Mapping[str, object] | None = None) -> dict[str, torch.Tensor]:
-        """Load tensors; see `stio.load`."""
-        take = self._start_load(names, slices).result()
-        return take()
-
-    def read(self, name: str, index: object = None) -> torch.Tensor:
-        """Load one tensor, or a part of it; see `stio.Checkpoint.read`."""
-        take = self._start_load(*self._one(name, index)).result()
-        return take()[name]
-
-    def stream(self, names: Names | None = None, slices: Mapping[str, object] | None = None) -> Stream:
-        """Return tensors as they become ready, within the budget; see `Stream`."""
-        return Stream(self._feed(names, slices))
-
-    def load_into(self, module: nn.Module, *, strict: bool | None = None, assign: bool = False) -> LoadReport:
-        """Load into a module; see `stio.load_into`."""
-        return _place(self._into(module, strict=strict, assign=assign))
-
-
-class Stream(StreamBase, Iterator[tuple[str, torch.Tensor]]):
-    """Pairs of name and tensor as they become ready; the blocking twin of `stio.Stream`."""
-
-    def __next__(self) -> tuple[str, torch.Tensor]:
-        with self._turn:  # several threads may share a stream
-            self._begin()
-            while not self._names:
-                landed = self._feed.next_blocking()
-                if landed is None:
-                    raise StopIteration
-                self._unpack(landed)
-            return self._pop()
-
-    def __enter__(self) -> Self:
-        self._begin()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the reading, and wait until nothing of it is left. Idempotent."""
-        self._end()
-        self._feed.close()
-
-
-class HostCache(HostCacheBase):
-    """Keeps files of checkpoints in host memory; the blocking twin of `stio.HostCache`. Any load takes either."""
-
-    def prefetch(self, source: SourceLike, **keywords: Unpack[PrefetchKeywords]) -> None:
-        """Bring all files of a checkpoint; see `stio.HostCache.prefetch`."""
-        _warn_under_a_loop()
-        self._start_prefetch(source, keywords).result()
-
-
-def warm_start(
-    module: nn.Module, source: SourceLike, *, order: Iterable[str] | None = None, **keywords: Unpack[Keywords]
-) -> WarmStart:
-    """Load a module on `meta` while its forward may run already; see `stio.warm_start`."""
-    return WarmStart(module, source, Settings(**keywords), order)
-
-
-class WarmStart(WarmStartBase):
-    """A warm start under way; the blocking twin of `stio.WarmStart`."""
-
-    def __enter__(self) -> Self:
-        _warn_under_a_loop()
-        module = self._module
-        ready = self._begin().result()
-        assert module is not None
-        self._go_on(module, ready)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self.done()
-        finally:
-            self.close()
-
-    def done(self) -> LoadReport:
-        """Wait until all parameters are there; see `stio.WarmStart.done`."""
-        load = self._load
-        load.notifier.wait_for_blocking(lambda: load.operation.done)
-        return self._outcome()
-
-    def close(self) -> None:
-        """End the load, if it has not ended, and wait until nothing of it is left. Idempotent."""
-        if self._filling is None:
-            return
-        interrupted: BaseException | None = None
-        while self._filling.operation.running:
-            try:
-                self._filling.operation.close()
-            except BaseException as error:
-                interrupted = error  # a KeyboardInterrupt has to wait until no thread fills parameters
-        self._filling.close()
-        if interrupted is not None:
-            raise interrupted
-
-
-def save(
-    tensors: TensorsLike,
-    destination: DestinationLike,
-    *,
-    budget_bytes: int | None = None,
-    **keywords: Unpack[SaveKeywords],
-) -> SaveResult:
-    """Save a checkpoint; see `stio.save`. A KeyboardInterrupt rolls it back before it comes out."""
-    _warn_under_a_loop()
-    return PendingSave(
-        tensors,
-        destination,
-        SaveOptions(**keywords),
-        pool=StagingPool(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes),
-        stage_first=False,
-    ).complete_blocking()
-
-
-def save_state(
-    state: object, destination: DestinationLike, *, budget_bytes: int | None = None, **keywords: Unpack[SaveKeywords]
-) -> SaveResult:
-    """Save nested state; see `stio.save_state`."""
-    _warn_under_a_loop()
-    tensors, keywords = flatten_blocking(state, keywords)
-    return save(tensors, destination, budget_bytes=budget_bytes, **keywords)
-
-
-def load_state(source: SourceLike, **keywords: Unpack[Keywords]) -> Any:
-    """Load nested state; see `stio.load_state`."""
-    _warn_under_a_loop()
-    take = start_load_state(source, keywords).result()
-    return take()
-
-
-def convert(source: PathLike, destination: PathLike, **keywords: Unpack[ConvertKeywords]) -> SaveResult:
-    """Convert a checkpoint; see `stio.convert`. A KeyboardInterrupt rolls it back before it comes out."""
-    _warn_under_a_loop()
-    return start_conversion(source, destination, **keywords).result()
-
-
-class Saver(SaverBase):
-    """Saves that cost the caller the snapshot alone; the blocking twin of `stio.Saver`."""
-
-    def save(self, tensors: TensorsLike, destination: DestinationLike, **keywords: Unpack[SaveKeywords]) -> PendingSave:
-        """Begin a save; return once its snapshot is complete. See `stio.Saver.save`."""
-        while (pending := self._submit(tensors, destination, keywords)) is None:
-            if (oldest := self._oldest()) is not None:
-                oldest.join()
-        pending.wait_staged_blocking()
-        return pending
-
-    def save_state(self, state: object, destination: DestinationLike, **keywords: Unpack[SaveKeywords]) -> PendingSave:
-        """Begin to save nested state; return once its snapshot is complete. See `stio.Saver.save_state`."""
-        tensors, keywords = flatten_blocking(state, self._keywords | keywords)
-        return self.save(tensors, destination, **keywords)
-
-    def close(self) -> None:
-        """Wait for what is under way; raise what failed and nobody was told of. Idempotent.
-
-        A KeyboardInterrupt meanwhile rolls back what is left.
-        """
-        self._close()
-        try:
-            self._drain()
-        finally:
-            failed = self._finish()
-        if failed is not None:
-            raise failed
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-            return
-        self._close()
-        try:
-            if isinstance(error, Exception | SystemExit):
-                self._drain()
-            else:
-                self._roll_back()
-        finally:
-            self._finish()  # the exception at hand goes first; failures were logged
-
-    def _drain(self) -> None:
-        try:
-            while (oldest := self._oldest()) is not None:
-                oldest.join()
-        except BaseException:
-            self._roll_back()
-            raise
-
-    def _roll_back(self) -> None:
-        for pending in reversed(self.pending):  # the first to go would let the next one begin
-            pending.cancel()
-        for pending in self.pending:
-            pending.close()
-
-
 def _warn_under_a_loop() -> None:
-    """Say once that a running loop stands still meanwhile, unless it is a notebook's, where that is meant."""
+    """Warn once that the call blocks a running loop, except in a notebook, where that is intended."""
     global _warned
-    if _warned or "ipykernel" in sys.modules:
-        return
-    if not _in_a_loop():
+    if _warned or "ipykernel" in sys.modules or not in_event_loop():
         return
     _warned = True
     warnings.warn(
-        "stio.sync blocks the running event loop until it is done; use the awaitable twin there",
+        "stio.sync blocks the running event loop until it is done; use the function of the same name in stio there",
         RuntimeWarning,
         stacklevel=3,
     )
 
 
-def _in_a_loop() -> bool:
-    trio = sys.modules.get("trio")  # who runs it has imported it
-    if trio is not None and trio.lowlevel.in_trio_run():
-        return True
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+def _blocking(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """Return the blocking twin of a public coroutine function."""
+
+    @functools.wraps(function)
+    def twin(*args: P.args, **kwargs: P.kwargs) -> T:
+        _warn_under_a_loop()
+        return run_blocking(function(*args, **kwargs))
+
+    twin.__module__ = __name__
+    return twin
+
+
+def _blocking_method(method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+    """Return the blocking twin of a coroutine method, for a class whose `_twin` has that method."""
+
+    @functools.wraps(method)
+    def twin(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        _warn_under_a_loop()
+        return run_blocking(method(self._twin, *args, **kwargs))
+
+    twin.__module__ = __name__
+    return twin
+
+
+def _same_method(method: Callable[Concatenate[A, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Return a method that calls the method of `_twin`, which does not wait."""
+
+    @functools.wraps(method)
+    def twin(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(self._twin, *args, **kwargs)
+
+    twin.__module__ = __name__
+    return twin
+
+
+def _twin_of(function: Callable[P, A], twin_class: Callable[[A], T]) -> Callable[P, T]:
+    """Return a function that makes the blocking twin of the object that a public function returns."""
+
+    @functools.wraps(function)
+    def twin(*args: P.args, **kwargs: P.kwargs) -> T:
+        return twin_class(function(*args, **kwargs))
+
+    twin.__module__ = __name__
+    return twin
+
+
+class _Twin:
+    """Base of the blocking twins of asynchronous context managers."""
+
+    _twin: Any
+
+    def __enter__(self) -> Self:
+        _warn_under_a_loop()
+        run_blocking(self._twin.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run_blocking(self._twin.__aexit__(kind, error, trace))
+
+    def close(self) -> None:
+        """End the work under way and release its resources, as leaving the block does. Idempotent."""
+        run_blocking(self._twin.aclose())
+
+
+class Checkpoint(_Twin):
+    """An open checkpoint; the blocking twin of `stio.Checkpoint`."""
+
+    def __init__(self, checkpoint: loading.Checkpoint) -> None:
+        self._twin = checkpoint
+
+    keys = _same_method(loading.Checkpoint.keys)
+    info = _same_method(loading.Checkpoint.info)
+    load = _blocking_method(loading.Checkpoint.load)
+    read = _blocking_method(loading.Checkpoint.read)
+    load_into = _blocking_method(loading.Checkpoint.load_into)
+    __len__ = _same_method(loading.Checkpoint.__len__)
+    __contains__ = _same_method(loading.Checkpoint.__contains__)
+    __iter__ = _same_method(loading.Checkpoint.__iter__)
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Text metadata of the shards and of their index."""
+        metadata: Mapping[str, Any] = self._twin.metadata
+        return metadata
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Names that share another tensor's data (tied weights), to that tensor's name."""
+        aliases: Mapping[str, str] = self._twin.aliases
+        return aliases
+
+    def stream(self, names: Names | None = None, slices: Mapping[str, object] | None = None) -> Stream:
+        """Return a stream of the tensors as they become ready, within the budget; see `stio.Stream`."""
+        return Stream(self._twin.stream(names, slices))
+
+
+class Stream(_Twin, Iterator[tuple[str, torch.Tensor]]):
+    """Pairs of name and tensor as they become ready; the blocking twin of `stio.Stream`. Threads may share one."""
+
+    def __init__(self, stream: loading.Stream) -> None:
+        self._twin = stream
+        self._turn = threading.Lock()
+
+    promote = _same_method(loading.Stream.promote)
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        with self._turn:
+            pair = run_blocking(self._twin.take())
+        if pair is None:
+            raise StopIteration
+        return pair  # type: ignore[no-any-return]  # `_twin` is untyped
+
+
+class HostCache(host_cache.HostCache):
+    """Holds files of checkpoints in host memory; the blocking twin of `stio.HostCache`. Each load accepts both."""
+
+    def prefetch(  # type: ignore[override]  # it blocks here
+        self,
+        source: SourceLike,
+        *,
+        strict: bool = True,
+        limits: Limits | None = None,
+        follow_symlinks: bool = False,
+        progress: Progress = None,
+        trace: Trace | None = None,
+    ) -> None:
+        """Read all files of a checkpoint into the cache; see `stio.HostCache.prefetch`."""
+        _warn_under_a_loop()
+        run_blocking(
+            super().prefetch(
+                source, strict=strict, limits=limits, follow_symlinks=follow_symlinks, progress=progress, trace=trace
+            )
+        )
+
+
+class WarmStart(_Twin):
+    """A warm start under way; the blocking twin of `stio.WarmStart`."""
+
+    def __init__(self, warm_start: warm.WarmStart) -> None:
+        self._twin = warm_start
+
+    done = _blocking_method(warm.WarmStart.done)
+
+
+class Saver(_Twin):
+    """Saves that block the caller only for the snapshot; the blocking twin of `stio.Saver`."""
+
+    def __init__(
+        self,
+        *,
+        keep_last: int | None = None,
+        max_pending: int = 1,
+        when_full: saving.WhenFull = "wait",
+        budget_bytes: int | None = None,
+        max_shard_size: int | str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        filename_pattern: str = DEFAULT_PATTERN,
+        shared: SharedPolicy = "dedupe",
+        shard_names: ShardNames = "auto",
+        commit: CommitStep = "index",
+        durability: Durability = "full",
+        hash: HashName | None = None,
+        progress: Progress = None,
+        trace: Trace | None = None,
+        switch_interval: float | None = None,
+    ) -> None:
+        self._twin = saving.Saver(
+            keep_last=keep_last,
+            max_pending=max_pending,
+            when_full=when_full,
+            budget_bytes=budget_bytes,
+            max_shard_size=max_shard_size,
+            metadata=metadata,
+            filename_pattern=filename_pattern,
+            shared=shared,
+            shard_names=shard_names,
+            commit=commit,
+            durability=durability,
+            hash=hash,
+            progress=progress,
+            trace=trace,
+            switch_interval=switch_interval,
+        )
+
+    save = _blocking_method(saving.Saver.save)
+    save_state = _blocking_method(saving.Saver.save_state)
+
+    @property
+    def pending(self) -> tuple[PendingSave, ...]:
+        """Saves that have not ended, the oldest first."""
+        pending: tuple[PendingSave, ...] = self._twin.pending
+        return pending
+
+
+load = _blocking(loading.load)
+load_into = _blocking(loading.load_into)
+load_state = _blocking(state.load_state)
+save = _blocking(saving.save)
+save_state = _blocking(state.save_state)
+convert = _blocking(conversion.convert)
+open = _twin_of(loading.open, Checkpoint)
+warm_start = _twin_of(warm.warm_start, WarmStart)

@@ -1,9 +1,9 @@
-"""Make anew what the pages show of commands, and the pictures: `make captures`. It takes a few minutes.
+"""Writes the output of commands, and their pictures, into the pages again: `make captures`. It takes a few minutes.
 
-Each page with a console is run from top to bottom, as the tests do, but what a command prints is written into the page
-instead of being compared. Where a page leaves something out, by `...`, it stays as it is. A console that is titled
-`Not run by the tests, only by make captures: why` runs here. A picture that a page shows by a bare name is copied from
-where its commands drew it. The demo draws the picture of the README and of the first page.
+Each page with a console runs from top to bottom, as in the tests, but the output of a command is written into the page
+instead of being compared. Output that the page shortens with `...` stays unchanged. A console with the title
+`Not run by the tests, only by make captures: why` runs here. A picture without a directory in its path is copied from
+the directory in which the commands drew it. The demo draws the picture of the README and of the first page.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 import pages
 
 CAPTURED = "Not run by the tests, only by make captures: "
-_ELIDED = re.compile(r"(?<!\])\.\.\.")  # and not `[ARGS]...`, which click prints
+_ELIDED = re.compile(r"(?<!\])\.\.\.")  # but not `[ARGS]...`, which click prints
 
 
 def main() -> None:
-    """Renew every page, then the demo's picture."""
+    """Renew every page, then the picture of the demo."""
     for page in sorted(pages.DOCS.rglob("*.md")):
         if any(block.language == "console" for block in pages.blocks_of(page)):
             print(page.relative_to(pages.DOCS), flush=True)
@@ -32,13 +32,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         picture = Path(folder, "timeline.svg")
         subprocess.run([sys.executable, str(demo), "--picture", str(picture)], check=True)
-        # Where the model lies on this machine is not part of the picture.
+        # The path of the model on this machine is not part of the picture.
         drawn = re.sub("&#10;/[^<]*", "", picture.read_text("utf-8"))
         pages.DOCS.joinpath("timeline.svg").write_text(drawn, "utf-8")
 
 
 def renew(page: Path) -> None:
-    """Run one page in a directory of its own, and write what its commands printed into it."""
+    """Run one page in a new directory, and write the output of its commands into the page."""
     renewed: dict[int, str] = {}
 
     def capture(block: pages.Block) -> None:
@@ -63,14 +63,14 @@ def renew(page: Path) -> None:
 
 
 def captured(block: pages.Block) -> str:
-    """Run a console and return it as it should stand in the page."""
+    """Run a console block and return its new text."""
     text = ""
     for command, shown in pages.commands(block):
         script, env = pages.script_of(command)
-        is_kept = not shown or _ELIDED.search(shown) is not None
-        printed = pages.run_command(block, script, shown if is_kept else "", env)
+        is_unchanged = not shown or _ELIDED.search(shown) is not None
+        printed = pages.run_command(block, script, shown if is_unchanged else "", env)
         text += f"$ {command}\n" + (
-            shown if is_kept else "".join(f"{line.rstrip()}\n" for line in printed.splitlines())
+            shown if is_unchanged else "".join(f"{line.rstrip()}\n" for line in printed.splitlines())
         )
     return text
 

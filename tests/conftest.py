@@ -81,6 +81,5 @@ def _not_nice() -> Iterator[None]:
 @pytest.fixture
 def plain_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the priority of the test's own thread, on which such a test runs a worker."""
-    for name in ("loading", "saving"):
-        scheduler = importlib.import_module(f"stio.{name}.scheduler")
-        monkeypatch.setattr(scheduler, "be_nice", lambda: None)
+    for name in ("loading.scheduler", "saving.scheduler", "runtime.workers"):
+        monkeypatch.setattr(importlib.import_module(f"stio.{name}"), "be_nice", lambda: None)

@@ -30,8 +30,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from stio.errors import FormatError
-from stio.format import header as _decode
-from stio.format import json_scanner as _json
+from stio.format import header as header_module
+from stio.format import json_scanner
 from stio.format.header import Header, header_nbytes, parse_header
 from stio.runtime.limits import Limits
 
@@ -234,10 +234,10 @@ def variant(*, fast: bool, window: int | None) -> Iterator[None]:
     """Parse without the fast path, or with another window."""
     with ExitStack() as stack:
         if not fast:
-            stack.enter_context(mock.patch.object(_decode, "_decoded", lambda *_: None))
+            stack.enter_context(mock.patch.object(json_scanner.Scanner, "decode_members", lambda *_: None))
         if window is not None:
-            stack.enter_context(mock.patch.object(_decode, "WINDOW_BYTES", window))
-            stack.enter_context(mock.patch.object(_json, "WINDOW_BYTES", window))
+            stack.enter_context(mock.patch.object(header_module, "WINDOW_BYTES", window))
+            stack.enter_context(mock.patch.object(json_scanner, "WINDOW_BYTES", window))
         yield
 
 

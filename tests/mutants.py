@@ -48,10 +48,10 @@ CONTEXT = "tests/gpu/test_streams.py::test_the_default_device_stays_without_a_co
 CONTRACT = "tests/device/test_contract.py::"
 
 CUDA = "stio/device/cuda.py"
-STAGING = "stio/device/ring.py"
+QUEUE = "stio/device/copy_queue.py"
 COPYING = "stio/device/copy_out.py"
 BASE = "stio/device/base.py"
-WAYS = "stio/loading/read_paths.py"
+PATHS = "stio/loading/read_paths.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ MUTANTS = (
         "copies are queued on the current stream of the reader's thread, the event behind them on the copy stream",
         CUDA,
         (
-            "            with on_stream(self._module, self._device, self._stream):\n                if pairs:",
+            "            with on_stream(self._module, self.device, self._stream):\n                if pairs:",
             "            with self.as_current():\n                if pairs:",
         ),
         tests=f"{BEHIND_COPIES}[default stream]",
@@ -93,12 +93,12 @@ MUTANTS = (
         "copies and their events are queued on the current stream of the reader's thread",
         CUDA,
         (
-            "            with on_stream(self._module, self._device, self._stream):\n                if pairs:",
+            "            with on_stream(self._module, self.device, self._stream):\n                if pairs:",
             "            with self.as_current():\n                if pairs:",
         ),
         (
-            "                return Mark(self._module, self._device, self._stream)",
-            "                return Mark(self._module, self._device, self._module.current_stream(self._device))",
+            "                return TorchEvent(self._module, self.device, self._stream)",
+            "                return TorchEvent(self._module, self.device, self._module.current_stream(self.device))",
         ),
         tests="tests/gpu/test_streams.py::test_work_that_was_queued_before_a_load_is_not_waited_for",
     ),
@@ -108,9 +108,9 @@ MUTANTS = (
         CUDA,
         (
             "                if pairs:\n",
-            "                mark = Mark(self._module, self._device, self._stream)\n                if pairs:\n",
+            "                event = TorchEvent(self._module, self.device, self._stream)\n                if pairs:\n",
         ),
-        ("                return Mark(self._module, self._device, self._stream)", "                return mark"),
+        ("                return TorchEvent(self._module, self.device, self._stream)", "                return event"),
         tests=SLOT,
         delay=0.02,
     ),
@@ -166,8 +166,8 @@ MUTANTS = (
         "the default stream waits and is recorded, not the consumer's current one",
         CUDA,
         (
-            "        stream = self._module.current_stream(self._device)\n        for event in events:",
-            "        stream = self._module.default_stream(self._device)\n        for event in events:",
+            "        stream = self._module.current_stream(self.device)\n        for event in events:",
+            "        stream = self._module.default_stream(self.device)\n        for event in events:",
         ),
         tests=f"{BEHIND_COPIES}[all copies]",
     ),
@@ -176,8 +176,8 @@ MUTANTS = (
         "the stream of the thread that delivers a group waits, not the consumer's",
         "stio/loading/group_queue.py",
         (
-            "        self._items.append((group, landed))",
-            "        landed.take()\n        landed.hand_over = None\n        self._items.append((group, landed))",
+            "        self._items.append((group, loaded))",
+            "        loaded.take()\n        loaded.hand_over = None\n        self._items.append((group, loaded))",
         ),
         tests=f"{BEHIND_COPIES}[all copies]",
     ),
@@ -191,81 +191,81 @@ MUTANTS = (
     mutant(
         "shared memory is not recorded",
         "the memory that small tensors lie in is not recorded for the consumer's stream",
-        WAYS,
-        ("memory_in_use = [*tensors.values(), *image.shared]", "memory_in_use = [*tensors.values()]"),
+        PATHS,
+        ("memory_in_use = [*tensors.values(), *target.shared]", "memory_in_use = [*tensors.values()]"),
         tests=f"{DROPPED}[small-own stream]",
     ),
     mutant(
         "large tensors are not recorded",
         "only the memory that small tensors share is recorded for the consumer's stream",
-        WAYS,
-        ("memory_in_use = [*tensors.values(), *image.shared]", "memory_in_use = [*image.shared]"),
+        PATHS,
+        ("memory_in_use = [*tensors.values(), *target.shared]", "memory_in_use = [*target.shared]"),
         tests=f"{DROPPED}[large-own stream]",
     ),
     mutant(
         "only the first event",
         "of the events behind a group's copies only the first is noted",
-        WAYS,
-        ("                if event not in image.events[-1:]:", "                if not image.events:"),
+        QUEUE,
+        ("            if event not in one.memory.events[-1:]:", "            if not one.memory.events:"),
         tests=f"{BEHIND_LAST}[stream]",
     ),
     mutant(
         "hand-over before the cast's event",
         "the consumer's stream waits for the copies, but not for the casts behind them",
-        WAYS,
-        ("            events = [*events, accelerator.copy([])]  # a copy that failed is told by its own\n", ""),
+        PATHS,
+        (
+            "            events = [*events, accelerator.copy([])]  # the other events stay: each tells whether its copies failed\n",
+            "",
+        ),
         tests=f"{BEHIND_CAST}[load]",
     ),
     mutant(
         "casts on the worker's stream",
         "casts run on the current stream of the worker's thread, beside the copies",
-        WAYS,
+        PATHS,
         (
-            "            with accelerator.on_queue():\n                tensors = finish(",
-            "            if True:\n                tensors = finish(",
+            "            with accelerator.on_queue():\n                tensors = _finished(",
+            "            if True:\n                tensors = _finished(",
         ),
         tests=f"{BEHIND_CAST}[load]",
     ),
     mutant(
         "a module is filled before the hand-over",
         "`load_into` copies out of tensors that were not handed over to its stream",
-        "stio/loading/body.py",
-        (
-            '"""Put a group in place on the consumer\'s thread."""\n        self.into.put(landed.take())',
-            '"""Put a group in place on the consumer\'s thread."""\n        self.into.put(landed.tensors)',
-        ),
+        "stio/loading/module.py",
+        ("        tensors = group.take()\n        sources", "        tensors = group.tensors\n        sources"),
         tests=f"{ORDERS}test_a_module_is_filled_behind_the_copies",
     ),
     mutant(
         "a module gets tensors without a hand-over",
         "`load_into(assign=True)` does not hand the tensors over to the caller's stream",
-        "stio/loading/body.py",
-        ("        for landed in self._landed:\n            landed.take()\n", ""),
+        "stio/loading/module.py",
+        ("        for group in self._groups:\n            group.take()\n", ""),
         tests=f"{BEHIND_CAST}[into a module]",
     ),
     # The ring.
     mutant(
         "slots without a wait",
         "a slot of the ring is used again without a wait for the event of its copies",
-        STAGING,
-        ("            flight.event.synchronize()\n", "            pass\n"),
+        QUEUE,
+        ("            batch.event.synchronize()\n", "            pass\n"),
         tests=SLOT,
     ),
     mutant(
         "slots are free when queued",
         "a slot of the ring is free again when its copies are queued, not when they are done",
-        STAGING,
-        ("_Flight(event, slots, perf_counter()", "_Flight(event, [], perf_counter()"),
+        QUEUE,
+        ("_Batch(event, slots, perf_counter()", "_Batch(event, [], perf_counter()"),
         (
-            "            if flight is None:\n                self._give_back(slots)",
-            "            self._give_back(slots)",
+            "            if batch is None:\n                self.release(*slots)",
+            "            self.release(*slots)",
         ),
         tests=SLOT,
     ),
     mutant(
         "close without drain",
         "the ring is closed while copies are under way",
-        STAGING,
+        QUEUE,
         (
             "        try:\n            self.drain()\n        finally:",
             "        try:\n            pass\n        finally:",
@@ -275,22 +275,20 @@ MUTANTS = (
     mutant(
         "a failed event's slot is used again",
         "a slot whose copies failed is filled again, though the device may still read it",
-        STAGING,
+        QUEUE,
         (
-            "                self._lost += flight.slots\n                self._unmade += len(flight.slots)\n",
-            "                self._free += flight.slots\n",
+            "                self._lost += batch.slots\n                self._num_unallocated += len(batch.slots)\n",
+            "                self._free += batch.slots\n",
         ),
-        tests="tests/device/test_staging.py::test_failed_copy_is_told_to_who_waits_for_its_slot",
+        tests="tests/device/test_copy_queue.py::test_a_failed_copy_is_raised_to_the_thread_that_waits_for_its_slot",
     ),
     mutant(
         "failed copies are not told",
         "a copy that failed is taken for one that is done",
-        STAGING,
+        QUEUE,
         (
-            "            if isinstance(error, StioError) or not isinstance(error, Exception):\n"
-            "                raise\n"
-            '            raise DeviceError(f"copying to {self._accelerator.device} failed: {error}") from error\n',
-            "            return []\n",
+            "                self._num_unallocated += len(batch.slots)\n            raise\n",
+            "                self._num_unallocated += len(batch.slots)\n            return []\n",
         ),
         tests=(f"{FAILED_COPY}[load-1]", f"{FAILED_COPY}[stream-1]"),
     ),
@@ -309,18 +307,18 @@ MUTANTS = (
         tests=UNPINNED,
     ),
     mutant(
-        "a cache lets go too early",
+        "a cache releases too early",
         "the memory of a cached file is released while copies of the load still read it",
-        "stio/loading/prepare.py",
+        "stio/loading/scheduler.py",
         (
-            "            for kept in self.kept:\n"
-            "                closing.callback(kept.release)\n"
-            "            for route in self.routes:  # first: their copies read what is kept\n"
-            "                closing.callback(route.close)\n",
-            "            for route in self.routes:\n"
-            "                closing.callback(route.close)\n"
-            "            for kept in self.kept:\n"
-            "                closing.callback(kept.release)\n",
+            "            for cached in self._cached_files:\n"
+            "                closing.callback(cached.release)\n"
+            "            for path in self._paths:  # closed before the cached files are released: copies read those\n"
+            "                closing.callback(path.close)\n",
+            "            for path in self._paths:\n"
+            "                closing.callback(path.close)\n"
+            "            for cached in self._cached_files:\n"
+            "                closing.callback(cached.release)\n",
         ),
         tests=f"{ORDERS}test_a_cache_keeps_what_is_copied_from",
     ),
@@ -328,10 +326,10 @@ MUTANTS = (
     mutant(
         "a slot on the device without a wait",
         "the disk writes to a slot on the device while the copy out of it is queued",
-        STAGING,
+        QUEUE,
         (
-            "            flight.event.synchronize()\n",
-            "            if self._new_slot == self._accelerator.staging:\n                flight.event.synchronize()\n",
+            "            batch.event.synchronize()\n",
+            "            if self._allocate_slot == self.accelerator.staging:\n                batch.event.synchronize()\n",
         ),
         tests=DEVICE_SLOT,
     ),
@@ -358,7 +356,7 @@ MUTANTS = (
             "    return not offset % (VECTOR_BYTES if nbytes >= VECTOR_BYTES else TORCH_DTYPES[dtype].itemsize)",
             "    return True",
         ),
-        tests="tests/device/test_image.py",
+        tests="tests/device/test_group_memory.py",
     ),
     # Devices and contexts.
     mutant(
@@ -366,7 +364,7 @@ MUTANTS = (
         "a device without a number means number 0, not the one that is current in the caller's thread",
         BASE,
         (
-            "    return current if str(wanted) == current.type else device  # without a number",
+            "    return current if str(parsed) == current.type else device  # without an index",
             "    return device",
         ),
         tests=f"{SECOND}[False]",
@@ -375,7 +373,7 @@ MUTANTS = (
         "the number of a device is ignored",
         "loads go to device 0, whichever is named",
         BASE,
-        ("    return torch.device(wanted.type, index)", "    return torch.device(wanted.type, 0)"),
+        ("    return torch.device(parsed.type, index)", "    return torch.device(parsed.type, 0)"),
         tests=f"{SECOND}[True]",
     ),
     mutant(
@@ -383,8 +381,8 @@ MUTANTS = (
         "a thread whose current device is number 0 waits for an event of another one: a context is made on number 0",
         CUDA,
         (
-            "        with self._module.device(self._device):\n            self.event.synchronize()",
-            "        self.event.synchronize()",
+            "            with self._module.device(self._device):\n                self.event.synchronize()",
+            "            self.event.synchronize()",
         ),
         tests=f"{CONTEXT}[load]",
     ),
@@ -400,23 +398,23 @@ MUTANTS = (
         "a warm start does not wait on the host",
         "parameters are made real while their copies are under way, for any stream to use",
         "stio/loading/warm_start/load.py",
-        ("        landed.wait()  # on the host: other streams than this thread's may use them next\n", ""),
+        ("        group.wait()  # on the host: other streams than this thread's may use them next\n", ""),
         tests=f"{ORDERS}test_a_parameter_of_a_warm_start_is_for_any_stream",
     ),
     mutant(
         "a warm start waits for the first event",
         "of the events behind a parameter's copies the host waits for the first alone",
         BASE,
-        ("            for event in self.events:\n", "            for event in self.events[:1]:\n"),
+        ("        for event in self.events:\n", "        for event in self.events[:1]:\n"),
         tests=f"{BEHIND_LAST}[warm start]",
     ),
     mutant(
         "a warm start does not wait for casts",
         "the host waits for the copies of a parameter, but not for the cast behind them",
-        WAYS,
+        PATHS,
         (
-            "        return LoadedGroup(tensors, lambda: accelerator.hand_over(memory_in_use, events), events)",
-            "        return LoadedGroup(tensors, lambda: accelerator.hand_over(memory_in_use, events), image.events)",
+            "        return LoadedGroup(tensors, partial(accelerator.hand_over, memory_in_use, events), events)",
+            "        return LoadedGroup(tensors, partial(accelerator.hand_over, memory_in_use, events), target.events)",
         ),
         tests=f"{BEHIND_CAST}[warm start]",
     ),
@@ -425,7 +423,7 @@ MUTANTS = (
         "buffers are used on any stream while their casts are under way",
         "stio/loading/warm_start/api.py",
         (
-            "        landed.wait()  # here and on the host, casts too: a forward may run on any stream\n",
+            "        group.wait()  # on the host, for casts too: a forward may run on any stream\n",
             "        pass\n",
         ),
         tests=f"{BEHIND_CAST}[buffer of a warm start]",
@@ -442,7 +440,7 @@ MUTANTS = (
         "a save ignores the caller's mark",
         "a save does not wait for what the caller's stream was told before it",
         COPYING,
-        ("        event, stream = mark\n        stream.wait_event(event)\n", "        event, stream = mark\n"),
+        ("        event, stream = known\n        stream.wait_event(event)\n", "        event, stream = known\n"),
         tests=SAVE,
     ),
     mutant(
@@ -460,17 +458,17 @@ MUTANTS = (
         "of the devices that a save's tensors are on only the first is marked",
         COPYING,
         (
-            "            if device is not None and device not in marks:",
-            "            if device is not None and not marks:",
+            "            if device is not None and device not in found:",
+            "            if device is not None and not found:",
         ),
         tests=f"{ORDERS}test_a_save_of_two_devices_is_behind_both",
     ),
     mutant(
         "a save marks on its own thread",
         "a save waits for the current stream of its own thread, not for the caller's",
-        "stio/saving/body.py",
+        "stio/saving/pending.py",
         (
-            "        self._ready = Readiness.now(tensors)",
+            "        self._ready = Readiness.now(self._tensors)",
             "        self._ready = None",
         ),
         tests=SAVE,
@@ -479,7 +477,7 @@ MUTANTS = (
         "a save does not wait for its copies",
         "a save goes on, and lets its caller go on, while its copies are under way",
         COPYING,
-        ("    finally:\n        _wait_for(flights)", "    finally:\n        pass"),
+        ("            waits.callback(event.synchronize)\n", ""),
         tests=SAVE,
     ),
     mutant(
@@ -488,9 +486,9 @@ MUTANTS = (
         COPYING,
         (
             "            targets, parts = [], []\n",
-            "            mark = Mark(module, device, stream)\n            targets, parts = [], []\n",
+            "            event = TorchEvent(module, device, stream)\n            targets, parts = [], []\n",
         ),
-        ("            return Mark(module, device, stream)\n", "            return mark\n"),
+        ("            return TorchEvent(module, device, stream)\n", "            return event\n"),
         tests=SAVE,
         delay=0.02,
     ),
@@ -546,7 +544,7 @@ MUTANTS = (
         "failed copies of a save are not told",
         "a save publishes what a failed copy left in its staging memory",
         COPYING,
-        ("    if failure is not None:\n        raise failure\n", ""),
+        ("    with ExitStack() as waits:", "    with suppress(DeviceError), ExitStack() as waits:"),
         tests=f"{FAILED_COPY}[save-1]",
     ),
     mutant(
@@ -554,11 +552,11 @@ MUTANTS = (
         "a block is filled again while it is still to be written",
         "stio/saving/scheduler.py",
         (
-            "        start = perf_counter()\n        try:\n            if self._digests is not None:",
+            "        start = perf_counter()\n        try:\n            if self._hashers is not None:",
             "        start = perf_counter()\n"
             "        self._pool.give_back(region)\n"
             "        try:\n"
-            "            if self._digests is not None:",
+            "            if self._hashers is not None:",
         ),
         (
             "                self._num_writing -= 1\n            self._pool.give_back(region)\n",

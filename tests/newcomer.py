@@ -1,7 +1,7 @@
-"""The tutorial, word for word, in an environment of its own: `make tutorial`. Takes minutes and installs torch.
+"""Runs the tutorial, word for word, in a new environment: `make tutorial`. Takes minutes and installs torch.
 
-What the tests leave out of the page is run here too: it begins with its installation. One terminal installs and then takes
-the Python, pasted; the other one runs the rest of the commands. Only `~` is another place: one that was empty.
+This also runs the blocks that the tests leave out, so it starts with the installation. One terminal installs, and the
+Python is pasted into it. A second terminal runs the other commands. `~` is replaced by an empty directory.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import pages
 
 
 def main() -> None:
-    """Follow the page.
+    """Run the page.
 
     Raises:
-        PageError: Something fails, or prints what the page does not show.
+        PageError: A block fails, or its output differs from the page.
     """
     blocks = pages.blocks_of(pages.DOCS / "tutorial.md")
     consoles = [block for block in blocks if block.language == "console"]
@@ -27,7 +27,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         install, start, enter = [lines(block, home) for block in consoles if not block.runs]
         if start != ["python -m asyncio"]:
-            raise pages.PageError(f"the tutorial begins Python in a way that is not known here: {start}")
+            raise pages.PageError(f"the tutorial starts Python with an unknown command: {start}")
         subprocess.run(["bash", "-ec", "\n".join(install)], cwd=pages.ROOT, env=env, check=True)
         where = Path(home, "stio-tutorial")
         pages.run_in_repl(blocks, python=str(where / "bin" / "python"), cwd=where, env=env)
@@ -37,7 +37,7 @@ def main() -> None:
             elif block.language == "console" and block.runs:
                 for command, shown in pages.commands(block):
                     pages.run_command(block, "\n".join([*enter, command]), shown, env)
-    print("the tutorial works as it is written", file=sys.stderr)
+    print("the tutorial works as written", file=sys.stderr)
 
 
 def lines(block: pages.Block, home: str) -> list[str]:

@@ -1,15 +1,15 @@
-"""The code in the pages of docs/, and how it is run. Needs stio and the standard library, so a newcomer's environment does.
+"""Runs the code in the pages of docs/. Needs only stio and the standard library, so `newcomer.py` can use it.
 
-A page's fences run from top to bottom in one directory, the Python in one namespace under one running loop, as a
-notebook's cells do: `await` at the top level works, and so does `stio.sync`. Three languages are known: `python`,
-`console` (commands behind `$ `, run by bash) and `text`, which is what the Python before it prints. What is shown
-must be what came out; `...` stands for anything in a line, or for any lines where it stands alone. Nothing else is let pass.
+The fences of a page run from top to bottom in one directory. The Python runs in one namespace under one running event
+loop, like the cells of a notebook: `await` works at the top level, and so does `stio.sync`. There are three languages:
+`python`, `console` (commands after `$ `, which bash runs) and `text`, the output of the Python block before it. The
+output must equal the text; `...` matches anything in a line, or any number of lines if it is alone in a line.
 
-A title is shown in the page. `title="Not run ..."` says why a block cannot run here: it is compiled, and what it
-names of stio is looked up. Any other title is the name of a file, which the block is.
+A title is shown in the page. `title="Not run ..."` gives the reason why a block cannot run here: it is compiled, and
+the names of stio that it uses are looked up. Any other title is a file name: the block is written to that file.
 
-What commands print is shown as it came out of one run: times and rates may be others in the next. `captures.py` puts
-that text there, and the pictures that the commands draw.
+The output of a command is from one run. Times and rates may differ in the next run. `captures.py` writes this output
+and the pictures of the commands into the pages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import re
 import shlex
 import subprocess
 import sys
-import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -44,11 +43,11 @@ _SHELL = 'stio() { "$STIO_PYTHON" -m stio "$@"; }; python() { "$STIO_PYTHON" "$@
 
 @dataclass(frozen=True)
 class Block:
-    """One fence, with what the page says of it."""
+    """One fence of a page."""
 
     page: str
     line: int
-    """Of its first line, in the page, from 1."""
+    """Number of its first line in the page, from 1."""
     language: str
     title: str
     text: str
@@ -67,11 +66,11 @@ class Block:
 
 
 class PageError(AssertionError):
-    """A page says what is not so."""
+    """A page shows something that is not true."""
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Return the fences of a page; raise for one that is not understood, or would be passed over."""
+    """Return the fences of a page; raise for a fence that has an unknown form, or would be skipped."""
     text = page.read_text()
     name = page.relative_to(DOCS).as_posix() if page.is_relative_to(DOCS) else page.name
     found = [
@@ -79,26 +78,26 @@ def blocks_of(page: Path) -> list[Block]:
         for match in _FENCE.finditer(text)
     ]
     if len(re.findall(r"^[ \t]*(?:```|~~~)", text, re.MULTILINE)) != 2 * len(found):
-        raise PageError(f"{name}: a fence that is indented, not closed, or has options that nobody knows")
+        raise PageError(f"{name}: a fence is indented, not closed, or has unknown options")
     for before, block in pairwise([None, *found]):
         assert block is not None
         if block.language not in LANGUAGES:
-            raise PageError(f"{block.place}: {block.language or 'no language'} is none of {', '.join(LANGUAGES)}")
+            raise PageError(f"{block.place}: {block.language or 'no language'} is not one of {', '.join(LANGUAGES)}")
         if block.title and not (block.runs or re.match(r"Not run [^:]*: \S", block.title)):
-            raise PageError(f"{block.place}: the title does not say why it is not run")
+            raise PageError(f"{block.place}: the title gives no reason why it is not run")
         if block.is_file and not re.fullmatch(r"\w+\.\w+", block.title):
-            raise PageError(f"{block.place}: the title is neither a reason nor a file's name")
+            raise PageError(f"{block.place}: the title is neither a reason nor a file name")
         if block.language == "text" and not (
             before and before.language == "python" and before.runs and not before.is_file
         ):
-            raise PageError(f"{block.place}: output of nothing; it must follow Python that runs")
+            raise PageError(f"{block.place}: output with no Python before it that runs")
     return found
 
 
 def agrees(shown: str, printed: str) -> bool:
-    """Whether a page shows what was printed; `...` is anything, in a line or, alone, any lines.
+    """Return whether the shown output matches the printed one; `...` matches anything in a line, or any lines.
 
-    Of a time or a rate only the kind of its unit counts.
+    Of a time or a rate, only the kind of its unit is compared.
     """
     pattern = ""
     for line in shown.splitlines():
@@ -108,7 +107,7 @@ def agrees(shown: str, printed: str) -> bool:
 
 
 def _measured(text: str) -> str:
-    """Return a pattern for text in which times and rates may be others."""
+    """Return a pattern that matches the text with any times and rates."""
     pattern, last = "", 0
     for match in _MEASURED.finditer(text):
         unit = "[kMGT]?B/s" if match[1] else "(?:s|ms|µs)"
@@ -119,21 +118,21 @@ def _measured(text: str) -> str:
 
 def require_shown(block: Block, shown: str, printed: str) -> None:
     if not re.search(r"\w", shown.replace("...", "")):
-        raise PageError(f"{block.place}: what is shown says nothing:\n{shown}")
+        raise PageError(f"{block.place}: the shown output has no text:\n{shown}")
     if not agrees(shown, printed):
-        raise PageError(f"{block.place}: the page shows\n{shown}\nand this came out:\n{printed}")
+        raise PageError(f"{block.place}: the page shows\n{shown}\nand this was printed:\n{printed}")
 
 
-# Running.
+# Run a page.
 
 
 def run_page(page: Path, on_console: Callable[[Block], None] | None = None) -> dict[str, Any]:
-    """Run a page in the working directory; return the names that its Python left.
+    """Run a page in the working directory; return the names that its Python defined.
 
     Args:
         page: The page.
-        on_console: Runs a console, one that the tests leave out too; by default `run_commands`, and what it shows is
-            compared.
+        on_console: Runs each console block, also those that the tests do not run. By default `run_commands`, which
+            compares the output.
     """
     blocks = blocks_of(page)
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -152,7 +151,7 @@ def run_page(page: Path, on_console: Callable[[Block], None] | None = None) -> d
             elif block.language == "python":
                 printed = await execute(block, names)
                 shown = after.text if after is not None and after.language == "text" else ""
-                if shown or printed:  # a page shows what its code prints
+                if shown or printed:  # a page shows all output of its code
                     require_shown(block, shown, printed)
 
     asyncio.run(run())
@@ -164,8 +163,8 @@ def write_file(block: Block, directory: Path) -> None:
 
 
 async def execute(block: Block, names: dict[str, Any]) -> str:
-    """Run one block of Python; return what it printed."""
-    padded = "\n" * (block.line - 1) + block.text  # so that a traceback counts the page's lines
+    """Run one block of Python; return its output."""
+    padded = "\n" * (block.line - 1) + block.text  # so a traceback has the line numbers of the page
     code = compile(padded, str(DOCS / block.page), "exec", flags=_TOP_LEVEL_AWAIT, dont_inherit=True)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         result = eval(code, names)
@@ -175,10 +174,10 @@ async def execute(block: Block, names: dict[str, Any]) -> str:
 
 
 def commands(block: Block) -> Iterator[tuple[str, str]]:
-    """Yield each command of a console and what is shown below it."""
+    """Yield each command of a console block, and the output shown below it."""
     first, *parts = re.split(r"^\$ ", block.text, flags=re.MULTILINE)
     if first or not parts:
-        raise PageError(f"{block.place}: a console begins with a command behind '$ '")
+        raise PageError(f"{block.place}: a console starts with a command after '$ '")
     for part in parts:
         match = re.fullmatch(r"((?:[^\n]*\\\n)*[^\n]*\n)(.*)", part, re.DOTALL)
         assert match is not None
@@ -186,19 +185,19 @@ def commands(block: Block) -> Iterator[tuple[str, str]]:
 
 
 def run_commands(block: Block) -> None:
-    """Run a console's commands, and compare what they print."""
+    """Run the commands of a console block, and compare their output."""
     for command, shown in commands(block):
         script, env = script_of(command)
         run_command(block, script, shown, env)
 
 
 def script_of(command: str) -> tuple[str, dict[str, str]]:
-    """Return a command for bash and its environment, in which `stio` and `python` are this interpreter's."""
+    """Return a command for bash and its environment; `stio` and `python` use this interpreter."""
     return _SHELL + command, {**environment(), "STIO_PYTHON": sys.executable, "COLUMNS": "80"}
 
 
 def run_command(block: Block, script: str, shown: str, env: dict[str, str]) -> str:
-    """Run a line of bash; it must succeed, and print what is shown. Return what it printed."""
+    """Run a line of bash, which must succeed and print the shown output. Return its output."""
     done = subprocess.run(["bash", "-ec", script], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         raise PageError(f"{block.place}: exit status {done.returncode}:\n{script}\n{done.stdout}")
@@ -208,14 +207,14 @@ def run_command(block: Block, script: str, shown: str, env: dict[str, str]) -> s
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a process that imports this checkout's stio."""
+    """Return the environment of a process that imports the stio of this checkout."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
 
 
 def run_in_repl(
     blocks: list[Block], *, cwd: Path, python: str = sys.executable, env: dict[str, str] | None = None
 ) -> None:
-    """Paste the Python of a page into `python -m asyncio`, each block followed by an empty line."""
+    """Paste the Python of a page into `python -m asyncio`, with an empty line after each block."""
     pasted = [block for block in blocks if block.language == "python" and block.runs and not block.is_file]
     done = subprocess.run(
         [python, "-m", "asyncio"],
@@ -232,11 +231,11 @@ def run_in_repl(
     require_shown(blocks[0], shown, printed)
 
 
-# What cannot run is at least checked.
+# Check blocks that cannot run.
 
 
 def check_unrun(block: Block) -> None:
-    """Compile Python that cannot run here and look up what it names of stio; split commands into words."""
+    """Compile Python that cannot run here, and look up its names of stio. Split commands into words."""
     if block.language == "console":
         for command, _ in commands(block):
             shlex.split(command)
@@ -244,7 +243,7 @@ def check_unrun(block: Block) -> None:
     compile(block.text, block.page, "exec", flags=_TOP_LEVEL_AWAIT, dont_inherit=True)
     wrong = list(_unknown(ast.parse(block.text)))
     if wrong:
-        raise PageError(f"{block.place}: stio does not know {', '.join(wrong)}")
+        raise PageError(f"{block.place}: stio has no {', '.join(wrong)}")
 
 
 def _unknown(tree: ast.AST) -> Iterator[str]:
@@ -274,7 +273,7 @@ def _can_import(module: str, name: str) -> bool:
 
 
 def _dotted(node: ast.AST) -> str:
-    """Return `stio.a.b` of an expression that is that, or nothing."""
+    """Return `stio.a.b` if the expression is such a name, else an empty string."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -283,7 +282,7 @@ def _dotted(node: ast.AST) -> str:
 
 
 def find(dotted: str) -> Any:
-    """Return what `stio.a.b` is, None if there is no such thing."""
+    """Return the object `stio.a.b`, None if there is none."""
     found: Any = import_module("stio")
     for name in dotted.split(".")[1:]:
         path = f"{getattr(found, '__name__', '')}.{name}"
@@ -294,15 +293,10 @@ def find(dotted: str) -> Any:
 
 
 def _keywords(function: Any) -> set[str]:
-    """Return the keywords that a function or class takes; none if that cannot be known."""
+    """Return the parameters of a function or class; none if it accepts any keyword, or is an object of another kind."""
     if not callable(function):
         return set()
-    known = set()
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-            known.add(name)
-            continue
-        hints = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)
-        for typed in typing.get_args(hints.get(name)):  # Unpack[Keywords]
-            known |= set(typed.__annotations__)
-    return known
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return set()
+    return {parameter.name for parameter in parameters}

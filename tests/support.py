@@ -282,21 +282,34 @@ async def eventually_async(condition: Callable[[], bool], seconds: float = PATIE
 def num_threads() -> int:
     """Return how many threads the process has besides those of `threading` (trio's and executors', which linger).
 
-    stio's own are started below `threading`, so they all count.
+    stio's own are started below `threading`, so they all count. The streams of the simulated device do not.
     """
     others = {str(thread.native_id) for thread in threading.enumerate()}
-    return len(set(os.listdir("/proc/self/task")) - others)
+    return sum(_name_of_thread(task) != "sim-stream" for task in set(os.listdir("/proc/self/task")) - others)
+
+
+def _name_of_thread(task: str) -> str:
+    try:
+        return Path(f"/proc/self/task/{task}/comm").read_text().strip()
+    except OSError:  # it has ended meanwhile
+        return "sim-stream"
 
 
 def descriptors() -> list[str]:
-    """Return the files that the process has open, sorted; an event loop's plumbing comes and goes, and is left out."""
+    """Return the files that the process has open, sorted.
+
+    Without those of event loops, which are opened and closed at any time, and without the simulated device's memory,
+    which it keeps for the next allocation.
+    """
     found = []
     for fd in os.listdir("/proc/self/fd"):
         try:
             found.append(os.readlink(f"/proc/self/fd/{fd}"))
         except OSError:
             continue  # the listing's own
-    return sorted(path for path in found if not path.startswith(("socket:", "pipe:", "anon_inode:")))
+    return sorted(
+        path for path in found if not path.startswith(("socket:", "pipe:", "anon_inode:", "/memfd:simulated device"))
+    )
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import os, signal
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.cases import Case, Entry
+from benchmarks.suite import Case, Entry
 from benchmarks.gpu_child import Absent, NoDevice, Stage
 from benchmarks.gpu_stages import SUITE as REAL
 

@@ -1,4 +1,4 @@
-"""What people copy runs: the README's code, its commands and names, and everything in examples/."""
+"""Everything that readers copy runs: the code, commands and names of the README, and all files in examples/."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,6 @@ import torch
 from safetensors.torch import save_file
 
 import stio
-from stio.loading.options import Keywords
-from stio.saving.options import SaveKeywords
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -42,7 +41,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.filterwarnings("ignore:stio.sync blocks the running event loop")
 def test_readme_code_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty directory, as somebody pastes it who has nothing yet."""
+    """In an empty directory, so the code needs nothing that is not on the page."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
 
@@ -59,7 +58,7 @@ def test_readme_code_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("page", ["README.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))])
 def test_code_can_be_pasted_at_a_prompt(page: str) -> None:
-    """Which takes the line behind an indented block for part of it, unless there is an empty one between."""
+    """The prompt takes the line after an indented block as part of the block, unless an empty line separates them."""
     for block in pages.blocks_of(ROOT / page):
         if block.language == "python" and block.runs:
             code = compile(
@@ -71,7 +70,7 @@ def test_code_can_be_pasted_at_a_prompt(page: str) -> None:
                     assert first > statement.end_lineno + 1, ast.unparse(statement)
 
 
-def test_readme_code_that_cannot_run_here_names_what_there_is() -> None:
+def test_readme_code_that_cannot_run_here_uses_names_that_exist() -> None:
     left_out = [block for block in FENCES if not block.runs]
     assert any('warm_start(model, "model/", device="cuda")' in block.text for block in left_out)
     for block in left_out:
@@ -79,8 +78,8 @@ def test_readme_code_that_cannot_run_here_names_what_there_is() -> None:
         pages.check_unrun(block)
 
 
-def test_readme_begins_with_what_it_is() -> None:
-    """Three lines that work, one picture, one table."""
+def test_readme_starts_with_code_a_picture_and_a_table() -> None:
+    """Three lines of code that run, one picture, one table."""
     first = README.split("\n## ")[0]
     (code,) = re.findall(r"^```python\n(.*?)^```$", first, re.DOTALL | re.MULTILINE)
     imports, lines = code.split("\n\n")
@@ -91,13 +90,24 @@ def test_readme_begins_with_what_it_is() -> None:
     assert len(first.splitlines()) < 46
 
 
-def test_readme_shows_the_whole_face() -> None:
-    face = README.split("## The public face")[1].split("\n## ")[0]
-    names, loads, saves = re.split(r"Keywords of|What `save`", face)
-    shown = set(re.findall(r"`(\w+)`", names))
-    assert shown == set(stio.__all__) - {"__version__"}
-    for table, keywords in ((loads, Keywords), (saves, SaveKeywords)):
-        assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(keywords.__annotations__)
+def test_readme_shows_all_public_names_and_keywords() -> None:
+    section = README.split("## Public names")[1].split("\n## ")[0]
+    names, loads, saves = re.split(r"^Keywords of", section, flags=re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", names)) == set(stio.__all__) - {"__version__"}
+    shared = keywords(stio.load) & keywords(stio.load_into) & keywords(stio.open)
+    assert in_table(loads) == shared
+    shared = keywords(stio.save) & keywords(stio.Saver.save)
+    assert in_table(saves) == shared - {"budget_bytes"}
+    assert keywords(stio.Saver) | keywords(stio.save) <= set(re.findall(r"`(\w+)`", saves))
+
+
+def keywords(function: Callable[..., object]) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def in_table(text: str) -> set[str]:
+    return set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
 
 
 def test_readme_commands_exist() -> None:
@@ -107,7 +117,7 @@ def test_readme_commands_exist() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_point_to_existing_files(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
@@ -143,7 +153,7 @@ def test_timeline(model: Path, tmp_path: Path) -> None:
     assert all(f">{word}" in text for word in ("read", "consume", "wait", "caller", "stream", "model.safetensors"))
 
 
-def test_pictures_need_no_library_for_plots() -> None:
+def test_pictures_need_no_plotting_library() -> None:
     code = (
         "import sys; sys.path.insert(0, 'examples'); sys.modules['matplotlib'] = None; import demo, timeline; "
         "print('matplotlib' in {name.partition('.')[0] for name, module in sys.modules.items() if module})"

@@ -77,6 +77,11 @@ def alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(found, expected, atol=1e-5)
 
 
+def load_of(warm: Any) -> Any:
+    """Return the load of a warm start of either face; None before it is entered."""
+    return getattr(warm, "_twin", warm)._load
+
+
 class Held:
     """A warm start whose load waits at a gate."""
 
@@ -92,7 +97,7 @@ class Held:
 
     def waiters(self) -> int:
         """Return how many uses wait."""
-        return len(self.warm._filling.notifier._wakers)
+        return len(load_of(self.warm).notifier._wakers)
 
     def after_waiting(self, use: Callable[[nn.Module], Any]) -> Any:
         """Begin a use in a thread, require that it waits, let the load go on, and return what came of it."""

@@ -1,8 +1,8 @@
-"""`stio bench [PATH]`: how fast this machine reads a checkpoint from its disk, stio beside what else is installed.
+"""`stio bench [PATH]`: measures how fast this machine loads a checkpoint from its disk, by stio and by other packages.
 
-Small and honest: one process a run (`bench_child.py`), rounds in which every contestant runs once in an order drawn
-anew, each run from a file that was evicted before, medians, and a verdict in words. The limit is a raw reader of the
-same bytes past the page cache. Tensors of all contestants must come to one checksum.
+Each run is a process of its own (`bench_child.py`). In each round every contestant runs once, in a random order, and
+the files are evicted from the page cache before each run. The results are medians and a verdict in words. The limit is
+a raw reader of the same bytes, without the page cache. The tensors of all contestants must have the same checksum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -24,76 +24,88 @@ from typing import Any, Literal
 
 import click
 
-from stio.cli.output import PATH, Bar, CommandError, aligned, one_line, rate_text, require_writable
+from stio.cli.output import (
+    JSON_OPTION,
+    NO_PROGRESS_OPTION,
+    PATH,
+    Bar,
+    CommandError,
+    aligned,
+    rate_text,
+    require_writable,
+)
+from stio.errors import one_line
 from stio.format.header_build import build_header
 from stio.format.sharding import parse_size
-from stio.loading.open import OpenOptions, open_checkpoint
+from stio.loading.open import open_checkpoint
 from stio.runtime.bar_chart import Rate, draw_rates, text_bar
 from stio.runtime.memory import fits
-from stio.runtime.spans import show_bytes
-
-__all__ = ["bench", "verdict"]
+from stio.runtime.units import show_bytes
 
 LIMIT = "limit"
+_KINDS: Mapping[str, Literal["limit", "ours", "peer"]] = {LIMIT: "limit", "stio": "ours"}
 PEERS = {
     "safetensors": "safetensors",
     "runai_model_streamer": "runai-model-streamer",
     "fastsafetensors": "fastsafetensors",
 }
-"""Packages that load the format too: module, and name of the distribution."""
+"""Other packages that load the format: name of the module, name of the distribution."""
 
 _TENSOR_BYTES = 32 << 20
-_RUN_SECONDS = 900
+_MAX_RUN_SECONDS = 900
 _COLD_FRACTION = 0.02
-_RESTLESS = 1.5
-"""From this ratio of its slowest to its fastest run on, the limit itself says that something else uses the disk."""
+"""Part of a file that may still be in the page cache when the file counts as evicted."""
 
-_ALIKE = 0.05
+_UNSTEADY = 1.5
+"""Ratio of the slowest to the fastest run of the limit that shows another user of the disk."""
+
+_EQUAL = 0.05
+"""Rates count as equal up to this difference."""
 
 
 @dataclass(slots=True)
 class Contestant:
-    """What was measured of one."""
+    """Measurements of one contestant."""
 
     name: str
-    """Its module, or `limit`."""
+    """Name of its module, or `limit`."""
     label: str
-    """Its name for people."""
+    """Name in the table."""
     version: str = ""
-    """Of its package."""
+    """Version of its package."""
     seconds: list[float] = field(default_factory=list)
-    """Of each run."""
+    """Time of each run."""
     checksums: set[int] = field(default_factory=set)
-    """Of each run's tensors."""
+    """Checksums of the tensors of its runs."""
     failure: str | None = None
-    """Why a run came to nothing."""
+    """Reason why a run failed."""
 
     @property
     def median(self) -> float | None:
-        """Median of the runs, None if one failed or there are none."""
+        """Median time of the runs, None if one failed or there are none."""
         return median(self.seconds) if self.seconds and self.failure is None else None
 
 
 @click.command()
 @click.argument("path", type=PATH, required=False)
-@click.option("--device", default="cpu", show_default=True, help="Where stio and its peers load to.")
+@click.option("--device", default="cpu", show_default=True, help="Device to load to.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each contestant.")
-@click.option("--size", metavar="SIZE", default="1GB", show_default=True, help="Of the file that is made without PATH.")
-@click.option("--chart", metavar="FILE", type=PATH, help="Draw the comparison, as .svg.")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON: every run.")
-@click.option("--no-progress", is_flag=True, help="Draw no bar. Pipes get none anyway.")
+@click.option("--size", metavar="SIZE", default="1GB", show_default=True, help="Size of the file to make without PATH.")
+@click.option("--chart", metavar="FILE", type=PATH, help="Draw the comparison as .svg.")
+@JSON_OPTION
+@NO_PROGRESS_OPTION
 def bench(
     path: str | None, device: str, rounds: int, size: str, chart: str | None, as_json: bool, no_progress: bool
 ) -> int:
     """Measure stio on this machine.
 
-    Beside the disk's limit, and what else is installed that loads safetensors. PATH is a checkpoint on the disk in
-    question; without it a file is made in the working directory and removed after. All is read cold. Peers that take
-    part if they are installed: safetensors, runai-model-streamer, fastsafetensors. A run takes some seconds beside its
-    reading, most of them torch's import.
+    It compares stio with the limit of the disk, and with other packages if they are installed: safetensors,
+    runai-model-streamer, fastsafetensors. PATH is a checkpoint on the disk to measure. Without PATH a file is made in
+    the working directory, and removed at the end. No file is read from the page cache. Each run takes some seconds in
+    addition to its load, mostly to import torch.
     """
     if sys.platform != "linux":
-        raise CommandError("files can be evicted and read past the page cache on Linux only; run it there")
+        raise CommandError("only Linux can evict files and read them without the page cache; run it there")
     if chart is not None:
         require_writable(chart, "chart", [".svg"])
     with _file_to_read(path, size) as source:
@@ -128,7 +140,7 @@ def _present() -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def _file_to_read(path: str | None, size: str) -> Iterator[str]:
-    """Yield the path, or that of a file made for the block under `with`."""
+    """Yield the path; without one, the path of a file that exists under `with` only."""
     if path is not None:
         yield path
         return
@@ -137,11 +149,9 @@ def _file_to_read(path: str | None, size: str) -> Iterator[str]:
     except ValueError as error:
         raise CommandError(f"--size: {error}") from error
     if nbytes > shutil.disk_usage(".").free:
-        raise CommandError(
-            f"there is no room for {show_bytes(nbytes)} here; go to another disk, or take a smaller --size"
-        )
-    with tempfile.TemporaryDirectory(prefix="stio-bench-", dir=".") as folder:
-        made = os.path.join(folder, "model.safetensors")
+        raise CommandError(f"there is no space for {show_bytes(nbytes)} here; use another disk, or a smaller --size")
+    with tempfile.TemporaryDirectory(prefix="stio-bench-", dir=".") as directory:
+        made = os.path.join(directory, "model.safetensors")
         _make(made, nbytes)
         yield made
 
@@ -153,13 +163,13 @@ def _make(path: str, nbytes: int) -> None:
     with open(path, "wb") as file:
         file.write(header)
         for _ in range(count):
-            file.write(os.urandom(rows * 8192))  # fresh for each: a disk that finds equal blocks stores them once
+            file.write(os.urandom(rows * 8192))  # random: some disks store equal blocks only once
         file.flush()
         os.fsync(file.fileno())
 
 
 def _files_of(source: str) -> tuple[list[str], int]:
-    opened = open_checkpoint(source, OpenOptions(strict=False))
+    opened = open_checkpoint(source, strict=False)
     try:
         return [file.path for file in opened.files], sum(file.identity.nbytes for file in opened.files)
     finally:
@@ -167,7 +177,7 @@ def _files_of(source: str) -> tuple[list[str], int]:
 
 
 def _run_all(contestants: list[Contestant], task: dict[str, Any], rounds: int, total_bytes: int, bar: Bar) -> list[str]:
-    """Run every contestant once a round; return what is to be said of the circumstances."""
+    """Run every contestant once in each round; return notes about the conditions of the measurement."""
     draw, warm, is_direct = random.Random(1), False, True
     for _ in range(rounds):
         for one in draw.sample(contestants, len(contestants)):
@@ -187,30 +197,32 @@ def _run_all(contestants: list[Contestant], task: dict[str, Any], rounds: int, t
         if one.checksums and one.checksums != expected:
             one.failure = "its tensors are not those that stio loads"
     if warm:
-        notes.append("The file could not be evicted, something maps it: these are rates of memory, not of the disk.")
+        notes.append(
+            "The file could not be evicted, since something maps it: these are rates of memory, not of the disk."
+        )
     if not is_direct:
-        notes.append("This filesystem has no direct reads: its limit was read through the page cache.")
+        notes.append("This filesystem has no direct reads: the limit was read through the page cache.")
     return notes
 
 
 def _run(spec: dict[str, Any]) -> dict[str, Any]:
-    """Run one process; whatever becomes of it is a record."""
-    home = str(Path(__file__).resolve().parents[1])
-    known = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    """Run one process; return its record, or a record with its error."""
+    root = str(Path(__file__).resolve().parents[2])
+    known = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(known), "RUNAI_STREAMER_LOG_LEVEL": "ERROR"}
     try:
-        done = subprocess.run(  # -P: the working directory is the user's, not a place for modules
+        done = subprocess.run(  # -P: import no modules from the working directory
             [sys.executable, "-P", "-m", "stio.cli.bench_child", json.dumps(spec)],
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_RUN_SECONDS,
+            timeout=_MAX_RUN_SECONDS,
             env=environment,
             check=False,
         )
         record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return {"error": f"no result after {_RUN_SECONDS} s"}
+        return {"error": f"no result after {_MAX_RUN_SECONDS} s"}
     except (IndexError, ValueError):
         lines = done.stderr.strip().splitlines()
         return {"error": one_line(lines[-1] if lines else f"exit status {done.returncode}")}
@@ -225,57 +237,59 @@ def _table(contestants: list[Contestant], total_bytes: int) -> Iterator[str]:
         if one.median is None:
             continue
         times = [f"{seconds:.3f} s" for seconds in (one.median, min(one.seconds), max(one.seconds))]
-        drawn = text_bar(rates[_titled(one)] / max(rates.values()), encoding=encoding)
-        rows.append([_titled(one), times[0], rate_text(total_bytes, one.median), *times[1:], drawn])
+        drawn = text_bar(rates[_title(one)] / max(rates.values()), encoding=encoding)
+        rows.append([_title(one), times[0], rate_text(total_bytes, one.median), *times[1:], drawn])
     yield from aligned(rows, right={1, 2, 3, 4})
     for one in contestants:
         if one.failure is not None:
             yield f"{one.label}: failed: {one.failure}"
 
 
-def _titled(one: Contestant) -> str:
+def _title(one: Contestant) -> str:
     return f"{one.label} {one.version}".rstrip()
 
 
 def _rates(contestants: list[Contestant], total_bytes: int) -> Iterator[Rate]:
     for one in contestants:
         if one.median is not None:
-            kind: Literal["limit", "ours", "peer"] = "peer" if one.name in PEERS else "limit"
-            if one.name == "stio":
-                kind = "ours"
+            kind = _KINDS.get(one.name, "peer")
             slow, median, fast = (
                 total_bytes / max(seconds, 1e-9) for seconds in (max(one.seconds), one.median, min(one.seconds))
             )
-            yield Rate(_titled(one), median, slow, fast, kind)
+            yield Rate(_title(one), median, slow, fast, kind)
 
 
 def verdict(contestants: list[Contestant]) -> list[str]:
-    """Return what the medians say, as sentences."""
+    """Return the meaning of the medians as sentences."""
     by_name = {one.name: one for one in contestants}
     ours, limit = by_name["stio"], by_name[LIMIT]
     if ours.median is None:
         return ["stio could not load this; there is nothing to compare."]
-    said = []
+    sentences = []
     if limit.median is not None:
         share = limit.median / ours.median
-        reaches = f"reaches {share:.0%} of the disk's limit" if share <= 1 - _ALIKE else "reads as fast as a raw reader"
-        said.append(f"stio {reaches}.")
+        reaches = f"reaches {share:.0%} of the disk's limit" if share <= 1 - _EQUAL else "reads as fast as a raw reader"
+        sentences.append(f"stio {reaches}.")
     peers = [(seconds, one.name) for one in contestants if one.name in PEERS and (seconds := one.median) is not None]
     if peers:
-        said += _beside(ours, by_name[min(peers)[1]], are_more=len(peers) > 1)
+        sentences += _compared(ours, by_name[min(peers)[1]], are_more=len(peers) > 1)
     else:
-        said.append(f"There is no peer to compare it with: of {', '.join(PEERS.values())} none is installed and works.")
-    if limit.median is not None and (swing := max(limit.seconds) / min(limit.seconds)) > _RESTLESS:
-        said.append(f"The disk's own rate changed by a factor of {swing:.1f} meanwhile: run it again in a quiet hour.")
-    return said
+        sentences.append(
+            f"There is no peer to compare it with: none of {', '.join(PEERS.values())} is installed and works."
+        )
+    if limit.median is not None and (swing := max(limit.seconds) / min(limit.seconds)) > _UNSTEADY:
+        sentences.append(
+            f"The disk's own rate changed by a factor of {swing:.1f}: run it again when nothing else uses the disk."
+        )
+    return sentences
 
 
-def _beside(ours: Contestant, best: Contestant, *, are_more: bool) -> Iterator[str]:
-    """Say how stio does beside the best of its peers, and whether the runs bear that out."""
+def _compared(ours: Contestant, best: Contestant, *, are_more: bool) -> Iterator[str]:
+    """Compare stio with the fastest peer, and say whether the runs are enough for the claim."""
     assert ours.median is not None
     assert best.median is not None
     ratio, others = best.median / ours.median, ", the fastest of the others" if are_more else ""
-    if abs(ratio - 1) <= _ALIKE:
+    if abs(ratio - 1) <= _EQUAL:
         yield f"It is as fast as {best.label}{others}."
         return
     if ratio > 1:
@@ -283,9 +297,9 @@ def _beside(ours: Contestant, best: Contestant, *, are_more: bool) -> Iterator[s
     else:
         yield f"{best.label} is {1 / ratio:.2g} times as fast as stio here."
     if min(len(ours.seconds), len(best.seconds)) < 2:
-        yield "One round says little: take more to be sure."
+        yield "One round is not reliable: run more rounds."
     elif max(min(ours.seconds), min(best.seconds)) <= min(max(ours.seconds), max(best.seconds)):
-        yield "Their runs overlap: take more rounds to be sure."
+        yield "Their runs overlap: run more rounds to be sure."
 
 
 def _as_json(

@@ -1,7 +1,8 @@
-"""One run of one contestant of `stio bench`, in a process of its own: `python -m stio.cli.bench_child SPEC`, SPEC as JSON.
+"""One run of one contestant of `stio bench`, in a process of its own: `python -m stio.cli.bench_child SPEC`.
 
-Imports are done, the device's runtime is up and the files are evicted before the clock starts; it starts at the call
-and stops when a byte of every page of every tensor was read, through the tensors, on their device. Prints JSON.
+SPEC is JSON, and so is the output. Before the measured time the imports are done, the runtime of the device is started
+and the files are evicted. The measured time starts at the call of the loader. It ends when one byte of every page of
+every tensor was read through the tensor, on its device.
 """
 
 from __future__ import annotations
@@ -24,10 +25,8 @@ from stio import __version__
 from stio.runtime.memory import allocate
 from stio.storage.local import open_file
 
-__all__ = ["main"]
-
 _DEPTH, _BLOCK_BYTES = 16, 8 << 20
-"""Reads in flight of the limit, and bytes of one. More or larger ones came to the same rate."""
+"""Number of reads at once for the limit, and bytes of one read. More reads, or larger ones, have the same rate."""
 
 Loader = Callable[[], dict[str, torch.Tensor]]
 
@@ -75,7 +74,7 @@ _LOADERS = {
 
 
 def _limit(paths: list[str]) -> tuple[Callable[[], None], bool]:
-    """Return what reads all files past the page cache into buffers that are there already, and whether it can."""
+    """Return a function that reads all files into existing buffers, and whether it reads without the page cache."""
     direct = getattr(os, "O_DIRECT", 0)
     try:
         fds = [os.open(path, os.O_RDONLY | direct) for path in paths]
@@ -109,7 +108,7 @@ def _limit(paths: list[str]) -> tuple[Callable[[], None], bool]:
 
 
 def _evict(paths: list[str]) -> float | None:
-    """Drop files from the page cache; return how much of them is still in it, None where the kernel does not say."""
+    """Evict files from the page cache; return the largest part still in it, None if the kernel cannot report it."""
     left = []
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
@@ -125,7 +124,7 @@ def _evict(paths: list[str]) -> float | None:
 
 
 def _touch(tensors: dict[str, torch.Tensor]) -> int:
-    """Read a byte of every page, and each tensor's last; return their sum, which waits for the device."""
+    """Read a byte of every page, and the last byte of each tensor; return their sum, which waits for the device."""
     total = 0
     for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():  # a tied weight counts once
         if tensor.numel():
@@ -139,22 +138,22 @@ def _version(contestant: str, package: str) -> str:
         return __version__ if contestant == "stio" else ""
     try:
         return version(package)
-    except PackageNotFoundError:  # it was put there by hand
+    except PackageNotFoundError:  # it was not installed by a package manager
         return ""
 
 
 def main(spec: str) -> dict[str, Any]:
     """Do one run; return its record."""
-    wish = json.loads(spec)
-    paths, device = wish["paths"], wish["device"]
+    task = json.loads(spec)
+    paths, device = task["paths"], task["device"]
     checksum, is_direct = None, True
-    if wish["contestant"] == "limit":
+    if task["contestant"] == "limit":
         read, is_direct = _limit(paths)
         resident = _evict(paths)
         began = perf_counter()
         read()
     else:
-        load = _LOADERS[wish["contestant"]](wish["source"], paths, device)
+        load = _LOADERS[task["contestant"]](task["source"], paths, device)
         torch.zeros(1, device=device)
         resident = _evict(paths)
         began = perf_counter()
@@ -165,7 +164,7 @@ def main(spec: str) -> dict[str, Any]:
         "checksum": checksum,
         "resident_fraction": resident,
         "is_direct": is_direct,
-        "version": _version(wish["contestant"], wish["package"]),
+        "version": _version(task["contestant"], task["package"]),
     }
 
 

@@ -1,6 +1,6 @@
-"""`stio convert SOURCE DESTINATION`: a checkpoint of another kind, cut or dtype becomes safetensors.
+"""`stio convert SOURCE DESTINATION`: converts a checkpoint to safetensors, to other shards, or to another dtype.
 
-Imports no torch until it runs. Ctrl-C rolls back before it ends.
+Imports torch only when it runs. After Ctrl-C it rolls back before it ends.
 """
 
 from __future__ import annotations
@@ -12,24 +12,26 @@ import click
 
 import stio
 from stio.cli.interrupts import starting
-from stio.cli.output import PATH, Bar, CommandError, counted, one_line
-from stio.errors import StioError
+from stio.cli.output import JSON_OPTION, NO_PROGRESS_OPTION, PATH, Bar, CommandError
+from stio.errors import StioError, one_line
 from stio.runtime.hashing import HashName
-from stio.runtime.spans import show_bytes
-
-__all__ = ["convert"]
+from stio.runtime.units import counted, show_bytes
 
 
 @click.command()
 @click.argument("source", type=PATH)
 @click.argument("destination", type=PATH)
-@click.option("--max-shard-size", metavar="SIZE", help="Most bytes of tensors in one file, as in '5GB' (directories).")
-@click.option("--dtype", metavar="DTYPE", help="Cast floating tensors, as in 'bfloat16'.")
-@click.option("--key", metavar="KEY", help="Where a .pt file holds the tensors, as in 'state_dict'.")
-@click.option("--trust-pickle", is_flag=True, help="Unpickle anything: runs what the file's author put there.")
-@click.option("--hash", "hash_name", type=click.Choice(["sha256", "xxh3"]), help="Write a manifest of hashes.")
-@click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
-@click.option("--no-progress", is_flag=True, help="Draw no bar. Pipes get none anyway.")
+@click.option(
+    "--max-shard-size", metavar="SIZE", help="Most bytes of tensors in one file of a directory, such as '5GB'."
+)
+@click.option("--dtype", metavar="DTYPE", help="Cast floating tensors to it, such as 'bfloat16'.")
+@click.option("--key", metavar="KEY", help="Key of the tensors in a .pt file, such as 'state_dict'.")
+@click.option(
+    "--trust-pickle", is_flag=True, help="Unpickle any object: executes code that the author of the file chose."
+)
+@click.option("--hash", "hash_name", type=click.Choice(["sha256", "xxh3"]), help="Write a manifest with hashes.")
+@JSON_OPTION
+@NO_PROGRESS_OPTION
 def convert(
     source: str,
     destination: str,
@@ -43,15 +45,15 @@ def convert(
 ) -> None:
     """Convert a checkpoint to safetensors.
 
-    Or to other shards, or to another dtype. SOURCE is a .safetensors file, an index, a directory, or a file of
-    torch.save (.pt, .pth, .bin). DESTINATION is one file if it ends in .safetensors, else a directory. What stands
-    there is replaced in one step, or not at all.
+    It converts files of torch.save, and changes shards or dtype. SOURCE is a .safetensors file, an index, a directory,
+    or a file of torch.save (.pt, .pth, .bin). DESTINATION is one file if it ends in .safetensors, otherwise a
+    directory. A checkpoint at DESTINATION is replaced in one step, or not at all.
     """
     with starting():
-        carry_out = stio.sync.convert
+        run = stio.sync.convert
     try:
         with Bar("converting", is_wanted=not no_progress) as bar:
-            result = carry_out(
+            result = run(
                 source,
                 destination,
                 max_shard_size=max_shard_size,
@@ -62,8 +64,8 @@ def convert(
                 progress=bar,
             )
     except StioError:
-        raise  # the group explains it
-    except (ImportError, TypeError, ValueError) as error:  # the package that makes hashes; arguments that cannot be
+        raise  # the group of commands explains it
+    except (ImportError, TypeError, ValueError) as error:  # a missing package, or a wrong argument
         raise CommandError(one_line(str(error))) from error
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))

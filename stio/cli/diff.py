@@ -1,52 +1,231 @@
-"""`stio diff A B`: what two checkpoints have in common and what not. Imports no torch."""
+"""`stio diff A B`: compares two checkpoints. Imports no torch.
+
+From top to bottom: the command, the comparison, the text of the result. The comparison matches tensors by name. Those
+with equal dtype and shape are read in pieces by a few workers; where the bytes differ, `numbers.py` compares values.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import json
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from importlib import import_module
 from math import isfinite, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
-from stio.cli.output import NO, PATH, Bar, counted, matcher, one_line
+from stio.cli.output import FILTER_OPTION, JSON_OPTION, NO, NO_PROGRESS_OPTION, PATH, Bar, matcher
+from stio.errors import one_line
 from stio.format.header import TensorInfo
-from stio.loading.open import OpenCheckpoint, OpenOptions, open_checkpoint
+from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.memory import Region, allocate, libc
 from stio.runtime.operation import Operation
+from stio.runtime.units import counted
+from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
 
-__all__ = ["Comparison", "Difference", "compare", "diff"]
+PIECE_BYTES = 6 << 20
+"""Bytes of one side that are read at once: a whole number of values of each dtype, also of packed 6-bit values."""
+
+NUM_WORKERS = 2
+"""Workers. With their pieces, and the numbers made from them, a comparison holds about 100 MB at most."""
 
 
 @click.command()
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
-@click.option("--filter", "pattern", metavar="PATTERN", help="Only names that match 'a.*.glob' or '/an expression/'.")
+@FILTER_OPTION
 @click.option("--header-only", is_flag=True, help="Compare names, dtypes and shapes, and read no values.")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-@click.option("--no-progress", is_flag=True, help="Draw no bar. Pipes get none anyway.")
+@JSON_OPTION
+@NO_PROGRESS_OPTION
 def diff(a: str, b: str, pattern: str | None, header_only: bool, as_json: bool, no_progress: bool) -> int:
     """Compare two checkpoints.
 
-    By names, dtypes, shapes, and values by their bits; metadata do not count. A and B are .safetensors files,
-    directories that hold checkpoints, or their indices, cut into shards as they may. They are read piece by piece,
-    whatever their size. Exit status: 0 equal, 1 different, 2 an error.
+    Compares names, dtypes, shapes, and values bit by bit, but not metadata. A and B are .safetensors files, directories
+    with checkpoints, or their indices. The number of shards does not matter, and memory does not depend on their size.
+    Exit status: 0 equal, 1 different, 2 an error.
     """
-    wanted = matcher(pattern)
+    is_selected = matcher(pattern)
     with Bar("comparing", is_wanted=not no_progress) as bar:
-        found = compare(a, b, wanted=wanted, header_only=header_only, progress=bar.advance)
+        found = compare(a, b, is_selected=is_selected, header_only=header_only, progress=bar.advance)
     if as_json:
         click.echo(json.dumps(_as_json(found, a, b, header_only), indent=2))
     else:
         click.echo("\n".join(_lines(found, a, b, header_only)))
     return 0 if found.equal else NO
+
+
+# The comparison.
+
+
+class Difference(NamedTuple):
+    """Difference between the values of one tensor, or of a piece of it, in two checkpoints."""
+
+    num_differing: int = 0
+    """Number of values with different bits."""
+    max_abs: float | int | None = None
+    """Largest absolute difference of values that are numbers on both sides; None: there are none."""
+    num_nan: int = 0
+    """Number of values that are NaN on one side only."""
+
+    def merge(self, other: Difference) -> Difference:
+        """Return the difference of this piece and of another one together."""
+        max_abs = max((one for one in (self.max_abs, other.max_abs) if one is not None), default=None)
+        return Difference(self.num_differing + other.num_differing, max_abs, self.num_nan + other.num_nan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Result of the comparison of two checkpoints, A and B."""
+
+    only_a: tuple[TensorInfo, ...]
+    """Tensors of A whose names B does not have."""
+    only_b: tuple[TensorInfo, ...]
+    """Tensors of B whose names A does not have."""
+    changed: tuple[tuple[TensorInfo, TensorInfo], ...]
+    """Tensors with the same name and another dtype or shape. Their values are not compared."""
+    num_same: int
+    """Number of tensors with the same name, dtype and shape."""
+    differing: tuple[tuple[TensorInfo, Difference], ...]
+    """Those among them with different values; empty if only headers are compared."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether there is no difference."""
+        return not (self.only_a or self.only_b or self.changed or self.differing)
+
+
+_EQUAL = Difference()
+
+
+@dataclass(slots=True)
+class _Pair:
+    """One tensor in both checkpoints, with its files."""
+
+    a: TensorInfo
+    file_a: Source
+    b: TensorInfo
+    file_b: Source
+    difference: Difference = _EQUAL
+
+    @property
+    def is_same_kind(self) -> bool:
+        return (self.a.dtype, self.a.shape) == (self.b.dtype, self.b.shape)
+
+
+def compare(
+    a: str,
+    b: str,
+    *,
+    is_selected: Callable[[str], bool] = lambda name: True,
+    header_only: bool = False,
+    progress: Callable[[int, int], object] = lambda nbytes, total: None,
+) -> Comparison:
+    """Compare two checkpoints. Blocks. A KeyboardInterrupt ends the work before it is raised.
+
+    Args:
+        a: See `open_checkpoint`.
+        b: See `open_checkpoint`.
+        is_selected: Whether to compare the tensors of a name.
+        header_only: Compare no values.
+        progress: Called with the bytes of each compared piece of A and the bytes of all; from several threads.
+
+    Raises:
+        StioError: One of them cannot be opened or read, or was changed during the read.
+    """
+
+    def body(operation: Operation[Comparison]) -> Comparison:
+        with (
+            closing(open_checkpoint(a, strict=False, check=operation.check)) as opened_a,
+            closing(open_checkpoint(b, strict=False, check=operation.check)) as opened_b,
+        ):
+            return _compare(opened_a, opened_b, is_selected, header_only, progress, operation.check)
+
+    operation: Operation[Comparison] = Operation(body, name="diff")
+    return operation.start().result()
+
+
+def _compare(
+    a: OpenCheckpoint,
+    b: OpenCheckpoint,
+    is_selected: Callable[[str], bool],
+    header_only: bool,
+    progress: Callable[[int, int], object],
+    check: Callable[[], None],
+) -> Comparison:
+    of_a, of_b = _tensors(a, is_selected), _tensors(b, is_selected)
+    pairs = [_Pair(*of_a[name], *of_b[name]) for name in of_a if name in of_b]
+    same = [pair for pair in pairs if pair.is_same_kind]
+    if not header_only:
+        _compare_values(same, progress, check)
+        for file in (*a.files, *b.files):
+            file.check_unchanged()
+    return Comparison(
+        only_a=tuple(info for name, (info, _) in of_a.items() if name not in of_b),
+        only_b=tuple(info for name, (info, _) in of_b.items() if name not in of_a),
+        changed=tuple((pair.a, pair.b) for pair in pairs if not pair.is_same_kind),
+        num_same=len(same),
+        differing=tuple((pair.a, pair.difference) for pair in same if pair.difference.num_differing),
+    )
+
+
+def _tensors(opened: OpenCheckpoint, is_selected: Callable[[str], bool]) -> dict[str, tuple[TensorInfo, Source]]:
+    """Return the tensors of a checkpoint by name, aliases too, each with the file of its data."""
+    found = {
+        name: (header.info(name), file)
+        for header, file in zip(opened.headers, opened.files, strict=True)
+        for name in header.names
+    }
+    for alias, target in opened.aliases.items():
+        info, file = found[target]
+        found[alias] = replace(info, name=alias), file
+    return {name: tensor for name, tensor in found.items() if is_selected(name)}
+
+
+def _compare_values(pairs: list[_Pair], progress: Callable[[int, int], object], check: Callable[[], None]) -> None:
+    """Add the differences of all values to the pairs; `check` is called between pieces, and may raise to end it."""
+    total_bytes = sum(pair.a.nbytes for pair in pairs)
+    pieces = ((pair, start) for pair in pairs for start in range(0, pair.a.nbytes, PIECE_BYTES))
+    pool = WorkerPool("diff")
+
+    def work() -> None:
+        memory_a, memory_b = allocate(PIECE_BYTES), allocate(PIECE_BYTES)
+        while not pool.stopped:
+            with pool.changed:
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            check()
+            pair, start = piece
+            nbytes = min(PIECE_BYTES, pair.a.nbytes - start)
+            a, b = memory_a.sub(0, nbytes), memory_b.sub(0, nbytes)
+            pair.file_a.read_into(pair.a.file_offset + start, [a])
+            pair.file_b.read_into(pair.b.file_offset + start, [b])
+            if not _same(a, b):
+                found = _differences(pair.a.dtype, a, b)
+                with pool.changed:
+                    pair.difference = pair.difference.merge(found)
+            progress(nbytes, total_bytes)
+
+    pool.run(work, NUM_WORKERS)
+
+
+def _same(a: Region, b: Region) -> bool:
+    if libc is None:
+        return a.tobytes() == b.tobytes()
+    return not libc.memcmp(*map(ctypes.c_void_p, (a.address, b.address)), ctypes.c_size_t(a.nbytes))
+
+
+def _differences(dtype: str, a: Region, b: Region) -> Difference:
+    module: Any = import_module("stio.cli.numbers")  # it imports numpy, which equal checkpoints do not need
+    found: Difference = module.differences(dtype, a.tobytes(), b.tobytes())
+    return found
+
+
+# The text of the result.
 
 
 def _lines(found: Comparison, a: str, b: str, header_only: bool) -> Iterator[str]:
@@ -89,8 +268,8 @@ def _verdict(found: Comparison, header_only: bool) -> str:
 
 
 def _as_json(found: Comparison, a: str, b: str, header_only: bool) -> dict[str, object]:
-    def listed(tensors: tuple[TensorInfo, ...]) -> list[dict[str, object]]:
-        return [{"name": info.name, "dtype": info.dtype, "shape": list(info.shape)} for info in tensors]
+    def described(info: TensorInfo) -> dict[str, object]:
+        return {"name": info.name, "dtype": info.dtype, "shape": list(info.shape)}
 
     return {
         "a": a,
@@ -98,16 +277,12 @@ def _as_json(found: Comparison, a: str, b: str, header_only: bool) -> dict[str, 
         "equal": found.equal,
         "header_only": header_only,
         "num_compared": found.num_same,
-        "only_in_a": listed(found.only_a),
-        "only_in_b": listed(found.only_b),
-        "changed": [
-            {"name": one.name, "a": listed((one,))[0], "b": listed((other,))[0]} for one, other in found.changed
-        ],
+        "only_in_a": [described(info) for info in found.only_a],
+        "only_in_b": [described(info) for info in found.only_b],
+        "changed": [{"name": a.name, "a": described(a), "b": described(b)} for a, b in found.changed],
         "values": [
             {
-                "name": info.name,
-                "dtype": info.dtype,
-                "shape": list(info.shape),
+                **described(info),
                 "num_values": prod(info.shape),
                 "num_differing": difference.num_differing,
                 "num_nan_on_one_side": difference.num_nan,
@@ -119,200 +294,5 @@ def _as_json(found: Comparison, a: str, b: str, header_only: bool) -> dict[str, 
 
 
 def _plain(number: float | int | None) -> float | int | str | None:
-    """Return a number that JSON can hold: it has no infinity."""
+    """Return a number for JSON, which has no infinity."""
     return number if number is None or isfinite(number) else "Infinity"
-
-
-PIECE_BYTES = 6 << 20
-"""Of one side, read at a time: a whole number of values of every dtype, three bytes of packed 6-bit ones too."""
-
-NUM_WORKERS = 2
-"""Threads; with their pieces and the numbers made of them a comparison holds some 100 MB at the most."""
-
-
-@dataclass(slots=True)
-class Difference:
-    """How the values of one tensor differ between two checkpoints."""
-
-    num_differing: int = 0
-    """Values whose bits differ."""
-    max_abs: float | int | None = None
-    """Largest absolute difference among those that are numbers on both sides; None: there are none."""
-    num_nan: int = 0
-    """Values that are NaN on one side only."""
-
-    def add(self, other: Difference) -> None:
-        """Take in what was found in another piece."""
-        self.num_differing += other.num_differing
-        self.num_nan += other.num_nan
-        if other.max_abs is not None and (self.max_abs is None or other.max_abs > self.max_abs):
-            self.max_abs = other.max_abs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """What two checkpoints, A and B, have in common and what not."""
-
-    only_a: tuple[TensorInfo, ...]
-    """Tensors whose name B has not."""
-    only_b: tuple[TensorInfo, ...]
-    """Tensors whose name A has not."""
-    changed: tuple[tuple[TensorInfo, TensorInfo], ...]
-    """Tensors of one name and another dtype or shape; their values were not compared."""
-    num_same: int
-    """Tensors of one name, dtype and shape."""
-    differing: tuple[tuple[TensorInfo, Difference], ...]
-    """Those among them whose values differ; empty if only headers were compared."""
-
-    @property
-    def equal(self) -> bool:
-        """Whether no difference was found."""
-        return not (self.only_a or self.only_b or self.changed or self.differing)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """One tensor on both sides."""
-
-    name: str
-    a: TensorInfo
-    file_a: Source
-    b: TensorInfo
-    file_b: Source
-    difference: Difference = field(default_factory=Difference)
-
-
-def compare(
-    a: str,
-    b: str,
-    *,
-    wanted: Callable[[str], bool] = lambda name: True,
-    header_only: bool = False,
-    progress: Callable[[int, int], object] = lambda nbytes, total: None,
-) -> Comparison:
-    """Compare two checkpoints. Blocks; a KeyboardInterrupt ends it before it comes out.
-
-    Args:
-        a: See `open_checkpoint`.
-        b: Likewise.
-        wanted: Which names count.
-        header_only: Compare no values.
-        progress: Called with the bytes of each piece of A that was compared and those of all, from several threads.
-
-    Raises:
-        StioError: One of them cannot be opened or read, or changed meanwhile.
-    """
-
-    def body(operation: Operation[Comparison]) -> Comparison:
-        options = OpenOptions(strict=False)
-        with (
-            closing(open_checkpoint(a, options, check=operation.check)) as opened_a,
-            closing(open_checkpoint(b, options, check=operation.check)) as opened_b,
-        ):
-            return _compare(opened_a, opened_b, wanted, header_only, progress, operation.check)
-
-    operation: Operation[Comparison] = Operation(body, name="diff")
-    return operation.start().result()
-
-
-def _compare(
-    a: OpenCheckpoint,
-    b: OpenCheckpoint,
-    wanted: Callable[[str], bool],
-    header_only: bool,
-    progress: Callable[[int, int], object],
-    check: Callable[[], None],
-) -> Comparison:
-    of_a, of_b = _tensors(a, wanted), _tensors(b, wanted)
-    pairs = [_Pair(name, *of_a[name], *of_b[name]) for name in of_a if name in of_b]
-    same = [pair for pair in pairs if (pair.a.dtype, pair.a.shape) == (pair.b.dtype, pair.b.shape)]
-    if not header_only:
-        _Reading(same, progress, check).run()
-        for file in (*a.files, *b.files):
-            file.check_unchanged()
-    return Comparison(
-        only_a=tuple(info for name, (info, _) in of_a.items() if name not in of_b),
-        only_b=tuple(info for name, (info, _) in of_b.items() if name not in of_a),
-        changed=tuple(
-            (pair.a, pair.b) for pair in pairs if (pair.a.dtype, pair.a.shape) != (pair.b.dtype, pair.b.shape)
-        ),
-        num_same=len(same),
-        differing=tuple((pair.a, pair.difference) for pair in same if pair.difference.num_differing),
-    )
-
-
-def _tensors(opened: OpenCheckpoint, wanted: Callable[[str], bool]) -> dict[str, tuple[TensorInfo, Source]]:
-    """Return what a checkpoint has, aliases too, each under its own name and with the file of its data."""
-    found = {
-        name: (header.info(name), file)
-        for header, file in zip(opened.headers, opened.files, strict=True)
-        for name in header.names
-    }
-    for alias, target in opened.aliases.items():
-        info, file = found[target]
-        found[alias] = TensorInfo(alias, info.dtype, info.shape, info.nbytes, info.shard, info.file_offset), file
-    return {name: tensor for name, tensor in found.items() if wanted(name)}
-
-
-class _Reading:
-    """Pairs of tensors on their way through a few threads.
-
-    Args:
-        pairs: What to compare; what is found is added to their differences.
-        progress: See `compare`.
-        check: Called between pieces; may raise to end it.
-    """
-
-    def __init__(self, pairs: list[_Pair], progress: Callable[[int, int], object], check: Callable[[], None]) -> None:
-        self._ahead = self._pieces(pairs)
-        self._total_bytes = sum(pair.a.nbytes for pair in pairs)
-        self._progress = progress
-        self._check = check
-        self._lock = threading.Lock()
-
-    def run(self) -> None:
-        """Read all, or up to the first error."""
-        with ThreadPoolExecutor(NUM_WORKERS) as pool:
-            futures = [pool.submit(self._work) for _ in range(NUM_WORKERS)]
-        for future in futures:
-            future.result()
-
-    @staticmethod
-    def _pieces(pairs: list[_Pair]) -> Iterator[tuple[_Pair, int, int]]:
-        for pair in pairs:
-            for start in range(0, pair.a.nbytes, PIECE_BYTES):
-                yield pair, start, min(PIECE_BYTES, pair.a.nbytes - start)
-
-    def _take(self) -> tuple[_Pair, int, int] | None:
-        with self._lock:
-            return next(self._ahead, None)
-
-    def _work(self) -> None:
-        memory_a, memory_b = allocate(PIECE_BYTES), allocate(PIECE_BYTES)
-        try:
-            while (piece := self._take()) is not None:
-                self._check()
-                pair, start, nbytes = piece
-                a, b = memory_a.sub(0, nbytes), memory_b.sub(0, nbytes)
-                pair.file_a.read_into(pair.a.file_offset + start, [a])
-                pair.file_b.read_into(pair.b.file_offset + start, [b])
-                if not _same(a, b):
-                    found = _differences(pair.a.dtype, a, b)
-                    with self._lock:
-                        pair.difference.add(found)
-                self._progress(nbytes, self._total_bytes)
-        except BaseException:
-            with self._lock:
-                self._ahead = iter(())  # the others end too
-            raise
-
-
-def _same(a: Region, b: Region) -> bool:
-    if libc is None:
-        return a.tobytes() == b.tobytes()
-    return not libc.memcmp(*map(ctypes.c_void_p, (a.address, b.address)), ctypes.c_size_t(a.nbytes))
-
-
-def _differences(dtype: str, a: Region, b: Region) -> Difference:
-    module: Any = import_module("stio.cli.numbers")  # numpy, wanted once something differs
-    return Difference(*module.differences(dtype, a.tobytes(), b.tobytes()))

@@ -1,4 +1,4 @@
-"""`stio gc PATH`: finishes or undoes saves whose process died, and removes what they left. Imports no torch."""
+"""`stio gc PATH`: completes or rolls back saves whose process died, and removes their files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections.abc import Iterator
 
 import click
 
-from stio.cli.output import PATH, one_line
+from stio.cli.output import JSON_OPTION, PATH
+from stio.errors import one_line
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport, collect_garbage
-
-__all__ = ["gc"]
 
 
 @click.command()
 @click.argument("path", type=PATH)
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be done, and change nothing.")
 @click.option(
     "--max-age",
     "max_age_hours",
@@ -24,14 +23,15 @@ __all__ = ["gc"]
     type=click.FloatRange(min=0),
     default=MAX_AGE_SECONDS / 3600,
     show_default=True,
-    help="Where locks do not tell who lives (NFS, FUSE), leave younger ones alone.",
+    help="Leave younger saves alone where locks do not work across machines (NFS, FUSE).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+@JSON_OPTION
 def gc(path: str, dry_run: bool, max_age_hours: float, as_json: bool) -> None:
     """Clean up after saves whose process died.
 
-    PATH is where they saved to. Those that had published their checkpoint are finished, others undone; saves under way
-    are left alone. Every save does that by itself where it works: this is for places that none comes back to.
+    PATH is the destination of those saves. A save that had published its checkpoint is completed, any other is rolled
+    back. Saves under way are left alone. Each save also cleans up its own destination, so this command is for
+    destinations without further saves.
     """
     report = collect_garbage(path, max_age_seconds=max_age_hours * 3600, dry_run=dry_run)
     if as_json:
@@ -41,13 +41,13 @@ def gc(path: str, dry_run: bool, max_age_hours: float, as_json: bool) -> None:
 
 
 def _lines(path: str, report: GarbageReport, dry_run: bool) -> Iterator[str]:
-    for staging in report.finished:
-        yield f"{one_line(staging)}: {'would be ' if dry_run else ''}finished, its checkpoint is published"
-    for staging in report.undone:
-        yield f"{one_line(staging)}: {'would be ' if dry_run else ''}undone, its checkpoint was not published"
-    for trash in report.removed:
-        yield f"{one_line(trash)}: {'would be ' if dry_run else ''}removed, a clean-up before this one was cut off"
-    for staging in report.kept:
-        yield f"{one_line(staging)}: left alone, its owner lives or may live, or it may not be removed"
+    would = "would be " if dry_run else ""
+    for directories, text in (
+        (report.finished, f"{would}completed, its checkpoint is published"),
+        (report.undone, f"{would}rolled back, its checkpoint was not published"),
+        (report.removed, f"{would}removed, an earlier cleanup was interrupted"),
+        (report.kept, "left alone, its process runs or may run, or it cannot be removed"),
+    ):
+        yield from (f"{one_line(directory)}: {text}" for directory in directories)
     if report == GarbageReport():
-        yield f"{one_line(path)}: no save was cut off here"
+        yield f"{one_line(path)}: no save was interrupted here"

@@ -1,7 +1,7 @@
-"""`stio inspect PATH`: the tensors of a checkpoint as a table, a tree or JSON. Reads headers only.
+"""`stio inspect PATH`: prints the tensors of a checkpoint as a table, a tree or JSON. Reads headers only.
 
-A terminal gets a drawn table; a pipe gets plain columns, whole names and no colours. The tree groups names by their
-dots, to a depth that no hostile name exceeds.
+A terminal gets a table with colours. A pipe gets plain columns with whole names. The tree groups names by their dots;
+its depth is limited, whatever the names in a file are.
 """
 
 from __future__ import annotations
@@ -9,54 +9,50 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 
 import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stio.cli.output import PATH, aligned, console, counted, matcher, one_line
-from stio.errors import printable
+from stio.cli.output import FILTER_OPTION, JSON_OPTION, PATH, aligned, console, matcher
+from stio.errors import one_line, printable
 from stio.format.header import TensorInfo
-from stio.loading.open import OpenCheckpoint, OpenOptions, open_checkpoint
-from stio.runtime.spans import show_bytes
+from stio.loading.open import OpenCheckpoint, open_checkpoint
+from stio.runtime.units import counted, show_bytes
 
-__all__ = ["inspect"]
+MAX_TABLE_ROWS = 2_000
+"""With more rows a terminal gets plain columns too: a row of a table costs 0.3 ms."""
 
-MOST_DRAWN_ROWS = 2_000
-"""Above it the terminal gets plain columns too: drawing costs 0.3 ms a row."""
-
-MOST_LEVELS = 32
-"""Dots beyond it are part of the last name: a tree is at most so deep, whatever a file's names are."""
+MAX_LEVELS = 32
+"""Depth of the tree; further dots are part of the last name."""
 
 _PADDED = 48
-"""Labels in a tree are filled up to this; a longer one pushes its own line only."""
+"""Labels in a tree are padded to this width; a longer label moves its own line only."""
 
 
 @click.command()
 @click.argument("path", type=PATH)
-@click.option("--filter", "pattern", metavar="PATTERN", help="Only names that match 'a.*.glob' or '/an expression/'.")
+@FILTER_OPTION
 @click.option("--tree", "as_tree", is_flag=True, help="Group names by their dots.")
-@click.option("--depth", metavar="N", type=click.IntRange(min=1), help="Levels of the tree that are shown.")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON: everything, sizes in bytes.")
+@click.option("--depth", metavar="N", type=click.IntRange(min=1), help="Number of levels of the tree.")
+@JSON_OPTION
 def inspect(path: str, pattern: str | None, as_tree: bool, depth: int | None, as_json: bool) -> None:
     """List the tensors of a checkpoint.
 
-    Names, dtypes, shapes, sizes and shards; only headers are read. PATH is a .safetensors file, a directory that holds
-    a checkpoint, or its index.
+    It prints names, dtypes, shapes, sizes and shards, and reads headers only. PATH is a .safetensors file, a directory
+    with a checkpoint, or its index.
     """
-    opened = open_checkpoint(path, OpenOptions(strict=False))
-    try:
+    with closing(open_checkpoint(path, strict=False)) as opened:
         listing = _list(opened, pattern)
-    finally:
-        opened.close()
     screen = console()
     if as_json:
         click.echo(json.dumps(listing.as_json(), indent=2))
     elif as_tree or depth is not None:
         click.echo("\n".join([listing.headline(), *_tree(listing, depth), *listing.notes()]))
-    elif screen.is_terminal and len(listing.tensors) <= MOST_DRAWN_ROWS:
+    elif screen.is_terminal and len(listing.tensors) <= MAX_TABLE_ROWS:
         _draw(listing, screen)
     else:
         columns = aligned([listing.columns(), *listing.rows()], right={3})
@@ -65,7 +61,7 @@ def inspect(path: str, pattern: str | None, as_tree: bool, depth: int | None, as
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """What was found, ready to be shown."""
+    """Tensors and other facts of a checkpoint, to be printed."""
 
     path: str
     num_tensors: int
@@ -117,28 +113,20 @@ class _Listing:
             "shards": [{"name": name, "file_bytes": nbytes} for name, nbytes in self.shards.items()],
             "metadata": self.metadata,
             "aliases": self.aliases,
-            "tensors": [
-                {
-                    "name": tensor.name,
-                    "dtype": tensor.dtype,
-                    "shape": list(tensor.shape),
-                    "nbytes": tensor.nbytes,
-                    "shard": tensor.shard,
-                    "file_offset": tensor.file_offset,
-                }
-                for tensor in self.tensors
-            ],
+            "tensors": [asdict(tensor) for tensor in self.tensors],
         }
 
 
 def _list(opened: OpenCheckpoint, pattern: str | None) -> _Listing:
-    wanted = matcher(pattern)
+    is_selected = matcher(pattern)
     return _Listing(
         path=opened.path,
         num_tensors=sum(len(header) for header in opened.headers),
         shards={h.shard: f.identity.nbytes for h, f in zip(opened.headers, opened.files, strict=True)},
-        tensors=[header.info(name) for header in opened.headers for name in header.names if wanted(name)],
-        aliases={alias: target for alias, target in opened.aliases.items() if wanted(alias) or wanted(target)},
+        tensors=[header.info(name) for header in opened.headers for name in header.names if is_selected(name)],
+        aliases={
+            alias: target for alias, target in opened.aliases.items() if is_selected(alias) or is_selected(target)
+        },
         metadata=dict(opened.metadata),
     )
 
@@ -160,7 +148,7 @@ def _draw(listing: _Listing, screen: Console) -> None:
 
 @dataclass(slots=True)
 class _Node:
-    """What begins with one prefix."""
+    """All tensors whose names start with one prefix."""
 
     children: dict[str, _Node] = field(default_factory=dict)
     tensor: TensorInfo | None = None
@@ -177,25 +165,25 @@ def _tree(listing: _Listing, depth: int | None) -> Iterator[str]:
     root = _Node()
     for tensor in listing.tensors:
         node = root
-        for part in tensor.name.split(".", MOST_LEVELS - 1):
+        for part in tensor.name.split(".", MAX_LEVELS - 1):
             node = node.children.setdefault(part, _Node())
             node.num_tensors += 1
             node.nbytes += tensor.nbytes
         node.tensor = tensor
     guides = _guides()
-    lines = [(label.translate(guides), text) for label, text in _branches(root, "", depth or MOST_LEVELS)]
+    lines = [(label.translate(guides), text) for label, text in _branches(root, "", depth or MAX_LEVELS)]
     width = min(_PADDED, max((len(label) for label, _ in lines), default=0))
     for label, text in lines:
         yield f"{label.ljust(width)}  {text}"
 
 
 def _branches(node: _Node, before: str, levels: int) -> Iterator[tuple[str, str]]:
-    r"""Yield label and text of each line below a node, guides written as `\\0` to `\\3`, which no shown name holds."""
+    r"""Yield label and text of each line below a node. `\0` to `\3` are the lines of the tree, which no label has."""
     ordered = sorted(node.children.items(), key=lambda item: _natural(item[0]))
     for k, (part, child) in enumerate(ordered):
         is_last = k == len(ordered) - 1
         names = [part]
-        while child.tensor is None and len(child.children) == 1:  # a chain is one line
+        while child.tensor is None and len(child.children) == 1:  # a chain of single children is one line
             (following, child), *_ = child.children.items()
             names.append(following)
         yield before + ("\1" if is_last else "\0") + one_line(".".join(names)), child.text()
@@ -204,7 +192,7 @@ def _branches(node: _Node, before: str, levels: int) -> Iterator[tuple[str, str]
 
 
 def _natural(part: str) -> tuple[bool, int, str]:
-    """Sort numbers by value, before names."""
+    """Return a key that sorts numbers by value, and before names."""
     is_number = part.isascii() and part.isdecimal() and len(part) < 20
     return not is_number, int(part) if is_number else 0, part
 

@@ -1,4 +1,8 @@
-"""What Ctrl-C does to the program while it starts and when it ends: nothing is begun, or nothing is left to undo."""
+"""Ctrl-C at the start and at the end of the program, when there is no work to roll back.
+
+At the start it ends the program at once, at the end it does nothing. In between, a command handles KeyboardInterrupt.
+`stio.__main__` imports this module before click, so it imports little.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-__all__ = ["die_of_it", "ignore", "starting"]
-
 
 def _is_ours() -> bool:
-    """Return whether Ctrl-C is Python's here: not ignored (a background job's), not handled by somebody else."""
+    """Return whether Python handles Ctrl-C here: it is not ignored (a background job), and has no other handler."""
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -22,8 +24,7 @@ def _is_ours() -> bool:
 def starting() -> Iterator[None]:
     """Let Ctrl-C end the process at once, without a traceback, while packages are imported.
 
-    An import that is interrupted raises what it likes: torch's and numpy's turn a KeyboardInterrupt into errors of
-    their own.
+    An interrupted import may raise any error: torch and numpy turn a KeyboardInterrupt into errors of their own.
     """
     if not _is_ours():
         yield
@@ -36,15 +37,15 @@ def starting() -> Iterator[None]:
 
 
 def ignore() -> None:
-    """Let Ctrl-C do nothing from here on: the work is done, its status says how, and must not become another one."""
+    """Let Ctrl-C do nothing from here on: the work is done, and the exit status must stay as it is."""
     if _is_ours():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def die_of_it() -> NoReturn:
-    """End as Ctrl-C ends a program: by the signal, so that a shell's loop around it ends too. Prints nothing.
+def die_of_interrupt() -> NoReturn:
+    """End the program by the signal of Ctrl-C, so that a loop of the shell around it ends too. Prints nothing.
 
-    The interpreter does that for a KeyboardInterrupt that nobody catches, after its exit handlers have run.
+    The interpreter does this for a KeyboardInterrupt that is not caught, after its exit handlers.
     """
     sys.excepthook = lambda *_: None
     raise KeyboardInterrupt

@@ -1,6 +1,6 @@
-"""`stio load PATH`: loads a checkpoint to a device, and says how fast that was and, if asked, what happened when.
+"""`stio load PATH`: loads a checkpoint to a device, prints the rate, and draws a timeline on request.
 
-torch is imported when it runs, off the clock. The device's queue is waited for before the clock stops.
+torch is imported when the command runs, before the time is measured. The measured time includes all work of the device.
 """
 
 from __future__ import annotations
@@ -15,31 +15,44 @@ import click
 
 import stio
 from stio.cli.interrupts import starting
-from stio.cli.output import PATH, Bar, CommandError, counted, matcher, one_line, rate_text, require_writable
-from stio.runtime.spans import show_bytes
+from stio.cli.output import (
+    FILTER_OPTION,
+    JSON_OPTION,
+    NO_PROGRESS_OPTION,
+    PATH,
+    Bar,
+    CommandError,
+    matcher,
+    rate_text,
+    require_writable,
+)
+from stio.errors import one_line
 from stio.runtime.trace import Trace
-
-__all__ = ["load"]
+from stio.runtime.units import counted, show_bytes
 
 _TIMELINES = {".html": "save_html", ".json": "save_chrome", ".svg": "save_svg"}
-"""Suffix of the file, and the method of a trace that writes it."""
+"""Suffix of a timeline, and the method of a trace that writes it."""
 
 
 @click.command()
 @click.argument("path", type=PATH)
-@click.option("--device", default="auto", show_default=True, help="As torch names it; 'auto' is its accelerator.")
+@click.option(
+    "--device", default="auto", show_default=True, help="Device as torch names it; 'auto' is the accelerator."
+)
 @click.option(
     "--memory",
     type=click.Choice(["auto", "map", "lazy", "copy", "gds"]),
     default="auto",
     show_default=True,
-    help="How tensors on the CPU get their memory; gds: past the host's, to a GPU. See stio.load's documentation.",
+    help="How tensors on the CPU get their memory; gds: from the disk to a GPU. See the documentation of stio.load.",
 )
-@click.option("--filter", "pattern", metavar="PATTERN", help="Only names that match 'a.*.glob' or '/an expression/'.")
-@click.option("--verify", is_flag=True, help="Compare the files with their manifest before.")
-@click.option("--timeline", metavar="FILE", type=PATH, help="What happened when: .svg, .html, or .json for Perfetto.")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-@click.option("--no-progress", is_flag=True, help="Draw no bar. Pipes get none anyway.")
+@FILTER_OPTION
+@click.option("--verify", is_flag=True, help="Compare the files with the manifest first.")
+@click.option(
+    "--timeline", metavar="FILE", type=PATH, help="Draw what happened when: .svg, .html, or .json for Perfetto."
+)
+@JSON_OPTION
+@NO_PROGRESS_OPTION
 def load(
     path: str,
     device: str,
@@ -52,37 +65,35 @@ def load(
 ) -> None:
     """Load a checkpoint to a device.
 
-    And say how fast that was. PATH is a .safetensors file, a directory that holds a checkpoint, or its index. What the
-    page cache holds comes from there: `stio bench` measures the disk.
+    It prints the rate. PATH is a .safetensors file, a directory with a checkpoint, or its index. Files in the page
+    cache are not read from the disk; `stio bench` measures the disk.
     """
     names = None if pattern is None else matcher(pattern)
     trace = None if timeline is None else Trace()
     if timeline is not None:
         require_writable(timeline, "timeline", _TIMELINES)
     with starting():
-        carry_out, torch = stio.sync.load, import_module("torch")
+        run, torch = stio.sync.load, import_module("torch")
         if device != "cpu" and torch.accelerator.is_available():
-            torch.zeros(1, device=torch.accelerator.current_accelerator())  # starts its runtime, off the clock
+            torch.zeros(1, device=torch.accelerator.current_accelerator())  # starts its runtime before the measurement
     with Bar("loading", is_wanted=not no_progress) as bar:
         began = perf_counter()
         try:
-            tensors = carry_out(
-                path, names=names, device=device, memory=memory, verify=verify, trace=trace, progress=bar
-            )
-        except ImportError as error:  # the package that made the hashes, or that reads
+            tensors = run(path, names=names, device=device, memory=memory, verify=verify, trace=trace, progress=bar)
+        except ImportError as error:  # a missing package, of hashes or of GDS
             raise CommandError(one_line(str(error))) from error
-        where = sorted({str(tensor.device) for tensor in tensors.values()})
-        for name in where:
+        devices = sorted({str(tensor.device) for tensor in tensors.values()})
+        for name in devices:
             if name != "cpu":
                 torch.accelerator.synchronize(name)
         seconds = perf_counter() - began
     if trace is not None and timeline is not None:
         getattr(trace, _TIMELINES[Path(timeline).suffix.lower()])(timeline)
-    total_bytes = sum({id(tensor): tensor.nbytes for tensor in tensors.values()}.values())  # an alias is no copy
-    _tell(
+    total_bytes = sum({id(tensor): tensor.nbytes for tensor in tensors.values()}.values())  # an alias counts once
+    _print(
         {
             "path": path,
-            "device": where,
+            "device": devices,
             "memory": memory,
             "num_tensors": len(tensors),
             "total_bytes": total_bytes,
@@ -94,7 +105,7 @@ def load(
     )
 
 
-def _tell(result: dict[str, Any], as_json: bool) -> None:
+def _print(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(result, indent=2))
         return

@@ -1,8 +1,7 @@
-"""The command line `stio`, also `python -m stio`: the group, and how its commands end.
+"""The command line `stio`: the group of commands, and how a command ends.
 
-Each command stands in a file of its own, `cli_*.py`; none imports torch before it needs it, so an answer is there at
-once. A command returns its exit status (`cli_common.py` says what they mean). Errors are one sentence on standard
-error; what is no error of stio's or the system's is a bug, and comes with its traceback.
+A command returns its exit status (`output.py` lists them). An error of stio or of the system is printed as one sentence
+on standard error. Any other exception is a bug, and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -24,29 +23,27 @@ from stio.cli.diff import diff
 from stio.cli.gc import gc
 from stio.cli.inspect import inspect
 from stio.cli.load import load
-from stio.cli.output import BROKEN_PIPE, ERROR, INTERRUPTED, CommandError, explained, one_line
+from stio.cli.output import BROKEN_PIPE, ERROR, INTERRUPTED, CommandError, explained
 from stio.cli.verify import verify
-from stio.errors import StioError
-
-__all__ = ["main"]
+from stio.errors import StioError, one_line
 
 
 class _Program(click.Group):
-    """A group whose every end is clean: a status, at most one line on standard error, no traceback."""
+    """A group that ends each command with a status and at most one line on standard error, without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             result = super().invoke(ctx)
             if sys.stdout is not None:
-                sys.stdout.flush()  # here, where a full disk or a closed pipe can still be told of
+                sys.stdout.flush()  # a full disk or a closed pipe must be noticed here
             return result
         except StioError as error:
             raise CommandError(explained(error)) from error
         except BrokenPipeError:
-            _forget_pipes()
+            _discard_output()
             raise click.exceptions.Exit(BROKEN_PIPE) from None
         except MemoryError as error:
-            raise CommandError("there is not enough memory; free some, or take a smaller part by --filter") from error
+            raise CommandError("there is not enough memory; free some, or load a smaller part with --filter") from error
         except OSError as error:
             where = f"{one_line(os.fsdecode(error.filename))}: " if error.filename is not None else ""
             why = one_line(error.strerror or str(error))
@@ -60,7 +57,7 @@ class _Program(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        prog_name = prog_name or "stio"  # under `python -m` too: help and completion name it
+        prog_name = prog_name or "stio"  # for `python -m` too, since help and completion show it
         try:
             status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
             if not standalone_mode:
@@ -68,7 +65,7 @@ class _Program(click.Group):
         except click.Abort:
             if not standalone_mode:
                 raise
-            status = _tell("Interrupted.", INTERRUPTED)
+            status = _print("Interrupted.", INTERRUPTED)
         except click.ClickException as error:
             if not standalone_mode:
                 raise
@@ -77,28 +74,28 @@ class _Program(click.Group):
 
 
 def _explain(error: click.ClickException) -> int:
-    """Say what is wrong; of a wrong call, where to read how it is done."""
+    """Print an error; for a wrong call, name the help of the command too."""
     if not isinstance(error, click.UsageError):
-        return _tell(f"Error: {_sentence(error)}", ERROR)
-    if type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 shows the help by an error
+        return _print(f"Error: {_sentence(error)}", ERROR)
+    if type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 shows the help by raising an error
         error.show()
         return ERROR
     program = error.ctx.command_path if error.ctx is not None else "stio"
-    return _tell(f"Error: {_sentence(error)} (see `{program} --help`)", ERROR)
+    return _print(f"Error: {_sentence(error)} (see `{program} --help`)", ERROR)
 
 
 def _sentence(error: click.ClickException) -> str:
     return one_line(" ".join(error.format_message().split())).rstrip(".")
 
 
-def _tell(text: str, status: int) -> int:
-    with suppress(OSError):  # nobody listens
+def _print(text: str, status: int) -> int:
+    with suppress(OSError):  # standard error is closed
         click.echo(text, err=True)
     return status
 
 
-def _forget_pipes() -> None:
-    """Let what is still to be written go nowhere: the interpreter would complain of it at its end."""
+def _discard_output() -> None:
+    """Discard output that is not written yet; otherwise the interpreter would report it as an error at its end."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -110,12 +107,12 @@ def _forget_pipes() -> None:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    _tell(f"warning: {one_line(str(message))}", 0)
+    _print(f"warning: {one_line(str(message))}", 0)
 
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _COMPLETION = """\b
-Completion: put the line of your shell into its start file.
+Completion: add the line for your shell to its startup file.
   bash, ~/.bashrc:  eval "$(_STIO_COMPLETE=bash_source stio)"
   zsh, ~/.zshrc:    eval "$(_STIO_COMPLETE=zsh_source stio)"
   fish, ~/.config/fish/completions/stio.fish:
@@ -124,21 +121,21 @@ Completion: put the line of your shell into its start file.
 
 
 _HELP = """\
-Look at safetensors checkpoints, load, compare, convert and measure them.
+Inspect, check, compare, load and convert safetensors checkpoints, and measure this machine.
 
-Exit status: 0 done; 1 damage or a difference was found; 2 an error; 130 interrupted; 141 the reader of our output left.
+Exit status: 0 done; 1 damage or a difference was found; 2 an error; 130 interrupted; 141 the output pipe was closed.
 """
 
 
 @click.group("stio", cls=_Program, context_settings=_SETTINGS, help=_HELP, epilog=_COMPLETION)
 @click.version_option(__version__, prog_name="stio")
 def main() -> None:
-    """Set up what all commands share: how names and warnings are shown."""
+    """Set up the output of names and warnings for all commands."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a name that the terminal's encoding lacks is shown escaped
+        if isinstance(stream, io.TextIOWrapper):  # a character that the terminal cannot show is escaped
             stream.reconfigure(errors="backslashreplace")
     if not sys.warnoptions:
-        # What torch says of a file's age or kind is no use to who converts it; what stio warns of is one line.
+        # Warnings of torch about the format of a file do not help the user of a command. Those of stio are one line.
         warnings.filterwarnings("ignore", module=r"torch(\.|$)")
         warnings.showwarning = _show_warning
 

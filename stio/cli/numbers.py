@@ -1,8 +1,8 @@
-"""By how much values differ, of every dtype of the format: bytes to numbers by numpy, exactly.
+"""Differences between values of each dtype of the format, by numpy: bytes become numbers, and the result is exact.
 
-Integers are subtracted modulo 2**64, which is exact for the larger less the smaller; floats as float64, which holds
-each of theirs. Small floats come from tables made here, since numpy knows none of them. Packed ones are unpacked from
-the lowest bit of the first byte on, as torch and the microscaling formats lay them out.
+Integers are subtracted modulo 2**64, which is exact for the larger minus the smaller. Floats are subtracted as float64,
+which holds each value of the smaller types. numpy has no 8, 6 and 4-bit floats: they are looked up in tables made here.
+Packed values are unpacked from the lowest bit of the first byte on, as torch and the microscaling formats define it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stio.cli.diff import Difference
 from stio.format.dtypes import BITS
-
-__all__ = ["differences", "numbers"]
 
 Array = NDArray[Any]
 
 _CHUNK_BYTES = 3 << 16
-"""Made into numbers at a time, so that these take at most 20 MB; a whole number of values of every dtype."""
+"""Bytes that become numbers at once; the numbers take 20 MB at most. A whole number of values of each dtype."""
 
-# Bits of exponent and mantissa, bias, and what the largest codes mean: infinities and NaN as in IEEE 754, the last code
-# NaN ("fn"), NaN in place of -0 ("fnuz"), or numbers like all others ("finite").
+# Bits of the exponent and of the mantissa, bias, and the meaning of special codes: infinities and NaN as in IEEE 754,
+# the last code is NaN ("fn"), NaN in place of -0 ("fnuz"), or none ("finite").
 _SMALL_FLOATS = {
     "F8_E5M2": (5, 2, 15, "ieee"),
     "F8_E4M3": (4, 3, 7, "fn"),
@@ -35,32 +34,23 @@ _SMALL_FLOATS = {
 }
 
 _QUIET = np.errstate(invalid="ignore", over="ignore")
-"""Infinities are subtracted, and NaNs of the signalling kind are cast; both are looked after."""
+"""No warnings for subtracted infinities and cast signalling NaNs: the code below handles both."""
 
 
-def differences(dtype: str, a: bytes, b: bytes) -> tuple[int, float | int | None, int]:
-    """Compare two pieces of memory, equally long, that hold whole values of one dtype.
-
-    Returns:
-        Number of values whose bits differ; the largest absolute difference among those that are numbers on both sides,
-        None if there are none; number of values that are NaN on one side only.
-    """
-    num_differing, num_nan = 0, 0
-    largest: float | int | None = None
+def differences(dtype: str, a: bytes, b: bytes) -> Difference:
+    """Compare two pieces of memory of the same length that hold whole values of one dtype."""
+    found = Difference()
     for start in range(0, len(a), _CHUNK_BYTES):
         codes_a, codes_b = (_codes(dtype, side[start : start + _CHUNK_BYTES]) for side in (a, b))
         differing = codes_a != codes_b
         count = int(np.count_nonzero(differing))
         if count:
-            here, nans = _largest(dtype, codes_a, codes_b, differing)
-            num_differing += count
-            num_nan += nans
-            largest = here if largest is None else largest if here is None else max(largest, here)
-    return num_differing, largest, num_nan
+            found = found.merge(Difference(count, *_largest(dtype, codes_a, codes_b, differing)))
+    return found
 
 
 def _codes(dtype: str, data: bytes) -> Array:
-    """Return each value's bits as an unsigned integer."""
+    """Return the bits of each value as an unsigned integer."""
     width = BITS[dtype]
     if width % 8 == 0:
         return np.frombuffer(data, f"<u{width // 8}")
@@ -73,7 +63,7 @@ def _codes(dtype: str, data: bytes) -> Array:
 
 @_QUIET
 def numbers(dtype: str, codes: Array) -> Array:
-    """Return the numbers that bits mean: integers as they are, floats as float64, complex ones as complex128."""
+    """Return the numbers of codes: integers unchanged, floats as float64, complex numbers as complex128."""
     if dtype in _SMALL_FLOATS or dtype == "F8_E8M0":
         return _table(dtype).take(codes)
     if dtype == "BF16":
@@ -87,7 +77,7 @@ def numbers(dtype: str, codes: Array) -> Array:
 
 @cache
 def _table(dtype: str) -> Array:
-    """Return the number that each code of a small float stands for."""
+    """Return the number of each code of a small float."""
     if dtype == "F8_E8M0":  # powers of two, no sign, the last code NaN
         powers: Array = np.ldexp(1.0, np.arange(-127, 129))
         powers[-1] = np.nan
@@ -123,7 +113,7 @@ def _largest(dtype: str, codes_a: Array, codes_b: Array, differing: Array) -> tu
     largest = float(distances.max())
     if largest == largest:
         return largest, 0
-    # NaN somewhere, of the values or of equal infinities: the slow way, which most pieces are spared.
+    # There is a NaN, in the values or from equal infinities. Few pieces need this slower code.
     nan_a, nan_b = np.isnan(a), np.isnan(b)
     distances = distances[differing & ~np.isnan(distances)]
     return float(distances.max()) if distances.size else None, int(np.count_nonzero(nan_a != nan_b))

@@ -1,8 +1,8 @@
-"""What the commands share: how names, sizes and errors are shown, the bar, and the exit status.
+"""Common parts of the commands: texts of names, sizes and errors, options, the progress bar, the exit status.
 
-Status 0: done, and the answer is yes. 1: looked, and the answer is no (damage, a difference). 2: an error, said in one
-sentence with what to do. 130: interrupted; 141: who read our output has left. Names, metadata and messages come out of
-files that nobody vouches for: control characters are escaped before they reach a terminal.
+Exit status 0: done, and the answer is yes. 1: the answer is no (damage, a difference). 2: an error, one sentence with
+an advice. 130: interrupted. 141: the reader of the output has closed the pipe. Names, metadata and messages may come
+from hostile files, so control characters are escaped (`one_line`) before a terminal gets them.
 """
 
 from __future__ import annotations
@@ -36,28 +36,10 @@ from stio.errors import (
     TensorNotFoundError,
     UnsafePathError,
     UnsupportedDtypeError,
-    printable,
+    one_line,
 )
 from stio.runtime.progress import ProgressEvent
-from stio.runtime.spans import show_bytes
-
-__all__ = [
-    "BROKEN_PIPE",
-    "ERROR",
-    "INTERRUPTED",
-    "NO",
-    "PATH",
-    "Bar",
-    "CommandError",
-    "aligned",
-    "console",
-    "counted",
-    "explained",
-    "matcher",
-    "one_line",
-    "rate_text",
-    "require_writable",
-]
+from stio.runtime.units import show_bytes
 
 NO, ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
@@ -65,48 +47,48 @@ _ADVICE: tuple[tuple[type[StioError], str], ...] = (
     (CheckpointNotFoundError, "check the path"),
     (AmbiguousCheckpointError, "give the path of the one you mean"),
     (IndexFormatError, "fetch index and shards again, from one save"),
-    (UnsafePathError, "do not use it unless you know who made it"),
+    (UnsafePathError, "do not use it unless you trust its author"),
     (IntegrityError, "fetch it again"),
     (FormatError, "it is damaged or of another kind: fetch it again, or make one by `stio convert`"),
     (TensorNotFoundError, "`stio inspect` lists the names"),
     (UnsupportedDtypeError, "a newer torch may have it"),
     (SharedTensorsError, "save one of them"),
     (ConcurrentSaveError, "run it again when the other save is done"),
-    (ChangedDuringReadError, "run it again when nobody writes to it"),
-    (NoSpaceError, "make room, or choose another destination"),
+    (ChangedDuringReadError, "run it again when nothing writes to it"),
+    (NoSpaceError, "free some space, or choose another destination"),
     (CommitUncertainError, "run it again"),
     (StorageError, "look at permissions, the disk and the system's log"),
-    (DeviceMemoryError, "free memory there, or take --device cpu"),
-    (DeviceError, "name a device that is here, as in --device cpu"),
+    (DeviceMemoryError, "free memory of the device, or use --device cpu"),
+    (DeviceError, "give a device of this machine, for example --device cpu"),
 )
-"""What to do, where the message does not say it itself; the first class that fits counts."""
+"""Advice for errors whose message has none. The first class that matches counts."""
 
 
 _SPELLED = (
     ("pass follow_symlinks=True if you trust it", "copy the file there if you trust it"),
     ("trust_pickle=True", "--trust-pickle"),
 )
-"""Advice that names a keyword, and what it is on the command line."""
+"""Advice that names a keyword, and its form on the command line."""
 
 
 class CommandError(click.ClickException):
-    """What keeps a command from its work: one sentence, and what to do."""
+    """A reason why a command cannot work: one sentence, with an advice."""
 
     exit_code = ERROR
 
 
 def explained(error: StioError) -> str:
-    """Return an error as one line: what is wrong, and what to do about it."""
+    """Return an error as one line: what is wrong, and an advice."""
     text = one_line(str(error))
     for keyword, spelled in _SPELLED:
         text = text.replace(keyword, spelled)
     advice = next((advice for kind, advice in _ADVICE if isinstance(error, kind)), None)
-    # After a semicolon messages of stio say what to do.
+    # A message with a semicolon has its advice after it.
     return text if advice is None or ";" in error.message else f"{text}; {advice}"
 
 
 class _CheckpointPath(click.Path):
-    """A path, completed by shells; an empty one, as an unset variable leaves it, is refused at once."""
+    """A path that shells complete. An empty one, the value of an unset variable, is an error at once."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not value:
@@ -115,11 +97,22 @@ class _CheckpointPath(click.Path):
 
 
 PATH = _CheckpointPath(readable=False)
-"""Type of arguments that are paths. Whether there is something is found out by who opens it."""
+"""Type of arguments that are paths. Only opening the path shows whether it exists."""
+
+FILTER_OPTION = click.option(
+    "--filter",
+    "pattern",
+    metavar="PATTERN",
+    help="Only names that match a glob such as 'layers.*', or '/a regular expression/'.",
+)
+JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+NO_PROGRESS_OPTION = click.option(
+    "--no-progress", is_flag=True, help="Show no progress bar. Only a terminal shows one."
+)
 
 
 def matcher(pattern: str | None) -> Callable[[str], bool]:
-    """Return whether a name is meant by `--filter`: a glob over the whole name, or `/a regular expression/` in it.
+    """Return a function for `--filter`: a glob for the whole name, or `/a regular expression/` for a part of it.
 
     Raises:
         CommandError: The expression is malformed.
@@ -136,47 +129,37 @@ def matcher(pattern: str | None) -> Callable[[str], bool]:
     return lambda name: found(name) is not None
 
 
-def one_line(text: str) -> str:
-    """Return text on one line, what a terminal would obey escaped."""
-    return text if text.isprintable() else "".join(map(printable, text))
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number and its noun, `1 file` or `2 files`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def rate_text(nbytes: int, seconds: float) -> str:
-    """Return a rate."""
+    """Return a rate as text: `1.5 GB/s`."""
     return f"{show_bytes(nbytes / max(seconds, 1e-9))}/s"
 
 
 def require_writable(path: str, kind: str, suffixes: Iterable[str]) -> None:
-    """Refuse, before the work is done, a file that could not be written after it.
+    """Check, before the work, that the file for its result can be written.
 
     Args:
         path: The file.
-        kind: What it is called.
-        suffixes: What its name may end in, in small letters.
+        kind: Kind of the file, for messages.
+        suffixes: Allowed ends of its name, in lower case.
 
     Raises:
-        CommandError: Its name ends otherwise, or its directory cannot be written to.
+        CommandError: Its name has another end, or its directory is not writable.
     """
     *others, last = sorted(suffixes)
     if os.path.splitext(path)[1].lower() not in (*others, last):
-        wanted = f"{', '.join(others)} or {last}" if others else last
-        raise CommandError(f"{one_line(path)}: no such kind of {kind}; its name ends in {wanted}")
-    folder = os.path.dirname(path) or "."
-    if not os.access(folder, os.W_OK):
-        raise CommandError(f"{one_line(folder)}: no directory that can be written to; choose another place")
+        allowed = f"{', '.join(others)} or {last}" if others else last
+        raise CommandError(f"{one_line(path)}: this is no {kind} file; its name must end in {allowed}")
+    directory = os.path.dirname(path) or "."
+    if not os.access(directory, os.W_OK):
+        raise CommandError(f"{one_line(directory)}: this is no writable directory; choose another place")
 
 
 def aligned(rows: Iterable[Sequence[str]], *, right: frozenset[int] | set[int]) -> Iterator[str]:
-    """Yield rows as lines of plain columns, nothing cut.
+    """Yield rows as lines of aligned columns, with no cell cut.
 
     Args:
-        rows: Cells, as many in each row.
-        right: Columns that are flush right.
+        rows: Cells of each row; all rows have the same number.
+        right: Columns that are aligned right.
     """
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -186,18 +169,18 @@ def aligned(rows: Iterable[Sequence[str]], *, right: frozenset[int] | set[int]) 
 
 
 def console(*, to_stderr: bool = False) -> Console:
-    """Return a terminal to draw on, as it and the environment want it."""
-    # rich drops colours for NO_COLOR and keeps bold; whoever sets it wants neither.
+    """Return a console of rich, with the settings of the terminal and of the environment."""
+    # With NO_COLOR set, rich removes colours but not bold; here both are removed.
     colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     return Console(stderr=to_stderr, color_system=colours, highlight=False, emoji=False, markup=False)
 
 
 class Bar:
-    """A bar on standard error if that is a terminal, or nothing; gone when the work is done. Thread-safe.
+    """A progress bar on standard error if that is a terminal. It disappears after the work. Thread-safe.
 
     Args:
-        label: What is being done.
-        is_wanted: False draws nothing anywhere.
+        label: Name of the work.
+        is_wanted: False shows no bar.
     """
 
     def __init__(self, label: str, *, is_wanted: bool = True) -> None:
@@ -223,9 +206,9 @@ class Bar:
         self._progress.stop()
 
     def __call__(self, event: ProgressEvent) -> None:
-        """Show how far a load or a save is."""
+        """Show the progress of a load or a save."""
         self._progress.update(self._task, completed=event.done_bytes, total=event.total_bytes)
 
     def advance(self, nbytes: int, total_bytes: int) -> None:
-        """Show that so much more is done."""
+        """Show that `nbytes` more are done."""
         self._progress.update(self._task, advance=nbytes, total=total_bytes)

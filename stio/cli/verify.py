@@ -1,4 +1,8 @@
-"""`stio verify PATH`: looks for damage, and says what it found. Imports no torch."""
+"""`stio verify PATH`: checks a checkpoint for damage. Imports no torch.
+
+From top to bottom: the command, the examination, the text of the result. The examination opens the checkpoint, which
+checks headers and index, compares each file with the manifest if there is one, and reads the tensors of dtype BOOL.
+"""
 
 from __future__ import annotations
 
@@ -6,58 +10,60 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import click
 
-from stio.cli.output import NO, PATH, Bar, CommandError, counted, explained, one_line
+from stio.cli.output import JSON_OPTION, NO, NO_PROGRESS_OPTION, PATH, Bar, CommandError, explained
 from stio.errors import (
     FormatError,
     IndexFormatError,
     IntegrityError,
     StioError,
     UnsafePathError,
+    one_line,
     printable,
     without_path,
 )
 from stio.format.header import Header
 from stio.loading.integrity import judge_files, no_manifest, read_manifest
-from stio.loading.open import OpenCheckpoint, OpenOptions, open_checkpoint
+from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
-from stio.runtime.spans import show_bytes
+from stio.runtime.units import counted, show_bytes
 from stio.storage.base import Source
 
-__all__ = ["FileReport", "Report", "examine", "verify"]
+PIECE_BYTES = 4 << 20
+"""Bytes of a BOOL tensor that are read at once."""
 
 
 @click.command()
 @click.argument("path", type=PATH)
-@click.option("--hash-required", is_flag=True, help="Fail where no manifest holds hashes to compare with.")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-@click.option("--no-progress", is_flag=True, help="Draw no bar. Pipes get none anyway.")
+@click.option("--hash-required", is_flag=True, help="Fail if there is no manifest with hashes.")
+@JSON_OPTION
+@NO_PROGRESS_OPTION
 def verify(path: str, hash_required: bool, as_json: bool, no_progress: bool) -> int:
-    """Look for damage in a checkpoint.
+    """Check a checkpoint for damage.
 
-    In headers, index, holes, and hashes where a manifest holds them. PATH is a .safetensors file, a directory that
-    holds a checkpoint, or its index. Files are read whole where there is a manifest; otherwise headers only, and
-    tensors of dtype BOOL. Exit status 1: there is damage.
+    Checks headers, index, gaps between tensors, and hashes if there is a manifest. PATH is a .safetensors file, a
+    directory with a checkpoint, or its index. With a manifest, all files are read. Without one, only headers and
+    tensors of dtype BOOL are read. Exit status 1: there is damage.
     """
     problem: StioError | None = None
     try:
         with Bar("verifying", is_wanted=not no_progress) as bar:
             report = examine(path, hash_required=hash_required, progress=bar.advance)
-    except (FormatError, IndexFormatError, IntegrityError, UnsafePathError) as error:  # of all of it, not of one file
+    except (FormatError, IndexFormatError, IntegrityError, UnsafePathError) as error:  # of the whole checkpoint
         problem = error
         report = Report(path=path, files=(), algorithm=None, warnings=())
-    except ImportError as error:  # the package that made the hashes
+    except ImportError as error:  # the package of the hash algorithm
         raise CommandError(str(error)) from error
     if as_json:
         click.echo(json.dumps(_as_json(report, problem), indent=2))
     elif problem is not None:
         text = explained(problem)
-        if problem.path == path:  # named once
+        if problem.path == path:  # the line names it already
             text = text.removeprefix(f"{one_line(printable(path))}: ")
         click.echo(f"{one_line(path)}: wrong: {text}")
     else:
@@ -65,109 +71,64 @@ def verify(path: str, hash_required: bool, as_json: bool, no_progress: bool) -> 
     return 0 if report.ok and problem is None else NO
 
 
-def _lines(report: Report) -> Iterator[str]:
-    """Yield a line for each file, then one for each warning, then the verdict; it is a single file's line too."""
-    is_single = [os.path.basename(report.path)] == [file.name for file in report.files]
-    if not is_single:
-        yield from (f"{one_line(file.name)}: {_finding(file, report)}" for file in report.files)
-    for warning in report.warnings:
-        yield f"warning: {one_line(warning)}"
-    if report.algorithm is None:
-        yield "no manifest: nothing says what the bytes should be"
-    wrong = sum(file.problem is not None for file in report.files)
-    verdict = "ok" if report.ok else f"{wrong} of {counted(len(report.files), 'file')} wrong"
-    if is_single:
-        verdict = f"{'ok, ' if report.ok else 'wrong: '}{_finding(report.files[0], report)}"
-    yield f"{one_line(report.path)}: {verdict}"
-
-
-def _finding(file: FileReport, report: Report) -> str:
-    if file.problem is not None:
-        return one_line(file.problem)
-    hashed = "not compared with a hash" if report.algorithm is None else f"{report.algorithm} as in the manifest"
-    return f"header and sizes fit, {hashed} ({counted(file.num_tensors, 'tensor')}, {show_bytes(file.nbytes)})"
-
-
-def _as_json(report: Report, problem: StioError | None) -> dict[str, object]:
-    return {
-        "path": report.path,
-        "ok": report.ok and problem is None,
-        "problem": None if problem is None else str(problem),
-        "algorithm": report.algorithm,
-        "files": [
-            {
-                "name": file.name,
-                "file_bytes": file.nbytes,
-                "num_tensors": file.num_tensors,
-                "ok": file.problem is None,
-                "problem": file.problem,
-            }
-            for file in report.files
-        ],
-        "warnings": list(report.warnings),
-    }
-
-
-PIECE_BYTES = 4 << 20
+# The examination.
 
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """What is known of one file."""
+    """Result for one file."""
 
     name: str
-    """The shard."""
+    """Name of the shard."""
     nbytes: int
-    """Its size."""
+    """Size of the file."""
     num_tensors: int
-    """How many tensors its header lists."""
+    """Number of tensors in its header."""
     problem: str | None
-    """What is wrong with its bytes; None: nothing that was found."""
+    """Damage that was found; None: no damage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What an examination found; a checkpoint whose headers or index are wrong raises instead."""
+    """Result of an examination. A checkpoint with a wrong header or index raises an error instead."""
 
     path: str
-    """What was asked for."""
+    """Path of the checkpoint."""
     files: tuple[FileReport, ...]
-    """One for each shard, in the checkpoint's order."""
+    """One for each shard, in the order of the checkpoint."""
     algorithm: str | None
-    """How the files were hashed; None: there is no manifest to compare them with."""
+    """Hash algorithm of the manifest; None: there is no manifest."""
     warnings: tuple[str, ...]
-    """What a reader may stumble over, as sentences."""
+    """Facts that are no damage, but may surprise a reader; sentences."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; warnings do not count."""
+        """Whether there is no damage. Warnings do not count."""
         return not any(file.problem for file in self.files)
 
 
 def examine(
     path: str, *, hash_required: bool = False, progress: Callable[[int, int], object] = lambda nbytes, total: None
 ) -> Report:
-    """Examine a checkpoint: all that can be known without its maker, and its hashes where it has a manifest.
+    """Check all that a checkpoint shows without its author, and its hashes if it has a manifest.
 
-    Blocks; a KeyboardInterrupt ends it before it comes out.
+    Blocks. A KeyboardInterrupt ends the work before it is raised.
 
     Args:
         path: See `open_checkpoint`.
-        hash_required: A checkpoint without a manifest is an error.
-        progress: Called with the bytes of each piece that was hashed and those of all files, from several threads.
+        hash_required: Raise an error if there is no manifest.
+        progress: Called with the bytes of each hashed piece and the bytes of all files; from several threads.
 
     Raises:
         StioError: It cannot be opened: a header, the index or the manifest is wrong, or a shard is missing.
-        ImportError: Its hashes are made with a package that is not installed.
+        ImportError: The package of the hash algorithm is not installed.
     """
 
     def body(operation: Operation[Report]) -> Report:
         with _warnings() as warnings:
-            opened = open_checkpoint(path, OpenOptions(with_manifest=True), check=operation.check)
-        try:
+            opened = open_checkpoint(path, with_manifest=True, check=operation.check)
+        with closing(opened):
             return _examine(opened, hash_required, warnings, operation.check, progress)
-        finally:
-            opened.close()
 
     operation: Operation[Report] = Operation(body, name="verify", about=path)
     return operation.start().result()
@@ -205,9 +166,9 @@ def _examine(
 
 
 def _odd_bools(file: Source, header: Header, check: Callable[[], None]) -> Iterator[str]:
-    """Yield a warning for each BOOL tensor with bytes that are neither 0 nor 1.
+    """Yield a warning for each BOOL tensor with bytes other than 0 and 1.
 
-    They are kept as they are; what they mean differs from reader to reader, and from one operation to the next.
+    A load does not change such bytes. Their meaning differs between readers, and between operations of torch.
     """
     memory = None
     for name, dtype in zip(header.names, header.dtypes, strict=True):
@@ -231,8 +192,8 @@ def _odd_bools(file: Source, header: Header, check: Callable[[], None]) -> Itera
                 break
 
 
-class _Listener(logging.Handler):
-    """Collects what the opening would log."""
+class _Collector(logging.Handler):
+    """Collects log messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -244,10 +205,56 @@ class _Listener(logging.Handler):
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collect the warnings of stio while the block runs."""
-    logger, listener = logging.getLogger("stio"), _Listener()
-    logger.addHandler(listener)
+    """Yield a list of the warnings that stio logs under `with`."""
+    logger, handler = logging.getLogger("stio"), _Collector()
+    logger.addHandler(handler)
     try:
-        yield listener.messages
+        yield handler.messages
     finally:
-        logger.removeHandler(listener)
+        logger.removeHandler(handler)
+
+
+# The text of the result.
+
+
+def _lines(report: Report) -> Iterator[str]:
+    """Yield a line for each file, one for each warning, and the verdict. A single file has the verdict only."""
+    is_single = [os.path.basename(report.path)] == [file.name for file in report.files]
+    if not is_single:
+        yield from (f"{one_line(file.name)}: {_finding(file, report)}" for file in report.files)
+    for warning in report.warnings:
+        yield f"warning: {one_line(warning)}"
+    if report.algorithm is None:
+        yield "no manifest: there is nothing to compare the bytes with"
+    wrong = sum(file.problem is not None for file in report.files)
+    verdict = "ok" if report.ok else f"{wrong} of {counted(len(report.files), 'file')} wrong"
+    if is_single:
+        verdict = f"{'ok, ' if report.ok else 'wrong: '}{_finding(report.files[0], report)}"
+    yield f"{one_line(report.path)}: {verdict}"
+
+
+def _finding(file: FileReport, report: Report) -> str:
+    if file.problem is not None:
+        return one_line(file.problem)
+    hashed = "not compared with a hash" if report.algorithm is None else f"{report.algorithm} as in the manifest"
+    return f"header and sizes fit, {hashed} ({counted(file.num_tensors, 'tensor')}, {show_bytes(file.nbytes)})"
+
+
+def _as_json(report: Report, problem: StioError | None) -> dict[str, object]:
+    return {
+        "path": report.path,
+        "ok": report.ok and problem is None,
+        "problem": None if problem is None else str(problem),
+        "algorithm": report.algorithm,
+        "files": [
+            {
+                "name": file.name,
+                "file_bytes": file.nbytes,
+                "num_tensors": file.num_tensors,
+                "ok": file.problem is None,
+                "problem": file.problem,
+            }
+            for file in report.files
+        ],
+        "warnings": list(report.warnings),
+    }

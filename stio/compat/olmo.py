@@ -2,10 +2,11 @@
 
     from stio.compat.olmo import load_state_dict, safetensors_file_to_state_dict, state_dict_to_safetensors_file
 
-OLMo's own files are read and written: names hold pickled key paths, and what is no tensor is a pickle in a tensor.
-Reading runs none of that. Pickles of plain values (numbers, text, bytes, tuples, lists, dicts, sets) are read by a
-machine that cannot call anything; the others are refused, or unpickled with `trust_pickle=True`, which warns.
-`format="stio"` writes nested state without any pickle; it is read by the same functions.
+These functions read and write OLMo's own files: names hold pickled key paths, and a value that is not a tensor is a
+pickle in a tensor.
+Reading runs no code of a file. Pickles of plain values (numbers, text, bytes, tuples, lists, dicts, sets) are read by a
+machine that cannot call anything (`stio.format.safe_pickle`). Others are refused, or unpickled with
+`trust_pickle=True`, which warns. `format="stio"` writes nested state without any pickle; the same functions read it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 
 from stio.conversion.torch_files import read_pickle
-from stio.device.save_sources import sources_of
+from stio.device.describe import describe_tensors
 from stio.errors import CheckpointNotFoundError, FormatError, printable
+from stio.format.naming import FILE_SUFFIX
 from stio.format.olmo_names import (
     MAX_KEYS,
     MAX_LEAF_BYTES,
@@ -36,19 +39,17 @@ from stio.format.olmo_names import (
     stable_pickle,
 )
 from stio.format.safe_pickle import PickleRefused, PlainPickles
-from stio.format.sharding import TensorSource
 from stio.format.state_tree import STATE_KEY
 from stio.loading.body import collect, start_reading
 from stio.loading.open import OpenCheckpoint
-from stio.loading.options import Settings
-from stio.loading.targets import LoadOptions
-from stio.runtime.limits import DEFAULT_BUDGET_BYTES, Limits
+from stio.loading.options import LoadOptions
+from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Operation
-from stio.saving.nested import flatten_blocking
+from stio.saving.api import save
+from stio.saving.nested import flatten
 from stio.saving.options import SaveOptions, SaveResult
 from stio.saving.pending import PendingSave
-from stio.saving.plan import WritePlan, plan_files
-from stio.saving.staging_pool import StagingPool
+from stio.saving.plan import plan_files
 from stio.state import restore
 
 __all__ = [
@@ -60,7 +61,6 @@ __all__ = [
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
-_SUFFIX = ".safetensors"
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
@@ -69,51 +69,42 @@ def state_dict_to_safetensors_file(
 ) -> SaveResult:
     """Save nested dicts of tensors and other values to one file; atomic, durable.
 
-    In OLMo's format equal plain state gives equal bytes, empty dicts are kept (as pickled values, which OLMo's reader
-    takes), and tensors that share memory are saved each, for that reader knows no ties.
+    In OLMo's format equal plain state gives equal bytes. Empty dicts are saved as pickled values, which OLMo's reader
+    accepts. Tensors that share memory are saved separately, because that reader has no ties.
 
     Args:
         state_dict: Dicts in dicts. Keys are text, numbers, bytes, None, or tuples of these; values are tensors, or
             anything that can be pickled. Reading back other than plain values takes `trust_pickle=True`.
         filename: Ends in `.safetensors`.
-        format: "olmo", which OLMo reads; or "stio", without any pickle, which this module and `stio.load_state` read
-            (see `stio.save_state` for what it takes; types, order and ties come back).
+        format: "olmo", which OLMo reads; or "stio", without any pickle, which this module and `stio.load_state` read.
+            `stio.save_state` lists the types that "stio" saves; types, order and ties are restored.
 
     Raises:
-        TypeError: No dict, a key of another kind, or a tensor without memory of its own.
+        TypeError: Not a dict, a key of another type, or a tensor without memory of its own.
         ValueError: A tensor that cannot be saved as it is, the name of the file, no such format, or a value too long.
-        StioError: See `stio.save`; the old file stands.
+        StioError: See `stio.save`; the old file stays.
     """
     path = os.fspath(filename)
-    if not path.endswith(_SUFFIX):
-        raise ValueError(f"the name of the file must end in {_SUFFIX}, not {printable(path)!r}")
+    if not path.endswith(FILE_SUFFIX):
+        raise ValueError(f"the name of the file must end in {FILE_SUFFIX}, not {printable(path)!r}")
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
     if format == "stio":
-        flat, keywords = flatten_blocking(state_dict, {})
-        return PendingSave(
-            flat, path, SaveOptions(**keywords), pool=StagingPool(DEFAULT_BUDGET_BYTES), stage_first=False
-        ).complete_blocking()
+        tensors_by_path, metadata = run_blocking(flatten(state_dict, None))
+        return run_blocking(save(tensors_by_path, path, metadata=metadata))
     if format != "olmo":
         raise ValueError(f"format= takes 'olmo' or 'stio', not {printable(format)!r}")
     tensors: dict[str, torch.Tensor] = {}
     for keys, leaf in _leaves(state_dict):
         is_tensor = isinstance(leaf, torch.Tensor)
         if is_tensor:
-            sources_of({shown(keys): leaf})  # refuses by a name that people can read
+            describe_tensors({shown(keys): leaf})  # refuses with a readable name
         tensors[encode_name(keys, is_pickled=not is_tensor)] = leaf if is_tensor else _pickled(keys, leaf)
-    return PendingSave(
-        tensors, path, SaveOptions(), pool=StagingPool(DEFAULT_BUDGET_BYTES), stage_first=False, planner=_plan
-    ).complete_blocking()
-
-
-def _plan(sources: Sequence[TensorSource], *, block_bytes: int) -> WritePlan:
-    """Put everything into one file, without metadata: as OLMo's writer does."""
-    return plan_files(sources, [([source.name for source in sources], None)], block_bytes=block_bytes)
+    return run_blocking(PendingSave(tensors, path, SaveOptions(), planner=plan_files).complete())
 
 
 def _leaves(state: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield what is no dict, and empty dicts, with their keys.
+    """Yield each value that is not a dict, and each empty dict, with its keys.
 
     Raises:
         ValueError: A dict contains itself, or they are nested too deeply.
@@ -150,19 +141,19 @@ def safetensors_file_to_state_dict(
     *,
     trust_pickle: bool = False,
 ) -> Any:
-    """Load nested state from a file, of OLMo's or of stio's own format. Nothing in it is run.
+    """Load nested state from a file in OLMo's or in stio's format. Nothing in it is run.
 
-    The order of keys, and which dicts were OrderedDicts, is not in a file of OLMo's.
+    A file in OLMo's format has neither the order of keys nor which dicts were OrderedDicts.
 
     Args:
         filename: The file.
-        map_location: Where tensors go; the CPU by default.
-        trust_pickle: Unpickle what is more than plain values, numpy's random state for one. **That runs whatever the
-            author of the file put there**, so it warns, naming the first such key, before it does.
+        map_location: Device of the tensors; the CPU by default.
+        trust_pickle: Unpickle values that are not plain, such as numpy's random state. **That can run any code in the
+            file**, so a warning names the first such key before.
 
     Raises:
         CheckpointNotFoundError: There is no such file.
-        FormatError: The file is broken, is none of OLMo's, or holds what only `trust_pickle=True` reads.
+        FormatError: The file is malformed, has another format, or a value that only `trust_pickle=True` reads.
         StioError: See `stio.load`.
     """
     return _load(os.fspath(filename), map_location, trust_pickle)
@@ -171,9 +162,9 @@ def safetensors_file_to_state_dict(
 def _load(path: str, map_location: str | int | torch.device | None, trust_pickle: bool) -> Any:
     if map_location is not None and not isinstance(map_location, str | int | torch.device):
         raise TypeError(f"map_location is a device here, not a {type(map_location).__name__}")
-    settings = Settings(device="cpu" if map_location is None else map_location, memory="copy")
-    # As the functions of stio.sync do it, without their warning under a loop.
-    take, is_own = start_reading(path, settings, None, _read).result()
+    options = LoadOptions(device="cpu" if map_location is None else map_location, memory="copy")
+    # As the functions of stio.sync, without their warning under an event loop.
+    take, is_own = start_reading(path, options, partial(_read, options)).result()
     if is_own:
         return take()
     tensors = take()
@@ -186,10 +177,10 @@ def _load(path: str, map_location: str | int | torch.device | None, trust_pickle
     return _Reader(path, trust_pickle).state(tensors)
 
 
-def _read(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOptions) -> tuple[Callable[[], Any], bool]:
-    """Load stio's nested state, or tensors with OLMo's names; tell whether it was stio's."""
+def _read(options: LoadOptions, operation: Operation[Any], opened: OpenCheckpoint) -> tuple[Callable[[], Any], bool]:
+    """Load stio's nested state, or tensors with OLMo's names; return also whether it was stio's."""
     if STATE_KEY in opened.metadata:
-        return restore(operation, opened, options, Limits()), True
+        return restore(operation, opened, options), True
     return collect(operation, opened, None, options), False
 
 
@@ -198,12 +189,12 @@ class _Reader:
 
     Args:
         path: File to name in errors.
-        trust_pickle: Whether to unpickle what is not plain.
+        trust_pickle: Whether to unpickle values that are not plain.
     """
 
     def __init__(self, path: str, trust_pickle: bool) -> None:
         self._path = path
-        self._trusts = trust_pickle
+        self._trust_pickle = trust_pickle
         self._warned = False
         self._pickles = PlainPickles()
 
@@ -235,7 +226,7 @@ class _Reader:
         try:
             return plain()
         except PickleRefused as error:
-            if not self._trusts:
+            if not self._trust_pickle:
                 raise FormatError(
                     f"{what} is not a pickle of plain values: {error}; trust_pickle=True reads it, and runs what is "
                     "in it",
@@ -244,13 +235,13 @@ class _Reader:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{printable(self._path)}: unpickling {what}, which can run any code, as trust_pickle=True asks",
+                f"{printable(self._path)}: unpickling {what}, which can run any code, because of trust_pickle=True",
                 RuntimeWarning,
-                stacklevel=8,  # whoever called a function of this module,
+                stacklevel=8,  # the caller of a function of this module
             )
         try:
             return trusted()
-        except Exception as error:  # whatever the pickled code raises
+        except Exception as error:  # unpickled code may raise anything
             raise FormatError(f"{what} cannot be unpickled: {printable(repr(error))}", path=self._path) from error
 
 
@@ -262,32 +253,32 @@ def load_state_dict(
     map_location: str | int | torch.device | None = None,
     trust_pickle: bool = False,
 ) -> Any:
-    """Load a file of a checkpoint; for `foo.pt` its `foo.safetensors` if there is one.
+    """Load a file of a checkpoint; for `foo.pt` its `foo.safetensors` if that exists.
 
-    A `foo.safetensors` that is there and cannot be read is an error: the older file is no answer to that.
+    A `foo.safetensors` that exists and cannot be read is an error: the older file does not replace it.
 
     Args:
         checkpoint_dir: A local directory.
         fname: A name in it, ending in `.pt` or `.safetensors`.
-        local_cache: A directory that is looked into first.
-        map_location: Where tensors go; the CPU by default, also for `.pt` files.
-        trust_pickle: See `safetensors_file_to_state_dict`; a `.pt` file is otherwise read with `weights_only=True`.
+        local_cache: A directory that is searched first.
+        map_location: Device of the tensors; the CPU by default, also for `.pt` files.
+        trust_pickle: See `safetensors_file_to_state_dict`; without it a `.pt` file is read with `weights_only=True`.
 
     Raises:
-        CheckpointNotFoundError: There is neither.
+        CheckpointNotFoundError: Neither file exists.
         FormatError: See `safetensors_file_to_state_dict`.
         ValueError: `checkpoint_dir` is a URL, or `fname` has another ending.
     """
     if _SCHEME.match(os.fspath(checkpoint_dir)):
         raise ValueError(f"checkpoint_dir is a local directory here, not {printable(os.fspath(checkpoint_dir))!r}")
-    if not fname.endswith((".pt", _SUFFIX)):
-        raise ValueError(f"fname ends in .pt or {_SUFFIX}, not {printable(fname)!r}")
+    if not fname.endswith((".pt", FILE_SUFFIX)):
+        raise ValueError(f"fname ends in .pt or {FILE_SUFFIX}, not {printable(fname)!r}")
     folders = [os.fspath(folder) for folder in (local_cache, checkpoint_dir) if folder is not None]
-    names = [fname.removesuffix(".pt") + _SUFFIX, fname] if fname.endswith(".pt") else [fname]
+    names = [fname.removesuffix(".pt") + FILE_SUFFIX, fname] if fname.endswith(".pt") else [fname]
     for path in (os.path.join(folder, name) for name in names for folder in folders):
         if not os.path.lexists(path):
             continue
-        if path.endswith(_SUFFIX):
+        if path.endswith(FILE_SUFFIX):
             return _load(path, map_location, trust_pickle)
         return read_pickle(path, map_location=map_location or "cpu", trust_pickle=trust_pickle)
     raise CheckpointNotFoundError(
@@ -302,20 +293,21 @@ def pt_file_to_safetensors_file(
     format: Literal["olmo", "stio"] = "olmo",
     trust_pickle: bool = False,
 ) -> SaveResult:
-    """Convert nested state that `torch.save` wrote.
+    """Convert a file with nested state that `torch.save` wrote.
 
     Args:
         filename: The file, usually `.pt`.
-        destination: Where to; by default beside it, with the ending `.safetensors`, where `load_state_dict` finds it.
+        destination: The new file; by default in the same directory with the ending `.safetensors`, where
+            `load_state_dict` finds it.
         format: See `state_dict_to_safetensors_file`.
-        trust_pickle: Unpickle anything (`torch.load(weights_only=False)`), which runs what the file's author put there.
+        trust_pickle: Unpickle anything (`torch.load(weights_only=False)`), which can run any code in the file.
 
     Raises:
-        FormatError: The file is broken, holds no dict, or holds what only `trust_pickle=True` reads.
+        FormatError: The file is malformed, has no dict, or a value that only `trust_pickle=True` reads.
         StioError: See `state_dict_to_safetensors_file`.
     """
     path = os.fspath(filename)
     state = read_pickle(path, trust_pickle=trust_pickle, mapped=True)
     if not isinstance(state, Mapping):
         raise FormatError("the file holds no dict", path=path, found=type(state).__name__)
-    return state_dict_to_safetensors_file(state, destination or os.path.splitext(path)[0] + _SUFFIX, format=format)
+    return state_dict_to_safetensors_file(state, destination or os.path.splitext(path)[0] + FILE_SUFFIX, format=format)

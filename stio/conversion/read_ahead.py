@@ -1,49 +1,41 @@
-"""Tensors of an open checkpoint in the order in which somebody else will ask for them, read one window ahead.
+"""Reads the tensors of an open checkpoint in the order in which the save writes them, one window of memory ahead.
 
-Neighbours in that order are read together and a tensor that is larger than the window in rows, so that small tensors do
-not cost a read each, and large ones not their size.
+Neighbours in that order are read together, so that a small tensor does not cost a read of its own. A tensor larger than
+the window is read in rows, so that memory is bounded. Each read is a small load with an `Operation` of its own: the
+stop callback and the memory of a load live as long as its operation, and must be released after each read.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from stio.format.header import TensorInfo
 from stio.loading.body import collect
 from stio.loading.open import OpenCheckpoint
-from stio.loading.options import Settings
+from stio.loading.options import LoadOptions
 from stio.runtime.operation import Operation
 
-__all__ = ["Window"]
-
-_MOST_NAMES = 4096
-"""In one read: planning 4,096 tensors takes some milliseconds."""
+_MAX_NAMES = 4096
+"""Most tensors in one read. To plan 4,096 tensors takes some milliseconds."""
 
 _Tensors = dict[str, torch.Tensor]
 
-
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """What one read brings."""
-
-    names: tuple[str, ...]
-    """Names of whole tensors, or of one."""
-    rows: slice | None = None
-    """Which rows of that one."""
+_Unit = tuple[list[str], slice | None]
+"""One read: names of whole tensors, or one name and the rows of that tensor."""
 
 
-class Window:
+class ReadAhead:
     """Reads ahead by one unit. `take` is called by one thread at a time, in the expected order.
 
     Args:
-        opened: Open until this is closed.
-        names: What tensors are called here, to their names in the checkpoint.
+        opened: The checkpoint; closed by `close`.
+        names: New name of each tensor, with its name in the checkpoint.
         dtype: Cast floating tensors to it.
-        window_bytes: Most bytes in one read, unless one row is larger. Two are under way.
+        window_bytes: Most bytes in one read, unless one row is larger. Two reads are in memory at once.
     """
 
     def __init__(
@@ -51,33 +43,33 @@ class Window:
     ) -> None:
         self._opened = opened
         self._names = names
-        self._settings = Settings(dtype=dtype, memory="copy", budget_bytes=window_bytes)
+        self._settings = LoadOptions(dtype=dtype, memory="copy", budget_bytes=window_bytes)
         self._window_bytes = window_bytes
         self._units: Iterator[_Unit] = iter(())
-        self._there: _Tensors = {}
+        self._loaded: _Tensors = {}
         self._lock = threading.Lock()
         self._ahead: Operation[Callable[[], _Tensors]] | None = None
         self._stopped = False
 
     def expect(self, names: Sequence[str]) -> None:
-        """Say in which order `take` will be called; must come before it."""
+        """Set the order of the calls of `take`, before the first of them; start the first read."""
         self._units = iter(self._cut(names))
-        self._begin()
+        self._read_next()
 
     def take(self, name: str) -> torch.Tensor | Iterator[torch.Tensor]:
-        """Return a tensor, or its rows one after the other.
+        """Return a tensor, or an iterator of its rows.
 
         Raises:
-            StioError: It could not be read.
+            StioError: The read failed.
         """
         if self._is_cut(name):
             return self._rows(name)
-        if name not in self._there:
-            self._there = self._next()
-        return self._there.pop(name)
+        if name not in self._loaded:
+            self._loaded = self._next()
+        return self._loaded.pop(name)
 
     def stop(self) -> None:
-        """End the read under way, and begin no other. Callable from any thread."""
+        """End the read under way, and start no other. Callable from any thread."""
         with self._lock:
             self._stopped = True
             ahead = self._ahead
@@ -85,36 +77,36 @@ class Window:
             ahead.cancel()
 
     def close(self) -> None:
-        """Stop, and wait until nobody reads. `take` must not be under way."""
+        """Stop, wait for the read under way, and close the checkpoint. `take` must not be under way."""
         self.stop()
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.close()
-        self._there = {}
+        self._loaded = {}
+        self._opened.close()
 
     def _rows(self, name: str) -> Iterator[torch.Tensor]:
         for _ in range(len(self._row_cuts(name))):
             yield self._next().pop(name)
 
     def _next(self) -> _Tensors:
-        """Return what was read ahead, and begin to read what comes after it."""
+        """Return the tensors that were read ahead, and start the read of the next ones."""
         ahead = self._ahead
-        assert ahead is not None, "more tensors were asked for than were expected"
+        assert ahead is not None, "`take` was called more often than expected"
         take = ahead.result()
-        self._begin()
+        self._read_next()
         return take()
 
-    def _begin(self) -> None:
-        unit = next(self._units, None)
-        if unit is None:
+    def _read_next(self) -> None:
+        names, rows = next(self._units, ([], None))
+        if not names:
             self._ahead = None
             return
-        stored = {self._names[name]: name for name in unit.names}
-        slices: dict[str, object] = {} if unit.rows is None else dict.fromkeys(stored, unit.rows)
-        options = self._settings.load_options(slices)
+        stored = {self._names[name]: name for name in names}
+        slices: dict[str, object] = {} if rows is None else dict.fromkeys(stored, rows)
 
         def body(operation: Operation[Any]) -> Callable[[], _Tensors]:
-            take = collect(operation, self._opened, list(stored), options)
+            take = collect(operation, self._opened, list(stored), self._settings, slices)
             return lambda: {stored[name]: tensor for name, tensor in take().items()}
 
         operation = Operation(body, name="load")
@@ -128,32 +120,31 @@ class Window:
         together: list[str] = []
         total = 0
         for name in names:
-            nbytes = self._nbytes(name)
+            nbytes = self._info(name).nbytes
             if not nbytes:
-                continue  # nobody asks for it
+                continue  # a save takes no empty tensors
             cut = self._is_cut(name)
-            if together and (cut or total + nbytes > self._window_bytes or len(together) == _MOST_NAMES):
-                yield _Unit(tuple(together))
+            if together and (cut or total + nbytes > self._window_bytes or len(together) == _MAX_NAMES):
+                yield together, None
                 together, total = [], 0
             if cut:
-                yield from (_Unit((name,), rows) for rows in self._row_cuts(name))
+                yield from (([name], rows) for rows in self._row_cuts(name))
             else:
                 together.append(name)
                 total += nbytes
         if together:
-            yield _Unit(tuple(together))
+            yield together, None
 
     def _is_cut(self, name: str) -> bool:
-        return self._nbytes(name) > self._window_bytes and bool(self._shape(name))
+        info = self._info(name)
+        return info.nbytes > self._window_bytes and bool(info.shape)
 
     def _row_cuts(self, name: str) -> list[slice]:
-        num_rows = self._shape(name)[0]
-        step = self._window_bytes * num_rows // self._nbytes(name)
+        info = self._info(name)
+        num_rows = info.shape[0]
+        step = self._window_bytes * num_rows // info.nbytes
         step = max(1, step - step % 2)  # even: two elements of F4 are one byte
         return [slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step)]
 
-    def _nbytes(self, name: str) -> int:
-        return self._opened.info(self._names[name]).nbytes
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return self._opened.info(self._names[name]).shape
+    def _info(self, name: str) -> TensorInfo:
+        return self._opened.info(self._names[name])

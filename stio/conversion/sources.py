@@ -1,13 +1,11 @@
-"""What a conversion reads from: a safetensors checkpoint, a file of `torch.save`, or several of those under an index.
+"""Sources of a conversion: a safetensors checkpoint, a file of `torch.save`, or several such files under an index.
 
-All are brought to one form, an `Origin`: tensors by name, lazy where they have to be read, which names are ties, and
-the text metadata. Names and headers are read here, data when the save asks for it.
+Each becomes an `OpenSource`: tensors by name, the ties among them, and the text metadata. Opening reads names and
+headers only. The data of safetensors files are read when the save needs them (`read_ahead.py`); pickles are mapped.
 """
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,72 +15,64 @@ from typing import Any
 import torch
 from torch import nn
 
-from stio.conversion.read_ahead import Window
-from stio.conversion.torch_files import is_pickle, read_pickle
-from stio.device.save_sources import LazyTensor, sources_of
+from stio.conversion.read_ahead import ReadAhead
+from stio.conversion.torch_files import is_pickle, read_pickle, read_start
+from stio.device.describe import LazyTensor, describe_tensors
 from stio.device.tensors import TORCH_DTYPES, cast, require_dtypes, torch_shape
 from stio.errors import (
     AmbiguousCheckpointError,
-    CheckpointNotFoundError,
     FormatError,
     IndexFormatError,
-    StorageError,
     TensorNotFoundError,
     UnsupportedDtypeError,
     printable,
 )
-from stio.format.index import check_shard_name
+from stio.format.index import parse_index
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.format.olmo_names import decode_name, looks_encoded, shown
 from stio.format.safe_pickle import PickleRefused, PlainPickles
 from stio.format.shared import ALIASES_KEY, resolve_shared
-from stio.loading.open import OpenCheckpoint, OpenOptions, open_checkpoint
+from stio.loading.open import OpenCheckpoint, open_checkpoint
+from stio.runtime.limits import Limits
+from stio.storage.checks import refused
 
-__all__ = ["Origin", "open_origin"]
-
-_SAFETENSORS = ".safetensors"
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
-_INDEX = ".index.json"
-_MAX_INDEX_BYTES = 100_000_000
-_SHOWN = 6
+_SHOWN_NAMES = 6
 
 
 @dataclass(kw_only=True)
-class Origin:
-    """An open source."""
+class OpenSource:
+    """An open source of a conversion."""
 
     tensors: Mapping[str, torch.Tensor | LazyTensor]
-    """What to save."""
+    """Tensors to save, by name."""
     files: Sequence[str]
-    """Paths of what is read."""
+    """Paths of the files that are read."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Text that the source holds."""
+    """Text metadata of the source."""
     ties: Mapping[str, str] = field(default_factory=dict)
-    """Names that are another one's tensor, to that one, where memory does not tell."""
-    window: Window | None = None
-    """What reads lazily."""
-    opened: OpenCheckpoint | None = None
-    """What it reads from."""
+    """Tied names, each with the name that has the data. Only ties that shared memory does not show."""
+    reader: ReadAhead | None = None
+    """Reads the tensors of a safetensors checkpoint."""
 
     def expect(self, names: Sequence[str]) -> None:
-        """Say in which order tensors will be asked for."""
-        if self.window is not None:
-            self.window.expect(names)
+        """Set the order in which the tensors will be read."""
+        if self.reader is not None:
+            self.reader.expect(names)
 
     def stop(self) -> None:
         """End a read under way. Callable from any thread."""
-        if self.window is not None:
-            self.window.stop()
+        if self.reader is not None:
+            self.reader.stop()
 
     def close(self) -> None:
-        """Wait for a read under way, and give descriptors back."""
-        if self.window is not None:
-            self.window.close()
-        if self.opened is not None:
-            self.opened.close()
+        """Wait for a read under way, and close the files."""
+        if self.reader is not None:
+            self.reader.close()
         self.tensors = {}
 
 
-def open_origin(
+def open_source(
     path: str,
     *,
     dtype: torch.dtype | None,
@@ -90,20 +80,20 @@ def open_origin(
     key: str | None,
     trust_pickle: bool,
     check: Callable[[], None],
-) -> Origin:
+) -> OpenSource:
     """Open a source; blocks.
 
     Args:
         path: See `stio.convert`.
-        dtype: What floating tensors become.
-        window_bytes: How much one read brings.
-        key: Where the tensors are in a pickle.
+        dtype: Floating tensors are cast to it.
+        window_bytes: Bytes of one read.
+        key: Key of the tensors in a pickle.
         trust_pickle: Unpickle anything.
         check: Called between files; may raise.
 
     Raises:
         StioError: See `stio.convert`.
-        ValueError: A key is given, and the source is no pickle.
+        ValueError: There is a key, and the source is not a pickle.
     """
     pickles = _pickle_files(path)
     if pickles is None:
@@ -117,91 +107,69 @@ def open_origin(
         if doubled := sorted(part.keys() & tensors.keys()):
             raise IndexFormatError("two files hold one name", path=file, found=doubled[0])
         tensors |= part
-    return Origin(**_cast(tensors, dtype, path), files=pickles)
+    return OpenSource(**_cast(tensors, dtype), files=pickles)
 
 
-# Which files are meant.
+# Which files a path means.
 
 
 def _pickle_files(path: str) -> list[str] | None:
-    """Return the files of `torch.save` that a path means, None where it means safetensors or nothing."""
+    """Return the files of `torch.save` that a path means, None if it means safetensors or nothing."""
     if os.path.isdir(path):
         return _pickles_in(path)
-    if path.endswith(_SAFETENSORS):
+    if path.endswith(FILE_SUFFIX):
         return None
-    if path.endswith(_INDEX):
-        return _named_by(path)
+    if path.endswith(INDEX_SUFFIX):
+        return _indexed_pickles(path)
     if path.endswith(_PICKLES) or is_pickle(path):
         return [path]
     return None
 
 
-def _pickles_in(folder: str) -> list[str] | None:
+def _pickles_in(directory: str) -> list[str] | None:
     try:
-        names = sorted(os.listdir(folder))
+        names = sorted(os.listdir(directory))
     except OSError as error:
-        raise StorageError(
-            f"the directory cannot be listed: {os.strerror(error.errno or errno.EIO)}", path=folder, errno=error.errno
-        ) from error
-    if any(name.endswith((_SAFETENSORS, _SAFETENSORS + _INDEX)) for name in names):
+        raise refused("listing the directory", directory, error) from error
+    if any(name.endswith((FILE_SUFFIX, FILE_SUFFIX + INDEX_SUFFIX)) for name in names):
         return None
-    indices = [name for name in names if name.endswith(tuple(ending + _INDEX for ending in _PICKLES))]
+    indices = [name for name in names if name.endswith(tuple(suffix + INDEX_SUFFIX for suffix in _PICKLES))]
     files = [name for name in names if name.endswith(_PICKLES)]
     if len(indices) == 1:
-        return _named_by(os.path.join(folder, indices[0]))
+        return _indexed_pickles(os.path.join(directory, indices[0]))
     if not indices and len(files) == 1:
-        return [os.path.join(folder, files[0])]
+        return [os.path.join(directory, files[0])]
     if not indices and not files:
-        return None  # what opens safetensors says best what is missing
+        return None  # opening it as safetensors raises the clearest error
     raise AmbiguousCheckpointError(
-        "several candidates; give the path of the one you mean", path=folder, found=", ".join(indices or files)
+        "several candidates; give the path of the one you mean", path=directory, found=", ".join(indices or files)
     )
 
 
-def _named_by(path: str) -> list[str] | None:
+def _indexed_pickles(path: str) -> list[str] | None:
     """Return the files that an index names, None if they are safetensors."""
-    try:
-        with open(path, "rb") as file:
-            text = file.read(_MAX_INDEX_BYTES + 1)
-    except FileNotFoundError:
-        raise CheckpointNotFoundError("there is no such index", path=path) from None
-    except OSError as error:
-        raise StorageError(
-            f"the index cannot be read: {os.strerror(error.errno or errno.EIO)}", path=path, errno=error.errno
-        ) from error
-    try:
-        index = json.loads(text)
-        weight_map = index["weight_map"]
-        files = list(dict.fromkeys(weight_map.values()))
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        raise IndexFormatError("not an index: JSON with a weight_map of names to files", path=path) from None
-    if not all(isinstance(name, str) for name in files) or not files:
-        raise IndexFormatError("the weight_map must map names to files", path=path)
-    if any(name.endswith(_SAFETENSORS) for name in files):
+    index = parse_index(read_start(path, Limits().header_bytes + 1), path=path, suffix="")
+    if not index.shards:
+        raise IndexFormatError("the weight_map names no files", path=path)
+    if any(name.endswith(FILE_SUFFIX) for name in index.shards):
         return None
-    for name in files:
-        _check_file_name(name, path)
-    return [os.path.join(os.path.dirname(path), name) for name in files]
+    return [os.path.join(os.path.dirname(path), name) for name in index.shards]
 
 
-def _check_file_name(name: str, path: str) -> None:
-    check_shard_name(name + _SAFETENSORS, path=path)  # the same rules of every system; the ending is another one
-
-
-# What is in them.
+# The tensors in them.
 
 
 def _flat(path: str, loaded: Any, key: str | None) -> dict[str, torch.Tensor]:
     """Return the tensors by name that a pickle holds.
 
     Raises:
-        AmbiguousCheckpointError: It holds other things too; the message says what.
+        AmbiguousCheckpointError: It holds other values too; the message lists them.
         TensorNotFoundError: It has no such key.
-        FormatError: There is nothing of the kind.
+        FormatError: It holds no tensors by name.
     """
     if key is not None:
         if not isinstance(loaded, Mapping) or key not in loaded:
-            keys = ", ".join(map(printable, list(loaded)[:_SHOWN])) if isinstance(loaded, Mapping) else ""
+            keys = ", ".join(map(printable, list(loaded)[:_SHOWN_NAMES])) if isinstance(loaded, Mapping) else ""
             raise TensorNotFoundError(
                 "the file has no such key", path=path, expected=keys or type(loaded).__name__, found=key
             )
@@ -214,11 +182,11 @@ def _flat(path: str, loaded: Any, key: str | None) -> dict[str, torch.Tensor]:
     if not odd:
         tensors = dict(loaded)
         try:
-            sources_of(tensors)
+            describe_tensors(tensors)
         except UnsupportedDtypeError as error:
             error.path = path
             raise
-        except (TypeError, ValueError) as error:  # the file is at fault here, and not the caller
+        except (TypeError, ValueError) as error:  # the file is wrong here, not the call
             raise FormatError(str(error), path=path) from error
         return tensors
     inner = [name for name in odd if isinstance(loaded[name], Mapping) and _has_tensors(loaded[name])]
@@ -235,21 +203,21 @@ def _has_tensors(value: Mapping[Any, Any]) -> bool:
 
 
 def _described(loaded: Mapping[Any, Any], names: Sequence[Any]) -> Iterator[str]:
-    for name in names[:_SHOWN]:
+    for name in names[:_SHOWN_NAMES]:
         value = loaded[name]
         kind = (
             f"{type(value).__name__} of {len(value):,}" if isinstance(value, Mapping | list) else type(value).__name__
         )
         yield f"{printable(name)!r} ({kind})"
-    if len(names) > _SHOWN:
-        yield f"{len(names) - _SHOWN} others"
+    if len(names) > _SHOWN_NAMES:
+        yield f"{len(names) - _SHOWN_NAMES} others"
 
 
-def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, path: str) -> dict[str, Any]:
-    """Return tensors to be cast as lazy ones, and the ties that they no longer show."""
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return lazy tensors for those to be cast, and the ties that their memory does not show."""
     if dtype is None:
         return {"tensors": tensors}
-    _, ties = resolve_shared(sources_of(tensors), "dedupe")
+    _, ties = resolve_shared(describe_tensors(tensors), "dedupe")
     lazy = {
         name: LazyTensor(dtype, tensor.shape, partial(_rows, name, tensor.detach(), dtype))
         if tensor.is_floating_point() and tensor.dtype != dtype
@@ -258,32 +226,32 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, path: str
     }
     return {
         "tensors": lazy,
-        "ties": {alias: kept for alias, kept in ties.items() if isinstance(lazy[kept], LazyTensor)},
+        "ties": {alias: name for alias, name in ties.items() if isinstance(lazy[name], LazyTensor)},
     }
 
 
 def _rows(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Return a tensor, or its rows, cast, about 16 MiB at a time."""
+    """Return a scalar tensor, or an iterator of the rows of a tensor, cast about 16 MiB at a time."""
     if not tensor.dim():
         return cast(name, tensor, dtype)
     count = max(1, (16 << 20) * len(tensor) // max(1, tensor.nbytes))
     return (cast(name, tensor[begin : begin + count], dtype) for begin in range(0, len(tensor), count))
 
 
-def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, check: Callable[[], None]) -> Origin:
-    opened = open_checkpoint(path, OpenOptions(), check=check)
+def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, check: Callable[[], None]) -> OpenSource:
+    opened = open_checkpoint(path, check=check)
     try:
         names = {**_plain_names(opened), **opened.aliases}
         infos = {name: opened.info(stored) for name, stored in names.items()}
         require_dtypes([info.dtype for info in infos.values()], path=opened.path)
-        window = Window(opened, names, dtype=dtype, window_bytes=window_bytes)
+        reader = ReadAhead(opened, names, dtype=dtype, window_bytes=window_bytes)
         tensors: dict[str, torch.Tensor | LazyTensor] = {}
         for name, info in infos.items():
-            own = TORCH_DTYPES[info.dtype]
-            shown_dtype = dtype if dtype is not None and own.is_floating_point else own
+            stored = TORCH_DTYPES[info.dtype]
+            target = dtype if dtype is not None and stored.is_floating_point else stored
             shape = torch_shape(info.dtype, info.shape)
-            tensors[name] = LazyTensor(shown_dtype, shape, partial(window.take, name))
-        return Origin(
+            tensors[name] = LazyTensor(target, shape, partial(reader.take, name))
+        return OpenSource(
             tensors=tensors,
             files=[file.path for file in opened.files],
             metadata={
@@ -292,8 +260,7 @@ def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, c
                 if isinstance(value, str) and key not in (ALIASES_KEY, "total_size")
             },
             ties=dict(opened.aliases),
-            window=window,
-            opened=opened,
+            reader=reader,
         )
     except BaseException:
         opened.close()
@@ -301,10 +268,10 @@ def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, c
 
 
 def _plain_names(opened: OpenCheckpoint) -> dict[str, str]:
-    """Return the name that each tensor gets, to the one that it has.
+    """Return the new name of each tensor, with its stored name.
 
     Raises:
-        FormatError: It is a file of OLMo's that holds more than tensors, or two paths that join to one name.
+        FormatError: A file of OLMo that holds more than tensors, or two key paths that give one name.
     """
     stored = [name for header in opened.headers for name in header.names]
     if not looks_encoded(stored):
@@ -329,6 +296,7 @@ def _plain_names(opened: OpenCheckpoint) -> dict[str, str]:
             "a file of OLMo's nested state with values that are no tensors, which plain safetensors cannot hold; "
             "stio.compat.olmo loads it",
             path=opened.path,
-            found=", ".join(others[:_SHOWN]) + (f" and {len(others) - _SHOWN} others" if len(others) > _SHOWN else ""),
+            found=", ".join(others[:_SHOWN_NAMES])
+            + (f" and {len(others) - _SHOWN_NAMES} others" if len(others) > _SHOWN_NAMES else ""),
         )
     return names

@@ -1,9 +1,7 @@
-"""Files of `torch.save`: read without running them, mapped where they can be."""
+"""Files of `torch.save`: read without executing them, and mapped where their format allows it."""
 
 from __future__ import annotations
 
-import errno
-import os
 import pickle
 import warnings
 from typing import Any
@@ -11,56 +9,53 @@ from typing import Any
 import torch
 
 from stio.errors import CheckpointNotFoundError, FormatError, StorageError, printable
-
-__all__ = ["is_pickle", "read_pickle"]
+from stio.storage.checks import refused
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGIC = b"\x80"
 
 
-def _head(path: str) -> bytes:
-    """Return the first bytes of a file.
+def read_start(path: str, nbytes: int) -> bytes:
+    """Return the first bytes of a file, at most `nbytes`.
 
     Raises:
-        CheckpointNotFoundError: There is none.
-        StorageError: The system refused.
+        CheckpointNotFoundError: There is no such file.
+        StorageError: The operating system reported an error.
     """
     try:
         with open(path, "rb") as file:
-            return file.read(len(_ZIP_MAGIC))
+            return file.read(nbytes)
     except FileNotFoundError:
         raise CheckpointNotFoundError("there is no such file or directory", path=path) from None
     except OSError as error:
-        raise StorageError(
-            f"the file cannot be read: {os.strerror(error.errno or errno.EIO)}", path=path, errno=error.errno
-        ) from error
+        raise refused("reading the file", path, error) from error
 
 
 def is_pickle(path: str) -> bool:
-    """Return whether a file begins as those of `torch.save` do, new and old."""
-    head = _head(path)
+    """Return whether a file starts like one of `torch.save`, in its new or its old format."""
+    head = read_start(path, len(_ZIP_MAGIC))
     return head == _ZIP_MAGIC or (head[:1] == _PICKLE_MAGIC and head[1:2] in (b"\2", b"\3", b"\4", b"\5"))
 
 
 def read_pickle(path: str, *, map_location: Any = "cpu", trust_pickle: bool = False, mapped: bool = False) -> Any:
-    """Return what `torch.save` wrote.
+    """Return the object that `torch.save` wrote.
 
     Args:
         path: The file.
         map_location: As in `torch.load`.
-        trust_pickle: Run what the pickle says (`weights_only=False`), with a warning.
-        mapped: Map a file of today's format instead of reading it, so that its tensors cost page cache only; one of the
-            old format is read whole all the same.
+        trust_pickle: Execute the code in the pickle (`weights_only=False`), with a warning.
+        mapped: Map a file of the new format instead of reading it, so that its tensors cost page cache only. A file of
+            the old format is read in any case.
 
     Raises:
-        CheckpointNotFoundError: There is none.
-        FormatError: It is broken, or holds what only `trust_pickle` reads.
-        StorageError: The system refused.
+        CheckpointNotFoundError: There is no such file.
+        FormatError: It is broken, or holds objects that only `trust_pickle` reads.
+        StorageError: The operating system reported an error.
     """
-    in_zip = _head(path) == _ZIP_MAGIC
+    in_zip = read_start(path, len(_ZIP_MAGIC)) == _ZIP_MAGIC
     if trust_pickle:
         warnings.warn(
-            f"{printable(path)}: unpickling, which can run any code, as trust_pickle=True asks",
+            f"{printable(path)}: unpickling, which can run any code, because of trust_pickle=True",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -76,7 +71,7 @@ def read_pickle(path: str, *, map_location: Any = "cpu", trust_pickle: bool = Fa
 
 
 def _first_line(error: BaseException) -> str:
-    """Return what an error says, without the advice to trust the file that torch puts below."""
+    """Return the reason in an error of torch, without its advice to trust the file."""
     lines = [line.strip() for line in str(error).splitlines()]
     for line in lines:
         if "Unsupported" in line or "WeightsUnpickler error" in line:

@@ -1,7 +1,8 @@
-"""What a device owes the engine: staging memory to read into, memory of its own, and a queue of copies between.
+"""The interface of a device: host memory to read into, memory on the device, and copies between them in order.
 
-An `Accelerator` is one load's use of a device. Readers fill its staging memory, it copies from there in order,
-and a group's tensors are handed over (`LoadedGroup`) behind the mark of their last copy; the host waits for none.
+An `Accelerator` is one load's use of a device. Workers fill its staging memory, and it copies from there. A group of
+tensors (`LoadedGroup`) goes to the consumer with the events behind its copies: the consumer's stream waits for them,
+the host does not. Besides that: which device a name like "auto" or "cuda" means.
 """
 
 from __future__ import annotations
@@ -13,151 +14,148 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from stio.errors import DeviceError, StioError
+from stio.errors import DeviceError
 from stio.runtime.memory import Region
-
-__all__ = ["Accelerator", "Event", "LoadedGroup", "Target", "current_device", "numbered", "resolve_device"]
 
 
 class Event(Protocol):
-    """A mark on a device's copy queue."""
+    """A point in the order of a device's copies."""
 
     def query(self) -> bool:
-        """Return whether everything before the mark has been done."""
+        """Return whether everything before the event has been done."""
 
     def synchronize(self) -> None:
-        """Block this thread, without the GIL, until it has."""
+        """Block this thread, without the GIL, until everything before the event has been done.
+
+        Raises:
+            DeviceError: A copy failed.
+        """
 
 
 @runtime_checkable
 class Accelerator(Protocol):
-    """The few calls that staging needs from a device; torch's generic API serves most, a fake serves tests."""
+    """What loads need from a device. `stio.device.cuda` implements it by torch, `stio.testing.FakeDevice` for tests."""
 
     @property
     def device(self) -> torch.device:
         """Device of the tensors, its index resolved."""
 
     def staging(self, nbytes: int) -> Region:
-        """Return host memory for copies, pinned where that works. The caller reuses it between loads."""
+        """Return host memory for copies, pinned where that works. It is released with the last reference to it."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Return a new 1-D uint8 tensor, allocated for the copy queue.
+        """Return a new uint8 tensor `[nbytes]` on the device. Copies and work `on_queue` may use it at once.
 
         Raises:
             DeviceMemoryError: The device is full.
         """
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
-        """Queue copies of regions into 1-D uint8 device tensors, and a mark behind them. Does not wait.
+        """Queue copies of regions into uint8 device tensors `[region.nbytes]`; return an event behind them.
 
-        All regions are the host's, or all the device's own (parts of what `empty` returned). They must stay as they are
-        until the mark has passed.
+        Does not wait. All regions are host memory, or all are device memory (parts of what `empty` returned). They must
+        stay unchanged until the event has passed.
 
         Raises:
             DeviceError: The device refused; none of the regions is being read any more.
         """
 
     def on_queue(self) -> AbstractContextManager[Any]:
-        """Return a context in which torch's work on the device goes behind the copies that were queued."""
+        """Return a context in which torch's work on the device is queued behind the copies."""
 
     def hand_over(self, tensors: Iterable[torch.Tensor], events: Iterable[Event]) -> None:
-        """Let the calling thread's current stream wait for the marks and note that it uses the tensors."""
+        """Let the calling thread's current stream wait for the events, and record that it uses the tensors."""
 
 
 Target: TypeAlias = torch.device | Accelerator
-"""Where tensors go: the CPU or an accelerator of torch's, its index set; or an object that stands for itself."""
+"""Where tensors go: the CPU or an accelerator of torch, with its index; or an object of the caller (tests)."""
 
 
 @dataclass(slots=True)
 class LoadedGroup:
-    """Tensors of one group, ready to be handed over."""
+    """Tensors of one group, and what a consumer must wait for."""
 
     tensors: dict[str, torch.Tensor]
     """By name."""
     hand_over: Callable[[], None] | None = None
-    """Makes the calling thread's stream wait for the copies; None on the CPU, where nothing is under way."""
+    """Lets the calling thread's stream wait for the copies; None on the CPU, where no copy is under way."""
     events: Sequence[Event] = ()
-    """Marks of the copies, for a host that must know that the data is there, whichever stream will use it."""
+    """Events behind the copies and casts, for `wait`."""
 
     def wait(self) -> None:
-        """Block this thread, without the GIL, until the data is there.
+        """Block this thread, without the GIL, until the data is there for any stream.
 
         Raises:
             DeviceError: A copy failed.
         """
-        try:
-            for event in self.events:
-                event.synchronize()
-        except RuntimeError as error:
-            if isinstance(error, StioError):
-                raise
-            raise DeviceError(f"copying failed: {error}") from error
+        for event in self.events:
+            event.synchronize()
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Return the tensors to the calling thread; its current stream waits for them, the thread does not."""
+        """Return the tensors; the calling thread's current stream waits for their data, the thread does not."""
         if self.hand_over is not None:
             self.hand_over()
         return self.tensors
 
 
 def current_device() -> torch.device | None:
-    """Return the calling thread's current accelerator; None where torch has not begun to use one.
+    """Return the calling thread's current accelerator; None where torch has not initialized one.
 
-    It is a thread's own (`torch.cuda.set_device`), and loads run on threads of theirs, where it is number 0. As long as
-    nothing has begun nobody has chosen, and nothing is begun to find that out: it takes long.
+    Each thread has its own (`torch.cuda.set_device`), and loads run on other threads, where it is device 0. Before the
+    initialization no device was chosen. It takes long, so it is not started to find this out.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None
-    has_begun = getattr(torch.get_device_module(accelerator), "is_initialized", None)
-    return torch.device(accelerator.type, _current_index()) if has_begun is not None and has_begun() else None
+    is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
+    return torch.device(accelerator.type, _current_index()) if is_initialized and is_initialized() else None
 
 
-def numbered(device: Any, current: torch.device | None) -> Any:
-    """Return the device that is meant where `current` is the current one; what it does not concern stays as it is."""
+def with_current_index(device: Any, current: torch.device | None) -> Any:
+    """Return `current` for `"auto"` and for its type without an index; any other device as it is."""
     if current is None or isinstance(device, Accelerator):
         return device
     if device == "auto":
         return current
     try:
-        wanted = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
-        return device  # `resolve_device` will say so
-    return current if str(wanted) == current.type else device  # without a number
+        return device  # `resolve_device` will refuse it
+    return current if str(parsed) == current.type else device  # without an index
 
 
 def resolve_device(device: Any) -> torch.device:
-    """Return the device meant by `"auto"`, a name, an index or a `torch.device`; its index is set.
+    """Return the device for `"auto"`, a name, an index or a `torch.device`; its index is set.
 
     Raises:
         DeviceError: torch knows no such device, or it is not there.
     """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device == "auto":
-        device = accelerator or "cpu"
+        device = _available_accelerator() or "cpu"
     try:
-        wanted = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise DeviceError(f"torch knows no such device: {error}", found=device) from error
-    if wanted.type in ("cpu", "meta"):
-        if wanted.type == "meta":
+    if parsed.type in ("cpu", "meta"):
+        if parsed.type == "meta":
             raise DeviceError("tensors on 'meta' have no data to load", found=device, expected="cpu or an accelerator")
         return torch.device("cpu")
-    if accelerator is None or wanted.type != accelerator.type:
+    accelerator = _available_accelerator()
+    if accelerator is None or parsed.type != accelerator.type:
         there = f"cpu, {accelerator.type}" if accelerator else "cpu"
-        raise DeviceError("this torch has no such device here", found=str(wanted), expected=f"one of: {there}")
-    index = wanted.index if wanted.index is not None else _current_index()
-    if index >= torch.accelerator.device_count():
-        raise DeviceError(
-            "there is no device of that number",
-            found=str(wanted),
-            expected=f"0 to {torch.accelerator.device_count() - 1}",
-        )
-    return torch.device(wanted.type, index)
+        raise DeviceError("this torch has no such device here", found=str(parsed), expected=f"one of: {there}")
+    index = parsed.index if parsed.index is not None else _current_index()
+    num_devices = torch.accelerator.device_count()
+    if index >= num_devices:
+        raise DeviceError("there is no device of that number", found=str(parsed), expected=f"0 to {num_devices - 1}")
+    return torch.device(parsed.type, index)
+
+
+def _available_accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def _current_index() -> int:
-    current = (
-        getattr(torch.accelerator, "current_device_index", None) or torch.accelerator.current_device_idx
-    )  # torch 2.6
+    # torch 2.6 has the second name.
+    current = getattr(torch.accelerator, "current_device_index", None) or torch.accelerator.current_device_idx
     return int(current())

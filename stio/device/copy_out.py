@@ -1,13 +1,13 @@
-"""Bytes of tensors into host memory, whatever their layout and wherever they are.
+"""Copies bytes of tensors into host memory, for any layout and any device.
 
-Nothing here makes a temporary of a tensor's size. Where memory is contiguous it is copied by address, elsewhere part
-by part straight into its place. A device's copies go to a stream beside those that compute, and are waited for once.
+No temporary is as large as a tensor. Contiguous memory is copied by address, other layouts part by part, each part
+straight to its place. Copies from a device run on a stream of their own, and are waited for once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -15,115 +15,85 @@ from typing import Any
 import torch
 
 from stio.device.base import Event
-from stio.device.cuda import HAVE_STREAMS, Mark, TorchAccelerator, bytes_of, on_stream
+from stio.device.cuda import TorchAccelerator, TorchEvent, answering, bytes_of, has_streams, on_stream
+from stio.device.tensors import INTEGERS
+from stio.device.torch_private import conj_neg_bits, foreach_copy, without_torch_function
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.runtime import memory
 from stio.runtime.memory import HOLD_BYTES, Region, move, move_holding
 
-__all__ = ["PLAIN", "Copy", "Readiness", "copy_out", "copy_small", "has_streams", "pending", "staging_for"]
-
 Copy = tuple[torch.Tensor, int, Region]
-"""A tensor, the first byte of its contiguous image that is wanted, and the host memory where the bytes land."""
+"""A tensor, the first byte to copy (counted as if the tensor were contiguous), and the host memory to fill."""
 
 _PART_BYTES = 16 << 20
-"""Largest temporary on an accelerator, for tensors that are not contiguous there: it may be full."""
+"""Largest temporary on an accelerator, for tensors that are not contiguous there: its memory may be nearly full."""
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""The types without a mind of their own."""
+"""The types that behave as torch defines, without code of a subclass."""
 
 _TILE_COLUMNS = 64
-"""Width of a tile where a transposed tensor is copied: a 64 MiB block of float32 takes 21 ms by tiles, 175 by rows."""
+"""Columns copied at a time from a transposed tensor: a 64 MiB block of float32 takes 21 ms by tiles, 175 by rows."""
 
 _CACHE_LINE_BYTES = 64
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-_NOTHING_PENDING = (False, False)
-_known_pending: dict[int, tuple[bool, bool]] = {}
-
-
-def pending(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """Return whether a conjugation and a negation are still to be done.
-
-    The public calls drop the GIL; both bits are in the tensor's set of dispatch keys, of which there are few.
-    """
-    keys = torch._C._dispatch_keys(tensor).raw_repr()
-    found = _known_pending.get(keys)
-    if found is None:
-        found = _known_pending[keys] = (tensor.is_conj(), tensor.is_neg())
-    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """When the tensors of a save may be read: after what their devices were told to do before it."""
+    """When the tensors of a save may be read: behind the work that was queued on their devices before the save."""
 
-    _marks: dict[torch.device, tuple[Any, Any]] = field(default_factory=dict)  # an event to wait for, a stream to use
+    _by_device: dict[torch.device, tuple[Any, Any]] = field(default_factory=dict)
+    """An event behind that work, and the stream that copies the tensors."""
 
     @classmethod
     def now(cls, tensors: Mapping[str, object]) -> Readiness:
-        """Mark what the calling thread has queued on its current streams so far. Does not wait.
+        """Record what the calling thread has queued on its current streams so far. Does not wait.
 
         Args:
-            tensors: Those that are going to be saved, by name; the CPU's need no mark, and what is no tensor none.
+            tensors: What will be saved, by name. Tensors on the CPU need no event; other values are ignored.
 
         Raises:
             DeviceError: A device does not answer.
         """
-        marks: dict[torch.device, tuple[Any, Any]] = {}
+        found: dict[torch.device, tuple[Any, Any]] = {}
         for tensor in tensors.values():
             device = _accelerator_of(tensor)
-            if device is not None and device not in marks:
+            if device is not None and device not in found:
                 module: Any = torch.get_device_module(device)
-                try:
+                with answering(device):
                     stream, event = module.Stream(device=device), module.Event()
                     event.record(module.current_stream(device))
-                except RuntimeError as error:
-                    raise DeviceError(f"{device} does not answer: {error}") from error
-                marks[device] = event, stream
-        return cls(marks)
+                found[device] = event, stream
+        return cls(found)
 
-    def queue(self, device: torch.device) -> Any:
+    def stream(self, device: torch.device) -> Any:
         """Return a stream of the device on which the tensors may be read."""
-        mark = self._marks.get(device)
-        if mark is None:  # made later, by this thread
+        known = self._by_device.get(device)
+        if known is None:  # made after `now`, on this thread
             module: Any = torch.get_device_module(device)
             stream = module.Stream(device=device)
             stream.wait_stream(module.current_stream(device))
             return stream
-        event, stream = mark
+        event, stream = known
         stream.wait_event(event)
         return stream
 
+    def staging_allocator(self) -> Callable[[int], Region]:
+        """Return what allocates staging memory for copies of the tensors: pinned where one of them is on a device.
 
-def staging_for(tensors: Iterable[object]) -> Callable[[int], Region]:
-    """Return what makes staging memory for copies of these tensors: pinned where one of them is on a device.
-
-    Equal devices get an equal function, so that whoever keeps the memory can tell whether it still fits.
-    """
-    for tensor in tensors:
-        device = _accelerator_of(tensor)
-        if device is not None:
-            return _pinned(device)
-    return memory.allocate
+        Equal devices get an equal function, so a pool can compare functions to see whether its memory serves.
+        """
+        return next(map(_pinned, self._by_device), memory.allocate)
 
 
 def _accelerator_of(tensor: object) -> torch.device | None:
-    """Return the device that a tensor's bytes are copied from, None for the CPU and for what cannot be saved anyway."""
+    """Return the device that a tensor's bytes are copied from; None for the CPU, and for what cannot be saved."""
     if not isinstance(tensor, torch.Tensor) or (type(tensor) in PLAIN and tensor.is_cpu):
         return None
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         if tensor.is_cpu or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return None
         device = tensor.device
     return device if device.type != "meta" and has_streams(device) else None
-
-
-def has_streams(device: torch.device) -> bool:
-    """Return whether torch can copy from this kind of device beside its other work."""
-    module = torch.get_device_module(device)
-    return all(hasattr(module, needed) for needed in HAVE_STREAMS)
 
 
 @cache
@@ -134,21 +104,21 @@ def _pinned(device: torch.device) -> Callable[[int], Region]:
 def copy_out(copies: Sequence[Copy], ready: Readiness | None = None) -> None:
     """Copy bytes of tensors into host memory. Blocks, mostly without the GIL; callable from any thread.
 
-    What is wanted of a tensor are the bytes `[start, start + region.nbytes)` of its contiguous image, with pending
-    conjugation and negation done. A device's copies are queued together on a stream beside those that compute, and
-    waited for once; staging memory for them is pinned, or they are slow.
+    A copy takes the bytes `[start, start + region.nbytes)` that the tensor would have if it were contiguous, with its
+    conjugation and negation carried out. The copies of one device are queued together on a stream of their own, and
+    waited for once; they are slow if the host memory is not pinned.
 
     Args:
-        copies: What goes where. Of a tensor that is not contiguous, only whole elements can be had.
-        ready: When the tensors of devices may be read; None: when what this thread has queued is done.
+        copies: What to copy. A tensor that is not contiguous is copied by whole elements only.
+        ready: When tensors on devices may be read; None: behind what this thread has queued.
 
     Raises:
-        ValueError: A range outside its tensor, or one that cuts an element where it must not.
-        DeviceError: A device refused. No region is being written to any more, whatever is raised.
+        ValueError: A range outside its tensor, or one that cuts an element of a tensor that is not contiguous.
+        DeviceError: A copy was refused or failed. No region is being written to when this is raised.
         DeviceMemoryError: A device has no memory to make a part of a tensor contiguous.
     """
-    elsewhere: dict[torch.device, list[Copy]] = {}
-    here = []
+    by_device: dict[torch.device, list[Copy]] = {}
+    on_cpu = []
     for copy in copies:
         tensor, start, region = copy
         if start < 0 or start + region.nbytes > tensor.nbytes:
@@ -156,38 +126,36 @@ def copy_out(copies: Sequence[Copy], ready: Readiness | None = None) -> None:
         if not region.nbytes:
             continue
         if tensor.is_cpu:
-            here.append(copy)
+            on_cpu.append(copy)
         else:
-            elsewhere.setdefault(tensor.device, []).append(copy)
-    flights: list[tuple[torch.device, Event]] = []
-    try:
-        for device, theirs in elsewhere.items():
-            flights.append((device, _queue_copies(device, theirs, ready or Readiness())))
-        for tensor, start, region in here:
-            _copy_here(tensor, start, region)
-    finally:
-        _wait_for(flights)
+            by_device.setdefault(tensor.device, []).append(copy)
+    with ExitStack() as waits:  # all events are waited for, even if something fails
+        for device, of_device in by_device.items():
+            event = _queue_copies(device, of_device, ready or Readiness())
+            waits.callback(event.synchronize)
+        for tensor, start, region in on_cpu:
+            _copy_on_cpu(tensor, start, region)
 
 
 def copy_small(parts: Iterable[tuple[torch.Tensor, int, int, int]], target: Region) -> list[Copy]:
-    """Copy what is short and lies contiguous on the host; return what is left for `copy_out`.
+    """Copy what is short and contiguous on the host; return the other copies, for `copy_out`.
 
-    A region and a list entry for each of 60,000 tensors cost more than the copies, and wake the garbage collector.
+    A region and a list entry for each of 60,000 tensors cost more than the copies, and start the garbage collector.
 
     Args:
-        parts: A tensor, the first byte of it that is wanted, where it lands in the target, and the number of bytes.
+        parts: A tensor, the first byte to copy, its offset in the target, and the number of bytes.
         target: Host memory.
     """
     left: list[Copy] = []
-    address, room = target.address, target.nbytes
+    address, size = target.address, target.nbytes
     for tensor, start, at, nbytes in parts:
         if (
             nbytes < HOLD_BYTES
             and tensor.is_cpu
             and 0 <= start <= tensor.nbytes - nbytes
-            and 0 <= at <= room - nbytes
+            and 0 <= at <= size - nbytes
             and tensor.is_contiguous()
-            and pending(tensor) == _NOTHING_PENDING
+            and conj_neg_bits(tensor) == (False, False)
         ):
             move_holding(address + at, tensor.data_ptr() + start, nbytes)
         else:
@@ -195,8 +163,8 @@ def copy_small(parts: Iterable[tuple[torch.Tensor, int, int, int]], target: Regi
     return left
 
 
-def _copy_here(tensor: torch.Tensor, start: int, region: Region) -> None:
-    if tensor.is_contiguous() and not any(pending(tensor)):
+def _copy_on_cpu(tensor: torch.Tensor, start: int, region: Region) -> None:
+    if tensor.is_contiguous() and not any(conj_neg_bits(tensor)):
         copy = move_holding if region.nbytes < HOLD_BYTES else move
         copy(region.address, tensor.data_ptr() + start, region.nbytes)
         return
@@ -204,26 +172,25 @@ def _copy_here(tensor: torch.Tensor, start: int, region: Region) -> None:
         source, begin, end = _elements(tensor, start, region)
         target = bytes_of(region).view(source.dtype)
         for part, at in _parts(source, begin, end):
-            # Straight into its place; numbers are moved as integers, so that no NaN changes on the way.
+            # Straight to its place. Numbers are moved as integers, so that no NaN changes.
             _copy_part(target[at : at + part.numel()].view(part.shape), part)
 
 
 def _copy_part(target: torch.Tensor, part: torch.Tensor) -> None:
-    """Copy into a contiguous tensor, in tiles where neighbours in a row lie on cache lines far from each other."""
+    """Copy into a contiguous tensor; in tiles where the elements of a row lie on different cache lines."""
     far = part.dim() > 1 and part.stride(-1) * part.itemsize >= _CACHE_LINE_BYTES
     if not far or part.size(-1) < 2 * _TILE_COLUMNS:
         target.copy_(part)
         return
-    # All in one call, which drops the GIL once.
-    torch._foreach_copy_(torch.split(target, _TILE_COLUMNS, -1), torch.split(part, _TILE_COLUMNS, -1))
+    foreach_copy(torch.split(target, _TILE_COLUMNS, -1), torch.split(part, _TILE_COLUMNS, -1))
 
 
 def _elements(tensor: torch.Tensor, start: int, region: Region) -> tuple[torch.Tensor, int, int]:
-    """Return the tensor as integers, unless arithmetic is pending, and the range of elements that is wanted."""
+    """Return the tensor, as integers unless it must be conjugated or negated, and the range of elements to copy."""
     item = tensor.dtype.itemsize
     if start % item or region.nbytes % item:
         raise ValueError(f"bytes [{start}, {start + region.nbytes}) cut an element of {item} bytes")
-    source = tensor if any(pending(tensor)) else tensor.view(_INTEGERS[item])
+    source = tensor if any(conj_neg_bits(tensor)) else tensor.view(INTEGERS[item])
     return source, start // item, (start + region.nbytes) // item
 
 
@@ -231,7 +198,7 @@ def _parts(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[torch.T
     """Cut the elements `[begin, end)`, in row-major order, into whole sub-tensors: two for each dimension at most.
 
     Yields:
-        A sub-tensor, and how many elements come before it in the range.
+        A sub-tensor, and how many elements of the range come before it.
     """
     if end - begin == tensor.numel():
         yield tensor, 0
@@ -252,17 +219,15 @@ def _parts(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[torch.T
 
 
 def _queue_copies(device: torch.device, copies: Sequence[Copy], ready: Readiness) -> Event:
-    """Queue a device's copies on a side stream, and an event behind them."""
+    """Queue a device's copies on a stream of their own, and an event behind them."""
     module: Any = torch.get_device_module(device)
-    try:
-        stream = ready.queue(device)
-    except RuntimeError as error:
-        raise DeviceError(f"{device} does not answer: {error}") from error
+    with answering(device):
+        stream = ready.stream(device)
     try:
         with on_stream(module, device, stream), torch.no_grad():
             targets, parts = [], []
             for tensor, start, region in copies:
-                if tensor.is_contiguous() and not any(pending(tensor)):
+                if tensor.is_contiguous() and not any(conj_neg_bits(tensor)):
                     targets.append(bytes_of(region))
                     # Not view(-1): one element may have a stride of anything, and then cannot be seen as bytes.
                     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -270,8 +235,8 @@ def _queue_copies(device: torch.device, copies: Sequence[Copy], ready: Readiness
                 else:
                     _queue_strided(tensor, start, region)
             if targets:
-                torch._foreach_copy_(targets, parts, non_blocking=True)
-            return Mark(module, device, stream)
+                foreach_copy(targets, parts, non_blocking=True)
+            return TorchEvent(module, device, stream)
     except BaseException as error:
         with suppress(RuntimeError):  # a device that is lost says so a second time
             stream.synchronize()
@@ -287,7 +252,7 @@ def _queue_copies(device: torch.device, copies: Sequence[Copy], ready: Readiness
 
 
 def _queue_strided(tensor: torch.Tensor, start: int, region: Region) -> None:
-    """Queue copies by way of small contiguous temporaries; the stream's allocator uses their memory in turn."""
+    """Queue copies through small contiguous temporaries; the allocator reuses their memory in stream order."""
     source, begin, end = _elements(tensor, start, region)
     target = bytes_of(region).view(source.dtype)
     step = max(1, _PART_BYTES // source.dtype.itemsize)
@@ -297,16 +262,3 @@ def _queue_strided(tensor: torch.Tensor, start: int, region: Region) -> None:
             flat = part.resolve_conj().resolve_neg().contiguous().view(-1)
             at += low - begin
             target[at : at + flat.numel()].copy_(flat, non_blocking=True)
-
-
-def _wait_for(flights: Sequence[tuple[torch.device, Event]]) -> None:
-    """Wait for all events, whatever happens to some of them; raise the first failure."""
-    failure: DeviceError | None = None
-    for device, event in flights:
-        try:
-            event.synchronize()
-        except RuntimeError as error:
-            failure = failure or DeviceError(f"copying from {device} failed: {error}")
-            failure.__cause__ = failure.__cause__ or error
-    if failure is not None:
-        raise failure

@@ -1,11 +1,12 @@
-"""The accelerator that torch sees: CUDA, and what else its generic stream API serves (ROCm, XPU).
+"""The accelerator of torch: CUDA, and the other kinds that have torch's generic streams (ROCm, XPU).
 
-One copy stream a device. Memory is allocated under that stream, so the allocator knows where it is written; the
-consumer's stream waits for the event behind the copies, the host never does. Staging memory is pinned by torch's
-own host allocator, in powers of two because it rounds up to them, and cached by it between loads.
+There is one copy stream for each device. Memory is allocated under that stream, so the allocator knows where it is
+written. The consumer's stream waits for the event behind the copies; the host never does. Staging memory is pinned by
+torch's host allocator, which rounds up to powers of two and holds freed memory for the next load.
 
-Every call of the driver is made with the target as the thread's current device. A new thread's is number 0, and to ask
-an event or to come back from a stream there makes a context on it: half a gigabyte, for a load that goes elsewhere.
+Every call of the driver is made with the target as the thread's current device. In a new thread device 0 is current;
+to query an event or to leave a stream there creates a context on it, half a gigabyte of a device that the load does
+not use.
 """
 
 from __future__ import annotations
@@ -19,64 +20,85 @@ from typing import Any
 
 import torch
 
+from stio.device.torch_private import foreach_copy
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.runtime.process import after_fork_in_child
 
-__all__ = ["HAVE_STREAMS", "Mark", "TorchAccelerator", "bytes_of", "on_stream"]
-
 logger = logging.getLogger("stio")
 
-HAVE_STREAMS = ("Event", "Stream", "current_stream", "device", "stream")
-"""What torch's module of a kind of device has if it can copy beside its other work."""
+STREAM_API = ("Event", "Stream", "current_stream", "device", "stream")
+"""What torch's module of a kind of device must have for copies beside other work."""
 
 
-class Mark:
-    """An event of torch's, asked with its device as the thread's current one; see above.
+def has_streams(device: torch.device) -> bool:
+    """Return whether torch can copy from and to this kind of device beside its other work."""
+    module = torch.get_device_module(device)
+    return all(hasattr(module, name) for name in STREAM_API)
+
+
+@contextmanager
+def answering(device: torch.device) -> Iterator[None]:
+    """Return a context in which an error of torch is raised as the `DeviceError` of a device that does not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceError(f"{device} does not answer: {error}") from error
+
+
+class TorchEvent:
+    """An event of torch, used with its device as the thread's current one; see above.
 
     Args:
         module: torch's module of the device's kind.
         device: The device, its index resolved.
-        stream: What has been queued there is what the mark stands behind.
+        stream: The event stands behind everything that is queued there now.
     """
 
     def __init__(self, module: Any, device: torch.device, stream: Any) -> None:
         self._module, self._device = module, device
-        # Who waits for CUDA's sleeps: by default it spins, and readers that wait for the bus would take a core each.
+        # A waiting thread sleeps. By default it spins, and each worker that waits for the bus would occupy a core.
         self.event: Any = module.Event(blocking=True) if device.type == "cuda" else module.Event()
-        """torch's own, for streams that are to wait."""
+        """The event of torch, for streams that wait for it."""
         self.event.record(stream)
 
     def query(self) -> bool:
-        """Return whether everything before the mark has been done."""
+        """Return whether everything before the event has been done."""
         with self._module.device(self._device):
             return bool(self.event.query())
 
     def synchronize(self) -> None:
-        """Block this thread, without the GIL, until it has."""
-        with self._module.device(self._device):
-            self.event.synchronize()
+        """Block this thread, without the GIL, until everything before the event has been done.
+
+        Raises:
+            DeviceError: A copy failed.
+        """
+        try:
+            with self._module.device(self._device):
+                self.event.synchronize()
+        except RuntimeError as error:
+            raise DeviceError(f"copying on {self._device} failed: {error}") from error
 
 
 @contextmanager
 def on_stream(module: Any, device: torch.device, stream: Any) -> Iterator[None]:
-    """Return a context in which torch's work goes to a stream of the device; no other device gets a context by it."""
+    """Return a context in which torch's work goes to a stream of the device; it creates no other device's context."""
     with module.device(device), module.stream(stream):
         yield
 
 
-_making_streams = threading.Lock()
+_creating_stream = threading.Lock()
 _copy_streams: dict[torch.device, tuple[Any, Any]] = {}
 
 
 def _copy_stream(module: Any, device: torch.device) -> Any:
     """Return the process's copy stream of a device.
 
-    torch's allocator keeps freed memory for the stream that it was allocated under: with a stream for each load, a
-    model that replaces another one would find none of its memory, and the device would look full.
+    torch's allocator keeps freed memory for the stream that it was allocated under. With a stream for each load, a
+    model that replaces another one could not use its memory, and the device would be full.
     """
-    with _making_streams:  # not by `functools.cache`: two first loads at once would get two
+    with _creating_stream:  # `functools.cache` would let two first loads create one each
         known, stream = _copy_streams.get(device, (None, None))
         if known is not module:
             stream = module.Stream(device=device)
@@ -86,9 +108,9 @@ def _copy_stream(module: Any, device: torch.device) -> Any:
 
 @after_fork_in_child
 def _forget_parent() -> None:
-    """Make streams anew in a forked child, where the parent's are none: CUDA says so then, and refuses."""
-    global _making_streams
-    _making_streams = threading.Lock()
+    """Forget the parent's streams in a forked child, where they are not valid and CUDA refuses them."""
+    global _creating_stream
+    _creating_stream = threading.Lock()
     _copy_streams.clear()
 
 
@@ -103,76 +125,70 @@ class TorchAccelerator:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
+        """Device of the tensors."""
         self._module: Any = torch.get_device_module(device)
-        if not all(hasattr(self._module, name) for name in HAVE_STREAMS):
+        if not has_streams(device):
             raise DeviceError(
                 "torch has no streams for this kind of device; load to the CPU and move the tensors",
                 expected="cuda, or another device with streams",
                 found=str(device),
             )
-        try:
+        with answering(device):
             self._stream: Any = _copy_stream(self._module, device)
-        except RuntimeError as error:
-            raise DeviceError(f"{device} does not answer: {error}") from error
         self._pinned = True
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return self._device
 
     def as_current(self) -> AbstractContextManager[Any]:
         """Return a context in which the device is the calling thread's current one."""
-        return self._module.device(self._device)  # type: ignore[no-any-return]  # torch's modules are untyped
+        return self._module.device(self.device)  # type: ignore[no-any-return]  # torch's modules are untyped
 
     def staging(self, nbytes: int) -> Region:
         """Return pinned memory, or plain memory with a warning where pinning fails (a low memlock limit).
 
-        torch's own allocator pins it: it clears the pending error that a refusal leaves in the driver (the next
-        launch of that thread would raise it), rounds up to a power of two, and keeps what is let go for the next
-        load. What copies still read there it does not give out again.
+        torch's host allocator pins it. That clears the error that a refusal leaves in the driver (the next launch of
+        the thread would raise it). The allocator rounds up to a power of two, keeps freed memory for the next load, and
+        does not return memory again while a copy reads it.
         """
         if self._pinned:
             try:
-                with self.on_queue():  # pinning belongs to a device's context: to this one's, not to number 0's
+                with self.on_queue():  # memory is pinned in the context of a device: of this one, not of device 0
                     tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 self._pinned = False
-                logger.warning("pinning host memory failed, copies to %s will be slower: %s", self._device, error)
+                logger.warning("pinning host memory failed, copies to %s will be slower: %s", self.device, error)
             else:
                 return Region(tensor.data_ptr(), nbytes, tensor)
         return memory.allocate(nbytes)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Return a new 1-D uint8 tensor that the copy stream owns."""
+        """Return a new uint8 tensor `[nbytes]`, allocated under the copy stream."""
         with self.on_queue(needed_bytes=nbytes):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Mark:
+    def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> TorchEvent:
         """Queue copies on the copy stream, in one call, and an event behind them.
 
         Raises:
-            DeviceError: The device refused; what had been queued before that has ended.
+            DeviceError: The device refused; the copies that were queued before that have ended.
         """
         sources = [bytes_of(region) for _, region in pairs]
         try:
-            with on_stream(self._module, self._device, self._stream):
+            with on_stream(self._module, self.device, self._stream):
                 if pairs:
-                    torch._foreach_copy_([target for target, _ in pairs], sources, non_blocking=True)
-                return Mark(self._module, self._device, self._stream)
+                    foreach_copy([target for target, _ in pairs], sources, non_blocking=True)
+                return TorchEvent(self._module, self.device, self._stream)
         except RuntimeError as error:
             with suppress(RuntimeError):  # a device that is lost says so a second time
                 self._stream.synchronize()
-            raise DeviceError(f"copying to {self._device} failed: {error}") from error
+            raise DeviceError(f"copying to {self.device} failed: {error}") from error
 
     def hand_over(self, tensors: Iterable[torch.Tensor], events: Iterable[Any]) -> None:
-        """Let the current stream wait for the copies, and the allocator know that it uses the memory.
+        """Let the current stream wait for the events, and tell the allocator that the stream uses the memory.
 
-        `record_stream` does nothing for a small tensor carved from a shared allocation: its memory is not the
-        allocator's own but that allocation's, which is recorded here too.
+        `record_stream` does nothing for a small tensor in a shared allocation, because the allocator does not know its
+        storage. The shared allocation is among `tensors` for that reason.
         """
-        stream = self._module.current_stream(self._device)
+        stream = self._module.current_stream(self.device)
         for event in events:
             stream.wait_event(event.event)
         for tensor in tensors:
@@ -183,16 +199,16 @@ class TorchAccelerator:
         """Return a context in which torch's work goes to the copy stream.
 
         Raises:
-            DeviceMemoryError: What was done in it needs more memory than the device has.
-            DeviceError: The device refused what was done in it.
+            DeviceMemoryError: The work in it needs more memory than the device has.
+            DeviceError: The device refused the work in it.
         """
         try:
-            with on_stream(self._module, self._device, self._stream):
+            with on_stream(self._module, self.device, self._stream):
                 yield
         except torch.OutOfMemoryError as error:
             free = self._free_bytes()
             raise DeviceMemoryError(
-                f"{self._device} is out of memory; load fewer tensors, or cast with dtype=",
+                f"{self.device} is out of memory; load fewer tensors, or cast with dtype=",
                 needed_bytes=needed_bytes,
                 free_bytes=free,
                 expected=None if needed_bytes is None else f"{needed_bytes:,} bytes",
@@ -201,19 +217,16 @@ class TorchAccelerator:
         except RuntimeError as error:
             if isinstance(error, StioError):
                 raise
-            raise DeviceError(f"{self._device} failed: {error}") from error
+            raise DeviceError(f"{self.device} failed: {error}") from error
 
     def _free_bytes(self) -> int | None:
-        if not hasattr(self._module, "mem_get_info"):
-            return None
-        try:
-            return int(self._module.mem_get_info(self._device)[0])
-        except RuntimeError:
-            return None
+        with suppress(AttributeError, RuntimeError):  # not every kind of device tells
+            return int(self._module.mem_get_info(self.device)[0])
+        return None
 
 
 def bytes_of(region: Region) -> torch.Tensor:
-    """Return a region as a 1-D uint8 tensor, pinned if its memory is."""
+    """Return a region as a uint8 tensor `[region.nbytes]`, pinned if its memory is."""
     if isinstance(region.owner, torch.Tensor):
         start = region.address - region.owner.data_ptr()
         return region.owner[start : start + region.nbytes]

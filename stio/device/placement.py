@@ -1,8 +1,8 @@
-"""Where tensors go: to one device, or each to the one that its name says.
+"""Where tensors go: all to one device, or each to a device that depends on its name.
 
-A mapping is read as a `device_map`: by the tensor's name, or by the longest prefix of it that ends at a dot, so that
-names of modules serve. What it leads to is resolved when a tensor goes there, and once: an entry for a device that
-is not here does no harm to whoever loads other tensors.
+A mapping is read as a `device_map`: by the tensor's name, or by the longest prefix of the name that ends at a dot, so
+names of modules work. A device is resolved when the first tensor goes there. An entry for a device that this machine
+does not have is no error for loads of other tensors.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ import torch
 from stio.device.base import Accelerator, Target, resolve_device
 from stio.errors import DeviceError, printable
 
-__all__ = ["Placement", "resolve_placement"]
-
 
 class Placement:
     """A device for each name. Equal devices are one object.
 
     Args:
-        where: Returns, for a tensor's name, what `torch.device` takes, `"auto"` or an `Accelerator`; or a mapping to
+        where: Returns for a tensor's name what `torch.device` accepts, `"auto"` or an `Accelerator`; or a mapping to
             those, see above.
     """
 
@@ -36,7 +34,7 @@ class Placement:
         """Return the device of a tensor.
 
         Raises:
-            DeviceError: There is none for it, or none of that name here.
+            DeviceError: No device is given for it, or the device is not there.
         """
         device = self._where(name)
         key = device if isinstance(device, str | int | torch.device) else id(device)
@@ -50,14 +48,14 @@ class Placement:
             return device
         try:
             found = resolve_device(device)
-        except DeviceError as error:  # whose device it was
+        except DeviceError as error:  # tell the tensor
             message = f"{error.message}; device= leads {printable(name)!r} there"
             raise DeviceError(message, expected=error.expected, found=error.found) from error
         return self._devices.setdefault(found, found)
 
 
 def resolve_placement(device: Any) -> Target | Placement:
-    """Return the device that all tensors go to, its index set, or what says it for each of them.
+    """Return the device that all tensors go to, its index set, or a device for each of them.
 
     Raises:
         DeviceError: torch knows no such device, or it is not there.

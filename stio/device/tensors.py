@@ -1,9 +1,9 @@
-"""Between the format's dtypes and torch's, and tensors made over memory that somebody else filled.
+"""The format's dtypes in torch, and tensors over memory that was filled before.
 
-Every tensor gets a storage of exactly its bytes and a version counter of its own: views of one big buffer
-poison `torch.save`, the hub's splitter, `save_model` and in-place edits under autograd. DLPack gives both
-without a copy, and without dropping the GIL (nearly every other torch call drops it, which costs up to 5 ms a
-tensor beside a busy Python thread). One tensor takes about 1 microsecond.
+Each tensor gets a storage of exactly its bytes and a version counter of its own. Views of one large buffer break
+`torch.save`, the hub's splitter, `save_model` and in-place changes under autograd. DLPack gives both without a copy,
+and keeps the GIL. Nearly every other call of torch drops it, which costs up to 5 ms a tensor beside a busy Python
+thread. One tensor takes about 1 microsecond.
 """
 
 from __future__ import annotations
@@ -16,64 +16,38 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from stio.device.torch_private import from_dlpack
 from stio.errors import UnsupportedDtypeError, printable
+from stio.format.dtypes import BITS, LIBRARY_NAMES
 from stio.format.slicing import Selection
 from stio.runtime.memory import Region
 from stio.runtime.process import collection_paused
 
-__all__ = [
-    "FORMAT_DTYPES",
-    "TORCH_DTYPES",
-    "Casts",
-    "cast",
-    "finish",
-    "require_dtypes",
-    "tensors_in",
-    "torch_shape",
-    "typed",
-]
-
-# DLPack's DLDataTypeCode (dlpack.h 1.1).
-_INT, _UINT, _FLOAT, _BFLOAT, _COMPLEX, _BOOL = 0, 1, 2, 4, 5, 6
-_F8_E4M3, _F8_E4M3FNUZ, _F8_E5M2, _F8_E5M2FNUZ, _F8_E8M0, _F4_E2M1 = 10, 11, 12, 13, 14, 17
-
-# Name in the format: (name in torch, numpy dtype of the same size, DLPack code, bits, lanes).
-_TABLE: dict[str, tuple[str, str, int, int, int]] = {
-    "BOOL": ("bool", "u1", _BOOL, 8, 1),
-    "F4": ("float4_e2m1fn_x2", "u1", _F4_E2M1, 4, 2),
-    "U8": ("uint8", "u1", _UINT, 8, 1),
-    "I8": ("int8", "i1", _INT, 8, 1),
-    "F8_E5M2": ("float8_e5m2", "u1", _F8_E5M2, 8, 1),
-    "F8_E4M3": ("float8_e4m3fn", "u1", _F8_E4M3, 8, 1),
-    "F8_E8M0": ("float8_e8m0fnu", "u1", _F8_E8M0, 8, 1),
-    "F8_E4M3FNUZ": ("float8_e4m3fnuz", "u1", _F8_E4M3FNUZ, 8, 1),
-    "F8_E5M2FNUZ": ("float8_e5m2fnuz", "u1", _F8_E5M2FNUZ, 8, 1),
-    "I16": ("int16", "i2", _INT, 16, 1),
-    "U16": ("uint16", "u2", _UINT, 16, 1),
-    "F16": ("float16", "f2", _FLOAT, 16, 1),
-    "BF16": ("bfloat16", "u2", _BFLOAT, 16, 1),
-    "I32": ("int32", "i4", _INT, 32, 1),
-    "U32": ("uint32", "u4", _UINT, 32, 1),
-    "F32": ("float32", "f4", _FLOAT, 32, 1),
-    "C64": ("complex64", "c8", _COMPLEX, 64, 1),
-    "F64": ("float64", "f8", _FLOAT, 64, 1),
-    "I64": ("int64", "i8", _INT, 64, 1),
-    "U64": ("uint64", "u8", _UINT, 64, 1),
+# DLPack's DLDataTypeCode (dlpack.h 1.1). The others are I, U or F: the place of the letter is the code.
+_CODES = {
+    "BOOL": 6,
+    "F4": 17,
+    "F8_E5M2": 12,
+    "F8_E4M3": 10,
+    "F8_E8M0": 14,
+    "F8_E4M3FNUZ": 11,
+    "F8_E5M2FNUZ": 13,
+    "BF16": 4,
+    "C64": 5,
 }
+_PLAIN = "IUF"
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, row[0]) for name, row in _TABLE.items() if hasattr(torch, row[0])
+    name: getattr(torch, library_name) for name, library_name in LIBRARY_NAMES.items() if hasattr(torch, library_name)
 }
 """The format's dtype names that this torch has a type for."""
 
 FORMAT_DTYPES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-"""The way back."""
+"""The name in the format of each of torch's types."""
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes, the dtype by which elements are moved without arithmetic."""
 
-_NUMPY = {name: np.dtype(row[1]) for name, row in _TABLE.items()}
-# What numpy itself says in a capsule; where it differs from the truth (bfloat16 as uint16), the word is patched.
-_WORDS = {name: code | bits << 8 | lanes << 16 for name, (_, _, code, bits, lanes) in _TABLE.items()}
 _DLTENSOR_DTYPE_AT = 20  # void* data, int32 device type and id, int32 ndim, then the dtype's four bytes
 
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
@@ -94,28 +68,17 @@ def require_dtypes(dtypes: Sequence[str], *, path: str) -> None:
 
 
 def torch_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return torch's shape for a shape of the format: two F4 numbers are one element of torch's."""
+    """Return the shape in torch for a shape of the format: two F4 numbers are one element of torch."""
     return (*shape[:-1], shape[-1] // 2) if dtype == "F4" else shape
 
 
-def _patched(array: np.ndarray[Any, Any], word: int) -> torch.Tensor:
-    capsule = array.__dlpack__()
-    ctypes.c_uint32.from_address(_capsule_pointer(capsule, b"dltensor") + _DLTENSOR_DTYPE_AT).value = word
-    return torch._C._from_dlpack(capsule)  # torch.from_dlpack would ask the array for a capsule of its own
-
-
-def _through_bytes(array: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Take the long way for dtypes that this torch's DLPack does not read: the storage of a byte tensor."""
-    return typed(torch.from_numpy(array.reshape(-1).view(np.uint8)), dtype, shape)
-
-
 def typed(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor on the storage of `flat`, which begins at its start and is no view of it.
+    """Return a tensor over the whole storage of `flat`, and not a view of `flat`.
 
     Args:
-        flat: Any tensor whose storage holds exactly the bytes.
+        flat: Any tensor whose storage has exactly the bytes.
         dtype: The new tensor's dtype, in the format.
-        shape: Its shape, as torch counts.
+        shape: Its shape in torch.
     """
     strides, step = [], 1
     for size in reversed(shape):
@@ -127,33 +90,43 @@ def typed(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tenso
     return wanted
 
 
-def _dlpack_reads(dtype: str) -> bool:
-    try:
-        return _patched(np.zeros(2, _NUMPY[dtype]), _WORDS[dtype]).dtype == TORCH_DTYPES[dtype]
-    except (BufferError, RuntimeError, ValueError):
-        return False
-
-
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """How tensors of one dtype are made."""
+class _Maker:
+    """How tensors of one dtype are made over host memory."""
 
     numpy: np.dtype[Any]
+    """numpy's dtype of the same size."""
     torch: torch.dtype
     alignment: int
-    word: int  # what to write over the capsule's dtype; 0 where numpy's own is the truth
+    """Of a tensor in bytes. Not numpy's: to numpy a C64 is two floats, to torch eight bytes."""
+    word: int
+    """What to write over the dtype in numpy's DLPack capsule; 0 where the capsule is right."""
     by_dlpack: bool
+    """Whether this torch reads the dtype from DLPack. If not, the tensor is made over the storage of a byte tensor."""
 
 
-def _layout(dtype: str) -> _Layout:
-    numpy = _NUMPY[dtype]
-    by_dlpack = _dlpack_reads(dtype)
-    tells_truth = by_dlpack and torch._C._from_dlpack(np.zeros(2, numpy).__dlpack__()).dtype == TORCH_DTYPES[dtype]
-    # Not numpy's alignment: to numpy a C64 is two floats, to torch eight bytes.
-    return _Layout(numpy, TORCH_DTYPES[dtype], numpy.itemsize, 0 if tells_truth else _WORDS[dtype], by_dlpack)
+def _from_capsule(array: np.ndarray[Any, Any], word: int) -> torch.Tensor:
+    capsule = array.__dlpack__()
+    if word:
+        ctypes.c_uint32.from_address(_capsule_pointer(capsule, b"dltensor") + _DLTENSOR_DTYPE_AT).value = word
+    return from_dlpack(capsule)
 
 
-_LAYOUTS = {dtype: _layout(dtype) for dtype in TORCH_DTYPES}
+def _maker(dtype: str) -> _Maker:
+    is_plain, lanes = dtype not in _CODES, 2 if dtype == "F4" else 1
+    numpy = np.dtype(f"{dtype[0].lower() if is_plain or dtype == 'C64' else 'u'}{BITS[dtype] * lanes // 8}")
+    code = _PLAIN.index(dtype[0]) if is_plain else _CODES[dtype]
+    word = code | BITS[dtype] << 8 | lanes << 16
+    wanted = TORCH_DTYPES[dtype]
+    try:
+        by_dlpack = _from_capsule(np.zeros(2, numpy), word).dtype == wanted
+    except (BufferError, RuntimeError, ValueError):
+        by_dlpack = False
+    is_right = by_dlpack and _from_capsule(np.zeros(2, numpy), 0).dtype == wanted
+    return _Maker(numpy, wanted, numpy.itemsize, 0 if is_right else word, by_dlpack)
+
+
+_MAKERS = {name: _maker(name) for name in TORCH_DTYPES}
 
 
 def tensors_in(
@@ -166,49 +139,39 @@ def tensors_in(
     """Make tensors over host memory.
 
     Args:
-        region: The memory; each tensor keeps its owner alive.
+        region: The memory; each tensor holds a reference to its owner.
         names: Names of the tensors.
         dtypes: Their dtypes in the format, all known to this torch.
         shapes: Their shapes in the format.
-        offsets: Where each begins in the region. One that does not fall on its dtype's alignment is copied.
+        offsets: The first byte of each in the region. A tensor that is not aligned to its elements is copied.
 
     Returns:
         The tensors by name, each with a storage of exactly its bytes.
     """
-    with collection_paused(len(names)):
-        return _make(region, names, dtypes, shapes, offsets)
-
-
-def _make(
-    region: Region,
-    names: Sequence[str],
-    dtypes: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    offsets: Sequence[int],
-) -> dict[str, torch.Tensor]:
     result: dict[str, torch.Tensor] = {}
     owner = region.owner
     base = region.address - ctypes.addressof(owner) if owner is not None else 0
     address, array, word_at = region.address, np.ndarray, ctypes.c_uint32.from_address
-    # Everything that costs a call is bound to a local: the loop is what 100,000 tensors wait for.
-    pointer, from_dlpack, layouts = _capsule_pointer, torch._C._from_dlpack, _LAYOUTS
-    for name, dtype, shape, offset in zip(names, dtypes, shapes, offsets, strict=True):
-        layout = layouts[dtype]
-        if dtype == "F4":
-            shape = torch_shape(dtype, shape)
-        if 0 in shape:
-            result[name] = torch.empty(shape, dtype=layout.torch, device="cpu")  # not where a default device says
-            continue
-        data = array(shape, layout.numpy, owner, base + offset)
-        if (address + offset) % layout.alignment:
-            data = data.copy()
-        if not layout.by_dlpack:
-            result[name] = _through_bytes(data, dtype, shape)
-            continue
-        capsule = data.__dlpack__()
-        if layout.word:
-            word_at(pointer(capsule, b"dltensor") + _DLTENSOR_DTYPE_AT).value = layout.word
-        result[name] = from_dlpack(capsule)
+    # Everything that costs a call is bound to a local: 100,000 tensors wait for this loop.
+    pointer, make, makers = _capsule_pointer, from_dlpack, _MAKERS
+    with collection_paused(len(names)):
+        for name, dtype, shape, offset in zip(names, dtypes, shapes, offsets, strict=True):
+            maker = makers[dtype]
+            if dtype == "F4":
+                shape = torch_shape(dtype, shape)
+            if 0 in shape:
+                result[name] = torch.empty(shape, dtype=maker.torch, device="cpu")  # also under another default device
+                continue
+            data = array(shape, maker.numpy, owner, base + offset)
+            if (address + offset) % maker.alignment:
+                data = data.copy()
+            if not maker.by_dlpack:
+                result[name] = typed(torch.from_numpy(data.reshape(-1).view(np.uint8)), dtype, shape)
+                continue
+            capsule = data.__dlpack__()
+            if maker.word:
+                word_at(pointer(capsule, b"dltensor") + _DLTENSOR_DTYPE_AT).value = maker.word
+            result[name] = make(capsule)
     return result
 
 
@@ -216,18 +179,23 @@ Casts: TypeAlias = torch.dtype | Mapping[str, torch.dtype]
 """What to cast to: one dtype, for the floating tensors; or by name, for those that are named, whatever they are."""
 
 
-def finish(
+def select_and_cast(
     tensors: dict[str, torch.Tensor], posts: Mapping[str, Selection], dtype: Casts | None
 ) -> dict[str, torch.Tensor]:
-    """Pick what is left to pick from partly read tensors, and cast, where they are.
+    """Select what a read could not select from tensors, and cast them, on their device.
+
+    Args:
+        tensors: By name; the dictionary is changed and returned.
+        posts: By name, the selection of a tensor of which more was read than is wanted.
+        dtype: See `Casts`; None: no cast.
 
     Raises:
         UnsupportedDtypeError: torch has no cast from a tensor's dtype (packed F4).
     """
     for name, selection in posts.items():
         own = tensors[name].dtype
-        # Bits are moved, not numbers: as integers, since torch neither flips nor picks every dtype.
-        tensor = tensors[name].view(_INTEGERS[own.itemsize])
+        # As integers, because torch neither flips nor selects every dtype.
+        tensor = tensors[name].view(INTEGERS[own.itemsize])
         if selection.post is not None:
             tensor = tensor[selection.post]
         tensor = tensor.flip(selection.flip) if selection.flip else tensor.clone(memory_format=torch.contiguous_format)

@@ -7,8 +7,6 @@ from typing import Literal, get_args
 
 from stio.errors import FormatError
 
-__all__ = ["BITS", "DTYPES", "MAX_ELEMENTS", "WHOLE_BYTES", "WRITE_RANK", "DtypeName", "bits", "tensor_nbytes"]
-
 DtypeName = Literal[
     "U64",
     "I64",
@@ -37,7 +35,7 @@ DtypeName = Literal[
 
 DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)
 
-# Four widths cannot be read off the name: both complex halves count in C64, and BOOL has none.
+# The other widths stand in the name.
 _WIDTH_OF_NAME = {"C64": 64, "BOOL": 8}
 
 BITS: dict[str, int] = {name: _WIDTH_OF_NAME.get(name) or int(name.split("_")[0].lstrip("BFUI")) for name in DTYPES}
@@ -46,13 +44,35 @@ BITS: dict[str, int] = {name: _WIDTH_OF_NAME.get(name) or int(name.split("_")[0]
 WHOLE_BYTES: dict[str, int] = {name: width // 8 for name, width in BITS.items() if width % 8 == 0}
 """Bytes of one element; the dtypes packed below a byte are absent."""
 
-WRITE_RANK: dict[str, int] = {name: rank for rank, name in enumerate(DTYPES)}
-"""Position of a dtype in the writing order."""
+LIBRARY_NAMES: dict[str, str] = {
+    "BOOL": "bool",
+    "I8": "int8",
+    "U8": "uint8",
+    "I16": "int16",
+    "U16": "uint16",
+    "I32": "int32",
+    "U32": "uint32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
+    "C64": "complex64",
+}
+"""Name of each dtype in torch, numpy and `ml_dtypes`, for those that one of them has. F4 is a pair of numbers there."""
 
 MAX_ELEMENTS = 2**63 - 1
-"""Most elements a tensor library can stride. The format's own bound is 2**64 - 1; stio is stricter."""
+"""Most elements for which tensor libraries have strides. The format's bound is 2**64 - 1; stio is stricter."""
 
-_U64_MAX = 2**64 - 1
+U64_MAX = 2**64 - 1
+"""Largest number that the format can spell."""
 
 
 def bits(name: str) -> int:
@@ -80,17 +100,17 @@ def tensor_nbytes(dtype: str, shape: Sequence[int], *, path: str | None = None) 
 
     Raises:
         FormatError: Unknown dtype, negative dimension, overflow of a u64, more than `MAX_ELEMENTS` elements when
-            empty dimensions are left out (no library can stride those), or a size that is not whole bytes.
+            empty dimensions are left out (no library has strides for those), or a size that is not whole bytes.
     """
     width = bits(dtype)
     count, strided = 1, 1
     for dimension in shape:
-        if not 0 <= dimension <= _U64_MAX:
-            # Not shown: turning thousands of digits into text is slow, and refused by the interpreter.
+        if not 0 <= dimension <= U64_MAX:
+            # The number is not shown: converting thousands of digits to text is slow, and the interpreter refuses it.
             raise FormatError("a dimension is negative or overflows 64 bits", path=path, expected="0 to 2**64 - 1")
         count *= dimension
         strided *= dimension or 1
-        if count > _U64_MAX:
+        if count > U64_MAX:
             raise FormatError("the shape overflows 64 bits", path=path, found=list(shape))
         # Checked inside the loop, so that a shape of many large dimensions cannot grow a huge integer.
         if strided > MAX_ELEMENTS:
@@ -100,7 +120,7 @@ def tensor_nbytes(dtype: str, shape: Sequence[int], *, path: str | None = None) 
                 expected=f"at most {MAX_ELEMENTS}",
                 found=list(shape),
             )
-    if count * width > _U64_MAX:
+    if count * width > U64_MAX:
         raise FormatError("the tensor's size overflows 64 bits", path=path, found=f"{dtype} {list(shape)}")
     nbytes, rest = divmod(count * width, 8)
     if rest:

@@ -1,8 +1,9 @@
-"""Build a header: the same bytes as the format's reference writer, and the same ones each time.
+"""Build a header: the same bytes as the format's reference writer, and the same bytes for equal input.
 
-Data are laid out by dtype, wide ones first, so that each tensor stays aligned to its own width; inside a dtype by
+Data are ordered by dtype, wide ones first, so that each tensor stays aligned to its own width; inside a dtype by
 name. The reference writer puts metadata keys in a random order; stio sorts them, so that equal checkpoints are equal
-files (caches, deduplicating stores and hashes rely on that). With one key or none the bytes are equal to its.
+files (caches, deduplicating stores and hashes rely on that). With one key or none the bytes are those of the reference
+writer.
 """
 
 from __future__ import annotations
@@ -12,42 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from json.encoder import encode_basestring
 
 from stio.errors import LimitError, UnsupportedDtypeError, printable
-from stio.format.dtypes import DTYPES, WRITE_RANK, tensor_nbytes
-from stio.format.gil_slices import row_pieces, sort_in_turns
+from stio.format.dtypes import BITS, DTYPES, tensor_nbytes
+from stio.format.gil_slices import row_slices, sort_in_slices
 from stio.format.header import METADATA_KEY
-
-__all__ = ["HEADER_ALIGNMENT", "MAX_HEADER_BYTES", "build_header", "write_order"]
 
 MAX_HEADER_BYTES = 100_000_000
 """Longest JSON that the format allows."""
 
 HEADER_ALIGNMENT = 8
 """The data start at a multiple of this: no dtype is wider."""
-
-
-def write_order(tensors: Iterable[tuple[str, str]]) -> list[str]:
-    """Return names in the order in which their data are written.
-
-    Args:
-        tensors: Name and dtype of each.
-
-    Raises:
-        UnsupportedDtypeError: The format has no such dtype.
-        ValueError: A name comes twice.
-    """
-    names_of: defaultdict[str, list[str]] = defaultdict(list)
-    for name, dtype in tensors:
-        if dtype not in WRITE_RANK:
-            raise UnsupportedDtypeError(
-                f"tensor {printable(name)!r}: the safetensors format has no such dtype", found=dtype
-            )
-        names_of[dtype].append(name)
-    # Python orders text by code points, which is the order of its UTF-8 bytes.
-    ordered = [name for dtype in DTYPES for name in sort_in_turns(names_of.get(dtype, ()), key=_itself)]
-    if len(set(ordered)) != len(ordered):
-        twice = next(name for name in ordered if ordered.count(name) > 1)
-        raise ValueError(f"two tensors have the name {printable(twice)!r}")
-    return ordered
 
 
 def build_header(
@@ -71,7 +45,7 @@ def build_header(
         FormatError: A shape is negative, overflows, or leaves a byte half filled (see `tensor_nbytes`).
         LimitError: The header would be longer than readers accept.
     """
-    entries = {}
+    entries: dict[str, tuple[str, Sequence[int]]] = {}
     num_tensors = 0
     for name, dtype, shape in tensors:
         _check_name(name)
@@ -79,13 +53,13 @@ def build_header(
         num_tensors += 1
     if len(entries) != num_tensors:
         raise ValueError("two tensors have the same name")
-    order = write_order((name, dtype) for name, (dtype, _) in entries.items())
+    order = _write_order(entries)
     parts = [] if metadata is None else [_metadata_json(metadata)]
     offset = 0
     known: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}  # many tensors, few shapes
-    for piece in row_pieces(len(order)):
+    for rows in row_slices(len(order)):
         texts = []
-        for name in order[piece]:
+        for name in order[rows]:
             dtype, shape = entries[name]
             kind = dtype, tuple(shape)
             found = known.get(kind)
@@ -108,8 +82,16 @@ def build_header(
     return len(body).to_bytes(8, "little") + body, order
 
 
-def _itself(name: str) -> str:
-    return name
+def _write_order(entries: Mapping[str, tuple[str, Sequence[int]]]) -> list[str]:
+    names_of: defaultdict[str, list[str]] = defaultdict(list)
+    for name, (dtype, _) in entries.items():
+        if dtype not in BITS:
+            raise UnsupportedDtypeError(
+                f"tensor {printable(name)!r}: the safetensors format has no such dtype", found=dtype
+            )
+        names_of[dtype].append(name)
+    # Python orders text by code points, which is the order of its UTF-8 bytes.
+    return [name for dtype in DTYPES for name in sort_in_slices(names_of.get(dtype, ()))]
 
 
 def _check_name(name: str) -> None:
@@ -117,11 +99,12 @@ def _check_name(name: str) -> None:
         raise ValueError(f"a tensor cannot have the name {METADATA_KEY!r}: the format keeps its metadata there")
     if "\0" in name:
         raise ValueError(f"the tensor name {printable(name)!r} holds a NUL character, which many readers cannot take")
-    if not _is_encodable(name):
+    if not is_encodable(name):
         raise ValueError(f"the tensor name {printable(name)!r} holds half of a surrogate pair")
 
 
-def _is_encodable(text: str) -> bool:
+def is_encodable(text: str) -> bool:
+    """Return whether a text can be encoded in UTF-8: it holds no half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -135,7 +118,7 @@ def _metadata_json(metadata: Mapping[str, str]) -> bytes:
         if not (isinstance(key, str) and isinstance(value, str)):
             raise TypeError(f"metadata must map strings to strings, not {printable(key)} to {printable(value)}")
     for key, value in sorted(metadata.items()):
-        if not (_is_encodable(key) and _is_encodable(value)):
+        if not (is_encodable(key) and is_encodable(value)):
             raise ValueError(f"the metadata under {printable(key)!r} hold half of a surrogate pair")
         members.append(f"{encode_basestring(key)}:{encode_basestring(value)}")
     return f'"{METADATA_KEY}":{{{",".join(members)}}}'.encode()

@@ -1,21 +1,26 @@
-"""A strict JSON scanner over bytes: the plain path behind the fast decoders.
+"""A strict JSON scanner over bytes: the slow path behind the fast decoders.
 
-It accepts what RFC 8259 and the format's reference reader accept, and nothing more. Python's `json` will not do
-for untrusted text: it recurses, lets lone surrogates and NaN pass, fails on integers of more than 4300 digits with
-an error of its own, and holds the interpreter's lock for a whole document. Here nothing recurses, no C call sees
-more than a window of the text, and every refusal names its byte.
+It accepts what RFC 8259 and the format's reference reader accept, and nothing more. Python's `json` is not enough
+for untrusted text: it recurses, accepts lone surrogates and NaN, fails on integers of more than 4300 digits with
+an error of its own, and holds the interpreter's lock for a whole document. Here nothing recurses, no C call gets
+more than `WINDOW_BYTES` of the text, and every refusal names its byte.
+
+The fast path is `decode_members`: msgspec decodes many members in one call. It is more lenient than the format where
+a key comes twice; a count of the quotes finds that.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import msgspec
 
 from stio.errors import FormatError, IndexFormatError
+from stio.format.dtypes import U64_MAX
 from stio.format.gil_slices import WINDOW_BYTES
-
-__all__ = ["MAX_DEPTH", "Scanner"]
 
 MAX_DEPTH = 127
 """Most containers open at once, the root included (serde_json's limit, which the reference reader has)."""
@@ -23,7 +28,6 @@ MAX_DEPTH = 127
 MAX_NUMBER_BYTES = 4096
 """Longest number in a skipped value. Stricter than the reference reader, which takes a longer fraction."""
 
-_U64_MAX = 2**64 - 1
 _SPACE = re.compile(rb"[ \t\n\r]*+")
 _SHORT_STRING = re.compile(rb'"([^"\\\x00-\x1f]*+)"')
 _STRING_RUN = re.compile(rb'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
@@ -31,10 +35,13 @@ _HIGH_SURROGATE_END = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
 _INTEGER = re.compile(rb"0|[1-9][0-9]*+")
 _NUMBER = re.compile(rb"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?")
 _LITERAL = re.compile(rb"true|false|null")
-_NO_NUMBER_GOES_ON = frozenset(b"+-.0123456789eE")
+_NUMBER_BYTES = frozenset(b"+-.0123456789eE")
 
 _QUOTE, _COMMA, _COLON = b'",:'
 _OPEN_OBJECT, _CLOSE_OBJECT, _OPEN_ARRAY, _CLOSE_ARRAY = b"{}[]"
+
+_STRING_QUOTES = 4
+_decode_strings = msgspec.json.Decoder(dict[str, str]).decode
 
 
 class Scanner:
@@ -48,7 +55,7 @@ class Scanner:
         what: What the text is, for messages.
     """
 
-    __slots__ = ("_base", "_error", "_path", "_what", "end", "pos", "raw")
+    __slots__ = ("_base", "_error", "_what", "end", "path", "pos", "raw")
 
     def __init__(
         self, raw: bytes, *, path: str, base: int, error: type[FormatError | IndexFormatError], what: str
@@ -56,28 +63,28 @@ class Scanner:
         self.raw = raw
         self.pos = 0
         self.end = len(raw)
-        self._path = path
+        self.path = path
         self._base = base
         self._error = error
         self._what = what
 
     def fail(self, message: str, *, at: int | None = None, expected: object = None, found: object = None) -> NoReturn:
-        """Raise the scanner's error, by default at the current position and showing what stands there."""
+        """Raise the scanner's error, by default at the current position, with the text there as what was found."""
         at = self.pos if at is None else at
         if found is None:
             found = repr(self.raw[at : at + 20])[1:] if at < self.end else "the end"
         raise self._error(
-            f"{self._what}: {message}", path=self._path, offset=self._base + at, expected=expected, found=found
+            f"{self._what}: {message}", path=self.path, offset=self._base + at, expected=expected, found=found
         )
 
     def trim(self) -> None:
-        """Leave out white space at both ends."""
+        """Exclude white space at both ends."""
         self.skip_space()
         while self.end > self.pos:
             start = max(self.pos, self.end - WINDOW_BYTES)
-            kept = len(self.raw[start : self.end].rstrip(b" \t\n\r"))
-            self.end = start + kept
-            if kept:
+            num_left = len(self.raw[start : self.end].rstrip(b" \t\n\r"))
+            self.end = start + num_left
+            if num_left:
                 return
 
     def skip_space(self) -> None:
@@ -86,7 +93,7 @@ class Scanner:
         while pos < end and raw[pos] <= 0x20:
             match = _SPACE.match(raw, pos, min(pos + WINDOW_BYTES, end))
             if match is None or match.end() == pos:
-                break  # a control character: whoever reads next refuses it
+                break  # a control character: the next read refuses it
             pos = match.end()
         self.pos = pos
 
@@ -103,7 +110,7 @@ class Scanner:
         self.skip_space()
 
     def open_object(self) -> bool:
-        """Step into an object; tell whether it has members. An empty one is stepped over."""
+        """Step into an object; return whether it has members. It steps over an empty one."""
         self.take(_OPEN_OBJECT)
         if self.peek() == _CLOSE_OBJECT:
             self.pos += 1
@@ -111,7 +118,7 @@ class Scanner:
         return True
 
     def next_member(self) -> bool:
-        """Step over the comma before a further member, or over the object's end; tell which."""
+        """Step over the comma before a further member and return True, or over the object's end and return False."""
         self.skip_space()
         byte = self.peek()
         if byte not in (_COMMA, _CLOSE_OBJECT):
@@ -121,6 +128,14 @@ class Scanner:
             return False
         self.skip_space()
         return True
+
+    def members(self) -> Iterator[tuple[int, str]]:
+        """Yield the position and the key of each member of an object; the caller reads the value meanwhile."""
+        has_members = self.open_object()
+        while has_members:
+            start = self.pos
+            yield start, self.key()
+            has_members = self.next_member()
 
     def finish(self) -> None:
         """Require that the text ends here."""
@@ -137,8 +152,8 @@ class Scanner:
     def string(self) -> str:
         """Read a string.
 
-        A short one costs one match. A long one is read window by window and appended in place (CPython grows the
-        only reference to a string by `realloc`, so that 90 MB are not copied once a window).
+        A short one costs one match. A long one is read window by window and appended in place: CPython grows a string
+        with a single reference by `realloc`, so 90 MB are not copied again for each window.
         """
         start = self.pos
         match = _SHORT_STRING.match(self.raw, start, min(start + WINDOW_BYTES, self.end))
@@ -155,7 +170,7 @@ class Scanner:
         return text
 
     def _string_run(self, start: int) -> str:
-        """Read a window's worth of a string's inside, cut where neither a character nor a pair is split."""
+        """Read a part of a string, at most a window; neither a character nor a surrogate pair is split."""
         raw, pos = self.raw, self.pos
         match = _STRING_RUN.match(raw, pos, min(pos + WINDOW_BYTES, self.end))
         stop = match.end() if match is not None else pos
@@ -185,11 +200,11 @@ class Scanner:
         return str(decoded)
 
     def integer(self) -> int:
-        """Read an integer of 0 to 2**64 - 1, spelled as the reference reader wants it: no sign, point or exponent."""
+        """Read an integer of 0 to 2**64 - 1, spelled as the reference reader requires: no sign, point or exponent."""
         match = _INTEGER.match(self.raw, self.pos, min(self.pos + 21, self.end))
         stop = match.end() if match is not None else self.pos
         value = int(match[0]) if match is not None else -1
-        if not 0 <= value <= _U64_MAX or (stop < self.end and self.raw[stop] in _NO_NUMBER_GOES_ON):
+        if not 0 <= value <= U64_MAX or (stop < self.end and self.raw[stop] in _NUMBER_BYTES):
             self.fail("not a number of the format", expected="an integer from 0 to 2**64 - 1")
         self.pos = stop
         return value
@@ -199,7 +214,7 @@ class Scanner:
 
         Returns:
             The integers; where there are more than `at_most`, the first `at_most + 1` of them, and the scanner stands
-            inside the array. So nothing grows beyond what the caller is going to accept.
+            inside the array. So no list grows beyond what the caller accepts.
         """
         if self.peek() != _OPEN_ARRAY:
             self.fail("malformed JSON", expected="an array of integers")
@@ -217,6 +232,73 @@ class Scanner:
             self.take(_COMMA)
         return values
 
+    def string_map(self, *, shared_values: dict[str, str] | None = None) -> dict[str, str]:
+        """Read an object of strings.
+
+        Args:
+            shared_values: Where given, equal values become one object, and this dict collects them in order of first
+                appearance.
+        """
+        strings: dict[str, str] = {}
+        slow_until = 0
+        has_members = self.open_object()
+        while has_members:
+            start = stop = self.pos
+            if start >= slow_until:
+                stop = self._end_of_strings()
+                slow_until = stop if stop > start else start + WINDOW_BYTES
+            if stop <= start or not self._add_strings(strings, stop, shared_values):
+                key = self.key()
+                if key in strings:
+                    self.fail("a key occurs twice", at=start, expected="distinct keys", found=key)
+                value = self.string()
+                strings[key] = value if shared_values is None else shared_values.setdefault(value, value)
+            has_members = self.next_member()
+        return strings
+
+    def _end_of_strings(self) -> int:
+        """Return where a slice of members may end: before a brace, else after the last string that a comma follows."""
+        stop = min(self.pos + WINDOW_BYTES, self.end)
+        brace = self.raw.find(b"}", self.pos, stop)
+        return brace if brace >= 0 else self.raw.rfind(b'",', self.pos, stop) + 1
+
+    def _add_strings(self, strings: dict[str, str], stop: int, shared_values: dict[str, str] | None) -> bool:
+        """Decode the members up to `stop` at once; return whether that was possible, and change nothing if not."""
+        members = self.decode_members(_decode_strings, self.raw[self.pos : stop], _STRING_QUOTES)
+        if not members or not strings.keys().isdisjoint(members):
+            return False
+        if shared_values is None:
+            strings.update(members)
+        else:
+            for value in dict.fromkeys(members.values()):
+                shared_values.setdefault(value, value)
+            strings.update(zip(members, map(shared_values.__getitem__, members.values()), strict=True))
+        self.pos = stop
+        return True
+
+    @staticmethod
+    def decode_members(
+        decode: Callable[[bytes], dict[str, Any]], text: bytes, num_quotes: int
+    ) -> dict[str, Any] | None:
+        """Decode members of an object in one call.
+
+        Args:
+            decode: A decoder of msgspec.
+            text: The members, without braces around them.
+            num_quotes: How many quotes one member has.
+
+        Returns:
+            The members; None where msgspec refuses them or the number of quotes is another: then a key comes twice,
+            or a key is unknown, and the caller reads them one by one.
+        """
+        try:
+            members = decode(b"{" + text + b"}")
+        except (ValueError, RecursionError):
+            return None
+        if b"\\" in text:
+            text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+        return members if text.count(b'"') == num_quotes * len(members) else None
+
     def null(self) -> bool:
         """Step over a `null`, if one stands here."""
         if not self.raw.startswith(b"null", self.pos, self.end):
@@ -225,7 +307,7 @@ class Scanner:
         return True
 
     def skip_value(self, depth: int) -> None:
-        """Step over a value of any kind, checked to the last byte.
+        """Step over a value of any kind, and check it to the last byte.
 
         Args:
             depth: Containers that are open around it.
@@ -252,7 +334,7 @@ class Scanner:
                 return
 
     def _leave_containers(self, open_containers: list[int]) -> bool:
-        """After a value: close what ends here; tell whether another value follows."""
+        """Close the containers that end after a value; return whether another value follows."""
         while open_containers:
             self.skip_space()
             byte = self.peek()
@@ -272,9 +354,9 @@ class Scanner:
         if match is None:
             self.fail("malformed JSON", expected="a value")
         stop = match.end()
-        if stop < self.end and self.raw[stop] in _NO_NUMBER_GOES_ON:
+        if stop < self.end and self.raw[stop] in _NUMBER_BYTES:
             self.fail("malformed number")
-        # `float` of digits has no limit of its own, as `int` has; the reference reader refuses what overflows it.
+        # `float` has no limit on digits, as `int` has; the reference reader refuses what overflows it.
         if self.raw[stop - 1] <= 0x39 and float(match[0]) in (float("inf"), float("-inf")):
             self.fail("number out of range")
         self.pos = stop

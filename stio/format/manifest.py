@@ -1,9 +1,8 @@
-"""The manifest beside a checkpoint: digests of its files, noted by a save.
+"""The manifest beside a checkpoint: digests of its files, recorded by a save.
 
-`stio.loading.integrity` holds them against the files. A digest is that of a whole file, so that `sha256sum` says the same. A
-name has a list of acceptable states: a file is replaced by one rename, and the manifest is another file. So
-shortly before a commit the manifest knows the old and the new state, and after it the new one only. Names are
-compared and never opened. No torch here.
+`stio.loading.integrity` compares them with the files. A digest covers a whole file, as that of `sha256sum` does. Each
+name has a list of acceptable states, because a file and the manifest are replaced by two renames: shortly before a
+commit the manifest has the old and the new state, and after it the new one only. Names are compared and never opened.
 """
 
 from __future__ import annotations
@@ -14,27 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from stio.errors import (
-    FormatError,
-    LimitError,
-    printable,
-)
+from stio.errors import FormatError, LimitError, printable
 from stio.format.json_scanner import Scanner
-from stio.format.naming import MANIFEST_SUFFIX
 from stio.runtime.hashing import ALGORITHMS, HashName
 
-__all__ = [
-    "MANIFEST_SUFFIX",
-    "MAX_MANIFEST_BYTES",
-    "FileState",
-    "Manifest",
-    "build_manifest",
-    "merge_states",
-    "parse_manifest",
-]
-
-
 VERSION = 1
+
+MAX_MANIFEST_BYTES = 64 << 20
+"""Longest manifest: about 500,000 files; real ones name a few hundred."""
 
 _DIGEST = re.compile("[0-9a-f]+")
 
@@ -44,33 +30,30 @@ class FileState:
     """One acceptable state of one file."""
 
     nbytes: int
-    """Its size."""
+    """Size of the file."""
     digest: str
     """Digest of all its bytes, in lower-case hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a manifest says."""
+    """Content of a manifest."""
 
     algorithm: HashName
-    """How its digests were made."""
+    """Hash function of the digests."""
     files: Mapping[str, tuple[FileState, ...]]
-    """By a file's name, the states that it may be in; at least one each."""
-
-
-# The file.
+    """The acceptable states of each file, at least one, by its name."""
 
 
 def parse_manifest(raw: bytes, *, path: str) -> Manifest:
-    """Parse a manifest, which is as untrusted as the files that it speaks of.
+    """Parse a manifest, which is as untrusted as the files that it describes.
 
     Args:
         raw: The file's bytes.
         path: File to name in errors.
 
     Raises:
-        FormatError: Not JSON, a key that comes twice or is unknown, another version or algorithm, no digest.
+        FormatError: Not JSON, a key that comes twice or is unknown, another version or algorithm, a malformed digest.
         LimitError: It is longer than any that stio writes.
     """
     if len(raw) > MAX_MANIFEST_BYTES:
@@ -81,7 +64,7 @@ def parse_manifest(raw: bytes, *, path: str) -> Manifest:
     scanner.trim()
     algorithm = ""
     files: dict[str, tuple[FileState, ...]] = {}
-    for key, start in _members(scanner, "version", "algorithm", "files"):
+    for key, start in _fields(scanner, "version", "algorithm", "files"):
         if key == "version":
             version = scanner.integer()
             if version != VERSION:
@@ -98,39 +81,31 @@ def parse_manifest(raw: bytes, *, path: str) -> Manifest:
         for state in states:
             if len(state.digest) != digits or not _DIGEST.fullmatch(state.digest):
                 expected = f"{digits} hexadecimal digits in lower case"
-                message = f"manifest: the digest of {printable(name)!r} is none of {algorithm}"
+                message = f"manifest: the digest of {printable(name)!r} is not one of {algorithm}"
                 raise FormatError(message, path=path, expected=expected, found=state.digest)
     return Manifest(cast(HashName, algorithm), files)
 
 
-def _members(scanner: Scanner, *keys: str) -> Iterator[tuple[str, int]]:
-    """Yield the keys of an object and where they stand, for the caller to read each value; each must come once."""
+def _fields(scanner: Scanner, *keys: str) -> Iterator[tuple[str, int]]:
+    """Yield each key of an object and its position; the caller reads the value. Each of `keys` must come once."""
     begin = scanner.pos
     seen: list[str] = []
-    members = scanner.open_object()
-    while members:
-        start = scanner.pos
-        key = scanner.key()
+    for start, key in scanner.members():
         if key in seen or key not in keys:
-            problem = "a key stands here twice" if key in seen else "unknown key"
+            problem = "a key occurs twice" if key in seen else "unknown key"
             scanner.fail(problem, at=start, expected=", ".join(keys), found=key)
         seen.append(key)
         yield key, start
-        members = scanner.next_member()
     if len(seen) != len(keys):
         scanner.fail("an object is incomplete", at=begin, expected=", ".join(keys), found=", ".join(seen) or "nothing")
 
 
 def _read_files(scanner: Scanner) -> dict[str, tuple[FileState, ...]]:
     files: dict[str, tuple[FileState, ...]] = {}
-    members = scanner.open_object()
-    while members:
-        start = scanner.pos
-        name = scanner.key()
+    for start, name in scanner.members():
         if name in files:
-            scanner.fail("a file's name stands here twice", at=start, expected="distinct names", found=name)
+            scanner.fail("a file's name occurs twice", at=start, expected="distinct names", found=name)
         files[name] = tuple(_read_states(scanner))
-        members = scanner.next_member()
     return files
 
 
@@ -139,9 +114,9 @@ def _read_states(scanner: Scanner) -> list[FileState]:
     states = []
     while True:
         values: dict[str, Any] = {}
-        for key, _ in _members(scanner, "nbytes", "digest"):
+        for key, _ in _fields(scanner, "nbytes", "digest"):
             values[key] = scanner.integer() if key == "nbytes" else scanner.string()
-        states.append(FileState(values["nbytes"], values["digest"]))
+        states.append(FileState(**values))
         scanner.skip_space()
         if scanner.peek() == ord("]"):
             scanner.pos += 1
@@ -150,10 +125,10 @@ def _read_states(scanner: Scanner) -> list[FileState]:
 
 
 def build_manifest(manifest: Manifest) -> bytes:
-    """Return a manifest as text; the same bytes for the same content.
+    """Return a manifest as JSON; equal content gives equal bytes.
 
     Raises:
-        ValueError: A name has no UTF-8.
+        ValueError: A name cannot be encoded in UTF-8.
     """
     files = {
         name: [{"nbytes": state.nbytes, "digest": state.digest} for state in states]
@@ -169,9 +144,34 @@ def build_manifest(manifest: Manifest) -> bytes:
 def merge_states(
     old: Mapping[str, tuple[FileState, ...]], new: Mapping[str, tuple[FileState, ...]]
 ) -> dict[str, tuple[FileState, ...]]:
-    """Return all names of both, each with the states that either finds acceptable."""
+    """Return all names of both, each with the acceptable states of both."""
     return {name: tuple(dict.fromkeys((*old.get(name, ()), *new.get(name, ())))) for name in {**old, **new}}
 
 
-MAX_MANIFEST_BYTES = 64 << 20
-"""Longest manifest: about 500,000 files; real ones name a few hundred."""
+def manifest_change(
+    old: bytes | None, algorithm: HashName | None, new: Mapping[str, FileState], *, path: str
+) -> tuple[bytes | None, bytes | None] | None:
+    """Return the manifest that must stand shortly before a commit, and the one after it; None: nothing changes.
+
+    A checkpoint without a manifest, or with one of another algorithm, has none until the commit: a crash before it
+    would otherwise leave a manifest beside the old files that calls them wrong.
+
+    Args:
+        old: Content of the manifest now, None if there is none.
+        algorithm: Hash function of the new files' digests. None: there are no digests, and no manifest after the
+            commit: it must not outlive the old files.
+        new: The new files by name.
+        path: File to name in errors.
+    """
+    if algorithm is None:
+        return None if old is None else (None, None)
+    states: dict[str, tuple[FileState, ...]] = {name: (state,) for name, state in new.items()}
+    before = None
+    if old is not None:
+        try:
+            known = parse_manifest(old, path=path)
+        except FormatError:
+            known = None
+        if known is not None and known.algorithm == algorithm:
+            before = build_manifest(Manifest(algorithm, merge_states(known.files, states)))
+    return before, build_manifest(Manifest(algorithm, states))

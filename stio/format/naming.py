@@ -1,37 +1,78 @@
-"""What the files of a checkpoint are called: shards, index, manifest, and which old ones a new save replaces.
+"""Names of the files of a checkpoint: shards, index, manifest; which are safe, and which a new save replaces.
 
-The names are the hub's, so that whoever reads its checkpoints reads these.
+The names are the hub's, so that its readers read stio's checkpoints.
 """
 
 from __future__ import annotations
 
 import re
 from string import Formatter
+from typing import NoReturn
 
-from stio.errors import printable
-from stio.format.index import check_shard_name
+from stio.errors import IndexFormatError, UnsafePathError, printable
 
-__all__ = [
-    "MANIFEST_SUFFIX",
-    "check_pattern",
-    "index_name",
-    "is_checkpoint_file",
-    "manifest_name",
-    "shard_name",
-]
+FILE_SUFFIX = ".safetensors"
+"""End of the name of each file of tensors."""
+
+INDEX_SUFFIX = ".index.json"
+"""Follows the name that a single file would have."""
 
 MANIFEST_SUFFIX = ".manifest.json"
 """Follows the name of the single file, or of the index without its own `.index.json`."""
 
-_FILE_SUFFIX = ".safetensors"
-_INDEX_SUFFIX = ".index.json"
-
-# Hexadecimal, and of this length: `model-finetuned-00001-of-00002` is somebody else's.
+# Hexadecimal and of this length: stio did not write `model-finetuned-00001-of-00002`.
 _SAVE_ID = "[0-9a-f]{8,32}"
+_PERCENT_ENCODED = re.compile("%[0-9a-fA-F]{2}")
+
+
+def check_shard_name(name: str, *, path: str, suffix: str = FILE_SUFFIX) -> None:
+    """Require that a shard's name stays below the index's directory, on every system.
+
+    The rules of POSIX and of Windows both apply: a checkpoint that is safe on one machine is safe on all. Links are not
+    checked here: only opening the file shows them.
+
+    Args:
+        name: Name as in the index, with `/` between directories.
+        path: The index, to name in errors.
+        suffix: Required end of the name; empty for any.
+
+    Raises:
+        UnsafePathError: The name has a root, a drive, `..`, or characters that some system or layer reads as such.
+        IndexFormatError: The name is empty in a part, or has another suffix.
+    """
+
+    def unsafe(reason: str) -> NoReturn:
+        raise UnsafePathError(f"shard name {reason}", path=path, expected="a path below the index", found=name)
+
+    if any(character < " " or character == "\x7f" for character in name):
+        unsafe("holds control characters")
+    if "\\" in name:
+        unsafe("holds a backslash, which separates folders on Windows")
+    # A drive (`C:x`), a stream of a file (`x:y`) and a URL (`s3://x`) all need the colon.
+    if ":" in name:
+        unsafe("holds a colon: a drive, a stream or a URL")
+    # Nothing here decodes percent signs, but a remote storage might: `%2e%2e%2f` is `../` there.
+    if _PERCENT_ENCODED.search(name):
+        unsafe("is percent-encoded")
+    parts = name.split("/")
+    if name.startswith("/"):
+        unsafe("is absolute")
+    if ".." in parts:
+        unsafe("holds '..', which leads out of its directory")
+    # Windows drops dots and spaces at the end of a part, so `.. ` is `..` there.
+    if any(part and not part.rstrip(". ") for part in parts):
+        unsafe("has a part of dots and spaces alone, which some systems take for '..'")
+    if not name.endswith(suffix) or parts[-1] == suffix or "" in parts:
+        raise IndexFormatError(
+            "shard name is not the path of a file of tensors",
+            path=path,
+            expected=f"a name ending in {suffix}" if suffix else "a path",
+            found=name,
+        )
 
 
 def check_pattern(pattern: str) -> None:
-    """Require that a pattern gives each shard a name of its own, in the checkpoint's directory, on every system.
+    """Require that a pattern gives each shard a distinct name, in the checkpoint's directory, on every system.
 
     Args:
         pattern: Such as `model{suffix}.safetensors`.
@@ -39,11 +80,11 @@ def check_pattern(pattern: str) -> None:
     Raises:
         TypeError: Not text.
         ValueError: `{suffix}` is not in it exactly once, something else in braces is, it does not end in
-            `.safetensors`, leads into another directory, or gives a name that some system reads otherwise.
+            `.safetensors`, leads into another directory, or gives a name that is not safe on every system.
     """
     before, after = _around_suffix(pattern)
-    if not after.endswith(_FILE_SUFFIX):
-        raise ValueError(f"the filename pattern must end in '{{suffix}}...{_FILE_SUFFIX}', not {printable(pattern)!r}")
+    if not after.endswith(FILE_SUFFIX):
+        raise ValueError(f"the filename pattern must end in '{{suffix}}...{FILE_SUFFIX}', not {printable(pattern)!r}")
     if any(character in pattern for character in "/\\\0"):
         raise ValueError(f"the filename pattern {printable(pattern)!r} must name files, without a directory or NUL")
     try:
@@ -80,13 +121,13 @@ def shard_name(pattern: str, k: int, n: int, *, save_id: str | None = None) -> s
 
     Args:
         pattern: Such as `model{suffix}.safetensors`.
-        k: Which shard, from 0. The name counts from 1.
-        n: How many there are.
-        save_id: Sets the shards of one save apart from those that stand beside them: 8 to 32 lower-case hexadecimal
+        k: Number of the shard, from 0. The name counts from 1.
+        n: How many shards there are.
+        save_id: Distinguishes the shards of one save from others in the directory: 8 to 32 lower-case hexadecimal
             digits.
 
     Raises:
-        ValueError: There is no such shard, or the save id is none.
+        ValueError: There is no such shard, or the save id is malformed.
     """
     if not 0 <= k < n:
         raise ValueError(f"there is no shard {k} of {n}; they count from 0")
@@ -101,7 +142,7 @@ def shard_name(pattern: str, k: int, n: int, *, save_id: str | None = None) -> s
 
 def index_name(pattern: str) -> str:
     """Return the name of the index over the shards of a pattern."""
-    return "".join(_around_suffix(pattern)) + _INDEX_SUFFIX
+    return "".join(_around_suffix(pattern)) + INDEX_SUFFIX
 
 
 def manifest_name(pattern: str) -> str:
@@ -112,8 +153,8 @@ def manifest_name(pattern: str) -> str:
 def is_checkpoint_file(name: str, pattern: str) -> bool:
     """Return whether a file of this name belongs to a checkpoint that was saved with this pattern.
 
-    The hub's rule for what an older checkpoint left (single file, shards, index), and stio's names with a save id.
+    These are the names that the hub's saver removes (single file, shards, index), and stio's names with a save id.
     """
     before, after = map(re.escape, _around_suffix(pattern))
-    rule = rf"{before}(?:(?:-{_SAVE_ID})?-[0-9]{{5,}}-of-[0-9]{{5,}})?{after}(?:{re.escape(_INDEX_SUFFIX)})?"
+    rule = rf"{before}(?:(?:-{_SAVE_ID})?-[0-9]{{5,}}-of-[0-9]{{5,}})?{after}(?:{re.escape(INDEX_SUFFIX)})?"
     return re.fullmatch(rule, name) is not None

@@ -1,8 +1,8 @@
 """Tensor names of OLMo's nested state: URL-safe base64 of a pickle of (key path, whether the tensor is a pickle).
 
-A name is read by a machine that runs nothing (`plain_pickle.py`), so a crafted one is an error and no program. Names
-are written so that equal paths give equal names, which a plain `pickle.dumps` does not promise: it writes a text the
-second time as a reference if it is the same object, and again if it is an equal one.
+`safe_pickle.py` reads a name and runs nothing, so a crafted name is an error and not a program. Equal paths give equal
+names. A plain `pickle.dumps` does not promise that: it writes the second of two texts as a reference if both are the
+same object, and in full if they are only equal.
 """
 
 from __future__ import annotations
@@ -16,20 +16,6 @@ from typing import Any, TypeAlias
 from stio.errors import printable
 from stio.format.safe_pickle import MAX_DEPTH, PickleRefused, PlainPickles
 
-__all__ = [
-    "MAX_KEYS",
-    "MAX_LEAF_BYTES",
-    "MAX_NAME_BYTES",
-    "KeyPath",
-    "decode_name",
-    "encode_name",
-    "looks_encoded",
-    "nest",
-    "path_of_name",
-    "shown",
-    "stable_pickle",
-]
-
 KeyPath: TypeAlias = tuple[Any, ...]
 """Keys from the outermost dict to the innermost."""
 
@@ -37,10 +23,10 @@ MAX_NAME_BYTES = 16 << 10
 """Longest name; a real one has about a hundred bytes."""
 
 MAX_LEAF_BYTES = 64 << 20
-"""Longest pickle of a value that is no tensor."""
+"""Longest pickle of a value that is not a tensor."""
 
 MAX_KEYS = 500
-"""Most dicts inside each other that are written; their keys make one name."""
+"""Most dicts inside each other that a writer takes; their keys make one name."""
 
 _PROTOCOL = 4
 _MAX_NODES = 1000
@@ -48,13 +34,9 @@ _PLAIN_KEYS = (str, int, float, bool, bytes, type(None))
 
 
 def looks_encoded(names: Iterable[str]) -> bool:
-    """Return whether these look like OLMo's: text that base64 makes of a pickle of protocol 2 to 5, one and all."""
-    seen = False
-    for name in names:
-        if not (name[:2] == "gA" and "I" <= name[2:3] <= "X" and len(name) % 4 == 0):
-            return False
-        seen = True
-    return seen
+    """Return whether all names look like OLMo's: base64 of a pickle of protocol 2 to 5; False for no names."""
+    listed = list(names)
+    return bool(listed) and all(name[:2] == "gA" and "I" <= name[2:3] <= "X" and len(name) % 4 == 0 for name in listed)
 
 
 def encode_name(path: KeyPath, *, is_pickled: bool) -> str:
@@ -65,8 +47,8 @@ def encode_name(path: KeyPath, *, is_pickled: bool) -> str:
         is_pickled: Whether the tensor is the pickle of something else.
 
     Raises:
-        TypeError: A key is none that can be read without running code.
-        ValueError: The name would be longer than a reader takes.
+        TypeError: A key that cannot be read without running code.
+        ValueError: The name would be longer than a reader accepts.
     """
     if len(path) > MAX_KEYS:
         raise ValueError(f"dicts are nested more than {MAX_KEYS} deep")
@@ -94,7 +76,7 @@ def decode_name(name: str, pickles: PlainPickles) -> tuple[KeyPath, bool]:
     """Return the key path of a tensor, and whether the tensor is a pickle. Runs nothing.
 
     Raises:
-        PickleRefused: Not such a name, or one that refers to code.
+        PickleRefused: The name is not of this form, or refers to code.
     """
     path, is_pickled = path_of_name(pickles.loads(name_bytes(name), max_nodes=_MAX_NODES))
     for key in path:
@@ -106,21 +88,21 @@ def name_bytes(name: str) -> bytes:
     """Return the pickle in a name.
 
     Raises:
-        PickleRefused: It is no base64, or too long.
+        PickleRefused: It is not base64, or too long.
     """
     if len(name) > 2 * MAX_NAME_BYTES:
         raise PickleRefused(f"the name has {len(name):,} characters, which no key path needs")
     try:
         return base64.b64decode(name.encode("ascii"), altchars=b"-_", validate=True)
     except (binascii.Error, UnicodeEncodeError):
-        raise PickleRefused("the name is no base64") from None
+        raise PickleRefused("the name is not base64") from None
 
 
 def path_of_name(value: object) -> tuple[KeyPath, bool]:
-    """Check what a name held.
+    """Check the unpickled content of a name.
 
     Raises:
-        PickleRefused: It is no key path with a flag.
+        PickleRefused: It is not a key path with a flag.
     """
     if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], bool)):
         raise PickleRefused("the name holds something else than keys and a flag")
@@ -140,15 +122,15 @@ def shown(path: KeyPath) -> str:
 
 
 def nest(leaves: Iterable[tuple[KeyPath, Any]]) -> dict[Any, Any]:
-    """Put leaves into the dicts that their paths spell out.
+    """Return nested dicts with the leaves at their paths.
 
-    Paths are no keys here: whoever writes a file could choose tuples whose hashes are equal.
+    No dict has whole paths as keys: a crafted file could choose tuples whose hashes are equal.
 
     Raises:
         PickleRefused: A path leads through a leaf.
     """
     result: dict[Any, Any] = {}
-    made = {id(result)}  # a leaf may be a dict too, and nothing goes into that
+    made = {id(result)}  # a leaf may be a dict too, and no other leaf is put into it
     for path, leaf in leaves:
         target = result
         for key in path[:-1]:
@@ -158,7 +140,7 @@ def nest(leaves: Iterable[tuple[KeyPath, Any]]) -> dict[Any, Any]:
                 target[key] = fresh
             target = target[key]
             if id(target) not in made:
-                raise PickleRefused(f"{shown(path)} leads through a value that is no dict")
+                raise PickleRefused(f"{shown(path)} leads through a value that is not a dict")
         if path[-1] in target:
             raise PickleRefused(f"{shown(path)} is there twice, or has others below it")
         target[path[-1]] = leaf
@@ -166,16 +148,16 @@ def nest(leaves: Iterable[tuple[KeyPath, Any]]) -> dict[Any, Any]:
 
 
 def stable_pickle(value: object) -> bytes:
-    """Return a pickle that is the same for equal plain values; of others, whatever pickle makes of them.
+    """Return a pickle that is the same for equal plain values; other values are pickled as usual.
 
     Raises:
-        ValueError: Plain containers that contain themselves, or are nested deeper than the reader takes.
+        ValueError: Plain containers that contain themselves, or are nested deeper than the reader accepts.
     """
     return pickle.dumps(_Stable().copy(value), protocol=_PROTOCOL)
 
 
 class _Stable:
-    """Copies plain values so that equal texts and numbers are one object; containers stay as shared as they are."""
+    """Copies plain values so that equal texts are one object; a shared container stays shared."""
 
     def __init__(self) -> None:
         self._atoms: dict[tuple[type, Any], object] = {}

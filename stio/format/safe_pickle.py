@@ -1,21 +1,21 @@
-"""Reads pickles of plain values, and runs nothing: a pickle machine that has no instruction to call or import.
+"""Reads pickles of plain values and runs nothing: a pickle machine without instructions to call or import.
 
-It knows protocols 2 to 5 and builds None, booleans, numbers, text, bytes, tuples, lists, dicts and sets. An
-instruction that refers to code is refused and named. Input is hostile: lengths are checked before they are used, steps
-are counted over all pickles of a file, memo slots are those that a pickler fills (a jump to slot 2**31 would allocate
-as many), nesting is bounded where containers are made (hashing a tuple recurses in C), and what repeats itself by
-references is measured at the end, so that nobody downstream unfolds 2**60 nodes.
+It reads protocols 2 to 5 and makes None, booleans, numbers, text, bytes, tuples, lists, dicts and sets. An instruction
+that refers to code is refused and named. `pickletools.genops` splits a pickle into its instructions; it checks each
+length before it reads so many bytes, and carries out nothing. The input is untrusted. Steps are counted over all
+pickles of a file. The memo grows by one slot at a time (a jump to slot 2**31 would allocate as many). Nesting is
+bounded when containers are made, because hashing a tuple recurses in C. At the end the value is measured with its
+repetitions: by references, a short pickle can describe 2**60 values.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Hashable, Iterable
+import pickletools
+from collections.abc import Callable, Hashable
+from itertools import islice
 from typing import Any
 
 from stio.errors import printable
-
-__all__ = ["MAX_STEPS", "PickleRefused", "PlainPickles"]
 
 MAX_STEPS = 4_000_000
 """Instructions in all pickles of one file; about 10 s, and 400 MB of empty dicts at worst."""
@@ -25,14 +25,15 @@ MAX_DEPTH = 100
 
 _MAX_ODD_KEYS = 10_000
 _DISTINCT_INTEGERS = range(-(2**61) + 2, 2**61 - 1)
-"""Their hashes are themselves, so that equal hashes are equal numbers."""
+"""Each of these is its own hash, so distinct integers have distinct hashes."""
 
 _MARK = object()
 
-_CODE = {
-    0x93: "STACK_GLOBAL", 0x52: "REDUCE", 0x62: "BUILD", 0x69: "INST", 0x6F: "OBJ", 0x81: "NEWOBJ", 0x92: "NEWOBJ_EX",
-    0x50: "PERSID", 0x51: "BINPERSID", 0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4",
-}  # fmt: skip
+_CALLS = [
+    "STACK_GLOBAL", "REDUCE", "BUILD", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "PERSID", "BINPERSID",
+    "EXT1", "EXT2", "EXT4",
+]  # fmt: skip
+"""Instructions that import or call, for messages."""
 
 
 class PickleRefused(ValueError):
@@ -55,35 +56,43 @@ class PlainPickles:
 
         Args:
             data: The pickle.
-            max_nodes: Most values in it, each counted as often as it is met.
+            max_nodes: Most values in it; a value with several references counts once for each.
 
         Raises:
-            PickleRefused: See there.
+            PickleRefused: It is broken, too large, or refers to code.
         """
+        if len(data) < 2 or data[0] != 0x80 or not 2 <= data[1] <= 5:
+            raise PickleRefused("not a pickle of protocol 2 to 5")
         machine = _Machine(data, self.require_key)
         try:
-            while not machine.stopped:
+            for instruction, argument, at in machine.instructions:
+                machine.at = at or 0
                 if not self._steps_left:
                     raise PickleRefused("the pickles of this file are longer than plain values need")
                 self._steps_left -= 1
-                machine.step()
+                handler = _HANDLERS.get(instruction.name)
+                if handler is None:
+                    raise PickleRefused(machine.refusal(instruction.name, argument))
+                handler(machine, argument)
             value = machine.result()
             _measure(value, max_nodes)
-        except (IndexError, struct.error) as error:
-            raise PickleRefused("the pickle is cut off or malformed") from error
+        except PickleRefused:
+            raise
         except UnicodeDecodeError as error:
             raise PickleRefused("a text in the pickle is not UTF-8") from error
+        except (IndexError, ValueError, DeprecationWarning) as error:  # a warning about escapes may be an error
+            raise PickleRefused("the pickle is cut off or malformed") from error
         return value
 
     def require_key(self, key: object, weight: int = 1) -> None:
-        """Refuse keys whose hashing or coming together could take long.
+        """Refuse keys that take long to hash, or whose equal hashes would make a dict slow.
 
         Args:
-            key: What is to be a key.
-            weight: How many values it unfolds to.
+            key: Value to be used as a key.
+            weight: How many values it contains, itself included.
 
         Raises:
-            PickleRefused: The key is not plain, or there are too many whose hashes an author can choose.
+            PickleRefused: The key is not plain; or there are too many keys with hashes that a file can choose.
         """
         if key is None or type(key) in (str, bytes, bool):
             return
@@ -99,7 +108,7 @@ class PlainPickles:
 
 
 def _measure(value: object, max_nodes: int) -> None:
-    """Refuse what contains itself, is nested deeply, or unfolds to too many values."""
+    """Refuse a value that contains itself, is nested too deeply, or contains too many values."""
     weights: dict[int, int] = {}
     inside: set[int] = set()
     ahead: list[tuple[object, bool]] = [(value, False)]
@@ -129,76 +138,54 @@ def _children(node: object) -> list[object]:
 
 
 class _Machine:
-    """One pickle on its way to a value.
+    """The state of reading one pickle.
 
     Args:
         data: The pickle.
-        require_hashable: Judges a key and its weight.
+        require_hashable: Called with each key and its weight; raises for a key that is refused.
     """
 
     def __init__(self, data: bytes, require_hashable: Callable[[object, int], None]) -> None:
-        self._data = data
-        self._at = 0
+        self._num_bytes = len(data)
+        self.instructions = islice(pickletools.genops(data), 1, None)  # the first one is the protocol
+        self.at = 0
+        """Position of the instruction."""
         self._stack: list[Any] = []
         self._memo: list[Any] = []
         self._require_hashable = require_hashable
         self._sizes: dict[int, tuple[int, int]] = {}  # weight and depth of each tuple and frozenset
-        self._made: list[object] = []  # keeps these alive, or an id could come twice
-        self.stopped = False
-        """Whether the pickle has ended."""
-        if len(data) < 2 or data[0] != 0x80 or not 2 <= data[1] <= 5:
-            raise PickleRefused("not a pickle of protocol 2 to 5")
-        self._at = 2
-
-    def step(self) -> None:
-        """Carry out one instruction."""
-        code = self._data[self._at]
-        self._at += 1
-        handler = _HANDLERS.get(code)
-        if handler is None:
-            raise PickleRefused(self._refusal(code))
-        handler(self)
+        self._made: list[object] = []  # keeps these alive: an id of a freed object could come again
 
     def result(self) -> Any:
         """Return the value, once the pickle has ended."""
-        if len(self._stack) != 1 or self._at != len(self._data) or self._stack[0] is _MARK:
-            raise PickleRefused("the pickle leaves something over")
+        if len(self._stack) != 1 or self.at + 1 != self._num_bytes or self._stack[0] is _MARK:
+            raise PickleRefused("the pickle leaves more than its value")
         return self._stack[0]
 
-    def _refusal(self, code: int) -> str:
-        if code == 0x63:  # GLOBAL: two lines of text
-            lines = self._data[self._at : self._at + 200].split(b"\n")
-            return f"it refers to code ({printable(b'.'.join(lines[:2]).decode('utf-8', 'replace'))})"
-        if code == 0x93 and all(isinstance(text, str) for text in self._stack[-2:]):
-            return f"it refers to code ({printable('.'.join(self._stack[-2:]))})"
-        if code in _CODE:
-            return f"it refers to code ({_CODE[code]})"
-        return f"the instruction {code:#04x} at byte {self._at - 1} is none that plain values need"
+    def refusal(self, name: str, argument: Any) -> str:
+        """Return the message about an instruction that plain values need not."""
+        code = name if name in _CALLS else ""
+        if name == "GLOBAL":
+            code = argument.replace(" ", ".")
+        if name == "STACK_GLOBAL" and all(isinstance(text, str) for text in self._stack[-2:]):
+            code = ".".join(self._stack[-2:])
+        if code:
+            return f"it refers to code ({printable(code)})"
+        return f"the instruction {name} at byte {self.at} is none that plain values need"
 
-    def _bytes(self, count: int) -> bytes:
-        end = self._at + count
-        if end > len(self._data):
-            raise PickleRefused("the pickle is cut off")
-        part = self._data[self._at : end]
-        self._at = end
-        return part
-
-    def _number(self, nbytes: int) -> int:
-        return int.from_bytes(self._bytes(nbytes), "little")
-
-    def _pop(self) -> Any:
+    def pop(self) -> Any:
         value = self._stack.pop()
         if value is _MARK:
             raise PickleRefused("the pickle takes a value that is not there")
         return value
 
-    def _since_mark(self) -> list[Any]:
+    def since_mark(self) -> list[Any]:
         values = []
         while (value := self._stack.pop()) is not _MARK:
             values.append(value)
         return values[::-1]
 
-    def _frozen(self, value: tuple[Any, ...] | frozenset[Any]) -> None:
+    def frozen(self, value: tuple[Any, ...] | frozenset[Any]) -> None:
         sizes = [self._sizes.get(id(item), (1, 0)) for item in value]
         depth = 1 + max((depth for _, depth in sizes), default=0)
         if depth > MAX_DEPTH:
@@ -207,7 +194,7 @@ class _Machine:
         self._made.append(value)
         self._stack.append(value)
 
-    def _key(self, key: object) -> Hashable:
+    def key(self, key: object) -> Hashable:
         self._require_hashable(key, self._sizes.get(id(key), (1, 0))[0])
         try:
             hash(key)
@@ -221,68 +208,28 @@ class _Machine:
             raise PickleRefused(f"the pickle fills a {kind.__name__} that is not there")
         return target
 
-    # The instructions, by what they do.
+    # The instructions.
 
-    def end(self) -> None:
-        self.stopped = True
-
-    def frame(self) -> None:
-        if self._number(8) > len(self._data) - self._at:
+    def frame(self, nbytes: int) -> None:
+        if nbytes > self._num_bytes - self.at - 9:  # the instruction itself has 9 bytes
             raise PickleRefused("the pickle is cut off")
-
-    def mark(self) -> None:
-        self._stack.append(_MARK)
 
     def push(self, value: object) -> None:
         self._stack.append(value)
 
-    def integer(self, nbytes: int, signed: bool = False) -> None:
-        self._stack.append(int.from_bytes(self._bytes(nbytes), "little", signed=signed))
-
-    def long(self, length_bytes: int) -> None:
-        self.integer(self._number(length_bytes), signed=True)
-
-    def double(self) -> None:
-        self._stack += struct.unpack(">d", self._bytes(8))
-
-    def text(self, length_bytes: int) -> None:
-        self._stack.append(self._bytes(self._number(length_bytes)).decode("utf-8", "surrogatepass"))
-
-    def raw(self, length_bytes: int, kind: type[Any] = bytes) -> None:
-        self._stack.append(kind(self._bytes(self._number(length_bytes))))
-
     def tuple_of(self, count: int) -> None:
-        self._frozen(tuple([self._pop() for _ in range(count)][::-1]))
+        self.frozen(tuple([self.pop() for _ in range(count)][::-1]))
 
-    def tuple_since_mark(self) -> None:
-        self._frozen(tuple(self._since_mark()))
-
-    def frozenset_since_mark(self) -> None:
-        self._frozen(frozenset(map(self._key, self._since_mark())))
-
-    def append(self) -> None:
-        value = self._pop()
-        self._target(list).append(value)
-
-    def appends(self) -> None:
-        values = self._since_mark()
+    def extend(self, values: list[Any]) -> None:
         self._target(list).extend(values)
 
-    def add_items(self) -> None:
-        values = self._since_mark()
-        self._target(set).update(map(self._key, values))
+    def update(self, values: list[Any]) -> None:
+        self._target(set).update(map(self.key, values))
 
-    def set_item(self) -> None:
-        value, key = self._pop(), self._pop()
-        self._fill([key, value])
-
-    def set_items(self) -> None:
-        self._fill(self._since_mark())
-
-    def _fill(self, pairs: list[Any]) -> None:
+    def fill(self, pairs: list[Any]) -> None:
         target = self._target(dict)
         for key, value in zip(pairs[::2], pairs[1::2], strict=False):
-            if self._key(key) in target:
+            if self.key(key) in target:
                 raise PickleRefused("a dict in the pickle has one key twice")
             target[key] = value
         if len(pairs) % 2:
@@ -291,55 +238,45 @@ class _Machine:
     def memoize(self) -> None:
         self._memo.append(self._stack[-1])
 
-    def put(self, nbytes: int) -> None:
-        if self._number(nbytes) != len(self._memo):
+    def put(self, slot: int) -> None:
+        if slot != len(self._memo):
             raise PickleRefused("the pickle remembers a value out of turn")
         self.memoize()
 
-    def get(self, nbytes: int) -> None:
-        self._stack.append(self._memo[self._number(nbytes)])
+    def get(self, slot: int) -> None:
+        self._stack.append(self._memo[slot])
 
 
-def _handlers() -> Iterable[tuple[int, Callable[[_Machine], object]]]:
-    """Yield each instruction of plain values, by its code."""
-    yield 0x2E, _Machine.end
-    yield 0x95, _Machine.frame
-    yield 0x28, _Machine.mark
-    yield 0x4E, lambda m: m.push(None)
-    yield 0x88, lambda m: m.push(True)
-    yield 0x89, lambda m: m.push(False)
-    yield 0x4B, lambda m: m.integer(1)
-    yield 0x4D, lambda m: m.integer(2)
-    yield 0x4A, lambda m: m.integer(4, signed=True)
-    yield 0x8A, lambda m: m.long(1)
-    yield 0x8B, lambda m: m.long(4)
-    yield 0x47, _Machine.double
-    yield 0x8C, lambda m: m.text(1)
-    yield 0x58, lambda m: m.text(4)
-    yield 0x8D, lambda m: m.text(8)
-    yield 0x43, lambda m: m.raw(1)
-    yield 0x42, lambda m: m.raw(4)
-    yield 0x8E, lambda m: m.raw(8)
-    yield 0x96, lambda m: m.raw(8, bytearray)
-    yield 0x29, lambda m: m.tuple_of(0)
-    yield 0x85, lambda m: m.tuple_of(1)
-    yield 0x86, lambda m: m.tuple_of(2)
-    yield 0x87, lambda m: m.tuple_of(3)
-    yield 0x74, _Machine.tuple_since_mark
-    yield 0x5D, lambda m: m.push([])
-    yield 0x61, _Machine.append
-    yield 0x65, _Machine.appends
-    yield 0x7D, lambda m: m.push({})
-    yield 0x73, _Machine.set_item
-    yield 0x75, _Machine.set_items
-    yield 0x8F, lambda m: m.push(set())
-    yield 0x90, _Machine.add_items
-    yield 0x91, _Machine.frozenset_since_mark
-    yield 0x94, _Machine.memoize
-    yield 0x71, lambda m: m.put(1)
-    yield 0x72, lambda m: m.put(4)
-    yield 0x68, lambda m: m.get(1)
-    yield 0x6A, lambda m: m.get(4)
+_LITERALS = [
+    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
+    "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8",
+]  # fmt: skip
+"""Instructions whose argument is a value."""
 
-
-_HANDLERS = dict(_handlers())
+_HANDLERS: dict[str, Callable[[_Machine, Any], object]] = {
+    "STOP": lambda m, _: None,
+    "FRAME": _Machine.frame,
+    "MARK": lambda m, _: m.push(_MARK),
+    "NONE": lambda m, _: m.push(None),
+    "NEWTRUE": lambda m, _: m.push(True),
+    "NEWFALSE": lambda m, _: m.push(False),
+    **dict.fromkeys(_LITERALS, _Machine.push),
+    "EMPTY_TUPLE": lambda m, _: m.tuple_of(0),
+    "TUPLE1": lambda m, _: m.tuple_of(1),
+    "TUPLE2": lambda m, _: m.tuple_of(2),
+    "TUPLE3": lambda m, _: m.tuple_of(3),
+    "TUPLE": lambda m, _: m.frozen(tuple(m.since_mark())),
+    "EMPTY_LIST": lambda m, _: m.push([]),
+    "APPEND": lambda m, _: m.extend([m.pop()]),
+    "APPENDS": lambda m, _: m.extend(m.since_mark()),
+    "EMPTY_DICT": lambda m, _: m.push({}),
+    "SETITEM": lambda m, _: m.fill([m.pop(), m.pop()][::-1]),
+    "SETITEMS": lambda m, _: m.fill(m.since_mark()),
+    "EMPTY_SET": lambda m, _: m.push(set()),
+    "ADDITEMS": lambda m, _: m.update(m.since_mark()),
+    "FROZENSET": lambda m, _: m.frozen(frozenset(map(m.key, m.since_mark()))),
+    "MEMOIZE": lambda m, _: m.memoize(),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
+}
+"""The instructions of plain values, by their names in `pickletools`."""

@@ -1,6 +1,7 @@
-"""How tensors are split into shards, and the index over them: the hub's to the byte, so that its readers read these.
+"""Tensors to be saved, how they are split into shards, and the bytes of the index over the shards.
 
-Tensors come in as values (`TensorSource`); no torch here.
+Split and index equal those of the hub's saver to the byte, so that its readers read stio's checkpoints. A tensor is
+described by a value, `TensorSource`; no torch is needed here.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from stio.errors import printable
-from stio.format.gil_slices import row_pieces
-
-__all__ = ["TensorSource", "build_index", "parse_size", "split_into_shards"]
+from stio.format.gil_slices import row_slices
 
 _TOTAL_SIZE = "total_size"
 
@@ -26,7 +25,7 @@ _UNITS = {
 
 @dataclass(slots=True, kw_only=True)  # not frozen: making 60,000 took 80 ms, so it takes 25
 class TensorSource:
-    """A tensor to be saved, as the rooms that know no torch see it. Nobody changes it."""
+    """A tensor to be saved, described for packages without torch. It is not changed after it was made."""
 
     name: str
     """Name in the checkpoint."""
@@ -37,13 +36,13 @@ class TensorSource:
     nbytes: int
     """Bytes of its data in the file."""
     storage_key: Hashable | None
-    """Equal exactly for tensors on one storage; None if it can share memory with no other."""
+    """Equal exactly for tensors on one storage; None if the tensor cannot share memory with another."""
     span: tuple[int, int]
-    """Bytes of that storage from the first to the last one it touches, half-open."""
+    """Range of bytes that the tensor uses in that storage, half-open."""
     layout: Hashable
-    """What besides the span must be equal for two names to be one tensor: strides, pending conjugation."""
+    """What else must be equal, besides the span, if two names are one tensor: strides, pending conjugation."""
     data: Any
-    """What the device room copies the bytes from."""
+    """The tensor, from which the device package copies the bytes."""
 
 
 def parse_size(size: int | str) -> int:
@@ -60,7 +59,9 @@ def parse_size(size: int | str) -> int:
     if isinstance(size, bool):
         raise TypeError("a size is a number of bytes or text such as '5GB', not a bool")
     if isinstance(size, str):
-        number, unit = _split_size(size)
+        lowered = size.strip().lower()
+        unit = next((unit for unit in _UNITS if lowered.endswith(unit)), "")
+        number = lowered.removesuffix(unit)
         try:
             nbytes = int(float(number) * _UNITS[unit]) if unit else int(number)
         except (ValueError, OverflowError):  # OverflowError: infinite
@@ -75,12 +76,6 @@ def parse_size(size: int | str) -> int:
     return nbytes
 
 
-def _split_size(text: str) -> tuple[str, str]:
-    lowered = text.strip().lower()
-    unit = next((unit for unit in _UNITS if lowered.endswith(unit)), "")
-    return lowered.removesuffix(unit), unit
-
-
 def split_into_shards(sizes: Iterable[tuple[str, int, Hashable | None]], max_shard_bytes: int) -> list[list[str]]:
     """Split tensors into shards by the hub's greedy rule.
 
@@ -93,7 +88,7 @@ def split_into_shards(sizes: Iterable[tuple[str, int, Hashable | None]], max_sha
         max_shard_bytes: Largest shard, headers not counted.
 
     Returns:
-        The names in each shard; no shard where there is no tensor.
+        The names in each shard; without tensors there are no shards.
     """
     shards: list[list[str]] = []
     current: list[str] = []
@@ -127,7 +122,7 @@ def split_into_shards(sizes: Iterable[tuple[str, int, Hashable | None]], max_sha
 
 
 def build_index(weight_map: Mapping[str, str], total_bytes: int, metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes of an index, as `json.dump(indent=2)` of the hub's document would write them.
+    """Return the bytes of an index, as the hub writes it by `json.dump(indent=2)`.
 
     Composed line by line, so that 100,000 tensors do not hold the interpreter's lock in one call.
 
@@ -137,7 +132,7 @@ def build_index(weight_map: Mapping[str, str], total_bytes: int, metadata: Mappi
         metadata: Text to store beside `total_size`; sorted, so that equal checkpoints are equal files.
 
     Raises:
-        TypeError: A name, shard, metadata key or value is no text.
+        TypeError: A name, shard, metadata key or value is not text.
         ValueError: The metadata hold `total_size`, or a text holds half of a surrogate pair.
     """
     entries = {_TOTAL_SIZE: str(operator.index(total_bytes))}
@@ -147,10 +142,10 @@ def build_index(weight_map: Mapping[str, str], total_bytes: int, metadata: Mappi
     _require_text(texts, "metadata")
     entries |= {key: encode_basestring_ascii(value) for key, value in sorted(texts)}
     shards = {shard: encode_basestring_ascii(shard) for shard in dict.fromkeys(weight_map.values())}
-    rows = list(weight_map.items())
+    pairs = list(weight_map.items())
     parts = []
-    for piece in row_pieces(len(rows)):
-        part = rows[piece]
+    for rows in row_slices(len(pairs)):
+        part = pairs[rows]
         _require_text(part, "weight_map")
         lines = [f"    {encode_basestring_ascii(name)}: {shards[shard]}" for name, shard in part]
         parts.append(",\n".join(lines).encode())

@@ -1,12 +1,12 @@
-"""An index, as `tensor[...]` takes it, to byte ranges: only the bytes that it asks for are read.
+"""From an index, as in `tensor[...]`, to byte ranges, so that only the selected bytes are read.
 
 Each dimension selects rows: an int, a range or a list. From the innermost dimension outwards, full dimensions merge
-into one contiguous chunk, up to the first that is not full; the rows further out say where the chunks start. All
-chunks have one length, and chunk `i` goes to byte `i * chunk_bytes` of a compact buffer. What reading cannot do is
-left to the tensor library: `tensor = compact.view(read_shape)[post].flip(flip)`.
+into one contiguous chunk, up to the first that is not full. The rows of the outer dimensions determine where the chunks
+start. All chunks have one length; chunk `i` is read to byte `i * chunk_bytes` of a compact buffer. The tensor library
+does the rest: `tensor = compact.view(read_shape)[post].flip(flip)`.
 
-Left to it are negative steps (read forward, then flipped: torch indexes by no negative step), lists out of order or
-with repetitions (each row is read once), and steps inside rows so short that skipping costs more than reading.
+The rest is: negative steps (rows are read forward and then flipped, because torch takes no negative step), lists out of
+order or with repetitions (each row is read once), and steps inside rows that are too short to be worth skipping.
 """
 
 from __future__ import annotations
@@ -20,50 +20,48 @@ from typing import Any, Literal, NoReturn, TypeAlias
 
 from stio.errors import SliceError, printable
 
-__all__ = ["Index", "Rows", "Selection", "select"]
-
 Index: TypeAlias = Any
-"""What basic indexing takes: int, slice, Ellipsis, None, at most one list of ints, or a tuple of those."""
+"""An index: int, slice, Ellipsis, None, at most one list of ints, or a tuple of those."""
 
 Rows: TypeAlias = "range | list[int]"
-"""Rows of one dimension, ascending and distinct; a list only where no range fits."""
+"""Rows of one dimension, ascending and distinct; a list only if they are not evenly spaced."""
 
 SMALL_CHUNK_BYTES = 512
-"""Chunks shorter than this are widened where that is cheap: a disk's sector, and less than a call costs to copy."""
+"""Shorter chunks are widened where that is cheap. It is a disk's sector; copying it costs less than a call."""
 
 PAGE_BYTES = 4096
-"""Rows up to this size are read whole rather than in small chunks: the page would be touched in any case."""
+"""Rows up to this size are read whole rather than in small chunks: the page is touched in any case."""
 
 WORTHWHILE_STRIDE_BYTES = 16 * 1024
-"""Small chunks this far apart, or nearer, are read with what is between them: 4 us of a read at 4 GB/s, about one
-request."""
+"""Small chunks at most this far apart are read with the bytes between them. At 4 GB/s that takes 4 us, about the time
+of one request."""
 
 MANY_CHUNKS = 1_000_000
-"""More chunks than this are merged wherever they can be: each costs about 36 bytes and a microsecond to plan."""
+"""More chunks than this are merged wherever possible: each costs about 36 bytes and a microsecond to plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which bytes of a tensor to read, and what makes the answer of them.
+    """The bytes of a tensor to read, and how to make the selected tensor from them.
 
-    `compact.view(read_shape)`, indexed by `post` unless that is None, then flipped along the dimensions `flip`
-    (of the indexed tensor), is what the index asks for. `post` holds only what torch and numpy both take and both
-    answer alike: ints of 0 and above, slices with positive steps, None, at most one list.
+    The selected tensor is `compact.view(read_shape)`, indexed by `post` unless that is None, then flipped along the
+    dimensions `flip` of the indexed tensor. For `post`, torch and numpy give the same result: it has only ints of 0 and
+    above, slices with positive steps, None, and at most one list.
     """
 
     starts: Sequence[int]
-    """First byte of each chunk, relative to the tensor's first byte, ascending; a `range` where they are regular.
-    Chunks touch only where a list asks for neighbours among others, since all chunks have one length."""
+    """First byte of each chunk, relative to the tensor's first byte, ascending; a `range` if they are evenly spaced.
+    Chunks touch only where a list selects neighbours and other rows, since all chunks have one length."""
     chunk_bytes: int
     """Length of every chunk; 0 where nothing is read."""
     read_shape: tuple[int, ...]
     """Shape of the compact bytes, in C order."""
     post: tuple[Any, ...] | None
-    """Index to apply to the compact tensor, None where it needs none."""
+    """Index to apply to the compact tensor; None for no index."""
     flip: tuple[int, ...]
-    """Dimensions to reverse after that, none in most cases."""
+    """Dimensions to reverse after that; mostly empty."""
     shape: tuple[int, ...]
-    """Shape of the answer."""
+    """Shape of the selected tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -78,13 +76,13 @@ class _Term:
     dim: int
     """Dimension of the tensor, -1 for a new one."""
     rows: range | list[int]
-    """The rows asked for, in order; empty for a new dimension."""
+    """The selected rows, in order; empty for a new dimension."""
     kind: Literal["int", "slice", "list", "new"]
-    """What the caller gave; `new` is a new dimension."""
+    """Kind of this part of the index; `new` is a new dimension."""
 
 
 def select(index: Index, shape: Sequence[int], itemsize: int) -> Selection:
-    """Return what to read for `tensor[index]`.
+    """Return the bytes to read for `tensor[index]`.
 
     Args:
         index: As `numpy.s_[...]` gives it: ints, slices of any step, Ellipsis, None, at most one 1-D sequence of ints
@@ -93,18 +91,18 @@ def select(index: Index, shape: Sequence[int], itemsize: int) -> Selection:
         itemsize: Bytes of one element.
 
     Returns:
-        The selection; its answer equals both numpy's and torch's.
+        The selection; numpy and torch both give its result for this index.
 
     Raises:
         SliceError: The index is of another kind (masks and floats are), out of range, longer than the shape, or one
-            that numpy and torch answer with differently ordered dimensions (`[:, 0, :, [1, 2]]`).
+            for which numpy and torch order the dimensions differently (`[:, 0, :, [1, 2]]`).
     """
     shape = tuple(shape)
     terms = _normalize(index, shape)
     _refuse_ambiguous(terms, index, shape)
-    answer_shape = tuple(1 if term.kind == "new" else len(term.rows) for term in terms if term.kind != "int")
-    if 0 in answer_shape or 0 in shape:
-        return Selection((), 0, answer_shape, None, (), answer_shape)
+    result_shape = tuple(1 if term.kind == "new" else len(term.rows) for term in terms if term.kind != "int")
+    if 0 in result_shape or 0 in shape:
+        return Selection((), 0, result_shape, None, (), result_shape)
     wanted = {term.dim: term for term in terms if term.kind != "new"}
     read = [_ascending(wanted[dim].rows) for dim in range(len(shape))]
     starts, chunk_bytes = _chunks(read, shape, itemsize)
@@ -114,8 +112,8 @@ def select(index: Index, shape: Sequence[int], itemsize: int) -> Selection:
     if all(item is None or item == 0 or item == slice(None) for item in post) and all(
         len(read[term.dim]) == 1 for term in terms if term.kind == "int"
     ):
-        return Selection(starts, chunk_bytes, answer_shape, None, flip, answer_shape)
-    return Selection(starts, chunk_bytes, tuple(map(len, read)), post, flip, answer_shape)
+        return Selection(starts, chunk_bytes, result_shape, None, flip, result_shape)
+    return Selection(starts, chunk_bytes, tuple(map(len, read)), post, flip, result_shape)
 
 
 def _normalize(index: Index, shape: tuple[int, ...]) -> list[_Term]:
@@ -154,7 +152,7 @@ def _term(item: Any, dim: int, index: Index, shape: tuple[int, ...]) -> _Term:
         except (TypeError, ValueError) as problem:  # bounds that are no integers, a step of zero
             _refuse(str(problem), index, shape)
     dtype = str(getattr(item, "dtype", "int"))
-    # In torch uint8 is a mask, in numpy it is not. Neither `bool` is an index, though torch's would turn into one.
+    # uint8 is a mask in torch and not in numpy. A bool is no index, though `operator.index` takes torch's.
     if "int" not in dtype or dtype == "torch.uint8" or isinstance(item, (bool, str, bytes)):
         _refuse("neither masks nor floats nor text can be indices", index, shape)
     try:
@@ -182,22 +180,22 @@ def _row(value: int, length: int, index: Index, shape: tuple[int, ...]) -> int:
 
 
 def _refuse(reason: str, index: Index, shape: tuple[int, ...]) -> NoReturn:
-    # The text of the index, not the index: an error shall not keep the caller's arrays alive.
+    # The text of the index, not the index: an error must not keep the caller's arrays alive.
     raise SliceError(
         f"the index does not fit the tensor: {reason}", expected=f"one for shape {shape}", found=repr(index)
     )
 
 
 def _refuse_ambiguous(terms: list[_Term], index: Index, shape: tuple[int, ...]) -> None:
-    """Refuse what numpy and torch answer differently.
+    """Refuse an index that numpy and torch interpret differently.
 
-    Beside a list, numpy takes ints for lists as well, and where something stands between them it puts the list's
-    dimension first; torch leaves it in its place. Both agree where its place is the first.
+    If there is a list, numpy treats ints as lists too. If another part stands between them, numpy puts the list's
+    dimension first, and torch leaves it in its place. Both agree if its place is the first.
     """
     if all(term.kind != "list" for term in terms):
         return
     parts: list[str] = [term.kind for term in terms]
-    # An Ellipsis that stands for no dimension separates too, for numpy. Only the index itself still shows it.
+    # For numpy an Ellipsis that stands for no dimension separates too. Only the index itself still shows it.
     if isinstance(index, tuple) and len(index) == len(terms) + 1:
         place = next((k for k, item in enumerate(index) if isinstance(item, EllipsisType)), len(parts))
         parts.insert(place, "ellipsis")
@@ -219,12 +217,8 @@ def _ascending(rows: range | list[int]) -> Rows:
     return regular if len(regular) == len(distinct) and list(regular) == distinct else distinct
 
 
-def _span(rows: Rows) -> range:
-    return range(rows[0], rows[-1] + 1)
-
-
 def _chunks(read: list[Rows], shape: tuple[int, ...], itemsize: int) -> tuple[Sequence[int], int]:
-    """Return starts and length of the chunks. Widens rows in `read` where that pays."""
+    """Return starts and length of the chunks. Widens rows in `read` where that is cheaper."""
     chunk_bytes = row_bytes = itemsize
     dim = len(shape) - 1
     base = 0
@@ -248,15 +242,15 @@ def _chunks(read: list[Rows], shape: tuple[int, ...], itemsize: int) -> tuple[Se
 
 
 def _widened(rows: Rows, length: int, row_bytes: int, num_outer: int) -> Rows:
-    """Return the rows to read of a dimension whose rows are contiguous: those asked for, or some more.
+    """Return the rows to read of a dimension whose rows are contiguous: the selected ones, or some more.
 
     Args:
-        rows: The rows asked for.
+        rows: The selected rows.
         length: Size of the dimension.
         row_bytes: Bytes of one row.
-        num_outer: How often the rows are read, once for each combination of rows further out.
+        num_outer: How often the rows are read: once for each combination of rows of the outer dimensions.
     """
-    span = _span(rows)
+    span = range(rows[0], rows[-1] + 1)
     if len(span) != len(rows):
         near = len(span) * row_bytes <= WORTHWHILE_STRIDE_BYTES * len(rows)
         if (row_bytes >= SMALL_CHUNK_BYTES or not near) and len(rows) * num_outer <= MANY_CHUNKS:
@@ -267,7 +261,7 @@ def _widened(rows: Rows, length: int, row_bytes: int, num_outer: int) -> Rows:
 
 
 def _repeat(starts: Sequence[int], rows: Rows, stride: int) -> Sequence[int]:
-    """Return the starts for each row further out; a range as long as the steps go on evenly."""
+    """Return the starts for each row of an outer dimension; a range if they stay evenly spaced."""
     if isinstance(starts, range) and isinstance(rows, range):
         first, step = starts[0] + rows[0] * stride, rows.step * stride
         if len(rows) == 1:
@@ -279,7 +273,7 @@ def _repeat(starts: Sequence[int], rows: Rows, stride: int) -> Sequence[int]:
 
 
 def _post_item(term: _Term, read: list[Rows]) -> Any:
-    """Return what picks a term's rows from those that are read (a flip comes later)."""
+    """Return the index that selects a term's rows among those that are read; a flip comes later."""
     if term.kind == "new":
         return None
     got = read[term.dim]

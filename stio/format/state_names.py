@@ -1,8 +1,8 @@
-"""What the leaves of a nested state are called: as tensors in a file, and in messages.
+"""Names of the leaves of a nested state: as tensors in a file, and in messages.
 
-A tensor's name is the path to it, `state/0/exp_avg`. No two paths have the same name: text is escaped where it holds
-what separates or escapes, where it could not be printed, and where it would read as a key of another type (`"0"` beside
-`0`). An escape is a percent sign and two hexadecimal digits for each byte of UTF-8, so that any decoder undoes it.
+A tensor's name is its path, `state/0/exp_avg`. No two paths have the same name. Text is escaped where it has a
+separator or a percent sign, where it is not printable, and where it would read as a key of another type (`"0"` beside
+`0`). An escape is a percent sign and two hexadecimal digits for each byte of UTF-8, so that any decoder can undo it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from functools import lru_cache
 
 from stio.errors import printable
 
-__all__ = ["key_label", "python_path"]
-
 _PLAIN = re.compile(r"(?!(?:True|False|None|nan|inf|__metadata__)\Z)[A-Za-z_][A-Za-z0-9_.\-]*")
 _TYPED = re.compile(r"-?[0-9][0-9.e+-]*|-?inf|nan|True|False|None|\(.*|__metadata__", re.DOTALL)
 _SEPARATORS = frozenset("/%")
@@ -21,7 +19,7 @@ _SEPARATORS_IN_TUPLES = frozenset("/%,()")
 
 
 def key_label(key: object) -> str:
-    """Return what a key or an index adds to the name of what lies below it; never empty, and without a slash.
+    """Return the part of a name that stands for a key or an index; never empty, and without a slash.
 
     Args:
         key: Text, int, float, bool, None or a tuple of those.
@@ -56,5 +54,5 @@ def _percent(character: str) -> str:
 
 
 def python_path(keys: list[object]) -> str:
-    """Return a path as Python would spell it, for messages: `state['param_groups'][0]['lr']`."""
+    """Return a path in Python's syntax, for messages: `state['param_groups'][0]['lr']`."""
     return "state" + "".join(f"[{printable(repr(key))}]" for key in keys)

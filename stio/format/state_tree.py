@@ -1,11 +1,12 @@
-"""The tree of a nested state as text: containers and plain values in order, tensors by name. Pure; no torch.
+"""The tree of a nested state as text: containers and plain values in order, tensors by name.
 
-The text is JSON, `{"stio.state":1,"nodes":[...]}`, and flat: a container is a row of its tag and its number of items,
-which follow it (of a mapping: key, value, key, value), so nothing recurses. A plain value stands for itself; what JSON
-has no word for is a row of a tag and a text. Lines end between nodes only, and a line is short or one node: whoever
-reads decodes line by line, and neither memory nor the interpreter's lock is at the mercy of the text.
+The text is JSON, `{"stio.state":1,"nodes":[...]}`, and flat, so nothing recurses. A container is a row of its tag and
+its number of items, and the items follow it (of a mapping: key, value, key, value). A plain value stands for itself.
+A value that JSON cannot express is a row of a tag and a text. Lines end between nodes only, and a long line is a single
+node. A reader decodes line by line, so neither its memory nor the interpreter's lock depends on how the text was made.
 
-Reading checks all that can be checked before any tensor is read, and makes all containers; tensors are put in later.
+Reading checks everything that can be checked before a tensor is read, and makes all containers. `Tree.fill` puts the
+tensors in later. No torch is needed here: `parse_tree` calls the caller for torch's types.
 """
 
 from __future__ import annotations
@@ -17,44 +18,44 @@ import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias, cast, get_args
 
 import msgspec
 
 from stio.errors import FormatError, LimitError
+from stio.format.dtypes import U64_MAX
 from stio.format.gil_slices import WINDOW_BYTES
+from stio.format.header_build import is_encodable
 from stio.runtime.limits import Limits
 
-__all__ = [
-    "MAX_DEPTH",
-    "POINTER",
-    "STATE_KEY",
-    "TREE_TENSOR",
-    "Builder",
-    "Node",
-    "Reference",
-    "Tree",
-    "check_keys",
-    "encode_tree",
-    "is_json_integer",
-    "parse_tree",
-    "scalar_node",
-]
+STATE_KEY = "stio.state"
+"""Metadata key of stio: the tree, or `POINTER`."""
+
+TREE_TENSOR = "/stio.state"
+"""U8 tensor that holds a long tree. No path of a leaf begins with a slash."""
+
+POINTER = f'{{"{STATE_KEY}":1,"tensor":"{TREE_TENSOR}"}}'
+"""Value in the metadata if the tree stands in a tensor."""
 
 MAX_DEPTH = 200
-"""Most containers inside each other; state that people make has ten."""
+"""Most containers inside each other; states in practice have ten."""
 
 Node: TypeAlias = bool | int | float | str | tuple[str, str | int] | None
-"""One value of the list: a plain value, or a row of a tag and what belongs to it."""
+"""One value of the list: a plain value, or a row of a tag and its number or text."""
 
-_I64_MIN, _U64_MAX = -(2**63), 2**64 - 1
-_HEX_INTEGER = re.compile("-?[0-9a-f]+")
-_HEX_FLOAT = re.compile("[0-9a-f]{16}")
+MAPPING_TAGS: dict[type[dict[Any, Any]], str] = {dict: "dict", OrderedDict: "ordered_dict", Counter: "counter"}
+"""Tag of each type of mapping."""
 
-_MAPPINGS: dict[str, Callable[[Any], Any]] = {"dict": dict, "ordered_dict": OrderedDict, "counter": Counter}
-_CONTAINERS = frozenset({*_MAPPINGS, "list", "tuple", "size"})
+SEQUENCE_TAGS: dict[type, str] = {list: "list", tuple: "tuple"}
+"""Tag of each type of sequence."""
+
+ReferenceKind: TypeAlias = Literal["tensor", "parameter", "frozen_parameter", "bytes_tensor"]
+
+_MAPPINGS: dict[str, Callable[[Any], dict[Any, Any]]] = {tag: kind for kind, tag in MAPPING_TAGS.items()}
+_CONTAINERS = frozenset({*_MAPPINGS, *SEQUENCE_TAGS.values(), "size"})
 _SCALARS = frozenset({"int", "float", "text", "bytes"})
 _FOREIGN = frozenset({"dtype", "device"})
+_REFERENCES = frozenset(get_args(ReferenceKind))
 _IN_KEYS = frozenset({"tuple", "float", "text"})
 _KEY_TYPES = frozenset({str, int, float, bool, type(None), tuple})
 
@@ -62,250 +63,9 @@ _MAX_TYPED_KEYS = 1 << 17
 _MAX_EQUAL_HASHES = 64
 _FEW_KEYS = 1000
 
-ReferenceKind: TypeAlias = Literal["tensor", "parameter", "frozen_parameter", "bytes_tensor"]
-_REFERENCES: dict[str, ReferenceKind] = {
-    "tensor": "tensor",
-    "parameter": "parameter",
-    "frozen_parameter": "frozen_parameter",
-    "bytes_tensor": "bytes_tensor",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """A place in the tree whose bytes stand in a tensor."""
-
-    kind: ReferenceKind
-    """What it becomes."""
-    name: str
-    """The tensor's name."""
-
-
-@dataclass(slots=True)
-class Tree:
-    """All of a state but its tensors."""
-
-    root: list[Any]
-    """The state as its only item."""
-    places: list[tuple[Any, Any, Reference | list[Any]]]
-    """What is still to be put where: container, index or key, and a reference or a tuple's items; inner ones first."""
-    references: list[Reference]
-    """Every reference, in order; names may come more than once."""
-    num_nodes: int
-    """Size of the tree."""
-
-    def fill(self, resolve: Callable[[Reference], object]) -> Any:
-        """Put the tensors in, and return the state. To be called once."""
-        for container, key, what in self.places:
-            container[key] = tuple(what) if type(what) is list else resolve(what)  # type: ignore[arg-type]
-        return self.root[0]
-
-
-def is_json_integer(value: int) -> bool:
-    """Return whether an integer is written as such, and may be a key."""
-    return _I64_MIN <= value <= _U64_MAX
-
-
-def check_keys(keys: Collection[object]) -> None:
-    """Require that a mapping of these keys is made in a bounded time.
-
-    Text is hashed with a secret; other keys can be chosen so that they collide, and then each costs as much as
-    there are.
-
-    Raises:
-        ValueError: Too many of them are no text, or have equal hashes.
-    """
-    if len(keys) <= _FEW_KEYS:
-        return
-    typed = [key for key in keys if type(key) is not str]
-    if len(typed) > _MAX_TYPED_KEYS:
-        raise ValueError(f"a mapping has more than {_MAX_TYPED_KEYS:,} keys that are no text")
-    hashes = sorted(map(hash, typed))  # not counted in a dict, which would be as slow as the mapping
-    if any(one == other for one, other in zip(hashes, hashes[_MAX_EQUAL_HASHES:], strict=False)):
-        raise ValueError("the keys of a mapping have too many equal hashes")
-
-
-class _Open:
-    """A container whose items are being read."""
-
-    __slots__ = ("in_key", "is_mapping", "items", "late", "size", "tag")
-
-    def __init__(self, tag: str, size: int, *, in_key: bool) -> None:
-        self.tag = tag
-        self.size = size
-        """Number of its items, keys and values counted each."""
-        self.is_mapping = tag in _MAPPINGS
-        self.in_key = in_key
-        """Whether it is a key, or stands in one."""
-        self.items: list[Any] = []
-        self.late: list[tuple[int, Reference | list[Any]]] = []
-        """Items that are not there yet."""
-
-
-class Builder:
-    """Makes containers from nodes, a few at a time.
-
-    Args:
-        path: File to name in errors.
-        foreign: See `stio.format.state_tree.parse_tree`.
-    """
-
-    def __init__(self, path: str, foreign: Callable[[str, Any], object]) -> None:
-        self._path = path
-        self._foreign = foreign
-        self._outermost = _Open("list", 1, in_key=False)
-        self._stack = [self._outermost]
-        self._places: list[tuple[Any, Any, Reference | list[Any]]] = []
-        self._references: list[Reference] = []
-        self._root: list[Any] | None = None
-        self.num_nodes = 0
-        """How many were added."""
-
-    def _fail(self, message: str, *, expected: object = None, found: object = None) -> NoReturn:
-        raise FormatError(
-            f"the tree of the state, value {self.num_nodes}: {message}", path=self._path, expected=expected, found=found
-        )
-
-    def add(self, nodes: Sequence[Node]) -> None:
-        """Take in the nodes that follow."""
-        first = self.num_nodes
-        frame = self._stack[-1] if self._stack else None
-        for number, node in enumerate(nodes, first):
-            if frame is None:
-                self.num_nodes = number
-                self._fail("it goes on after the state's end")
-            kind = type(node)
-            if kind is tuple:
-                self.num_nodes = number
-                self._add_row(frame, node)  # type: ignore[arg-type]
-                frame = self._stack[-1] if self._stack else None
-                continue
-            if kind is int and not _I64_MIN <= node <= _U64_MAX:  # type: ignore[operator]
-                self._fail("an integer of more than 64 bits must be text")
-            items = frame.items
-            items.append(node)
-            if len(items) == frame.size:
-                self.num_nodes = number
-                self._close()
-                frame = self._stack[-1] if self._stack else None
-        self.num_nodes = first + len(nodes)
-
-    def complete(self) -> Tree:
-        """Return the tree, once all nodes were added."""
-        if self._root is None:
-            self._fail("the text ends before the state does")
-        return Tree(self._root, self._places, self._references, self.num_nodes)
-
-    def _add_row(self, frame: _Open, row: tuple[str, str | int]) -> None:
-        tag, value = row
-        in_key = frame.in_key or (frame.is_mapping and len(frame.items) % 2 == 0)
-        if in_key and tag not in _IN_KEYS:
-            self._fail("no key of a mapping", expected=sorted(_IN_KEYS), found=tag)
-        if tag in _CONTAINERS:
-            self._open(tag, value, in_key=in_key)
-            return
-        if not isinstance(value, str):
-            self._fail("a row of a tag and text was expected", found=tag)
-        if tag in _SCALARS:
-            item = self._scalar(tag, value)
-            if in_key and item != item:
-                self._fail("NaN is no key: nobody could find it again")
-            frame.items.append(item)
-        elif tag in _FOREIGN:
-            frame.items.append(self._made_by_caller(tag, value))
-        elif tag in _REFERENCES:
-            reference = Reference(_REFERENCES[tag], value)
-            self._references.append(reference)
-            frame.late.append((len(frame.items), reference))
-            frame.items.append(None)
-        else:
-            self._fail("unknown tag; a newer stio may know it", found=tag)
-        if len(frame.items) == frame.size:
-            self._close()
-
-    def _open(self, tag: str, size: str | int, *, in_key: bool) -> None:
-        if not isinstance(size, int) or size < 0:
-            self._fail("the number of items was expected", found=size)
-        if len(self._stack) > MAX_DEPTH:
-            raise LimitError("the state is nested too deeply", path=self._path, expected=f"at most {MAX_DEPTH} levels")
-        # Nothing is allocated by this number: it only says when the container ends.
-        self._stack.append(_Open(tag, 2 * size if tag in _MAPPINGS else size, in_key=in_key))
-        if not size:
-            self._close()
-
-    def _scalar(self, tag: str, text: str) -> object:
-        try:
-            if tag == "int" and _HEX_INTEGER.fullmatch(text):
-                return int(text, 16)
-            if tag == "float" and _HEX_FLOAT.fullmatch(text):
-                return struct.unpack(">d", bytes.fromhex(text))[0]
-            if tag == "bytes":
-                return base64.b64decode(text, validate=True)
-            if tag == "text":
-                return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
-        except ValueError:
-            pass
-        return self._fail(f"malformed {tag}", found=text)
-
-    def _made_by_caller(self, tag: str, value: object) -> object:
-        try:
-            return self._foreign(tag, value)
-        except ValueError as error:
-            self._fail(str(error), found=value)
-
-    def _close(self) -> None:
-        """Make the innermost container, and each that ends with it."""
-        while self._stack and len(self._stack[-1].items) == self._stack[-1].size:
-            frame = self._stack.pop()
-            made = self._made(frame)
-            if not self._stack:
-                self._root = frame.items
-                return
-            parent = self._stack[-1]
-            if frame.late and frame.tag == "tuple":  # it cannot be changed later, so it is made later
-                parent.late.append((len(parent.items), made))
-            parent.items.append(made)
-
-    def _made(self, frame: _Open) -> Any:
-        items = frame.items
-        if frame.is_mapping:
-            made = self._mapping(frame.tag, items[0::2], items[1::2])
-            self._places += [(made, items[index - 1], what) for index, what in frame.late]
-            return made
-        if frame.late:
-            if frame.tag == "size":
-                self._fail("a size holds integers only")
-            self._places += [(items, index, what) for index, what in frame.late]
-            return items
-        if frame.tag == "tuple":
-            return tuple(items)
-        if frame.tag == "size":
-            if any(type(item) is not int or item >= 2**63 for item in items):
-                self._fail("a size holds integers of 64 bits only")
-            return self._made_by_caller("size", tuple(items))
-        return items
-
-    def _mapping(self, tag: str, keys: list[Any], values: list[Any]) -> Any:
-        if not _KEY_TYPES.issuperset(map(type, keys)):
-            self._fail("no key of a mapping")
-        try:
-            check_keys(keys)
-        except ValueError as error:
-            self._fail(str(error))
-        made = _MAPPINGS[tag](dict(zip(keys, values, strict=True)))
-        if len(made) != len(keys):
-            self._fail("a key stands in a mapping twice")
-        return made
-
-
-STATE_KEY = "stio.state"
-"""Metadata key of stio's own: the tree, or where it stands."""
-
-TREE_TENSOR = "/stio.state"
-"""U8 tensor that holds a long tree. No path of a leaf begins with a slash."""
-
-POINTER = f'{{"{STATE_KEY}":1,"tensor":"{TREE_TENSOR}"}}'
-"""What the metadata say where the tree stands in a tensor."""
+_I64_MIN = -(2**63)
+_HEX_INTEGER = re.compile("-?[0-9a-f]+")
+_HEX_FLOAT = re.compile("[0-9a-f]{16}")
 
 _HEAD = b'{"stio.state":1,"nodes":[\n'
 _TAIL = b"\n]}"
@@ -315,6 +75,30 @@ _NODES_A_LINE = 512
 _decode_line = msgspec.json.Decoder(list[Node]).decode
 _decode_node = msgspec.json.Decoder(tuple[Node]).decode
 _encode = msgspec.json.Encoder().encode
+
+
+def is_json_integer(value: int) -> bool:
+    """Return whether an integer is written as such, and may be a key."""
+    return _I64_MIN <= value <= U64_MAX
+
+
+def check_keys(keys: Collection[object]) -> None:
+    """Require that a mapping of these keys can be made in bounded time.
+
+    Text is hashed with a secret. Other keys can be chosen so that their hashes are equal; then each insertion takes
+    time proportional to the number of keys.
+
+    Raises:
+        ValueError: Too many of them are not text, or have equal hashes.
+    """
+    if len(keys) <= _FEW_KEYS:
+        return
+    typed = [key for key in keys if type(key) is not str]
+    if len(typed) > _MAX_TYPED_KEYS:
+        raise ValueError(f"a mapping has more than {_MAX_TYPED_KEYS:,} keys that are not text")
+    hashes = sorted(map(hash, typed))  # not counted in a dict, which would be as slow as the mapping
+    if any(one == other for one, other in zip(hashes, hashes[_MAX_EQUAL_HASHES:], strict=False)):
+        raise ValueError("the keys of a mapping have too many equal hashes")
 
 
 # Writing.
@@ -328,20 +112,12 @@ def scalar_node(value: int | float | str | bytes) -> Node:
     if isinstance(value, bytes):
         return "bytes", base64.b64encode(value).decode()
     if isinstance(value, str):
-        if value.isascii() or _is_encodable(value):
+        if value.isascii() or is_encodable(value):
             return value
         return "text", base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()
     if isinstance(value, float):
         return value if math.isfinite(value) else ("float", struct.pack(">d", value).hex())
     return value if is_json_integer(value) else ("int", format(value, "x"))
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def encode_tree(nodes: Sequence[Node]) -> bytes:
@@ -355,6 +131,47 @@ def encode_tree(nodes: Sequence[Node]) -> bytes:
 
 
 # Reading.
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A place in the tree whose bytes stand in a tensor."""
+
+    kind: ReferenceKind
+    """Type of the value that the tensor becomes."""
+    name: str
+    """The tensor's name."""
+
+
+@dataclass(slots=True)
+class Tree:
+    """A state without its tensors."""
+
+    root: list[Any]
+    """A list whose only item is the state."""
+    places: list[tuple[Any, Any, Reference | list[Any]]]
+    """Values that are still missing: container, index or key, and a reference or a tuple's items; inner ones first."""
+    references: list[Reference]
+    """Every reference, in order; names may come more than once."""
+    num_nodes: int
+    """Size of the tree."""
+
+    def fill(self, resolve: Callable[[Reference], object]) -> Any:
+        """Put the tensors in, and return the state. To be called once."""
+        for container, key, what in self.places:
+            container[key] = tuple(what) if type(what) is list else resolve(what)  # type: ignore[arg-type]
+        return self.root[0]
+
+
+def check_tree_bytes(nbytes: int, limits: Limits, *, path: str) -> None:
+    """Raise `LimitError` for a text of so many bytes that exceeds the limit; to be called before it is read."""
+    if nbytes > limits.state_bytes:
+        raise LimitError(
+            "the tree of the state is longer than the limit `state_bytes`",
+            path=path,
+            expected=f"at most {limits.state_bytes:,} bytes",
+            found=f"{nbytes:,}",
+        )
 
 
 def parse_tree(
@@ -371,24 +188,18 @@ def parse_tree(
         raw: The text.
         path: File to name in errors.
         limits: Bounds on its length and on its number of nodes.
-        foreign: Makes what only the caller knows from a tag and a value: `dtype` and `device` from text, `size` from a
-            tuple of integers. Raises ValueError for what it does not know.
+        foreign: Makes the types of the caller's library from a tag and a value: `dtype` and `device` from text, `size`
+            from a tuple of integers. Raises ValueError for a value that it does not know.
         check: Called once a line; may raise to end the parsing.
 
     Raises:
-        FormatError: It is no such text, of another version, or its nodes do not fit together.
+        FormatError: It is no such text, it has another version, or its nodes do not fit together.
         LimitError: Too long, too many nodes, or too deep.
     """
-    if len(raw) > limits.state_bytes:
-        raise LimitError(
-            "the tree of the state is longer than the limit `state_bytes`",
-            path=path,
-            expected=f"at most {limits.state_bytes:,} bytes",
-            found=f"{len(raw):,}",
-        )
-    builder = Builder(path, foreign)
+    check_tree_bytes(len(raw), limits, path=path)
+    builder = _Builder(path, foreign)
     for nodes in _lines(raw, path):
-        if builder.num_nodes + len(nodes) > limits.max_state_nodes:
+        if builder.tree.num_nodes + len(nodes) > limits.max_state_nodes:
             raise LimitError(
                 "the state has more values than the limit `max_state_nodes`",
                 path=path,
@@ -421,3 +232,176 @@ def _lines(raw: bytes, path: str) -> Iterator[Sequence[Node]]:
                 f"the tree of the state has a malformed line: {error}", path=path, found=line[:40]
             ) from None
         pos = end + 1 if last else stop + 1
+
+
+class _Open:
+    """A container whose items are being read."""
+
+    __slots__ = ("in_key", "is_mapping", "items", "late", "size", "tag")
+
+    def __init__(self, tag: str, size: int, *, in_key: bool) -> None:
+        self.tag = tag
+        self.size = size
+        """Number of its items; keys and values are counted separately."""
+        self.is_mapping = tag in _MAPPINGS
+        self.in_key = in_key
+        """Whether it is a key or a part of a key."""
+        self.items: list[Any] = []
+        self.late: list[tuple[int, Reference | list[Any]]] = []
+        """Index and content of items that are made later."""
+
+
+class _Builder:
+    """Makes containers from nodes, a few at a time.
+
+    Args:
+        path: File to name in errors.
+        foreign: See `parse_tree`.
+    """
+
+    def __init__(self, path: str, foreign: Callable[[str, Any], object]) -> None:
+        self._path = path
+        self._foreign = foreign
+        outermost = _Open("list", 1, in_key=False)
+        self._stack = [outermost]
+        """The containers that are not complete."""
+        self.tree = Tree(outermost.items, [], [], 0)
+        """The tree of the nodes that were added."""
+
+    def _fail(self, message: str, *, expected: object = None, found: object = None) -> NoReturn:
+        raise FormatError(
+            f"the tree of the state, value {self.tree.num_nodes}: {message}",
+            path=self._path,
+            expected=expected,
+            found=found,
+        )
+
+    def add(self, nodes: Sequence[Node]) -> None:
+        """Add the nodes that follow."""
+        first = self.tree.num_nodes
+        frame = self._stack[-1] if self._stack else None
+        for number, node in enumerate(nodes, first):
+            if frame is None:
+                self.tree.num_nodes = number
+                self._fail("there are values after the state's end")
+            kind = type(node)
+            if kind is tuple:
+                self.tree.num_nodes = number
+                self._add_row(frame, node)  # type: ignore[arg-type]
+                frame = self._stack[-1] if self._stack else None
+                continue
+            if kind is int and not _I64_MIN <= node <= U64_MAX:  # type: ignore[operator]
+                self._fail("an integer of more than 64 bits must be text")
+            items = frame.items
+            items.append(node)
+            if len(items) == frame.size:
+                self.tree.num_nodes = number
+                self._close()
+                frame = self._stack[-1] if self._stack else None
+        self.tree.num_nodes = first + len(nodes)
+
+    def complete(self) -> Tree:
+        """Return the tree, once all nodes were added."""
+        if self._stack:
+            self._fail("the text ends before the state does")
+        return self.tree
+
+    def _add_row(self, frame: _Open, row: tuple[str, str | int]) -> None:
+        tag, value = row
+        in_key = frame.in_key or (frame.is_mapping and len(frame.items) % 2 == 0)
+        if in_key and tag not in _IN_KEYS:
+            self._fail("no key of a mapping", expected=sorted(_IN_KEYS), found=tag)
+        if tag in _CONTAINERS:
+            self._open(tag, value, in_key=in_key)
+            return
+        if not isinstance(value, str):
+            self._fail("a row of a tag and text was expected", found=tag)
+        if tag in _SCALARS:
+            item = self._scalar(tag, value)
+            if in_key and item != item:
+                self._fail("NaN is no key: no look-up could find it again")
+            frame.items.append(item)
+        elif tag in _FOREIGN:
+            frame.items.append(self._made_by_caller(tag, value))
+        elif tag in _REFERENCES:
+            reference = Reference(cast(ReferenceKind, tag), value)
+            self.tree.references.append(reference)
+            frame.late.append((len(frame.items), reference))
+            frame.items.append(None)
+        else:
+            self._fail("unknown tag; a newer stio may know it", found=tag)
+        if len(frame.items) == frame.size:
+            self._close()
+
+    def _open(self, tag: str, size: str | int, *, in_key: bool) -> None:
+        if not isinstance(size, int) or size < 0:
+            self._fail("the number of items was expected", found=size)
+        if len(self._stack) > MAX_DEPTH:
+            raise LimitError("the state is nested too deeply", path=self._path, expected=f"at most {MAX_DEPTH} levels")
+        # No memory is allocated by this number: it only tells when the container ends.
+        self._stack.append(_Open(tag, 2 * size if tag in _MAPPINGS else size, in_key=in_key))
+        if not size:
+            self._close()
+
+    def _scalar(self, tag: str, text: str) -> object:
+        try:
+            if tag == "int" and _HEX_INTEGER.fullmatch(text):
+                return int(text, 16)
+            if tag == "float" and _HEX_FLOAT.fullmatch(text):
+                return struct.unpack(">d", bytes.fromhex(text))[0]
+            if tag == "bytes":
+                return base64.b64decode(text, validate=True)
+            if tag == "text":
+                return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
+        except ValueError:
+            pass
+        return self._fail(f"malformed {tag}", found=text)
+
+    def _made_by_caller(self, tag: str, value: object) -> object:
+        try:
+            return self._foreign(tag, value)
+        except ValueError as error:
+            self._fail(str(error), found=value)
+
+    def _close(self) -> None:
+        """Make the innermost container, and each container that ends with it."""
+        while self._stack and len(self._stack[-1].items) == self._stack[-1].size:
+            frame = self._stack.pop()
+            made = self._made(frame)
+            if not self._stack:
+                return
+            parent = self._stack[-1]
+            if frame.late and frame.tag == "tuple":  # a tuple cannot be changed later, so it is made later
+                parent.late.append((len(parent.items), made))
+            parent.items.append(made)
+
+    def _made(self, frame: _Open) -> Any:
+        items = frame.items
+        if frame.is_mapping:
+            made = self._mapping(frame.tag, items[0::2], items[1::2])
+            self.tree.places += [(made, items[index - 1], what) for index, what in frame.late]
+            return made
+        if frame.late:
+            if frame.tag == "size":
+                self._fail("a size holds integers only")
+            self.tree.places += [(items, index, what) for index, what in frame.late]
+            return items
+        if frame.tag == "tuple":
+            return tuple(items)
+        if frame.tag == "size":
+            if any(type(item) is not int or item >= 2**63 for item in items):
+                self._fail("a size holds integers of 64 bits only")
+            return self._made_by_caller("size", tuple(items))
+        return items
+
+    def _mapping(self, tag: str, keys: list[Any], values: list[Any]) -> Any:
+        if not _KEY_TYPES.issuperset(map(type, keys)):
+            self._fail("no key of a mapping")
+        try:
+            check_keys(keys)
+        except ValueError as error:
+            self._fail(str(error))
+        made = _MAPPINGS[tag](dict(zip(keys, values, strict=True)))
+        if len(made) != len(keys):
+            self._fail("a key occurs twice in a mapping")
+        return made

@@ -1,15 +1,15 @@
-"""State as frameworks keep it, made into what `save_state` takes, and back.
+"""Converts the state of a framework to a nested state for `save_state`, and back.
 
-Besides containers, tensors and plain values it holds paths, sets, namespaces, default dicts and numpy's arrays and
-scalars. Those become tagged dicts, `{"stio.type": "path", "value": "/data"}`, and come back as what they were. No class
-is imported by its name, so no file decides which code runs: what is of any other type is left as it is, and
-`save_state` refuses it and says where it stands.
+Besides containers, tensors and plain values such a state holds paths, sets, namespaces, default dicts, numpy arrays and
+scalars. They become tagged dicts, `{"stio.type": "path", "value": "/data"}`, and are restored from these. No class
+is imported by its name, so no file decides which code runs. A value of any other type is not converted: `save_state`
+raises an error that names its place.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections import Counter, OrderedDict, defaultdict
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +17,33 @@ import numpy as np
 import torch
 
 from stio.errors import FormatError, printable
-from stio.format.state_tree import MAX_DEPTH
-
-__all__ = ["TAG", "from_plain", "to_plain"]
+from stio.format.state_tree import MAPPING_TAGS, MAX_DEPTH
 
 TAG = "stio.type"
-"""Key that makes a dict stand for something else."""
+"""Key of a dict that represents a value of another type."""
 
 _VALUE = "value"
 _FACTORY = "factory"
 
-_MAPPINGS = (dict, OrderedDict, Counter)
 _PATH = type(Path())
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 _LEAVES = frozenset({str, bool, int, float, bytes, type(None), torch.Tensor, torch.nn.Parameter})
 
 
 def to_plain(value: Any, depth: int = 0) -> Any:
-    """Convert a state; containers are new ones, tensors the same.
+    """Return a state with tagged dicts; containers are copied, tensors are not.
 
     Args:
         value: The state, or a part of it.
-        depth: How many containers it stands in. What is too deep to be saved is left as it is, a cycle too.
+        depth: Number of containers around it. A value too deep to be saved is not converted, nor is a cycle.
 
     Raises:
-        ValueError: A dict has the key that marks what was converted.
+        ValueError: A dict has the key of tagged dicts.
     """
     kind = type(value)
     if kind in _LEAVES or depth > MAX_DEPTH:
         return value
-    if kind in _MAPPINGS:
+    if kind in MAPPING_TAGS:
         if TAG in value:
             raise ValueError(f"the key {TAG!r} is stio's own; rename it")
         return _mapped(value, kind(), depth)
@@ -75,13 +72,13 @@ def _default_dict(value: defaultdict[Any, Any], depth: int) -> Any:
     factory = value.default_factory
     name = getattr(factory, "__name__", "")
     if factory is not None and _FACTORIES.get(name) is not factory:
-        return value  # it might be any function
+        return value  # any function may be here
     return {TAG: "defaultdict", _FACTORY: name or None, _VALUE: _mapped(value, {}, depth + 1)}
 
 
 def _array(value: Any) -> Any:
     try:
-        # A copy: it may be read-only, have strides, or be gone when the snapshot is taken.
+        # A copy, since the array may be read-only, have strides, or change before the snapshot.
         tensor = torch.from_numpy(np.array(value, order="C"))
     except (TypeError, ValueError):  # text, objects, dates, the other byte order
         return value
@@ -89,7 +86,7 @@ def _array(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Convert a state back; containers are new ones, tensors the same.
+    """Return the state that `to_plain` converted; containers are copied, tensors are not.
 
     Raises:
         FormatError: It holds a tag that `to_plain` does not write.
@@ -99,7 +96,7 @@ def from_plain(value: Any) -> Any:
         return value
     if kind is list or kind is tuple:
         return kind(map(from_plain, value))
-    if kind in _MAPPINGS:
+    if kind in MAPPING_TAGS:
         if TAG in value:
             return _restored(value)
         result: Any = kind()
@@ -125,6 +122,6 @@ def _restored(tagged: dict[Any, Any]) -> Any:
             array = value.detach().cpu().numpy()
             return array if tag == "ndarray" else array[()]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        message = f"the state holds a {printable(tag)} that cannot be one: {printable(error)}"
+        message = f"the state holds a {printable(tag)} with a wrong value: {printable(error)}"
         raise FormatError(message) from None
-    raise FormatError("the state holds what this version of stio has no type for", found=tag)
+    raise FormatError("the state holds a type that this version of stio does not have", found=tag)

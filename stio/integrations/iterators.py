@@ -2,19 +2,19 @@
 
     model.load_weights(weights("model/", device="cuda"))
 
-A plain generator over `stio.sync`: between storage and consumer there is the budget and no more, and nothing of it is
-left when the generator ends, is closed or dropped.
+A generator over `stio.sync`. At most `budget_bytes` are read ahead of the consumer, and all of it is released when the
+generator ends, is closed, or is deleted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from typing import Unpack
+from typing import Any
 
 import torch
 
 from stio import sync
-from stio.loading.options import Keywords, SourceLike
+from stio.loading.options import SourceLike
 from stio.loading.plan import Names
 
 __all__ = ["weights"]
@@ -25,12 +25,12 @@ def weights(
     *,
     names: Names | None = None,
     slices: Mapping[str, object] | None = None,
-    **keywords: Unpack[Keywords],
+    **keywords: Any,
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield a checkpoint's tensors as they become ready; blocks, on the thread that iterates.
+    """Yield the tensors of a checkpoint as they become ready; blocks the thread that iterates.
 
-    Nothing is opened before the first step. Leaving the iterator early, by `close()` or by dropping it, ends the
-    reading; tensors that were given out live on.
+    Nothing is opened before the first step. The load ends when the iterator is closed or deleted. Tensors that it has
+    yielded stay valid.
 
     Args:
         source: See `stio.load`.
@@ -42,9 +42,9 @@ def weights(
         Names and tensors, on `device`, in the order in which they become ready.
 
     Raises:
-        TypeError: A keyword that `stio.open` does not take; at the call.
-        ValueError: A keyword's value is out of range; at the call.
-        StioError: Opening or reading failed; at a step.
+        TypeError: `stio.open` does not have a keyword; raised at the call.
+        ValueError: The value of a keyword is out of range; raised at the call.
+        StioError: Opening or reading failed; raised at a step.
     """
     return _stream(sync.open(source, **keywords), names, slices)
 
@@ -53,4 +53,4 @@ def _stream(
     checkpoint: sync.Checkpoint, names: Names | None, slices: Mapping[str, object] | None
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     with checkpoint, checkpoint.stream(names, slices) as stream:
-        yield from stream  # and no loop: its variable would keep a tensor alive while the next one is waited for
+        yield from stream  # no loop here: its variable would hold a tensor during the wait for the next one

@@ -1,25 +1,24 @@
-"""Lightning's checkpoints without pickle, written while the training goes on.
+"""Checkpoints of Lightning without pickle, written while the training goes on.
 
     trainer = Trainer(plugins=[StioCheckpointIO()], callbacks=[ModelCheckpoint(every_n_train_steps=100)])
     trainer.fit(module, data)
     trainer.fit(module, data, ckpt_path="last")
 
-The dict that Lightning makes becomes nested state, one file for each checkpoint, under the name that Lightning gives it
-(`.ckpt`). Lightning removes old checkpoints as soon as it has asked for a new one; here that waits until the new one
-is durable, so a process that is killed at any moment leaves a whole checkpoint behind.
+The dict that Lightning makes becomes a nested state: one file for each checkpoint, with the name that Lightning chose
+(`.ckpt`). Lightning removes an old checkpoint as soon as it has started to save a new one. Here the removal waits until
+the new one is durable, so a process that is killed at any time leaves a complete checkpoint.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins import CheckpointIO
 
 from stio.errors import FormatError, StioError
 from stio.integrations._tagged import from_plain, to_plain
-from stio.saving.options import SaveKeywords
 from stio.saving.pending import PendingSave
 from stio.storage.commit.retention import remove_checkpoint
 from stio.storage.commit.target import OneFile
@@ -29,41 +28,39 @@ __all__ = ["StioCheckpointIO"]
 
 
 class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed by mypy
-    """Saves and loads Lightning's checkpoints; give it to the Trainer, `plugins=[StioCheckpointIO()]`.
+    """Saves and loads the checkpoints of Lightning: `Trainer(plugins=[StioCheckpointIO()])`.
 
-    A checkpoint is what `stio.load_state` loads, with paths, sets, namespaces, default dicts and numpy's arrays and
-    scalars as tagged dicts. Loading restores those and executes nothing. What is of another type, an enum or an
-    object among the hyperparameters say, is refused by its path before anything is written.
+    `stio.load_state` reads such a checkpoint too. Paths, sets, namespaces, default dicts, numpy arrays and scalars are
+    stored as tagged dicts. Loading restores them and executes nothing. A value of another type, for example an enum or
+    an object among the hyperparameters, raises an error that names its path, before anything is written.
 
-    Asynchronous, a save returns when its snapshot is complete. One that failed is raised by the next call, the end of
-    `fit` at the latest, which waits for what is under way. A link to the last checkpoint (`save_last="link"`) leads
-    nowhere until that is durable; `save_last=True` has no such moment.
+    An asynchronous save returns when its snapshot is complete. If it fails later, the next call raises the error, at
+    the latest the end of `fit`, which waits for saves under way. A link to the last checkpoint (`save_last="link"`)
+    points to a missing file until that checkpoint is durable; with `save_last=True` this does not occur.
 
-    For strategies that write one file, from one process: a single device, DDP. Paths are local. Checkpoints of
-    `torch.save` are not read, and `load_from_checkpoint`, which goes past this class, does not read these: load the
+    It supports strategies that write one file from one process: a single device, DDP. Paths are local. It does not read
+    files of `torch.save`. `load_from_checkpoint` does not use this class, and cannot read these checkpoints: load the
     weights by `module.load_state_dict(stio.sync.load_state(path)["state_dict"])`.
 
     Args:
         asynchronous: Whether training goes on while a checkpoint is written.
         budget_bytes: See `stio.Saver`.
-        **keywords: See `SaveKeywords`.
+        **keywords: The other keywords of `stio.save`.
 
     Raises:
-        TypeError: A keyword of `stio.save` that is wrong.
-        ValueError: A keyword's value that is wrong.
+        TypeError: `stio.save` does not have a keyword, or its value has the wrong type.
+        ValueError: The value of a keyword is out of range.
     """
 
-    def __init__(
-        self, *, asynchronous: bool = True, budget_bytes: int | None = None, **keywords: Unpack[SaveKeywords]
-    ) -> None:
+    def __init__(self, *, asynchronous: bool = True, budget_bytes: int | None = None, **keywords: Any) -> None:
         super().__init__()
         self._asynchronous = asynchronous
         self._budget_bytes = budget_bytes
         self._keywords = keywords
         self._saver: Saver | None = None
-        self._new_saver().close()  # raises for what is wrong
+        self._new_saver().close()  # raises for wrong keywords
         self._under_way: list[tuple[PendingSave, list[str]]] = []
-        """Saves, and what is to be removed when they are durable; oldest first."""
+        """Saves under way, oldest first, each with the files to remove when it is durable."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -71,22 +68,22 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         """Save a checkpoint.
 
         Args:
-            checkpoint: What Lightning made.
-            path: Where to; missing directories are made.
+            checkpoint: The dict of Lightning.
+            path: The file; missing directories are created.
             storage_options: Not supported.
 
         Raises:
-            TypeError: It holds what nested state does not; the message names the path. Or there are storage options.
+            TypeError: A value cannot be stored in a nested state (the message names it), or `storage_options` is given.
             ValueError: The path is a URL.
-            StioError: This save failed, or an earlier one and nobody was told.
+            StioError: This save failed, or an earlier one whose error was not raised yet.
         """
         if storage_options is not None:
             raise TypeError("StioCheckpointIO takes no storage_options; give keywords of stio.save to the class")
         file = _local(path)
-        self._settle()
+        self._collect()
         for _, unwanted in self._under_way:
             if file in unwanted:
-                unwanted.remove(file)  # it is replaced, and that in one step
+                unwanted.remove(file)  # this save replaces it in one step
         try:
             state = to_plain(checkpoint)
             if not self._asynchronous:
@@ -107,51 +104,51 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         weights_only: bool | None = None,
         state: Any | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint; waits for what is being saved.
+        """Load a checkpoint; waits for saves under way.
 
         Args:
-            path: A file that this class has saved.
+            path: A file that this class saved.
             map_location: Device to load to, the CPU by default; other forms are not supported.
-            weights_only: Without effect: nothing is executed, whatever it is.
-            state: Without effect; Lightning applies what is returned.
+            weights_only: Has no effect: nothing is ever executed.
+            state: Has no effect; Lightning applies the returned dict.
 
         Raises:
-            TypeError: `map_location` is no device.
-            CheckpointNotFoundError: There is none; it is a `FileNotFoundError`.
-            StioError: See `stio.load_state`; or a save failed and nobody was told.
+            TypeError: `map_location` is not a device.
+            CheckpointNotFoundError: There is no such file; it is a `FileNotFoundError`.
+            StioError: See `stio.load_state`; or an earlier save failed, and its error was not raised yet.
         """
         if not (map_location is None or isinstance(map_location, str | torch.device) or callable(map_location)):
             raise TypeError(f"map_location must be a device, not {type(map_location).__name__}")
-        self._settle(wait=True)
+        self._collect(wait=True)
         device = "cpu" if map_location is None or callable(map_location) else map_location
         try:
             loaded: dict[str, Any] = from_plain(load_state(_local(path), device=device))
         except FormatError as error:
-            error.add_note("StioCheckpointIO loads its own checkpoints, none of torch.save")
+            error.add_note("StioCheckpointIO loads its own checkpoints only, not those of torch.save")
             raise
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, once all that are being saved now are durable. One that is not there is no error.
+        """Remove a checkpoint when all saves under way are durable. A missing file is no error.
 
         Raises:
-            StioError: The operating system refused; or a save failed and nobody was told.
+            StioError: The operating system reported an error, or an earlier save failed and did not raise it yet.
         """
         file = _local(path)
-        self._settle()
+        self._collect()
         if self._under_way:
             self._under_way[-1][1].append(file)
         else:
             remove_checkpoint(file, filename_pattern=None, whole=False)
 
     def teardown(self) -> None:
-        """Wait for what is being saved, and give the staging memory back.
+        """Wait for saves under way, and release the staging memory.
 
         Raises:
-            StioError: A save failed and nobody was told.
+            StioError: A save failed, and its error was not raised yet.
         """
         try:
-            self._settle(wait=True)
+            self._collect(wait=True)
         finally:
             saver, self._saver = self._saver, None
             if saver is not None:
@@ -160,8 +157,8 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
     def _new_saver(self) -> Saver:
         return Saver(budget_bytes=self._budget_bytes, **self._keywords)
 
-    def _settle(self, *, wait: bool = False) -> None:
-        """Look at what was saved: remove what has been replaced by it, raise what failed."""
+    def _collect(self, *, wait: bool = False) -> None:
+        """Collect saves that have ended: remove the files that they replace, raise the first error."""
         failed: StioError | None = None
         while self._under_way and (wait or self._under_way[0][0].done()):
             pending, unwanted = self._under_way.pop(0)
@@ -170,7 +167,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
                 for file in unwanted:
                     remove_checkpoint(file, filename_pattern=None, whole=False)
             except StioError as error:
-                failed = failed or error  # what was to be removed stays
+                failed = failed or error  # the files that it should replace stay
         if failed is not None:
             raise failed
 

@@ -1,11 +1,11 @@
-"""Traces as OpenTelemetry spans, under whatever span is current: where a request's or a training step's time went.
+"""Exports traces as OpenTelemetry spans, below the current span: the work of stio in a request or a training step.
 
     with recording("load the model") as trace:
         tensors = await stio.load("model/", trace=trace)
 
-Needs `opentelemetry-api` alone: who sees the spans decides the application's own SDK. They are made when the
-work has ended, with the times that it took, so nothing of it stands in the way of a load. What has more spans than
-`max_spans` becomes one for each lane and kind of work; an exporter would drop what overruns its queue.
+It needs `opentelemetry-api` only; the SDK of the application decides where the spans go. The spans are made after the
+work, with its real times, so they do not slow down a load. If a trace has more spans than `max_spans`, the spans of one
+lane and one kind of work become one span. An exporter would drop spans that do not fit into its queue.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
 __all__ = ["export_trace", "recording"]
 
 _MAX_SPANS = 512
-"""A batch of the SDK's exporter; its queue holds 2,048, and the application has spans of its own."""
+"""One batch of the exporter in the SDK. Its queue holds 2,048 spans, and the application makes spans too."""
 
 
 @contextmanager
@@ -38,14 +38,14 @@ def recording(
     attributes: Mapping[str, AttributeValue] | None = None,
     max_spans: int = _MAX_SPANS,
 ) -> Iterator[Trace]:
-    """Hand out a trace for `trace=`; when the block ends, what it recorded becomes spans below one of this name.
+    """Yield a trace for `trace=`. At the end of the block its records become spans, below a span of this name.
 
-    That span is current inside the block, and carries an exception that leaves it.
+    That span is current inside the block, and records an exception that leaves the block.
 
     Args:
-        name: Of the span.
-        tracer: Makes the spans; that of `stio` from the global provider unless given.
-        attributes: Further ones for the span.
+        name: Name of the span.
+        tracer: Makes the spans; by default the tracer `stio` of the global provider.
+        attributes: Additional attributes of the span.
         max_spans: See `export_trace`.
     """
     tracer = tracer or otel.get_tracer("stio")
@@ -61,15 +61,15 @@ def recording(
 
 
 def export_trace(trace: Trace, *, tracer: otel.Tracer | None = None, max_spans: int = _MAX_SPANS) -> int:
-    """Make OpenTelemetry spans of a finished trace, children of the span that is current.
+    """Make OpenTelemetry spans from a finished trace, as children of the current span.
 
     Args:
-        trace: Recorded in this process, or in another one since the machine was started: the clock is the machine's.
-        tracer: Makes the spans; that of `stio` from the global provider unless given.
-        max_spans: Above that, spans of one lane and name become one, with their number and times as attributes.
+        trace: Recorded in this process, or in another one since the machine started: they share its clock.
+        tracer: Makes the spans; by default the tracer `stio` of the global provider.
+        max_spans: With more spans, those of one lane and name become one, with their number and times as attributes.
 
     Returns:
-        How many were made.
+        Number of the spans made.
 
     Raises:
         ValueError: `max_spans` is not positive.
@@ -77,7 +77,9 @@ def export_trace(trace: Trace, *, tracer: otel.Tracer | None = None, max_spans: 
     if max_spans < 1:
         raise ValueError(f"max_spans must be positive, not {max_spans}")
     tracer = tracer or otel.get_tracer("stio")
-    zero = time.time_ns() - time.perf_counter_ns() + round(trace.origin * 1e9)  # of the trace, since 1970
+    zero = (
+        time.time_ns() - time.perf_counter_ns() + round(trace.origin * 1e9)
+    )  # start of the trace, in nanoseconds since 1970
     ordered = usable(tuple(trace.spans))
     groups = [[span] for span in ordered] if len(ordered) <= max_spans else _groups(ordered)
     for group in groups:

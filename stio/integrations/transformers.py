@@ -1,12 +1,12 @@
-"""Checkpoints of transformers' Trainer that are written while the training goes on, and from which it goes on exactly.
+"""Checkpoints for Trainer of transformers: written while the training goes on, and resumed to the exact state.
 
     callback = StioCallback(keep_last=2)
     trainer = Trainer(model, TrainingArguments("out", save_steps=100), train_dataset=data, callbacks=[callback])
-    callback.resume(trainer)      # trains; from the newest checkpoint if there is one
+    callback.resume(trainer)      # trains, from the newest checkpoint if there is one
 
-The callback uses Trainer's public events alone. A save is asked for at the end of a step, before Trainer logs and
-evaluates, and Trainer's own saving comes after that. So the request is taken over and carried out at the next event:
-what is drawn from the random generators in between belongs to the steps before. On resume they are set at that event.
+The callback uses the public events of Trainer only. Trainer decides to save at the end of a step, then logs and
+evaluates, and would save after that. So the callback takes over the request, and saves at the next event: random
+numbers that are drawn in between belong to the steps before. A resume sets the random generators at the same event.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ _WEIGHTS = "model.safetensors"
 _STATE_PATTERN = "state{suffix}.safetensors"
 
 _MARK = "stio"
-"""Among the states of callbacks in `trainer_state.json`: says that the optimizer is in `STATE_NAME`."""
+"""Key among the states of callbacks in `trainer_state.json`: the optimizer is in `STATE_NAME`."""
 
 
 class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
-    """Saves model, optimizer, scheduler and random generators while the training goes on, and goes on from there.
+    """Saves model, optimizer, scheduler and random generators while the training goes on, and resumes from them.
 
-    It saves when `TrainingArguments` says so (`save_strategy="steps"` or `"epoch"`, `save_steps`), and Trainer does
-    not, to `checkpoint-<step>` in `output_dir`. Such a directory appears when it is whole and durable. It holds what
-    `from_pretrained` takes (the names of the weights are those in memory), `trainer_state.json`, and `training_state/`
-    for `stio.load_state`: no pickle, so no `training_args.bin` either.
+    It saves in place of Trainer, when `TrainingArguments` requests it (`save_strategy="steps"` or `"epoch"`,
+    `save_steps`), to `checkpoint-<step>` in `output_dir`. The directory appears when it is complete and durable. It
+    holds the files for `from_pretrained` (with the names of the weights in memory), `trainer_state.json`, and
+    `training_state/` for `stio.load_state`. There is no pickle, so no `training_args.bin` either.
 
-    Train by `resume(trainer)`. `trainer.train(resume_from_checkpoint=True)` works too, with this callback among the
-    trainer's. **Without it** Trainer takes the model alone from such a checkpoint, and says nothing.
+    Train with `resume(trainer)`. `trainer.train(resume_from_checkpoint=True)` works too if the trainer has this
+    callback. **Without the callback** Trainer loads only the model from such a checkpoint, without a warning.
 
-    A save that failed is raised by the next one or at the end of the training, which waits for what is under way.
-    What Trainer does only while it saves by itself is refused when the training begins: `load_best_model_at_end`,
-    `save_strategy="best"`, pushes of each save. So are DeepSpeed, FSDP, PEFT and quantized models.
+    If a save fails, the next save raises the error, at the latest the end of the training, which waits for saves under
+    way. Features that only a save by Trainer itself supports raise an error at the start of the training:
+    `load_best_model_at_end`, `save_strategy="best"`, pushes of each save, DeepSpeed, FSDP, PEFT, quantized models.
 
     Args:
-        output_dir: Where checkpoints go; by default to that of `TrainingArguments`.
-        keep_last: Delete older checkpoints of this callback, those of earlier processes too, once so many newer ones
-            are durable; by default `save_total_limit`, and None keeps all.
-        save_optimizer: False saves the model alone, which no training can go on from; so does `save_only_model`.
+        output_dir: Directory of the checkpoints; by default that of `TrainingArguments`.
+        keep_last: Number of durable checkpoints to keep. Older ones of this callback are deleted, those of earlier
+            processes too. The default is `save_total_limit`; if that is None too, all are kept.
+        save_optimizer: False saves only the model; a training cannot resume from that. `save_only_model` does the same.
         max_shard_size: See `stio.save`.
         durability: See `stio.save`.
         hash: See `stio.save`.
         budget_bytes: See `stio.Saver`.
 
     Raises:
-        ValueError: A keyword's value.
+        ValueError: The value of a keyword is out of range.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._keep_last = keep_last
         self._save_optimizer = save_optimizer
         self._durability: Literal["full", "none"] = durability
-        # Two: a model, and its training state while that is written. Checkpoints go one by one.
+        # Two saves: the model and its training state. There is one checkpoint at a time.
         self._make_saver = partial(
             Saver,
             max_pending=2,
@@ -104,23 +104,23 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._trainer: Trainer | None = None
         self._resume_from: str | None = None
         self._random: Mapping[str, Any] | None = None
-        """What the random generators are to be set to."""
+        """States for the random generators."""
         self._random_at_epoch = False
-        """At the beginning of an epoch, or of a step."""
+        """Whether to set them at the start of an epoch, or of a step."""
 
-    # For people.
+    # Public methods.
 
     def resume(self, trainer: Trainer, checkpoint: str | os.PathLike[str] | None = None, **keywords: Any) -> Any:
-        """Train, from a checkpoint on. The states of other callbacks are saved and restored by this way only.
+        """Train, from a checkpoint on. Only this method saves and restores the states of other callbacks.
 
         Args:
-            trainer: Gets this callback, if it does not have it.
-            checkpoint: By default the newest one in the directory that this callback saves to; where there is none,
-                the training begins.
-            **keywords: For `Trainer.train`.
+            trainer: The callback is added to it if it is missing.
+            checkpoint: By default the newest one in the directory of this callback. If there is none, the training
+                starts from the beginning.
+            **keywords: Keywords of `Trainer.train`.
 
         Returns:
-            What `Trainer.train` returns.
+            The result of `Trainer.train`.
 
         Raises:
             StioError: A save failed.
@@ -135,26 +135,26 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             try:
                 self._end()
             except StioError as error:
-                logger.error("saving failed too: %s", error)  # the exception at hand goes first
+                logger.error("saving failed too: %s", error)  # the first exception is the one to raise
             raise
         finally:
             self._trainer = self._resume_from = self._random = None
         return result
 
     def wait(self) -> None:
-        """Wait until the save that is under way is durable.
+        """Wait until the save under way is durable.
 
         Raises:
-            StioError: It failed, and nobody was told yet.
+            StioError: It failed, and the error was not raised yet.
         """
         publishing, self._publishing = self._publishing, None
         if publishing is not None:
             publishing.result()
 
-    # Trainer's events, in their order.
+    # Events of Trainer, in their order.
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> None:
-        """Refuse what does not go, and restore the optimizer if Trainer has restored the model from our checkpoint."""
+        """Check for unsupported features; restore the optimizer if Trainer restored the model from our checkpoint."""
         reason = _why_not(args, state, now["model"]) or self._why_stateless(args, state)
         if reason:
             raise ValueError(f"StioCallback: {reason}")
@@ -164,31 +164,30 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             self._restore(args, state, now)
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> None:
-        """Save, if that is due, or set the random generators."""
+        """Save if a save is due, or set the random generators."""
         self._pass(args, state, control, now, at_epoch=True)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> None:
-        """Save, if that is due, or set the random generators."""
+        """Save if a save is due, or set the random generators."""
         self._pass(args, state, control, now, at_epoch=False)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> TrainerControl:
-        """Take over a save that is asked for."""
-        return self._take_over(control)
+        """Take over a requested save."""
+        if control.should_save:
+            control.should_save = False
+            self._due = True
+        return control
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
-    ) -> TrainerControl:
-        """Take over a save that is asked for."""
-        return self._take_over(control)
+    on_epoch_end = on_step_end
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> None:
-        """Leave alone what Trainer was made to save by another callback."""
+        """Save nothing: another callback made Trainer save itself."""
         self._due = False
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> None:
-        """Save, if that is due, and wait until it is durable."""
+        """Save if a save is due, and wait until it is durable."""
         if self._due:
             self._save(args, state, control, now, at_epoch=float(state.epoch or 0).is_integer())
         self._end()
@@ -196,17 +195,11 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     # Saving.
 
     def _end(self) -> None:
-        """Wait for what is under way, and give the staging memory back."""
+        """Wait for the save under way, and release the staging memory."""
         try:
             self.wait()
         finally:
             self._saver.close()
-
-    def _take_over(self, control: TrainerControl) -> TrainerControl:
-        if control.should_save:
-            control.should_save = False
-            self._due = True
-        return control
 
     def _pass(
         self,
@@ -232,22 +225,22 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         *,
         at_epoch: bool,
     ) -> None:
-        """Begin to save a checkpoint; return once its snapshot is complete."""
+        """Start to save a checkpoint; return when its snapshot is complete."""
         self._due = False
         self.wait()
         with_state = self._save_optimizer and not args.save_only_model
         training = {"global_step": state.global_step, "at_epoch": at_epoch, "random": _gather_random(args)}
         if self._trainer is not None:
-            self._trainer.store_flos()  # gathers too
+            self._trainer.store_flos()  # gathers from all processes too
         if not args.should_save:
-            return  # another process does
+            return  # another process saves
         save = PublishedSave(self._directory(args), state.global_step, durable=self._durability == "full")
         with save:
             weights = _write_model_files(now["model"], save.path)
             if now.get("processing_class") is not None:
                 now["processing_class"].save_pretrained(save.path)
             self._describe(state, control, with_state).save_to_json(os.path.join(save.path, TRAINER_STATE))
-            # transformers asks which framework wrote it.
+            # transformers reads the framework from the metadata.
             save.add(self._saver.save(weights, save.path, metadata={"format": "pt"}))
             if with_state:
                 training |= _states_of(now)
@@ -260,7 +253,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         return os.path.abspath(args.output_dir if self._output_dir is None else self._output_dir)
 
     def _describe(self, state: TrainerState, control: TrainerControl, with_state: bool) -> TrainerState:
-        """Return what `trainer_state.json` is to say."""
+        """Return the content of `trainer_state.json`."""
         callbacks = {**state.stateful_callbacks, type(control).__name__: control.state()}
         if self._trainer is not None:
             exported = [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
@@ -272,25 +265,23 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _why_stateless(self, args: TrainingArguments, state: TrainerState) -> str | None:
         others = set(state.stateful_callbacks) - {TrainerControl.__name__, _MARK}
         if self._trainer is None and others and args.restore_callback_states_from_checkpoint:
-            return (
-                f"the states of {', '.join(sorted(others))} are out of its reach; train by StioCallback.resume(trainer)"
-            )
+            return f"it cannot reach the states of {', '.join(sorted(others))}; train with StioCallback.resume(trainer)"
         return None
 
-    # Going on.
+    # Resuming.
 
     def _restore(self, args: TrainingArguments, state: TrainerState, now: Mapping[str, Any]) -> None:
-        """Restore what Trainer has not: all but the model, its own state and the place in the data."""
-        home = self._resume_from or os.path.join(self._directory(args), f"checkpoint-{state.global_step}")
-        path = os.path.join(home, STATE_NAME)
+        """Restore all that Trainer does not: it restores the model, its own state and the position in the data."""
+        checkpoint = self._resume_from or os.path.join(self._directory(args), f"checkpoint-{state.global_step}")
+        path = os.path.join(checkpoint, STATE_NAME)
         try:
             training = from_plain(load_state(path))
         except CheckpointNotFoundError as error:
-            error.add_note("resume from another directory by StioCallback.resume(trainer, checkpoint)")
+            error.add_note("resume from another directory with StioCallback.resume(trainer, checkpoint)")
             raise
         if training["global_step"] != state.global_step:
             raise MismatchError(
-                "this is the training state of another checkpoint than the one that Trainer resumes from",
+                "the training state belongs to another checkpoint than the one that Trainer resumes from",
                 path=path,
                 expected=f"step {state.global_step}",
                 found=f"step {training['global_step']}",
@@ -302,15 +293,17 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if len(training["random"]) == args.world_size:
             self._random, self._random_at_epoch = training["random"][args.process_index], training["at_epoch"]
         else:
-            logger.warning("the random generators are of %d processes and begin afresh", len(training["random"]))
+            logger.warning(
+                "the saved random generators are those of %d processes; they are not restored", len(training["random"])
+            )
 
 
 def _why_not(args: TrainingArguments, state: TrainerState, model: nn.Module) -> str | None:
-    """Return what asks for Trainer's own saving, None if nothing does."""
+    """Return the reason why only Trainer itself can save, None if there is none."""
     if args.load_best_model_at_end or args.save_strategy == "best":
-        return "the best model is known to Trainer's own saving only; leave out load_best_model_at_end and 'best'"
+        return "only a save by Trainer itself records the best model; leave out load_best_model_at_end and 'best'"
     if args.push_to_hub and args.hub_strategy != "end":
-        return 'only Trainer\'s own saving pushes; say hub_strategy="end", and push when the training is done'
+        return 'only Trainer\'s own saving pushes; use hub_strategy="end", which pushes after the training'
     if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
         return "DeepSpeed and FSDP need Trainer's own saving"
     if state.is_hyper_param_search:
@@ -323,12 +316,12 @@ def _why_not(args: TrainingArguments, state: TrainerState, model: nn.Module) -> 
 
 
 def _write_model_files(model: nn.Module, directory: str) -> dict[str, torch.Tensor]:
-    """Write all that `from_pretrained` takes but the weights; return those."""
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    """Write all files for `from_pretrained` except the weights; return the weights."""
+    model = getattr(model, "_orig_mod", model)  # the model inside a compiled one
     if isinstance(model, PreTrainedModel):
-        model.save_pretrained(directory, state_dict={})  # config, generation config, code of its own
+        model.save_pretrained(directory, state_dict={})  # config, generation config, its code
         with suppress(FileNotFoundError):
-            os.unlink(os.path.join(directory, _WEIGHTS))  # some versions write one without any
+            os.unlink(os.path.join(directory, _WEIGHTS))  # some versions write one without tensors
     return model.state_dict()
 
 
@@ -342,12 +335,12 @@ def _states_of(now: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaler_of(now: Mapping[str, Any]) -> Any:
-    """Return the scaler of gradients that accelerate has given to its optimizer, None if there is none."""
+    """Return the gradient scaler that accelerate attached to the optimizer, None if there is none."""
     return getattr(now["optimizer"], "scaler", None)
 
 
 def _gather_random(args: TrainingArguments) -> list[dict[str, Any]]:
-    """Return the states of the random generators of all processes, in order; all of them must come here."""
+    """Return the states of the random generators of all processes, in order. All processes must call it."""
     mine = _get_random()
     if args.world_size == 1:
         return [mine]
@@ -361,7 +354,7 @@ def _get_random() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        # Not of devices that nothing has used: to ask would begin to use them.
+        # No states of unused devices: the query would initialize them.
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
     }
 

@@ -1,22 +1,21 @@
-"""vLLM: `vllm serve MODEL --load-format stio`, by the entry point that vLLM calls in each of its processes.
+"""A load format of vLLM: `vllm serve MODEL --load-format stio`, by an entry point that vLLM calls in each process.
 
-Importing this costs neither vLLM nor CUDA: the loader's class is made when vLLM calls `register`. It stands on what
-vLLM publishes for loaders of others (`register_model_loader`, `BaseModelLoader`) and on no private name. vLLM is too
-large for this project's tests: they hold the loader against a stand-in with that interface, and against vLLM
-itself where it is installed.
+The import of this module imports neither vLLM nor CUDA: `register`, which vLLM calls, makes the class of the loader.
+It uses only the public interface for loaders (`register_model_loader`, `BaseModelLoader`). vLLM is too large for the
+tests of this project. They check the loader with a stand-in of that interface, and with vLLM where it is installed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, new_class
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,21 +23,21 @@ from torch import nn
 from stio.errors import CheckpointNotFoundError, printable
 from stio.integrations.iterators import weights
 from stio.loading.open import INDEX_NAME
-from stio.loading.options import Keywords, Settings
+from stio.loading.options import LoadOptions
 
 __all__ = ["LOAD_FORMAT", "register"]
 
 LOAD_FORMAT = "stio"
-"""What `--load-format` is given."""
+"""Value of `--load-format`."""
 
 _LOADERS = "vllm.model_executor.model_loader"
 _ALL = "*.safetensors"
-_WANTED = (_ALL, f"*{INDEX_NAME.removeprefix('model')}")
+_DOWNLOADS = (_ALL, f"*{INDEX_NAME.removeprefix('model')}")
 _SHOWN_NAMES = 5
 
 
 def register() -> None:
-    """Make the load format `stio` known to vLLM; vLLM calls this, any number of times."""
+    """Register the load format `stio`. vLLM calls this, possibly more than once."""
     _register(import_module(_LOADERS))
 
 
@@ -51,87 +50,91 @@ def _register(loaders: ModuleType) -> None:
     loaders.register_model_loader(LOAD_FORMAT)(loader)
 
 
+_KEYWORDS = [field.name for field in fields(LoadOptions)]
+"""Keys that `--model-loader-extra-config` may have: the keywords of `stio.open`."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """One checkpoint that a model's weights come from."""
+class _Checkpoint:
+    """One checkpoint with weights of a model."""
 
     model: str
-    """A directory, or a repository on the hub."""
+    """A directory, or a repository of the hub."""
     revision: str | None
-    """On the hub."""
+    """Revision on the hub."""
     prefix: str = ""
-    """Goes before each name."""
+    """Prefix for each name."""
     patterns: Sequence[str] = (_ALL,)
-    """Which files: those of the first pattern that finds any."""
+    """Patterns of file names. The first pattern that matches any file counts."""
 
 
 class _Loading:
-    """Loads safetensors by stio.
+    """Loads safetensors with stio.
 
-    `--model-loader-extra-config` takes the keywords of `stio.open`. Tensors go to the device that the model is on,
-    but to the CPU where several ranks load: they share the file's pages there, and each takes its part.
+    `--model-loader-extra-config` takes the keywords of `stio.open`. Tensors go to the device of the model. With several
+    ranks they stay on the CPU: the ranks share the pages of the files, and each uses its part.
     """
 
     load_config: Any
 
     def __init__(self, load_config: Any) -> None:
-        """Check the extra configuration, so that what is wrong is said before a model is made.
+        """Check the extra configuration before a model is made.
 
         Raises:
-            ValueError: It holds a key that is no keyword of `stio.open`, or a value out of range.
-            TypeError: A value of another type.
+            ValueError: It has a key that is not a keyword of `stio.open`, or a value out of range.
+            TypeError: A value has the wrong type.
         """
-        super().__init__(load_config)  # type: ignore[call-arg]  # the next in line is vLLM's BaseModelLoader
+        super().__init__(load_config)  # type: ignore[call-arg]  # the next class is BaseModelLoader of vLLM
         extra = dict(load_config.model_loader_extra_config or {})
-        if unknown := sorted(map(str, extra.keys() - Keywords.__annotations__.keys())):
+        if unknown := sorted(map(str, extra.keys() - _KEYWORDS)):
             raise ValueError(
-                f"load format {LOAD_FORMAT!r} does not know {', '.join(map(printable, unknown))} in the extra "
-                f"configuration; it takes {', '.join(Keywords.__annotations__)}"
+                f"load format {LOAD_FORMAT!r} does not take {', '.join(map(printable, unknown))} in the extra "
+                f"configuration; it takes {', '.join(_KEYWORDS)}"
             )
-        Settings(**extra)
-        self._extra = cast(Keywords, extra)
+        LoadOptions(**extra)
+        self._extra: dict[str, Any] = dict(extra)
 
     def download_model(self, model_config: Any) -> None:
-        """Bring the files here, if they are on the hub."""
-        self._folder(_Wanted(model_config.model, model_config.revision))
+        """Download the files, if they are on the hub."""
+        self._directory(_Checkpoint(model_config.model, model_config.revision))
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Hand the checkpoint's tensors to the model's own `load_weights`.
+        """Pass the tensors of the checkpoint to the `load_weights` of the model.
 
         Raises:
-            ValueError: The model says which weights it took, and some are missing.
+            ValueError: The model reports the weights that it took, and some are missing.
             StioError: See `stio.load`.
         """
-        keywords: Keywords = {"device": _device(model), "progress": self._shows_progress(), **self._extra}
-        # Both attributes are how models tell vLLM's own loader of their files.
+        keywords: dict[str, Any] = {"device": _device(model), "progress": self._shows_progress(), **self._extra}
+        # Models use these two attributes to name their files for the loaders of vLLM.
         patterns = getattr(model, "allow_patterns_overrides", None) or (_ALL,)
-        wanted = [_Wanted(model_config.model, model_config.revision, patterns=patterns)]
+        checkpoints = [_Checkpoint(model_config.model, model_config.revision, patterns=patterns)]
         for other in getattr(model, "secondary_weights", ()):
             chosen = getattr(other, "allow_patterns_overrides", None) or (_ALL,)
-            wanted.append(_Wanted(other.model_or_path, other.revision, other.prefix, chosen))
-        with closing(self._tensors(wanted, keywords)) as tensors:  # an error in the model ends the reading, too
-            loaded = model.load_weights(tensors)  # type: ignore[operator]  # every model of vLLM's has it
+            checkpoints.append(_Checkpoint(other.model_or_path, other.revision, other.prefix, chosen))
+        with closing(self._tensors(checkpoints, keywords)) as tensors:  # an error in the model ends the load too
+            loaded = model.load_weights(tensors)  # type: ignore[operator]  # every model of vLLM has it
         if loaded is not None and getattr(model_config, "quantization", None) is None:
             _require_all(model, loaded)
 
     def _tensors(
-        self, wanted: Sequence[_Wanted], keywords: Keywords
+        self, checkpoints: Sequence[_Checkpoint], keywords: Mapping[str, Any]
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        for each in wanted:
-            for source in _sources(self._folder(each), each.patterns):
+        for checkpoint in checkpoints:
+            for source in _sources(self._directory(checkpoint), checkpoint.patterns):
                 with closing(weights(source, **keywords)) as pairs:
-                    yield from map(partial(_prefixed, each.prefix), pairs) if each.prefix else pairs
+                    yield from map(partial(_prefixed, checkpoint.prefix), pairs) if checkpoint.prefix else pairs
 
-    def _folder(self, wanted: _Wanted) -> str:
-        """Return the directory that holds a checkpoint, fetched from the hub if it is not on this machine."""
-        if os.path.isdir(wanted.model):
-            return wanted.model
+    def _directory(self, checkpoint: _Checkpoint) -> str:
+        """Return the directory of a checkpoint; downloads it from the hub if it is not a local directory."""
+        if os.path.isdir(checkpoint.model):
+            return checkpoint.model
         hub = import_module("huggingface_hub")  # vLLM requires it
         found: str = hub.snapshot_download(
-            wanted.model,
-            revision=wanted.revision,
+            checkpoint.model,
+            revision=checkpoint.revision,
             cache_dir=self.load_config.download_dir,
-            allow_patterns=list(dict.fromkeys([*wanted.patterns, *_WANTED])),
+            allow_patterns=list(dict.fromkeys([*checkpoint.patterns, *_DOWNLOADS])),
             ignore_patterns=self.load_config.ignore_patterns,
         )
         return found
@@ -140,14 +143,14 @@ class _Loading:
         return bool(self.load_config.use_tqdm_on_load) and _rank() == 0
 
 
-def _sources(folder: str, patterns: Sequence[str]) -> list[Path]:
-    """Return what to open: the directory where its index says all, else the files of the first pattern with any."""
+def _sources(directory: str, patterns: Sequence[str]) -> list[Path]:
+    """Return the directory if it has an index; otherwise the files of the first pattern that matches any."""
     for pattern in patterns:
-        if pattern == _ALL and (Path(folder) / INDEX_NAME).exists():
-            return [Path(folder)]  # beside the indexed shards there may be all of it once more in one file
-        if pattern.endswith(".safetensors") and (found := sorted(Path(folder).glob(pattern))):
+        if pattern == _ALL and (Path(directory) / INDEX_NAME).exists():
+            return [Path(directory)]  # other files beside the indexed shards may hold the same tensors again
+        if pattern.endswith(".safetensors") and (found := sorted(Path(directory).glob(pattern))):
             return found
-    raise CheckpointNotFoundError("there are no safetensors files", path=folder, expected=" or ".join(patterns))
+    raise CheckpointNotFoundError("there are no safetensors files", path=directory, expected=" or ".join(patterns))
 
 
 def _prefixed(prefix: str, pair: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
@@ -171,9 +174,9 @@ def _rank() -> int:
 
 
 def _require_all(model: nn.Module, loaded: set[str]) -> None:
-    """Refuse a model of which a part stayed as it was made: it would answer, and wrongly.
+    """Raise an error if a weight was not loaded: the model would run, with wrong results.
 
-    What a quantization method makes itself after the load (scales) need not be in a checkpoint.
+    Weights that a quantization method makes after the load (scales) need not be in a checkpoint.
     """
     missing = {name for name, _ in model.named_parameters()} - loaded
     for name, module in model.named_modules():

@@ -1,25 +1,37 @@
-"""Loading, for people: `open`, `load`, `load_into`, and the checkpoint and stream that they work with.
+"""The public functions that load: `open`, `load`, `load_into`, and the `Checkpoint` and `Stream` that they return.
 
-The work is the engine's; what stands here turns calls into operations (`stio.loading.body`) and waits for them, on
-asyncio, uvloop or trio. No task group and no cancel scope of the caller's is held while the caller's code runs.
+Each is one coroutine that starts an operation (`stio.loading.body`) and waits for it, on asyncio, uvloop or trio;
+`stio.sync` runs the same coroutines in a thread without a loop. No task group and no cancel scope of stio is open while
+the caller's code runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from stio.loading.body import IntoLoad, start_load
-from stio.loading.module import LoadReport
-from stio.loading.options import Keywords, Settings, SourceLike
+from stio.device.base import LoadedGroup
+from stio.errors import ClosedError
+from stio.format.header import TensorInfo
+from stio.loading.body import collect, fill_module, open_source, start_reading, stream_to, verify
+from stio.loading.cache.file_image import FileCache
+from stio.loading.group_queue import GroupQueue
+from stio.loading.module import LoadReport, ModuleTarget
+from stio.loading.open import OpenCheckpoint
+from stio.loading.options import DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.plan import Names
-from stio.loading.session import CheckpointBase, StreamBase
-
-__all__ = ["Checkpoint", "Stream", "load", "load_into", "open"]
+from stio.runtime.limits import Limits
+from stio.runtime.operation import Operation, close_all
+from stio.runtime.process import switch_interval as shortened
+from stio.runtime.progress import Progress
+from stio.runtime.trace import Trace, shown
 
 
 async def load(
@@ -27,83 +39,291 @@ async def load(
     *,
     names: Names | None = None,
     slices: Mapping[str, object] | None = None,
-    **keywords: Unpack[Keywords],
+    device: DevicesLike = "cpu",
+    dtype: torch.dtype | None = None,
+    memory: Memory = "auto",
+    budget_bytes: int | None = None,
+    strict: bool = True,
+    limits: Limits | None = None,
+    verify: bool = False,
+    follow_symlinks: bool = False,
+    progress: Progress = None,
+    cache: FileCache | None = None,
+    trace: Trace | None = None,
+    switch_interval: float | None = None,
 ) -> dict[str, torch.Tensor]:
     """Load a checkpoint.
 
+    A cancel ends the load. It is raised when no thread writes to the load's memory any more.
+
     Args:
-        source: A `.safetensors` file, a directory (its `model.safetensors.index.json`, or its only
-            `*.safetensors`), or an index file.
-        names: What to load: one name, several, or a predicate; everything by default.
-        slices: By name, an index as `numpy.s_[...]` gives it; only those bytes are read.
-        **keywords: See `Keywords`.
+        source: A `.safetensors` file, a directory (its `model.safetensors.index.json`, or its only `*.safetensors`),
+            an index file, or a storage of your own (`stio.testing`).
+        names: What to load: one name, several names, or a predicate that gets a name. None: everything.
+        slices: By name, an index as `numpy.s_[...]` gives it; only the bytes of that part are read.
+        device: Device of the tensors: an argument of `torch.device`, or `"auto"`. Or one device for each tensor: a
+            mapping from names, and from prefixes of names that end at a dot (the longest one counts, `""` means all
+            others), or a callable that gets a name.
+        dtype: Cast floating tensors to it. None: as stored.
+        memory: How tensors on the CPU get their memory: `"map"` maps the files and reads them now, `"lazy"` maps
+            them and reads at the first use, `"copy"` reads into memory of their own, `"auto"` chooses between `"map"`
+            and `"copy"` by the filesystem. `"gds"` reads from the disk into an accelerator's memory by GPUDirect
+            Storage (needs kvikio), and falls back to staged reads with a warning.
+        budget_bytes: Most bytes between storage and the consumer at one time. None: 512 MiB.
+        strict: Index and shards must hold the same names.
+        limits: Bounds on the numbers in a file, as a `stio.Limits`.
+        verify: Compare every file with the checkpoint's manifest before any tensor is returned.
+        follow_symlinks: Allow shards that are links to a place outside the checkpoint's directory.
+        progress: A callable that gets a `stio.ProgressEvent`, `True` for a tqdm bar, or a tqdm class.
+        cache: A `stio.HostCache`: files in it are not read again, and files that are read may be added to it. Tensors
+            on the CPU are then copies.
+        trace: A `stio.Trace` that records what each thread did and when.
+        switch_interval: The interpreter's switch interval during the load, in seconds. None: unchanged.
 
     Returns:
-        Tensors by name, in the order of their data; tied weights are the same tensor under each name. They live
-        on their own: nothing stays open.
+        Tensors by name, in the order of their data, with the shapes of the header (or of the slices), on `device`.
+        Tied weights are the same tensor under each name. Each tensor has a storage of exactly its bytes, and is valid
+        as long as it is referenced. No file stays open; with `memory="map"` or `"lazy"` the mappings do.
 
     Raises:
-        IntegrityError: With `verify=True`: a file is not what the checkpoint's manifest says, or there is none.
-        StioError: See `stio.errors`. Whatever is raised, a cancel included, no thread reads into memory any more.
+        TypeError: An argument is of the wrong type.
+        ValueError: An argument has a wrong value, or two of them contradict each other.
+        IntegrityError: With `verify=True`: a file differs from the checkpoint's manifest, or there is no manifest.
+        StioError: See `stio.errors`.
     """
-    settings = Settings(**keywords)
-    take = await start_load(source, settings, names, slices).wait()
+    options = LoadOptions(
+        device=device,
+        dtype=dtype,
+        memory=memory,
+        budget_bytes=budget_bytes,
+        strict=strict,
+        limits=limits,
+        verify=verify,
+        follow_symlinks=follow_symlinks,
+        progress=progress,
+        cache=cache,
+        trace=trace,
+        switch_interval=switch_interval,
+    )
+    take = await start_reading(
+        source, options, lambda operation, opened: collect(operation, opened, names, options, slices)
+    ).wait()
     return take()
 
 
 async def load_into(
-    module: nn.Module, source: SourceLike, *, assign: bool = False, **keywords: Unpack[Keywords]
+    module: nn.Module,
+    source: SourceLike,
+    *,
+    assign: bool = False,
+    device: DevicesLike = "cpu",
+    dtype: torch.dtype | None = None,
+    memory: Memory = "auto",
+    budget_bytes: int | None = None,
+    strict: bool = True,
+    limits: Limits | None = None,
+    verify: bool = False,
+    follow_symlinks: bool = False,
+    progress: Progress = None,
+    cache: FileCache | None = None,
+    trace: Trace | None = None,
+    switch_interval: float | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a module.
 
-    Names and shapes are compared before anything is read. A cancel or an error leaves the module partly filled.
+    Names and shapes are compared before any tensor is read. A cancel ends the load, and is raised when no thread writes
+    to its memory. After a cancel or an error some of the module's tensors have new values.
 
     Args:
-        module: The target; its `state_dict()` decides names and shapes.
-        source: See `load`.
+        module: The target; its `state_dict()` has the expected names and shapes.
+        source: See `stio.load`.
         assign: Replace the module's tensors (they may be on `meta`) instead of copying into them.
-        **keywords: See `Keywords`; `device` counts with `assign` only.
+        device: Device of the new tensors, with `assign=True` only; see `stio.load`.
+        dtype: See `stio.load`.
+        memory: See `stio.load`.
+        budget_bytes: See `stio.load`.
+        strict: Module and checkpoint must hold the same names.
+        limits: See `stio.load`.
+        verify: See `stio.load`.
+        follow_symlinks: See `stio.load`.
+        progress: See `stio.load`.
+        cache: See `stio.load`.
+        trace: See `stio.load`.
+        switch_interval: See `stio.load`.
 
     Returns:
-        The names that are missing or unexpected (only with `strict=False` are there any).
+        The names that are missing or unexpected; both are empty with `strict=True`.
 
     Raises:
         MismatchError: Module and checkpoint differ.
-        StioError: See `load`.
+        StioError: See `stio.load`.
     """
-    return await _place(IntoLoad(source, module, Settings(**keywords), assign=assign))
+    options = LoadOptions(
+        device=device,
+        dtype=dtype,
+        memory=memory,
+        budget_bytes=budget_bytes,
+        strict=strict,
+        limits=limits,
+        verify=verify,
+        follow_symlinks=follow_symlinks,
+        progress=progress,
+        cache=cache,
+        trace=trace,
+        switch_interval=switch_interval,
+    )
+    target = ModuleTarget(module, assign=assign)
+    return await _fill(target, _queue_for(target, source, options, about=shown(source)))
 
 
-async def _place(load: IntoLoad) -> LoadReport:
-    load.feed.operation.start()
+def _queue_for(
+    target: ModuleTarget, source: SourceLike | OpenCheckpoint, options: LoadOptions, *, about: str
+) -> GroupQueue:
+    """Return the queue of a load into a module; its operation is not started."""
+
+    def body(operation: Operation[None], queue: GroupQueue) -> None:
+        fill_module(operation, queue, source, target, options)
+
+    return GroupQueue(body, name="load_into", about=about, trace=options.trace)
+
+
+async def _fill(target: ModuleTarget, queue: GroupQueue) -> LoadReport:
+    queue.operation.start()
     try:
-        while (landed := await load.feed.next()) is not None:
-            load.place(landed)
+        while (loaded := await queue.next()) is not None:
+            target.copy(loaded)
     except BaseException:
         try:
-            await load.feed.aclose()  # placing failed: nobody takes what is still to come
+            await queue.aclose()  # a copy failed: the remaining groups have no consumer
         finally:
-            load.discard()
+            target.discard()
         raise
-    return load.complete()
+    return target.complete()
 
 
-def open(source: SourceLike, **keywords: Unpack[Keywords]) -> Checkpoint:
-    """Return a checkpoint to be opened by `async with`; see `load` for what `source` takes.
+def open(
+    source: SourceLike,
+    *,
+    device: DevicesLike = "cpu",
+    dtype: torch.dtype | None = None,
+    memory: Memory = "auto",
+    budget_bytes: int | None = None,
+    strict: bool = True,
+    limits: Limits | None = None,
+    verify: bool = False,
+    follow_symlinks: bool = False,
+    progress: Progress = None,
+    cache: FileCache | None = None,
+    trace: Trace | None = None,
+    switch_interval: float | None = None,
+) -> Checkpoint:
+    """Return a checkpoint to be opened by `async with`. Nothing is read before the block is entered.
 
-    With `verify=True` all its files are hashed on entering the block, which raises as `load` does.
+    Args:
+        source: See `stio.load`.
+        device: Device of its tensors; see `stio.load`.
+        dtype: See `stio.load`.
+        memory: See `stio.load`.
+        budget_bytes: Most bytes between storage and the consumer, for each operation on it; see `stio.load`.
+        strict: Index and shards, and a module and the checkpoint, must hold the same names.
+        limits: See `stio.load`.
+        verify: Hash all files on entering the block and compare them with the manifest; raises as `stio.load` does.
+        follow_symlinks: See `stio.load`.
+        progress: See `stio.load`.
+        cache: See `stio.load`.
+        trace: See `stio.load`.
+        switch_interval: See `stio.load`.
     """
-    return Checkpoint(source, Settings(**keywords))
+    options = LoadOptions(
+        device=device,
+        dtype=dtype,
+        memory=memory,
+        budget_bytes=budget_bytes,
+        strict=strict,
+        limits=limits,
+        verify=verify,
+        follow_symlinks=follow_symlinks,
+        progress=progress,
+        cache=cache,
+        trace=trace,
+        switch_interval=switch_interval,
+    )
+    return Checkpoint(source, options)
 
 
-class Checkpoint(CheckpointBase):
-    """An open checkpoint. Get one by `async with stio.open(...)`; leaving the block ends what it still does.
+class Checkpoint:
+    """An open checkpoint, made by `async with stio.open(...)`.
 
-    Tensors that it gave out stay valid after that.
+    Leaving the block cancels its operations under way, waits for their threads, and closes the files. Tensors that were
+    returned stay valid. Outside the block every method raises `ClosedError`.
+
+    Args:
+        source: The checkpoint.
+        options: Options of the open and of the loads.
     """
+
+    def __init__(self, source: SourceLike, options: LoadOptions) -> None:
+        self._source = source
+        self._options = options
+        self._opened: OpenCheckpoint | None = None
+        self._operations: weakref.WeakSet[Operation[Any]] = weakref.WeakSet()
+        self._closing = threading.Lock()
+
+    @property
+    def _now(self) -> OpenCheckpoint:
+        if self._opened is None:
+            raise ClosedError("the checkpoint is not open; use it inside its `with` block", path=str(self._source))
+        return self._opened
+
+    def keys(self) -> list[str]:
+        """Return the names of all tensors in the order of their data, aliases last."""
+        opened = self._now
+        return [name for header in opened.headers for name in header.names] + list(opened.aliases)
+
+    def __len__(self) -> int:
+        return sum(len(header) for header in self._now.headers) + len(self._now.aliases)
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in header for header in self._now.headers) or name in self._now.aliases
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Text metadata of the shards and of their index."""
+        return self._now.metadata
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Names that share another tensor's data (tied weights), to that tensor's name."""
+        return self._now.aliases
+
+    def info(self, name: str) -> TensorInfo:
+        """Return the entry of a tensor in the header: dtype, shape, shard and offsets.
+
+        Raises:
+            TensorNotFoundError: There is no tensor of this name.
+        """
+        return self._now.info(name)
 
     async def __aenter__(self) -> Self:
-        self._opened = await self._start_open().wait()
+        if self._opened is not None:
+            raise RuntimeError("the checkpoint is open already")
+        source, options = self._source, self._options
+
+        def body(operation: Operation[Any]) -> OpenCheckpoint:
+            opened = open_source(operation, source, options)
+            operation.set_log_detail(lambda: f"{len(opened.files):,} files")
+            try:
+                verify(operation, opened, options)
+            except BaseException:
+                opened.close()
+                raise
+            return opened
+
+        operation = Operation(body, name="open", about=shown(source), discard=OpenCheckpoint.close)
+        self._opened = await operation.start().wait()
         return self
 
     async def __aexit__(
@@ -112,23 +332,32 @@ class Checkpoint(CheckpointBase):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End operations under way, and give the descriptors back. Idempotent."""
-        opened, operations = self._begin_close()
-        interrupted: BaseException | None = None
-        for operation in operations:
-            try:
-                await operation.aclose()
-            except BaseException as error:
-                interrupted = error  # it has ended all the same; the others must, before their files are closed
-        if opened is not None:
-            opened.discard()
-        if interrupted is not None:
-            raise interrupted
+        """Cancel operations under way, wait until they have ended, and close the files. Idempotent."""
+        with self._closing:  # no further operation can start
+            opened, self._opened = self._opened, None
+            operations = list(self._operations)
+        try:
+            await close_all(operations)
+        finally:
+            if opened is not None:
+                opened.discard()
 
     async def load(
         self, names: Names | None = None, slices: Mapping[str, object] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Load tensors; see `stio.load`."""
+        """Load tensors; see `stio.load`.
+
+        Args:
+            names: See `stio.load`.
+            slices: See `stio.load`.
+
+        Returns:
+            See `stio.load`.
+
+        Raises:
+            ClosedError: The checkpoint is not open, or was closed during the load.
+            StioError: See `stio.load`.
+        """
         take = await self._start_load(names, slices).wait()
         return take()
 
@@ -136,43 +365,113 @@ class Checkpoint(CheckpointBase):
         """Load one tensor, or a part of it.
 
         Args:
-            name: The tensor.
-            index: What `tensor[index]` would pick, as `numpy.s_[...]` gives it; only those bytes are read.
+            name: Name of the tensor.
+            index: An index as in `tensor[index]`, made by `numpy.s_[...]`; only the bytes of that part are read. None:
+                the whole tensor.
+
+        Returns:
+            The tensor, or a tensor of the shape of `tensor[index]`, on the checkpoint's `device`.
 
         Raises:
-            TensorNotFoundError: There is none of this name.
-            SliceError: The index does not fit.
+            TensorNotFoundError: There is no tensor of this name.
+            SliceError: The index does not fit the shape of the tensor.
+            ClosedError: The checkpoint is not open, or was closed during the read.
         """
-        take = await self._start_load(*self._one(name, index)).wait()
+        slices = None if index is None else {self._now.aliases.get(name, name): index}
+        take = await self._start_load(name, slices).wait()
         return take()[name]
 
     def stream(self, names: Names | None = None, slices: Mapping[str, object] | None = None) -> Stream:
-        """Return tensors as they become ready, within the budget; see `Stream`."""
-        return Stream(self._feed(names, slices))
+        """Return a stream of the tensors as they become ready, within the budget; see `Stream`.
+
+        Args:
+            names: See `stio.load`.
+            slices: See `stio.load`.
+        """
+        opened, options = self._now, self._options
+
+        def body(operation: Operation[None], queue: GroupQueue) -> None:
+            with shortened(options.switch_interval):
+                stream_to(operation, queue, opened, names, options, slices)
+
+        queue = GroupQueue(body, name="stream", about=opened.path, trace=options.trace)
+        self._own(queue.operation)
+        return Stream(queue)
 
     async def load_into(self, module: nn.Module, *, strict: bool | None = None, assign: bool = False) -> LoadReport:
-        """Load into a module; see `stio.load_into`."""
-        return await _place(self._into(module, strict=strict, assign=assign))
+        """Load into a module; see `stio.load_into`.
+
+        Args:
+            module: See `stio.load_into`.
+            strict: See `stio.load_into`. None: the value of `stio.open`.
+            assign: See `stio.load_into`.
+        """
+        options = self._options if strict is None else replace(self._options, strict=strict)
+        opened, target = self._now, ModuleTarget(module, assign=assign)
+        queue = _queue_for(target, opened, options, about=opened.path)
+        self._own(queue.operation)
+        return await _fill(target, queue)
+
+    def _start_load(
+        self, names: Names | None, slices: Mapping[str, object] | None
+    ) -> Operation[Callable[[], dict[str, torch.Tensor]]]:
+        opened, options = self._now, self._options
+
+        def body(operation: Operation[Any]) -> Callable[[], dict[str, torch.Tensor]]:
+            with shortened(options.switch_interval):
+                return collect(operation, opened, names, options, slices)
+
+        return self._own(Operation(body, name="load", kind="load", about=opened.path)).start()
+
+    def _own(self, operation: Operation[Any]) -> Operation[Any]:
+        """Register an operation, which is cancelled when the checkpoint is closed."""
+        with self._closing:
+            if self._opened is None:
+                raise ClosedError("the checkpoint was closed", path=str(self._source))
+            self._operations.add(operation)
+        return operation
 
 
-class Stream(StreamBase, AsyncIterator[tuple[str, torch.Tensor]]):
+class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
     """Pairs of name and tensor, in the order in which they become ready.
 
-    Reading runs ahead by the budget and no further. Iterate it, or hold it by `async with` first; leaving the
-    block ends it, and so does dropping it: nothing goes on for an iterator that nobody holds.
+    Reading is ahead of the consumer by at most the budget. Iterate the stream, or enter it by `async with` first. The
+    load ends when the block is left, when the wait for the next tensor is cancelled, or when the stream is deleted.
+    Tensors that were returned stay valid.
+
+    Args:
+        queue: Its groups; the operation is not started.
     """
+
+    def __init__(self, queue: GroupQueue) -> None:
+        self._queue = queue
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._names: list[str] = []
+        self._begun = self._closed = False
+
+    def promote(self, names: Iterable[str]) -> None:
+        """Read these tensors before all others whose read has not started."""
+        self._queue.promote(set(names))
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> tuple[str, torch.Tensor]:
+        pair = await self.take()
+        if pair is None:
+            raise StopAsyncIteration
+        return pair
+
+    async def take(self) -> tuple[str, torch.Tensor] | None:
+        """Return the next name and tensor, None at the end."""
         self._begin()
         while not self._names:
-            landed = await self._feed.next()
-            if landed is None:
-                raise StopAsyncIteration
-            self._unpack(landed)
-        return self._pop()
+            group = await self._queue.next()
+            if group is None:
+                return None
+            self._unpack(group)
+        name = self._names.pop()
+        return name, self._tensors.pop(name)
 
     async def __aenter__(self) -> Self:
         self._begin()
@@ -184,6 +483,23 @@ class Stream(StreamBase, AsyncIterator[tuple[str, torch.Tensor]]):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End the reading, and wait until nothing of it is left. Idempotent."""
-        self._end()
-        await self._feed.aclose()
+        """Cancel the load, and wait until its threads have ended. Idempotent."""
+        self._closed = True
+        self._tensors, self._names = {}, []
+        await self._queue.aclose()
+
+    def _begin(self) -> None:
+        if self._closed:
+            raise ClosedError("the stream was closed")
+        if not self._begun:
+            self._begun = True
+            self._queue.operation.start()
+
+    def _unpack(self, loaded: LoadedGroup) -> None:
+        tensors = loaded.take()
+        self._tensors |= tensors  # another consumer may have added a group in between
+        self._names[:0] = reversed(tensors)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_queue"):
+            self._queue.operation.cancel()

@@ -1,58 +1,100 @@
-"""The bodies of loads: open, plan and carry out on one thread, so that a `load` is two handoffs, there and back."""
+"""The bodies of loads, each one function that an operation runs on its thread: open, plan, read, close.
+
+A load from a path costs two thread switches, to its thread and back: opening, reading and closing are one body.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from stio.device.base import LoadedGroup
-from stio.errors import TensorNotFoundError
+from stio.device.placement import resolve_placement
+from stio.device.tensors import Casts
 from stio.loading.group_queue import GroupQueue
 from stio.loading.integrity import verify_files
-from stio.loading.module import Into, LoadReport
+from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint, open_checkpoint
-from stio.loading.options import Settings, SourceLike
+from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.plan import Group, Names
-from stio.loading.prepare import Transfer, prepare
-from stio.loading.targets import LoadOptions
+from stio.loading.prepare import prepare
+from stio.loading.scheduler import LoadScheduler
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.operation import Operation
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.trace import shown, traced
 
-__all__ = ["IntoLoad", "carry_out_stream", "collect", "gather", "start_load", "start_reading", "verify"]
-
 T = TypeVar("T")
 
 
+def open_source(
+    operation: Operation[Any], source: SourceLike, options: LoadOptions, *, strict: bool | None = None
+) -> OpenCheckpoint:
+    """Open a checkpoint with these options; `strict` replaces their value unless it is None."""
+    with traced(options.trace, "open", detail=shown(source)):
+        return open_checkpoint(
+            source,
+            limits=options.limits,
+            strict=options.strict if strict is None else strict,
+            follow_symlinks=options.follow_symlinks,
+            with_manifest=options.verify,
+            check=operation.check,
+        )
+
+
+def verify(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOptions) -> None:
+    """With `verify=True`, compare the files with their manifest, before any tensor is read."""
+    if options.verify:
+        with traced(options.trace, "verify"):
+            verify_files(opened, check=operation.check, budget_bytes=options.budget_bytes or DEFAULT_BUDGET_BYTES)
+
+
+def carry_out(operation: Operation[Any], scheduler: LoadScheduler) -> None:
+    """Run a load to its end; a cancel of the operation stops it."""
+    operation.set_log_detail(scheduler.describe)
+    operation.on_cancel(scheduler.stop)
+    scheduler.run()
+
+
 def gather(
-    operation: Operation[Any], opened: OpenCheckpoint, names: Names | None, options: LoadOptions
+    operation: Operation[Any],
+    opened: OpenCheckpoint,
+    names: Names | None,
+    options: LoadOptions,
+    slices: Mapping[str, object] | None = None,
+    *,
+    casts: Casts | None = None,
 ) -> list[LoadedGroup]:
-    """Load to the end; return the groups, not handed over yet."""
-    landed: list[LoadedGroup] = []
-    options = _by_target(options, opened)
-    transfer = prepare(opened, names, options, deliver=lambda _, group: landed.append(group))
-    _carry_out(operation, transfer)
-    return landed
+    """Load to the end; return the groups. The consumer's thread calls `LoadedGroup.take` of each."""
+    groups: list[LoadedGroup] = []
+    scheduler = prepare(
+        opened, names, options, slices=slices, casts=casts, deliver=lambda _, group: groups.append(group)
+    )
+    carry_out(operation, scheduler)
+    return groups
 
 
 def collect(
-    operation: Operation[Any], opened: OpenCheckpoint, names: Names | None, options: LoadOptions
+    operation: Operation[Any],
+    opened: OpenCheckpoint,
+    names: Names | None,
+    options: LoadOptions,
+    slices: Mapping[str, object] | None = None,
 ) -> Callable[[], dict[str, torch.Tensor]]:
-    """Load to the end; return a function that hands everything over to the consumer's thread.
+    """Load to the end; return a function that returns all tensors. The consumer's thread calls it.
 
-    The tensors come in the order of the checkpoint's data, aliases last.
+    The tensors are in the order of the checkpoint's data, aliases last.
     """
-    landed = gather(operation, opened, names, options)
+    groups = gather(operation, opened, names, options, slices)
     headers, aliases = opened.headers, opened.aliases
 
     def take() -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
-        for group in landed:
+        for group in groups:
             tensors |= group.take()
         ordered = {name: tensors[name] for header in headers for name in header.names if name in tensors}
         return ordered | {name: tensors[name] for name in aliases if name in tensors}
@@ -60,142 +102,80 @@ def collect(
     return take
 
 
-def carry_out_stream(
-    operation: Operation[None], feed: GroupQueue, opened: OpenCheckpoint, names: Names | None, options: LoadOptions
+def stream_to(
+    operation: Operation[None],
+    queue: GroupQueue,
+    opened: OpenCheckpoint,
+    names: Names | None,
+    options: LoadOptions,
+    slices: Mapping[str, object] | None,
 ) -> None:
-    """Deliver groups to a feed until all are there, at the consumer's pace."""
-    transfer = prepare(opened, names, _by_target(options, opened), deliver=feed.put, hold=True)
-    feed.attach(transfer.run, opened.aliases)
-    _carry_out(operation, transfer)
+    """Deliver all groups to a queue. The budget is released by the consumer, so reading waits for it."""
+    scheduler = prepare(opened, names, options, slices=slices, deliver=queue.put, hold=True)
+    queue.attach(scheduler, opened.aliases)
+    carry_out(operation, scheduler)
 
 
-def _carry_out(operation: Operation[Any], transfer: Transfer) -> None:
-    operation.remark(transfer.describe)
-    operation.on_cancel(transfer.run.stop)
-    transfer.carry_out()
+def fill_module(
+    operation: Operation[None],
+    queue: GroupQueue,
+    source: SourceLike | OpenCheckpoint,
+    target: ModuleTarget,
+    options: LoadOptions,
+) -> None:
+    """Load into a module; groups that the consumer's thread must copy are put in the queue."""
+    with shortened(options.switch_interval):
+        if isinstance(source, OpenCheckpoint):  # it was verified when it was opened
+            _fill_module(operation, queue, source, target, options, verified=True)
+            return
+        # The names that the module needs are compared, and not those of the index.
+        with closing(open_source(operation, source, options, strict=False)) as opened:
+            _fill_module(operation, queue, opened, target, options, verified=False)
 
 
-def _by_target(options: LoadOptions, opened: OpenCheckpoint) -> LoadOptions:
-    """Return the options with slices under the names that have data, aliases resolved."""
-    slices = {opened.aliases.get(name, name): index for name, index in options.slices.items()}
-    for name in slices:
-        if not any(name in header for header in opened.headers):
-            raise TensorNotFoundError("slices= names a tensor that is not there", path=opened.path, found=name)
-    return replace(options, slices=slices)
+def _fill_module(
+    operation: Operation[None],
+    queue: GroupQueue,
+    opened: OpenCheckpoint,
+    target: ModuleTarget,
+    options: LoadOptions,
+    *,
+    verified: bool,
+) -> None:
+    infos = {name: header.info(name) for header in opened.headers for name in header.names}
+    names, _ = target.match(infos, opened.aliases, strict=options.strict, path=opened.path)
+    if not verified:
+        verify(operation, opened, options)
+    if not target.assigns:
+        options = replace(options, device=str(target.device))  # the copies stay on one device
+    # If no device queue orders the copies the workers make them, and no event loop is needed.
+    direct = target.on_cpu and resolve_placement(options.device) == torch.device("cpu")
 
+    def deliver(group: Group, loaded: LoadedGroup) -> None:
+        if target.assigns:
+            target.keep(loaded)
+        elif direct:
+            target.copy(loaded)
+        else:
+            queue.put(group, loaded)
 
-def verify(opened: OpenCheckpoint, settings: Settings, operation: Operation[Any]) -> None:
-    """Compare the files with their manifest, if the settings ask for that; until then no tensor leaves them."""
-    if settings.verify:
-        with traced(settings.trace, "verify"):
-            verify_files(opened, check=operation.check, budget_bytes=settings.budget_bytes or DEFAULT_BUDGET_BYTES)
-
-
-def start_load(
-    source: SourceLike, settings: Settings, names: Names | None, slices: Mapping[str, object] | None
-) -> Operation[Callable[[], dict[str, torch.Tensor]]]:
-    """Begin to open, load and close; the result hands the tensors over."""
-    return start_reading(
-        source, settings, slices, lambda operation, opened, options: collect(operation, opened, names, options)
-    )
+    scheduler = prepare(opened, names, options, deliver=deliver, hold=not (direct or target.assigns))
+    queue.attach(scheduler)
+    carry_out(operation, scheduler)
+    if target.assigns:
+        target.make()
 
 
 def start_reading(
-    source: SourceLike,
-    settings: Settings,
-    slices: Mapping[str, object] | None,
-    read: Callable[[Operation[Any], OpenCheckpoint, LoadOptions], T],
+    source: SourceLike, options: LoadOptions, read: Callable[[Operation[Any], OpenCheckpoint], T]
 ) -> Operation[T]:
-    """Begin to open a checkpoint, verify it, do something with it on the operation's thread, and close it."""
+    """Start an operation that opens a checkpoint, verifies it, reads from it by a function, and closes it."""
 
     def body(operation: Operation[Any]) -> T:
-        with shortened(settings.switch_interval):
-            options = settings.load_options(slices)
-            with traced(settings.trace, "open", detail=shown(source)):
-                opened = open_checkpoint(source, settings.open_options(), check=operation.check)
-            try:
-                verify(opened, settings, operation)
-                return read(operation, opened, options)
-            finally:
-                opened.close()
+        with shortened(options.switch_interval):
+            resolve_placement(options.device)  # a missing device is an error before any file is opened
+            with closing(open_source(operation, source, options)) as opened:
+                verify(operation, opened, options)
+                return read(operation, opened)
 
     return Operation(body, name="load", kind="load", about=shown(source)).start()
-
-
-class IntoLoad:
-    """A load into a module: groups that a consumer's thread must put in place come from `feed`."""
-
-    def __init__(
-        self, source: SourceLike | OpenCheckpoint, module: nn.Module, settings: Settings, *, assign: bool
-    ) -> None:
-        self._source = source
-        self.into = Into(module, assign=assign)
-        """The target."""
-        self._settings = settings
-        self._landed: list[LoadedGroup] = []
-        self.report: LoadReport | None = None
-        """What differed; there once the feed has ended."""
-        about = source.path if isinstance(source, OpenCheckpoint) else shown(source)
-        self.feed = GroupQueue(self._body, name="load_into", about=about, trace=settings.trace)
-        """Groups for the consumer's thread; its operation is not begun yet."""
-
-    def _body(self, operation: Operation[None], feed: GroupQueue) -> None:
-        settings = self._settings
-        with shortened(settings.switch_interval):
-            if isinstance(self._source, OpenCheckpoint):
-                self._carry_out(operation, feed, self._source)
-                return
-            with traced(settings.trace, "open", detail=shown(self._source)):
-                opened = open_checkpoint(
-                    self._source, replace(settings.open_options(), strict=False), check=operation.check
-                )
-            try:
-                self._carry_out(operation, feed, opened)
-            finally:
-                opened.close()
-
-    def _carry_out(self, operation: Operation[None], feed: GroupQueue, opened: OpenCheckpoint) -> None:
-        infos = {name: header.info(name) for header in opened.headers for name in header.names}
-        names, report = self.into.match(infos, opened.aliases, strict=self._settings.strict, path=opened.path)
-        settings = self._settings
-        if opened is not self._source:  # an open checkpoint was verified when it was opened
-            verify(opened, settings, operation)
-        if not self.into.assigns:
-            settings = replace(settings, device=str(self.into.device))  # the copies stay on one device
-        options = settings.load_options()
-        # Where no device queue orders the copies the workers make them, and the consumer's loop may stand still.
-        direct = self.into.on_cpu and options.device == torch.device("cpu")
-
-        def deliver(group: Group, landed: LoadedGroup) -> None:
-            if self.into.assigns:
-                self._landed.append(landed)  # handed over at the end, with all the others
-                self.into.put(landed.tensors)
-            elif direct:
-                self.into.put(landed.take())
-            else:
-                feed.put(group, landed)
-
-        transfer = prepare(opened, names, options, deliver=deliver, hold=not (direct or self.into.assigns))
-        feed.attach(transfer.run)
-        _carry_out(operation, transfer)
-        if self.into.assigns:
-            self.into.make()
-        self.report = report
-
-    def place(self, landed: LoadedGroup) -> None:
-        """Put a group in place on the consumer's thread."""
-        self.into.put(landed.take())
-
-    def discard(self) -> None:
-        """Let go of all tensors after a failure: its traceback may hold this for long."""
-        self._landed.clear()
-        self.into.discard()
-
-    def complete(self) -> LoadReport:
-        """Finish on the consumer's thread, once the feed has ended."""
-        for landed in self._landed:
-            landed.take()
-        self.into.complete()
-        self.discard()
-        assert self.report is not None
-        return self.report

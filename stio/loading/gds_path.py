@@ -1,9 +1,9 @@
-"""The way in that the host's memory has no part in: disk to device, by GPUDirect Storage, for who asks for it.
+"""The GDS read path: from the disk to the device by GPUDirect Storage, without host memory, for `memory="gds"`.
 
-It reads into slots that lie on the device, as a load that stages reads into slots on the host: whole aligned blocks,
-which the device then copies to where tensors lie, at the speed of its own memory. What the disk writes is in no
-queue of the device's; the event behind a slot's copies says when it may be written again. Before the first tensor a
-file is read both ways and compared; where they differ, or where GPUDirect Storage gives up later, all goes on staged.
+It reads whole aligned blocks into slots on the device, and the device copies them to the tensors at the speed of its
+memory: a staged path with slots on the device. The writes of the disk are in no stream of the device, so a slot is
+filled again only after the event behind its copies. Before the first tensor a part of each file is read by both paths
+and compared. If the bytes differ, or GPUDirect Storage fails later, the load continues through the host.
 """
 
 from __future__ import annotations
@@ -11,60 +11,60 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from time import sleep
 
 import torch
 
 from stio.device.base import Accelerator, LoadedGroup
+from stio.device.copy_queue import CopyQueue
 from stio.device.cuda import TorchAccelerator, bytes_of
 from stio.errors import DeviceMemoryError, StorageError
 from stio.loading.plan import Block, Group
-from stio.loading.read_paths import StagedPath, Staging
+from stio.loading.scheduler import ReadPath
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.storage.gds import GdsFile
 from stio.storage.local import LocalFile
 
-__all__ = ["DirectRing", "GdsPath"]
-
 logger = logging.getLogger("stio")
 
 _PROBE_BYTES = 1 << 20
-_NO_ROOM = (DeviceMemoryError, MemoryError)
+_NO_MEMORY: tuple[type[Exception], ...] = (DeviceMemoryError, MemoryError)
+_NO_MEMORY_OR_READ: tuple[type[Exception], ...] = (StorageError, *_NO_MEMORY)
 
 
-class DirectRing:
-    """Slots on one device of a load, the files that are read into them, and whether that serves.
+class GdsDevice:
+    """GPUDirect Storage to one device of a load: its open files, slots on the device, and whether it is usable.
 
     Args:
         accelerator: The device.
-        slots: Makes the slots, of memory that it gets by `make=`.
+        new_queue: Returns a copy queue whose slots are allocated by the function given as `allocate`.
     """
 
-    def __init__(self, accelerator: Accelerator, slots: Callable[..., Staging]) -> None:
+    def __init__(self, accelerator: Accelerator, new_queue: Callable[..., CopyQueue[Block]]) -> None:
         self._accelerator = accelerator
-        self._made: list[weakref.ref[torch.Tensor]] = []
-        self.stage = slots(make=self._make)
-        """The slots."""
-        self.serves = True
-        """Whether it has not failed yet."""
-        self._failing = threading.Lock()
+        self._slots: list[weakref.ref[torch.Tensor]] = []
+        self.copy_queue = new_queue(allocate=self._allocate)
+        """Copies from slots on the device."""
+        self.is_usable = True
+        """False after the first failure."""
+        self._disabling = threading.Lock()
         self._files = ExitStack()
 
     def open(self, file: LocalFile) -> GdsFile | None:
-        """Open a file and try it out; None, with a warning, where it does not serve.
+        """Open a file and test a read; None, with a warning, if GPUDirect Storage is not usable.
 
         Raises:
-            ImportError: There is no kvikio.
-            TruncatedError: The file is shorter than it was.
-            DeviceError: The device does not serve.
+            ImportError: kvikio is not installed.
+            TruncatedError: The file is shorter than when it was opened.
+            DeviceError: The device is not usable.
         """
         accelerator = self._accelerator
         try:
-            # Any other kind of accelerator stands for one of torch's (tests): it has no current device.
+            # Any other kind of accelerator is a fake (tests), which has no current device.
             direct = GdsFile(file, accelerator.as_current if isinstance(accelerator, TorchAccelerator) else nullcontext)
             try:
                 _require_same(file, direct, accelerator)
@@ -72,94 +72,93 @@ class DirectRing:
                 direct.close()
                 raise
         except (StorageError, DeviceMemoryError) as error:
-            self.fail(str(error))
+            self.disable(str(error))
             return None
         self._files.callback(direct.close)
         return direct
 
-    def fail(self, reason: str) -> None:
-        """Use it no more; the first to say so warns."""
-        with self._failing:
-            is_first, self.serves = self.serves, False
+    def disable(self, reason: str) -> None:
+        """Stop the use of GPUDirect Storage; only the first call warns."""
+        with self._disabling:
+            is_first, self.is_usable = self.is_usable, False
         if is_first:
-            # Its text alone: whoever keeps the record must not keep an error's frames, and by them the device's memory.
-            logger.warning("GPUDirect Storage does not serve, files are read through the host: %s", reason)
+            # The text alone: a log record that is stored must not hold an error's frames, and device memory by them.
+            logger.warning("GPUDirect Storage is not usable, files are read through the host: %s", reason)
 
-    def make_room(self, stopped: Callable[[], bool]) -> None:
-        """Let go of the slots, which tensors want the room of; wait until it is free, or until `stopped()`.
+    def free_slots(self, stopped: Callable[[], bool]) -> None:
+        """Free the slots, since tensors need their memory; wait until it is free, or until `stopped()`.
 
         Raises:
             DeviceError: A copy failed.
         """
-        self.stage.retire(stopped)
-        # A thread that is done with a slot may have it in a frame for a moment more.
-        while any(slot() is not None for slot in self._made) and not stopped():
+        self.copy_queue.retire(stopped)
+        # The frame of a thread that has released a slot may refer to it for a short time.
+        while any(slot() is not None for slot in self._slots) and not stopped():
             sleep(0.001)
 
     def close(self) -> None:
         """Wait for the copies under way, and close the files. Idempotent."""
         with self._files:
-            self.stage.close()
+            self.copy_queue.close()
 
-    def _make(self, nbytes: int) -> Region:
+    def _allocate(self, nbytes: int) -> Region:
         slot = self._accelerator.empty(nbytes)
-        # The allocator gives out what the copy queue is about to be done with; the disk does not stand in that queue.
+        # The allocator returns memory that earlier work on the copy stream may still use. The disk does not wait for
+        # that stream, so the host does.
         self._accelerator.copy([]).synchronize()
-        self._made.append(weakref.ref(slot))
+        self._slots.append(weakref.ref(slot))
         return _region(slot, self._accelerator)
 
 
 class GdsPath:
-    """File to device memory, with another way to go on by.
+    """Reads a file into slots on the device, or by the staged path after a failure.
 
     Args:
-        ring: The device's, shared by all files of the load.
-        direct: The way through its slots.
-        staged: The way through the host, of the same file, to the same memory.
+        device: GPUDirect Storage to the device, shared by all files of the load.
+        direct: The read path through slots on the device.
+        staged: The read path of the same file through the host, to the same memory.
     """
 
     label = "read"
 
-    def __init__(self, ring: DirectRing, direct: StagedPath, staged: StagedPath) -> None:
-        self._ring = ring
+    def __init__(self, device: GdsDevice, direct: ReadPath, staged: ReadPath) -> None:
+        self._device = device
         self._direct = direct
         self._staged = staged
+        self.copy_queues: Sequence[CopyQueue[Block]] = (*direct.copy_queues, *staged.copy_queues)
+        """The queues of both read paths."""
 
-    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> float:
-        """Read a block into a slot; return the seconds of waiting for one."""
-        ring = self._ring
-        if ring.serves:
-            # What is scattered would be many short reads. Tensors may want the room that slots take.
-            way, failures = (self._staged, _NO_ROOM) if block.scatter else (self._direct, (StorageError, *_NO_ROOM))
+    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> float | None:
+        """Read a block into a slot and queue its copies; return the seconds of the wait for a slot."""
+        device = self._device
+        if device.is_usable:
+            # A scattered block would be many short reads. In both cases memory for slots or tensors may be missing.
+            path = self._staged if block.scatter else self._direct
+            failures = _NO_MEMORY if block.scatter else _NO_MEMORY_OR_READ
             try:
-                return way.read(group, block, stopped)
+                return path.read(group, block, stopped)
             except failures as error:
                 reason = str(error)
-            ring.fail(reason)
-        ring.make_room(stopped)
+            device.disable(reason)
+        device.free_slots(stopped)
         return self._staged.read(group, block, stopped)
 
-    def settle(self, block: Block, settled: Callable[[Block], None]) -> None:
-        """Queue the copies of what was read, by either way."""
-        self._direct.settle(block, settled)
-        self._staged.settle(block, settled)
-
-    def finish(self, group: Group) -> LoadedGroup:
-        """Return the device's tensors; the consumer's stream will wait for their last copy."""
-        return self._staged.finish(group)
+    def make_tensors(self, group: Group) -> LoadedGroup:
+        """Return tensors on the device; the stream that uses them must wait for the events behind their copies."""
+        return self._staged.make_tensors(group)
 
     def close(self) -> None:
-        """Wait for the copies under way; then nothing reads a slot or writes to the device any more."""
+        """Wait for the copies under way; after that no copy reads a slot or writes to the device."""
         with ExitStack() as closing:
             closing.callback(self._staged.close)
-            closing.callback(self._ring.close)
+            closing.callback(self._device.close)
 
 
 def _require_same(plain: LocalFile, direct: GdsFile, accelerator: Accelerator) -> None:
-    """Read a part of the file both ways.
+    """Read a part of the file by both read paths, and compare.
 
     Raises:
-        StorageError: What comes is not the same, or nothing does.
+        StorageError: The bytes differ, or a read fails.
     """
     nbytes = min(_PROBE_BYTES, plain.identity.nbytes)
     offset = (plain.identity.nbytes - nbytes) // 2 // PAGE_BYTES * PAGE_BYTES
@@ -172,7 +171,7 @@ def _require_same(plain: LocalFile, direct: GdsFile, accelerator: Accelerator) -
     with accelerator.on_queue():
         found = target.cpu()
     if not torch.equal(found, bytes_of(expected)):
-        raise StorageError("GPUDirect Storage brings other bytes than a plain read", path=plain.path, offset=offset)
+        raise StorageError("GPUDirect Storage reads other bytes than a plain read", path=plain.path, offset=offset)
 
 
 def _region(memory: torch.Tensor, accelerator: Accelerator) -> Region:

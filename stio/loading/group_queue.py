@@ -1,11 +1,14 @@
-"""Groups on their way from the workers to one consumer, who may be a task of any loop or a thread."""
+"""A queue of loaded groups, from a load's workers to one consumer: a task of any event loop, or a thread.
+
+The queue has the operation of the load. The scheduler delivers groups to `put`. `next` returns them one by one, and
+first releases the budget of the previous group. So the memory under way, with the consumer's group, is at most the
+budget.
+"""
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from time import perf_counter
 
 from stio.device.base import LoadedGroup
@@ -15,19 +18,15 @@ from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation
 from stio.runtime.trace import Trace
 
-__all__ = ["GroupQueue"]
-
 
 class GroupQueue:
-    """Hands groups over one by one; taking one gives the budget of the one before back.
-
-    So at most the budget is on the way, the group in the consumer's hands included.
+    """Groups for one consumer, in the order in which they become ready.
 
     Args:
-        body: Runs on a thread: makes a run that delivers to `put`, announces it by `attach`, carries it out.
+        body: Runs on a thread: prepares a load that delivers to `put`, passes its scheduler to `attach`, runs it.
         name: Name of that thread.
-        about: What is loaded, for the log.
-        trace: Where it goes what the consumer did: wait for a group, and use it until it asked for the next.
+        about: Name of the source, for the log.
+        trace: Records spans of the consumer: its wait for a group, and its use of the group until it takes the next.
     """
 
     def __init__(
@@ -40,119 +39,100 @@ class GroupQueue:
     ) -> None:
         self._items: deque[tuple[Group, LoadedGroup]] = deque()
         self._notifier = Notifier()
-        self._run: LoadScheduler | None = None
+        self._scheduler: LoadScheduler | None = None
         self._promoted: set[str] = set()
         self._aliases: Mapping[str, str] = {}
         self._held: Group | None = None
         self._trace = trace
-        self._taken = 0.0  # when the consumer got the group that it holds
+        self._taken = 0.0  # when the consumer took the group that it uses
         self.operation: Operation[None] = Operation(
             self._carry_out(body), name=name, kind="load", about=about, notifier=self._notifier
         )
-        """The thread's work; cancelling it ends the feed."""
+        """The operation of the load; a cancel of it ends the queue."""
 
     def _carry_out(self, body: Callable[[Operation[None], GroupQueue], None]) -> Callable[[Operation[None]], None]:
         def run(operation: Operation[None]) -> None:
             try:
                 body(operation, self)
             except BaseException:
-                self._items.clear()  # nobody will fetch them, and the error's frames would keep us, and us them
+                self._items.clear()  # they have no consumer, and the error's frames refer to this queue
                 raise
             finally:
-                self._run = None  # it delivers to us: a circle, which would keep what nobody fetched
+                self._scheduler = None  # it refers to this queue: without the cycle both are freed at once
 
         return run
 
-    def attach(self, run: LoadScheduler, aliases: Mapping[str, str] | None = None) -> None:
-        """Say whose budget is given back, and which names are another tensor's (called by the body)."""
+    def attach(self, scheduler: LoadScheduler, aliases: Mapping[str, str] | None = None) -> None:
+        """Set the scheduler that delivers, and the names that share another tensor's data (called by the body)."""
         self._aliases = aliases or {}
-        self._run = run
-        run.promote(self._with_data(self._promoted))
+        self._scheduler = scheduler
+        scheduler.promote(self._with_data(self._promoted))
 
-    def put(self, group: Group, landed: LoadedGroup) -> None:
+    def put(self, group: Group, loaded: LoadedGroup) -> None:
         """Deliver a group (called by workers)."""
-        self._items.append((group, landed))
+        self._items.append((group, loaded))
         self._notifier.notify()
 
     async def next(self) -> LoadedGroup | None:
-        """Return the next group, None at the end; waits in the current task."""
-        asked = self._ask()
-        self._give_back()
-        try:
-            await self._notifier.wait_for(self._ready)
-        except GeneratorExit:
-            self.operation.cancel()  # the coroutine is thrown away, it must not wait any more
-            raise
-        except BaseException:
-            # The exception at hand goes first; `Task.cancelling` remembers a second cancel.
-            with suppress(asyncio.CancelledError):
-                await self.aclose()
-            raise
-        return self._pick(asked)
+        """Return the next group, None at the end. A cancel of the caller cancels the operation.
 
-    def next_blocking(self) -> LoadedGroup | None:
-        """Return the next group, None at the end; waits in this thread."""
-        asked = self._ask()
-        self._give_back()
+        Raises:
+            BaseException: The error of the load. Groups that are still in the queue are dropped.
+        """
+        since = self._end_use()
+        self._release()
         try:
-            self._notifier.wait_for_blocking(self._ready)
+            await self.operation.wait_until(lambda: bool(self._items))
         except BaseException:
-            self.close()
+            self._items.clear()
             raise
-        return self._pick(asked)
+        return self._pick(since)
 
     def promote(self, names: set[str]) -> None:
-        """Have the groups of these names read before all that has not begun."""
+        """Read the groups with these names before all others whose read has not started."""
         self._promoted |= names
-        run = self._run
-        if run is not None and not self.operation.done:
-            run.promote(self._with_data(names))
+        scheduler = self._scheduler
+        if scheduler is not None and not self.operation.done:
+            scheduler.promote(self._with_data(names))
 
     def _with_data(self, names: set[str]) -> set[str]:
-        """A plan knows the names that have data, the caller those that the checkpoint shows."""
+        """Replace aliases by the names that have data: a plan has only those."""
         return {self._aliases.get(name, name) for name in names}
 
     async def aclose(self) -> None:
-        """End the operation, and wait until nothing of it is left."""
+        """Cancel the operation, and wait until its threads have ended."""
         try:
             await self.operation.aclose()
         finally:
             self._items.clear()
 
-    def close(self) -> None:
-        """End the operation, and wait in this thread until nothing of it is left."""
-        self.operation.close()
-        self._items.clear()
-
-    def _ready(self) -> bool:
-        return bool(self._items) or self.operation.done
-
-    def _ask(self) -> float:
-        """Record what the consumer did with the group that it holds; return the time."""
+    def _end_use(self) -> float:
+        """Record the consumer's use of its group; return the time."""
         now, group = perf_counter(), self._held
         if self._trace is not None and group is not None:
             self._trace.add("consume", self._taken, now, num_bytes=group.payload_bytes)
         return now
 
-    def _pick(self, asked: float) -> LoadedGroup | None:
+    def _pick(self, since: float) -> LoadedGroup | None:
         self._taken = perf_counter()
         if self._trace is not None:
-            self._trace.add("wait", asked, self._taken, detail="for the next group")
+            self._trace.add("wait", since, self._taken, detail="for the next group")
         if self.operation.done:
             try:
-                self.operation.outcome()  # an error withholds what is still in line
+                self.operation.outcome()  # after an error no further group is returned
             except BaseException:
                 self._items.clear()
                 raise
             if not self._items:
                 return None
-        self._give_back()  # of another task that takes from the same feed
-        self._held, landed = self._items.popleft()
-        return landed
+        self._release()  # the group of another task that takes from the same queue
+        self._held, loaded = self._items.popleft()
+        return loaded
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
+        """Release the budget of the consumer's group."""
         group, self._held = self._held, None
-        run = self._run
-        # Once it is done nobody waits for budget (and in a forked child the run's lock may be held for ever).
-        if group is not None and run is not None and not self.operation.done:
-            run.release(group)
+        scheduler = self._scheduler
+        # After the end of the operation nothing waits for budget. In a forked child the scheduler's lock may be held.
+        if group is not None and scheduler is not None and not self.operation.done:
+            scheduler.release(group)

@@ -1,48 +1,48 @@
-"""Whether a checkpoint's files are what its manifest says: hashed whole, in pieces, on a few threads. No torch here."""
+"""Compares a checkpoint's files with its manifest: names and sizes first, then digests, on a few threads.
+
+Each file is hashed as a whole, in pieces. This module imports no torch, for `stio verify`.
+"""
 
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from stio.errors import IntegrityError, StioError
-from stio.format.manifest import Manifest, merge_states, parse_manifest
+from stio.format.manifest import FileState, Manifest, merge_states, parse_manifest
 from stio.loading.open import OpenCheckpoint
-from stio.runtime.hashing import new_hasher
+from stio.runtime.hashing import HashName, new_hasher
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region, allocate
-from stio.runtime.operation import start_thread
+from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
 
-__all__ = ["Finding", "judge_files", "no_manifest", "read_manifest", "verify_files"]
-
 MOST_WORKERS = 8
-"""Threads that hash, on a machine with as many cores: at 2 GB/s each they keep up with a fast disk."""
+"""Most threads that hash, on a machine with as many cores: at 2 GB/s each they are as fast as a fast disk."""
 
 PIECE_BYTES = 16 << 20
-"""Read, then hashed, without a return to Python, which may cost 5 ms beside a busy thread. SHA-256 of two warm files on
-two cores: 2.6 GB/s with 4 MiB, 2.2 with 16; beside a busy thread 0.6-0.9 and 0.7-1.1."""
+"""Bytes that are read and then hashed at once: each return to Python may cost 5 ms beside a busy thread. SHA-256 of two
+warm files on two cores: 2.6 GB/s with 4 MiB, 2.2 with 16; beside a busy thread 0.6-0.9 and 0.7-1.1."""
 
 _LEAST_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a comparison of one file with the manifest found."""
+    """Result of the comparison of one file with the manifest."""
 
     name: str
-    """The file, as the checkpoint calls it."""
+    """Name of the file in the checkpoint."""
     error: StioError | None
-    """What is wrong with it; None: it is as the manifest says."""
+    """The difference; None: the file is equal to its entry in the manifest."""
 
 
 def read_manifest(opened: OpenCheckpoint) -> Manifest | None:
     """Return the manifest of a checkpoint that was opened `with_manifest`, None if there is none.
 
-    Where a save changed it while the files were opened, the states before and after are acceptable.
+    If a save changed it while the files were opened, the states before and after are both acceptable.
 
     Raises:
         FormatError: It is malformed.
@@ -60,18 +60,18 @@ def read_manifest(opened: OpenCheckpoint) -> Manifest | None:
 def verify_files(
     opened: OpenCheckpoint, *, check: Callable[[], None] = lambda: None, budget_bytes: int = MOST_WORKERS * PIECE_BYTES
 ) -> None:
-    """Hold every file of an open checkpoint against its manifest; blocks.
+    """Compare every file of an open checkpoint with its manifest; blocks.
 
     Args:
         opened: Opened `with_manifest`.
         check: Called between pieces, from several threads; may raise to end it.
-        budget_bytes: Most memory that is used meanwhile.
+        budget_bytes: Most memory that the comparison uses.
 
     Raises:
-        IntegrityError: A file is not what the manifest says, or not in it; or there is no manifest.
+        IntegrityError: A file differs from the manifest, or is not in it; or there is no manifest.
         FormatError: The manifest is malformed.
-        ImportError: Its digests are made with a package that is not installed.
-        StioError: A file could not be read, or changed meanwhile.
+        ImportError: The package of its hash algorithm is not installed.
+        StioError: A file could not be read, or was changed during the comparison.
     """
     manifest = read_manifest(opened)
     if manifest is None:
@@ -82,7 +82,7 @@ def verify_files(
 def no_manifest(opened: OpenCheckpoint) -> IntegrityError:
     """Return the error for a checkpoint that cannot be verified."""
     return IntegrityError(
-        "the checkpoint has no manifest to be verified against; a save makes one with hash='sha256'",
+        "the checkpoint has no manifest to verify it; a save makes one with hash='sha256'",
         path=opened.path,
         expected=os.path.basename(opened.manifest.path) if opened.manifest is not None else None,
         found=None if opened.manifest is None else "no such file",
@@ -102,137 +102,100 @@ def judge_files(
 
     Args:
         opened: Opened `with_manifest`.
-        manifest: What the files should be.
+        manifest: Expected state of the files.
         check: See `verify_files`.
         budget_bytes: See `verify_files`.
-        to_the_end: Return what is wrong with each file, instead of raising what is found first.
+        to_the_end: Return the difference of each file, instead of raising the first one.
         advance: Called with the bytes of each piece that was hashed, from several threads.
 
     Returns:
-        What was found of each file, in the checkpoint's order.
+        The result for each file, in the checkpoint's order.
 
     Raises:
         StioError: See `to_the_end`.
         ImportError: See `verify_files`.
     """
-    new_hasher(manifest.algorithm)  # raises where its package is missing, before anything is read
-    comparison = _Comparison(opened, manifest, check=check, to_the_end=to_the_end, advance=advance)
+    new_hasher(manifest.algorithm)  # raises if its package is missing, before any file is read
+    assert opened.manifest is not None
+    states = [manifest.files.get(name, ()) for name in opened.manifest.names]
+    comparison = _Comparison(opened.files, states, manifest.algorithm, opened.manifest.path, check, to_the_end, advance)
     comparison.run(budget_bytes)
     return [Finding(header.shard, comparison.wrong.get(k)) for k, header in enumerate(opened.headers)]
 
 
+@dataclass(frozen=True, slots=True)
 class _Comparison:
-    """Files on their way through a few threads, the caller's own among them; see `judge_files`."""
+    """Files that a few workers compare with a manifest; see `judge_files`."""
 
-    def __init__(
-        self,
-        opened: OpenCheckpoint,
-        manifest: Manifest,
-        *,
-        check: Callable[[], None],
-        to_the_end: bool,
-        advance: Callable[[int], object],
-    ) -> None:
-        assert opened.manifest is not None
-        self._files = opened.files
-        self._states = [manifest.files.get(name, ()) for name in opened.manifest.names]
-        self._algorithm = manifest.algorithm
-        self._manifest_path = opened.manifest.path
-        self._check = check
-        self._to_the_end = to_the_end
-        self._advance = advance
-        self._changed = threading.Condition()
-        self._ahead: deque[int] = deque()
-        self._workers = 0
-        self._stopped = False
-        self._error: BaseException | None = None
-        self.wrong: dict[int, StioError] = {}
-        """By position of the file, what is wrong with it."""
+    files: Sequence[Source]
+    states: Sequence[Sequence[FileState]]
+    algorithm: HashName
+    manifest_path: str
+    check: Callable[[], None]
+    to_the_end: bool
+    advance: Callable[[int], object]
+    wrong: dict[int, StioError] = field(default_factory=dict)
+    """Difference of a file, by its position."""
+    waiting: deque[int] = field(default_factory=deque)
+    workers: WorkerPool = field(default_factory=lambda: WorkerPool("hash"))
 
     def run(self, budget_bytes: int) -> None:
-        """Work until all is known, or until the first error."""
-        for k, file in enumerate(self._files):
+        """Compare all files, or until the first error."""
+        for k, file in enumerate(self.files):
             self._judge_size(k, file.identity.nbytes)
-        self._ahead.extend(k for k in range(len(self._files)) if k not in self.wrong)
+        self.waiting.extend(k for k in range(len(self.files)) if k not in self.wrong)
         num_workers = max(
-            1, min(len(self._ahead), os.cpu_count() or 1, MOST_WORKERS, budget_bytes // _LEAST_PIECE_BYTES)
+            1, min(len(self.waiting), os.cpu_count() or 1, MOST_WORKERS, budget_bytes // _LEAST_PIECE_BYTES)
         )
         piece_bytes = max(PAGE_BYTES, min(PIECE_BYTES, budget_bytes // num_workers))
-        self._workers = 1
-        for k in range(1, num_workers):
-            with self._changed:
-                self._workers += 1
-            try:
-                start_thread(lambda: self._work(piece_bytes), name=f"hash-{k}")
-            except RuntimeError:  # the limit of threads: this one can do it all
-                with self._changed:
-                    self._workers -= 1
-                break
-        self._work(piece_bytes)
-        with self._changed:
-            self._changed.wait_for(lambda: not self._workers)
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error
+        self.workers.run(lambda: self._work(piece_bytes), num_workers)
 
     def _work(self, piece_bytes: int) -> None:
-        try:
-            memory = allocate(piece_bytes)
-            while (k := self._take()) is not None:
-                self._judge_digest(k, memory)
-        except BaseException as error:
-            with self._changed:
-                if self._error is None:
-                    self._error = error
-                self._stopped = True
-        with self._changed:
-            self._workers -= 1
-            self._changed.notify_all()
-
-    def _take(self) -> int | None:
-        with self._changed:
-            return None if self._stopped or not self._ahead else self._ahead.popleft()
+        memory = allocate(piece_bytes)
+        while not self.workers.stopped:
+            try:
+                k = self.waiting.popleft()
+            except IndexError:
+                return
+            self._judge_digest(k, memory)
 
     def _judge_size(self, k: int, nbytes: int) -> None:
-        states, path = self._states[k], self._files[k].path
+        states, path = self.states[k], self.files[k].path
         if not states:
-            self._blame(k, IntegrityError("the manifest does not name this file", path=path, found=self._manifest_path))
+            self._blame(k, IntegrityError("the manifest does not name this file", path=path, found=self.manifest_path))
         elif all(state.nbytes != nbytes for state in states):
-            message = "the file has another size than the manifest says"
+            message = "the file has another size than in the manifest"
             expected = _either(state.nbytes for state in states)
             self._blame(k, IntegrityError(message, path=path, expected=expected, found=nbytes))
 
     def _judge_digest(self, k: int, memory: Region) -> None:
-        file = self._files[k]
+        file = self.files[k]
         try:
             found = self._digest(file, memory)
         except StioError as error:
             self._blame(k, error)
             return
-        expected = [state.digest for state in self._states[k] if state.nbytes == file.identity.nbytes]
+        expected = [state.digest for state in self.states[k] if state.nbytes == file.identity.nbytes]
         if found is not None and found not in expected:
-            message = f"the file is damaged or another one: its {self._algorithm} is not what the manifest says"
+            message = f"the file is damaged or another one: its {self.algorithm} differs from the manifest"
             self._blame(k, IntegrityError(message, path=file.path, expected=_either(expected), found=found))
 
     def _digest(self, file: Source, memory: Region) -> str | None:
-        """Return the digest of a file as it was opened; None if it is no longer wanted."""
-        hasher, nbytes = new_hasher(self._algorithm), file.identity.nbytes
+        """Return the digest of a file as it was opened; None if the comparison has ended."""
+        hasher, nbytes = new_hasher(self.algorithm), file.identity.nbytes
         for offset in range(0, nbytes, memory.nbytes):
-            if self._stopped:
+            if self.workers.stopped:
                 return None
-            self._check()
+            self.check()
             piece = memory.sub(0, min(memory.nbytes, nbytes - offset))
             file.read_into(offset, [piece])
             hasher.update(piece.view())
-            self._advance(piece.nbytes)
-        file.check_unchanged()  # what was rewritten meanwhile is not damaged
+            self.advance(piece.nbytes)
+        file.check_unchanged()  # a file that was rewritten during the read is not damaged
         return hasher.hexdigest()
 
     def _blame(self, k: int, error: StioError) -> None:
-        if not self._to_the_end:
+        if not self.to_the_end:
             raise error
         self.wrong[k] = error
 

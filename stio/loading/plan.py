@@ -1,9 +1,9 @@
-"""From headers and a wish to reads: select, slice, coalesce, align, cut, order. Pure; no I/O, no torch.
+"""Plans the reads of selected tensors from headers: slice, coalesce, align, cut, order. Pure; no I/O, no torch.
 
-The wish becomes groups of neighbouring tensors. A group has one image: the memory in which its bytes land.
-Where a run of the file is wanted almost whole, the image is that run, from a page border on, so that it can be
-mapped, or read past the page cache. Elsewhere (slices, every other tensor) the image is compact and its blocks
-say how the bytes of one read scatter into it. Blocks are what one worker reads at a time.
+Selected tensors become groups of neighbours. A group has one image: the memory for its bytes. If a run of the file is
+selected almost completely, the image is dense: it equals that run, from a page boundary on, so that it can be mapped,
+or read past the page cache. Otherwise (slices, every other tensor) the image is compact, and each block has the places
+in the image to which its bytes are scattered. A block is one read of one worker.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stio.errors import FormatError, SliceError, TensorNotFoundError, printable
 from stio.format.dtypes import bits
@@ -19,34 +19,39 @@ from stio.format.header import Header
 from stio.format.slicing import Selection, select
 from stio.runtime.limits import PAGE_BYTES
 
-__all__ = ["GAP", "Block", "Group", "Names", "PlanOptions", "ReadPlan", "plan_reads", "select_names"]
-
 GAP = -1
-"""Landing place of bytes that are read through and thrown away."""
+"""Place of bytes that are read and discarded."""
 
 Names = str | Iterable[str] | Callable[[str], bool]
 """One name, several, or a predicate."""
 
 _TENSOR_ALIGNMENT_BYTES = 64
 _ALIGNED_FROM_BYTES = 4096
-"""Smaller tensors are aligned to their own width only: thousands of them must not swell their image."""
+"""Smaller tensors are aligned only to the size of their items: thousands of them would make the image too large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """The sizes that a plan is cut by."""
+class FileSelection:
+    """The tensors of one file that are read for one device, and the size of the reads."""
 
-    group_bytes: int = 32 << 20
-    """Tensors are handed over in groups of about this size; a larger tensor is a group of its own."""
-    block_bytes: int = 32 << 20
-    """Largest read; a multiple of the page size."""
+    header: Header
+    """The file's header."""
+    positions: Sequence[int]
+    """Ascending positions of the selected tensors in the header."""
+    block_bytes: int
+    """Largest read, a multiple of the page size. Groups are about as large; a larger tensor is a group of its own."""
     gap_bytes: int = 256 << 10
-    """Read through unwanted bytes up to this length: about what a disk delivers in one access time."""
+    """Longest run of other bytes that is read and discarded: about the bytes that a disk reads in one access time."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all tensors of the file are selected. There are no gaps then: a header has no holes."""
+        return len(self.positions) == len(self.header)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One read: a range of one file and where its bytes land."""
+    """One read: a range of one file, and the places of its bytes in the image."""
 
     group: int
     """Index of the group in the plan."""
@@ -55,19 +60,19 @@ class Block:
     nbytes: int
     """Length of the range."""
     at: int
-    """Where the range lands in the group's image; for a scattered block, where its first kept byte does."""
+    """Offset of the range in the group's image; for a scattered block, offset of its first byte in the image."""
     scatter: tuple[tuple[int, int], ...] = ()
-    """Landing places in file order, (offset in the image or GAP, length). Empty: all of it at `at`."""
+    """Places in file order, (offset in the image or GAP, length). Empty: the whole range at `at`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Neighbouring tensors that land in one image and are handed over together."""
+    """Neighbouring tensors that have one image and are delivered together."""
 
     index: int
     """Position in the plan."""
-    shard: int
-    """Which of the plan's headers."""
+    selection: int
+    """Index of its selection in the plan."""
     offset: int
     """File offset of the image's first byte, a multiple of the page size; -1 if the image is compact."""
     nbytes: int
@@ -77,13 +82,13 @@ class Group:
     dtypes: Sequence[str]
     """Their dtypes, as in the format."""
     shapes: Sequence[tuple[int, ...]]
-    """Shapes of what is read of them, as in the format."""
+    """Shapes of the parts that are read, as in the format."""
     offsets: Sequence[int]
-    """Where each begins in the image."""
+    """Offset of each tensor in the image."""
     blocks: tuple[Block, ...]
     """The reads that fill the image; none if all tensors are empty."""
     posts: Mapping[int, Selection] = field(default_factory=dict)
-    """By position in the group: what is still to be picked from a tensor once it is there."""
+    """Selection that remains to be made from a tensor after its read, by position in the group."""
     sliced: bool = False
     """Whether it is a part of one tensor."""
     payload_bytes: int
@@ -108,24 +113,24 @@ class ReadPlan:
 
 
 def select_names(headers: Sequence[Header], names: Names | None, *, path: str) -> list[Sequence[int]]:
-    """Return, for each shard, the ascending positions of the tensors that were asked for.
+    """Return, for each shard, the ascending positions of the tensors with these names.
 
     Raises:
-        TensorNotFoundError: A name that no shard has; the message proposes similar ones.
+        TensorNotFoundError: No shard has a name; the message proposes similar names.
     """
     if names is None:
         return [range(len(header)) for header in headers]
     if callable(names):
         return [[k for k, name in enumerate(header.names) if names(name)] for header in headers]
-    wanted: list[set[int]] = [set() for _ in headers]
+    selected: list[set[int]] = [set() for _ in headers]
     for name in [names] if isinstance(names, str) else names:
-        for positions, header in zip(wanted, headers, strict=True):
+        for positions, header in zip(selected, headers, strict=True):
             if name in header:
                 positions.add(header.index_of(name))
                 break
         else:
             raise _not_found(name, headers, path)
-    return [sorted(positions) for positions in wanted]
+    return [sorted(positions) for positions in selected]
 
 
 def _not_found(name: str, headers: Sequence[Header], path: str) -> TensorNotFoundError:
@@ -135,45 +140,36 @@ def _not_found(name: str, headers: Sequence[Header], path: str) -> TensorNotFoun
     return TensorNotFoundError(f"the checkpoint has no such tensor{hint}", path=path, found=name)
 
 
-def plan_reads(
-    headers: Sequence[Header],
-    positions: Sequence[Sequence[int]],
-    *,
-    slices: Mapping[str, object],
-    options: PlanOptions | Sequence[PlanOptions],
-) -> ReadPlan:
-    """Turn selected tensors into groups and blocks, shard by shard in file order.
+def plan_reads(selections: Sequence[FileSelection], slices: Mapping[str, object]) -> ReadPlan:
+    """Turn selected tensors into groups and blocks, file by file in file order.
 
     Args:
-        headers: One for each shard; a shard that is read for several devices stands here once for each.
-        positions: For each of these, ascending positions in its header.
-        slices: Name to index, for the tensors of which only a part is wanted.
-        options: Sizes, for all or for each of these.
+        selections: One for each file and each device that it is read for.
+        slices: Name to index, for the tensors of which only a part is read.
 
     Raises:
-        SliceError: An index that does not fit its tensor.
+        SliceError: An index does not fit its tensor.
     """
     groups: list[Group] = []
-    each = [options] * len(headers) if isinstance(options, PlanOptions) else options
-    for shard, (header, chosen, sizes) in enumerate(zip(headers, positions, each, strict=True)):
-        sliced = [k for k in chosen if header.names[k] in slices] if slices else []
-        whole = [k for k in chosen if header.names[k] not in slices] if sliced else chosen
-        for run in _groups_of(header, whole, sizes):
-            groups.append(_whole_group(len(groups), shard, header, run, sizes))
+    for number, selection in enumerate(selections):
+        names, chosen = selection.header.names, selection.positions
+        sliced = [k for k in chosen if names[k] in slices] if slices else []
+        whole = replace(selection, positions=[k for k in chosen if names[k] not in slices]) if sliced else selection
+        for run in _runs(whole):
+            groups.append(_whole_group(len(groups), number, run, selection))
         for k in sliced:
-            groups.append(_sliced_group(len(groups), shard, header, k, slices[header.names[k]], sizes))
+            groups.append(_sliced_group(len(groups), number, k, slices[names[k]], selection))
     return ReadPlan(
         tuple(groups), sum(group.payload_bytes for group in groups), sum(len(group.names) for group in groups)
     )
 
 
-def _groups_of(header: Header, chosen: Sequence[int], options: PlanOptions) -> Iterator[Sequence[int]]:
-    """Cut the chosen positions where a gap is too wide to read through, and where a group is full."""
-    begins, ends = header.begins, header.ends
-    everything = len(chosen) == len(header)  # no gaps: a header has no holes
-    first = 0
+def _runs(selection: FileSelection) -> Iterator[Sequence[int]]:
+    """Cut the positions at gaps that are too long to be read, and where a group is full."""
+    begins, ends, chosen = selection.header.begins, selection.header.ends, selection.positions
+    everything, first = selection.is_whole, 0
     while first < len(chosen):
-        limit = begins[chosen[first]] + options.group_bytes
+        limit = begins[chosen[first]] + selection.block_bytes
         if everything:
             last = max(first + 1, bisect_right(ends, limit, first))
         else:
@@ -181,16 +177,16 @@ def _groups_of(header: Header, chosen: Sequence[int], options: PlanOptions) -> I
             while (
                 last < len(chosen)
                 and ends[chosen[last]] <= limit
-                and begins[chosen[last]] - ends[chosen[last - 1]] <= options.gap_bytes
+                and begins[chosen[last]] - ends[chosen[last - 1]] <= selection.gap_bytes
             ):
                 last += 1
         yield chosen[first:last]
         first = last
 
 
-def _whole_group(index: int, shard: int, header: Header, run: Sequence[int], options: PlanOptions) -> Group:
-    """Plan whole tensors: densely where at most an eighth of the run is not wanted, compactly elsewhere."""
-    first, stop = run[0], run[-1] + 1
+def _whole_group(index: int, number: int, run: Sequence[int], selection: FileSelection) -> Group:
+    """Plan whole tensors: dense if at most an eighth of the run is not selected, otherwise compact."""
+    header, first, stop = selection.header, run[0], run[-1] + 1
     data, begin, end = header.data_start, header.begins[run[0]], header.ends[run[-1]]
     if len(run) == stop - first:
         span = slice(first, stop)
@@ -204,16 +200,17 @@ def _whole_group(index: int, shard: int, header: Header, run: Sequence[int], opt
         start = (data + begin) // PAGE_BYTES * PAGE_BYTES if payload else data + begin
         shift = data - start
         offsets: Sequence[int] = [at + shift for at in begins]
-        blocks, nbytes = _dense_blocks(index, start, end + shift if payload else 0, options)
+        nbytes = end + shift if payload else 0
+        blocks = _dense_blocks(index, start, nbytes, selection.block_bytes)
     else:
         start = -1
         lengths = [header.ends[k] - header.begins[k] for k in run]
         offsets, nbytes = _pack(dtypes, lengths)
         pieces = [(data + at, length, to) for at, length, to in zip(begins, lengths, offsets, strict=True) if length]
-        blocks = _scattered_blocks(index, pieces, options)
+        blocks = _scattered_blocks(index, pieces, selection)
     return Group(
         index=index,
-        shard=shard,
+        selection=number,
         offset=start,
         nbytes=nbytes,
         names=names,
@@ -225,12 +222,13 @@ def _whole_group(index: int, shard: int, header: Header, run: Sequence[int], opt
     )
 
 
-def _sliced_group(index: int, shard: int, header: Header, k: int, wish: object, options: PlanOptions) -> Group:
-    """Plan a part of one tensor: densely if its bytes are contiguous, compactly if not."""
+def _sliced_group(index: int, number: int, k: int, part: object, selection: FileSelection) -> Group:
+    """Plan a part of one tensor: dense if its bytes are contiguous, otherwise compact."""
+    header = selection.header
     name, dtype = header.names[k], header.dtypes[k]
     try:
-        chosen = select(wish, *stored_shape(dtype, header.shapes[k], name=name))
-    except SliceError as error:  # which of many it was
+        chosen = select(part, *stored_shape(dtype, header.shapes[k], name=name))
+    except SliceError as error:  # add the name of the tensor
         message = f"{printable(name)!r}: {error.message}"
         raise SliceError(message, expected=error.expected, found=error.found) from None
     absolute = header.data_start + header.begins[k]
@@ -238,16 +236,17 @@ def _sliced_group(index: int, shard: int, header: Header, k: int, wish: object, 
         begin = absolute + chosen.starts[0]
         start = begin // PAGE_BYTES * PAGE_BYTES
         at = begin - start
-        blocks, nbytes = _dense_blocks(index, start, at + chosen.chunk_bytes, options)
+        nbytes = at + chosen.chunk_bytes
+        blocks = _dense_blocks(index, start, nbytes, selection.block_bytes)
     else:
         start, at, nbytes = -1, 0, chosen.nbytes
         pieces = [
             (absolute + begin, chosen.chunk_bytes, i * chosen.chunk_bytes) for i, begin in enumerate(chosen.starts)
         ]
-        blocks = _scattered_blocks(index, pieces, options)
+        blocks = _scattered_blocks(index, pieces, selection)
     return Group(
         index=index,
-        shard=shard,
+        selection=number,
         offset=start,
         nbytes=nbytes,
         names=[name],
@@ -265,7 +264,7 @@ def stored_shape(dtype: str, shape: tuple[int, ...], *, name: str) -> tuple[tupl
     """Return the shape in whole storage items and the bytes of one; two F4 share a byte, as in torch.
 
     Raises:
-        FormatError: An F4 tensor whose last dimension is odd.
+        FormatError: The last dimension of an F4 tensor is odd.
     """
     if bits(dtype) >= 8:
         return shape, bits(dtype) // 8
@@ -278,15 +277,13 @@ def _format_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if bits(dtype) >= 8 or not shape else (*shape[:-1], shape[-1] * 8 // bits(dtype))
 
 
-def _dense_blocks(index: int, start: int, nbytes: int, options: PlanOptions) -> tuple[tuple[Block, ...], int]:
-    """Cut an image that equals a range of the file; cuts fall on page borders."""
-    step = options.block_bytes
-    blocks = [Block(index, start + at, min(step, nbytes - at), at) for at in range(0, nbytes, step)]
-    return tuple(blocks), nbytes
+def _dense_blocks(index: int, start: int, nbytes: int, step: int) -> tuple[Block, ...]:
+    """Cut an image that equals a range of the file, at page boundaries."""
+    return tuple([Block(index, start + at, min(step, nbytes - at), at) for at in range(0, nbytes, step)])
 
 
 def _pack(dtypes: Sequence[str], lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Lay tensors out one after the other, each aligned; return offsets and the size of it all."""
+    """Place tensors one after the other, each aligned; return their offsets and the total size."""
     offsets, end = [], 0
     for dtype, length in zip(dtypes, lengths, strict=True):
         align = _TENSOR_ALIGNMENT_BYTES if length >= _ALIGNED_FROM_BYTES else max(1, bits(dtype) // 8)
@@ -296,11 +293,13 @@ def _pack(dtypes: Sequence[str], lengths: Sequence[int]) -> tuple[list[int], int
     return offsets, end
 
 
-def _scattered_blocks(index: int, pieces: Sequence[tuple[int, int, int]], options: PlanOptions) -> tuple[Block, ...]:
-    """Coalesce wanted pieces (file offset, length, place in the image; ascending) into reads.
+def _scattered_blocks(
+    index: int, pieces: Sequence[tuple[int, int, int]], selection: FileSelection
+) -> tuple[Block, ...]:
+    """Coalesce pieces (file offset, length, place in the image; ascending) into reads.
 
-    Pieces a short gap apart share a read that throws the gap away. A read ends where it is full, and where what it
-    fills of the image, padding between tensors included, would outgrow a block too.
+    Pieces with a short gap between them share a read that discards the gap. A read ends when it is full, or when the
+    part of the image that it fills (with padding between tensors) would be larger than a block.
     """
     blocks: list[Block] = []
     landings: list[tuple[int, int]] = []
@@ -317,17 +316,17 @@ def _scattered_blocks(index: int, pieces: Sequence[tuple[int, int, int]], option
         while taken < length:
             position = offset + taken
             gap = position - end
-            room = options.block_bytes
+            left = selection.block_bytes
             if landings:
-                room -= max(position - begin, at + taken - landings[0][0])
-                if gap > options.gap_bytes or room <= 0:
+                left -= max(position - begin, at + taken - landings[0][0])
+                if gap > selection.gap_bytes or left <= 0:
                     flush()
-                    room = options.block_bytes
+                    left = selection.block_bytes
             if not landings:
                 begin = position
             elif gap:
                 landings.append((GAP, gap))
-            step = min(length - taken, room)
+            step = min(length - taken, left)
             if landings and not gap and landings[-1][0] >= 0 and sum(landings[-1]) == at + taken:
                 landings[-1] = (landings[-1][0], landings[-1][1] + step)
             else:

@@ -1,84 +1,61 @@
-"""Makes a load ready: its plan, cut to the size that its devices want, the ways in, and the run that carries it out.
+"""Prepares a load: the tensors of each device, the read path of each file, the plan, and its scheduler.
 
-Files and devices meet here, a lane for each pair; `target.py` says which way a lane takes.
+A `DeviceLoad` has the tensors of one device. It decides the size of its blocks, and chooses the read path of each file,
+by the kind of memory, the filesystem, and the fraction of the file in the page cache (`stio.loading.page_cache`).
+Preparing reads no data and allocates no tensor.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import cached_property, partial
 
-from stio.device.base import LoadedGroup
-from stio.device.tensors import require_dtypes
+import torch
+
+from stio.device.base import Accelerator, LoadedGroup, Target
+from stio.device.copy_queue import CopyQueue
+from stio.device.cuda import TorchAccelerator
+from stio.device.placement import resolve_placement
+from stio.device.tensors import Casts, require_dtypes
+from stio.errors import DeviceError, TensorNotFoundError
 from stio.format.header import Header
-from stio.loading.cache.file_image import CachedFile, FileCache
+from stio.loading.cache.file_image import CachedFile
+from stio.loading.gds_path import GdsDevice, GdsPath
 from stio.loading.open import OpenCheckpoint
-from stio.loading.plan import Group, Names, PlanOptions, ReadPlan, plan_reads
-from stio.loading.read_paths import CacheFillPath
-from stio.loading.scheduler import LoadScheduler, ReadPath
-from stio.loading.select import DeviceSelection, select_by_device
-from stio.loading.targets import (
-    BLOCK_BYTES,
-    NUM_WORKERS,
-    DeviceTarget,
-    LoadOptions,
-    read_directly,
+from stio.loading.options import LoadOptions
+from stio.loading.page_cache import (
+    SMALL_LOAD_BYTES,
+    UNKNOWN,
+    is_cold,
+    read_past_cache,
     resident_fraction,
-    targets_of,
+    resident_fractions,
 )
-from stio.runtime.progress import ProgressEvent
-from stio.runtime.trace import Trace, traced
+from stio.loading.plan import Block, FileSelection, Group, Names, plan_reads
+from stio.loading.read_paths import CacheFillPath, CopiedPath, MappedPath, StagedPath, device_memories
+from stio.loading.scheduler import LoadScheduler, ReadPath
+from stio.loading.select import select_by_device
+from stio.loading.sizes import (
+    BLOCK_BYTES,
+    LARGEST_BLOCK_BYTES,
+    NUM_MAP_WORKERS,
+    NUM_WORKERS,
+    mapped_block_bytes,
+    staging_sizes,
+    usable_cores,
+    whole_pages,
+)
+from stio.runtime import memory
+from stio.runtime.limits import DEFAULT_BUDGET_BYTES
+from stio.runtime.operation import start_thread
+from stio.runtime.progress import progress_callback
+from stio.runtime.trace import traced
 from stio.storage.base import Source
-
-__all__ = ["Transfer", "prepare", "prepare_prefetch"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Lane:
-    """What one file brings to one device."""
-
-    file: Source
-    header: Header
-    wish: DeviceSelection
-    target: DeviceTarget
-    positions: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A load made ready: run it, then close it."""
-
-    plan: ReadPlan
-    """What will be read."""
-    run: LoadScheduler
-    """Carries it out."""
-    routes: tuple[ReadPath, ...]
-    """One for each file and device that it is read for."""
-    files: tuple[Source, ...]
-    """Their files."""
-    kept: tuple[CachedFile, ...] = ()
-    """What a cache keeps of them; let go of at the end."""
-
-    def describe(self) -> str:
-        """Return what is read and by which way in, for the log."""
-        ways = sorted({type(self.routes[group.shard]).__name__ for group in self.plan.groups}) or ["nothing"]
-        return f"{self.plan.total_bytes:,} bytes of {self.plan.num_tensors:,} tensors by {', '.join(ways)}"
-
-    def carry_out(self) -> None:
-        """Run to the end, then make sure that the files are still what was planned; blocks.
-
-        Whatever happens, no thread and no copy touches a buffer when this returns.
-        """
-        with ExitStack() as closing:
-            for kept in self.kept:
-                closing.callback(kept.release)
-            for route in self.routes:  # first: their copies read what is kept
-                closing.callback(route.close)
-            self.run.run()
-            for file in {id(file): file for file in self.files}.values():
-                file.check_unchanged()
+from stio.storage.gds import require_kvikio
+from stio.storage.local import LocalFile
+from stio.storage.mapped import MappedFile
 
 
 def prepare(
@@ -88,120 +65,297 @@ def prepare(
     *,
     deliver: Callable[[Group, LoadedGroup], None],
     hold: bool = False,
-) -> Transfer:
-    """Plan a load and choose the way in for each of its files. Reads no data, allocates no tensor.
+    slices: Mapping[str, object] | None = None,
+    casts: Casts | None = None,
+    prompt: bool = False,
+) -> LoadScheduler:
+    """Plan a load and choose the read path of each of its files.
 
     Args:
         opened: The checkpoint.
-        names: What to load, aliases among it; None for everything.
-        options: How.
-        deliver: Takes the groups (see `LoadScheduler`).
+        names: Names to load, also aliases; None: all.
+        options: Options of the load. The device is resolved here, which may start its runtime.
+        deliver: Called with each group (see `LoadScheduler`).
         hold: The consumer releases the groups' budget (see `LoadScheduler`).
+        slices: By name, the part to load.
+        casts: Cast to it instead of `options.dtype`.
+        prompt: Make small groups, so that the first ones are loaded early. Otherwise large ones, for a short load.
 
     Raises:
-        TensorNotFoundError: A name that is not there.
-        DeviceError: A name that goes nowhere.
-        SliceError: A slice that does not fit.
-        UnsupportedDtypeError: A tensor that torch has no dtype for.
+        TensorNotFoundError: The checkpoint does not have a name.
+        DeviceError: There is no such device, or a name has no device.
+        SliceError: A slice does not fit its tensor.
+        UnsupportedDtypeError: torch does not have the dtype of a tensor.
     """
     with traced(options.trace, "plan"):
-        return _prepare(opened, names, options, deliver, hold)
+        by_stored_name = _by_stored_name(slices or {}, opened)
+        loads = _device_loads(opened, names, options, casts or options.dtype, prompt)
+        try:
+            if options.cache is None and not slices:  # with a cache or slices, few bytes may be staged
+                for load in loads:
+                    load.allocate_ahead()
+            return _scheduler(opened, loads, options, by_stored_name, deliver, hold)
+        except BaseException:
+            for load in loads:
+                load.close()
+            raise
 
 
-def _prepare(
-    opened: OpenCheckpoint,
-    names: Names | None,
-    options: LoadOptions,
-    deliver: Callable[[Group, LoadedGroup], None],
-    hold: bool,
-) -> Transfer:
-    wishes = select_by_device(opened, names, options.device)
-    targets = targets_of(opened, wishes, options)
-    try:
-        return _planned(opened, wishes, targets, options, deliver, hold)
-    except BaseException:
-        for target in targets:
-            target.abandon()
-        raise
-
-
-def _planned(
-    opened: OpenCheckpoint,
-    wishes: Sequence[DeviceSelection],
-    targets: Sequence[DeviceTarget],
-    options: LoadOptions,
-    deliver: Callable[[Group, LoadedGroup], None],
-    hold: bool,
-) -> Transfer:
-    lanes = [
-        _Lane(file, header, wish, target, wish.positions[shard])
-        for shard, (file, header) in enumerate(zip(opened.files, opened.headers, strict=True))
-        for wish, target in zip(wishes, targets, strict=True)
-        if wish.positions[shard]
-    ]
-    for lane in lanes:
-        dtypes = lane.header.dtypes
-        everything = len(lane.positions) == len(lane.header)
-        require_dtypes(dtypes if everything else [dtypes[k] for k in lane.positions], path=opened.path)
+def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], options: LoadOptions) -> LoadScheduler:
+    """Plan to read all files of a checkpoint into their images in a cache, which are released at the end."""
+    for file in opened.files:
+        read_past_cache(file, resident_fraction(file))
     plan = plan_reads(
-        [lane.header for lane in lanes],
-        [lane.positions for lane in lanes],
-        slices=options.slices,
-        options=[lane.target.plan_options for lane in lanes],
+        [
+            FileSelection(header=header, positions=range(len(header)), block_bytes=BLOCK_BYTES)
+            for header in opened.headers
+        ],
+        slices={},
     )
-    held = _held(options.cache, plan, lanes)
-    try:
-        routes = tuple(lane.target.route(lane.file, held.get(id(lane.file))) for lane in lanes)
-    except BaseException:
-        for kept in held.values():
-            kept.release()
-        raise
-    run = LoadScheduler(
+    return LoadScheduler(
         plan,
-        routes,
-        deliver=lambda group, landed: deliver(group, lanes[group.shard].wish.dress(landed)),
-        hold=hold,
-        budget_bytes=targets[0].run_budget_bytes if targets else options.budget_bytes,
-        num_workers=max((target.num_workers for target in targets), default=1),
-        progress=options.progress,
+        [CacheFillPath(file, image) for file, image in zip(opened.files, cached, strict=True)],
+        deliver=lambda group, loaded: None,
+        budget_bytes=sys.maxsize,  # there is no consumer
+        num_workers=NUM_WORKERS,
+        files=opened.files,
+        cached_files=cached,
+        progress=progress_callback(options.progress),
         trace=options.trace,
     )
-    return Transfer(plan, run, routes, tuple(lane.file for lane in lanes), tuple(held.values()))
 
 
-def prepare_prefetch(
+class DeviceLoad:
+    """The tensors of one device, and how they are read for it.
+
+    Args:
+        accelerator: The device; None: the CPU.
+        positions: For each shard, the ascending positions of its tensors in the header.
+        selected: By the name that has data, the names under which its tensor is returned. Empty: its own.
+        options: Options of the load.
+        casts: Cast to it; see `stio.device.tensors.Casts`.
+        total_bytes: Size of its tensors.
+        budget_bytes: The load's budget without the slots of staging memory, for all devices together.
+        staging: Workers, slots and bytes of a slot for each accelerator; see `staging_sizes`.
+        resident: The resident fraction of each of its local files.
+        prompt: See `prepare`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None,
+        positions: Sequence[Sequence[int]],
+        selected: Mapping[str, Sequence[str]],
+        options: LoadOptions,
+        *,
+        casts: Casts | None,
+        total_bytes: int,
+        budget_bytes: int,
+        staging: tuple[int, int, int],
+        resident: Mapping[LocalFile, float],
+        prompt: bool,
+    ) -> None:
+        self.positions = positions
+        """See above."""
+        self.budget_bytes = budget_bytes
+        """See above."""
+        self._accelerator = accelerator
+        self._selected = selected
+        self._options = options
+        self._casts = casts
+        self._total_bytes = total_bytes
+        self._resident = resident
+        num_readers, num_slots, slot_bytes = staging if accelerator is not None else (NUM_WORKERS, 0, 0)
+        self.num_workers = num_readers
+        """Threads that read for it."""
+        self._queue: CopyQueue[Block] | None = None
+        self._gds: GdsDevice | None = None
+        if accelerator is not None:
+            new_queue = partial(
+                CopyQueue[Block], accelerator, slot_bytes=slot_bytes, num_slots=num_slots, trace=options.trace
+            )
+            self._queue = new_queue()
+            if options.memory == "gds":
+                self._gds = GdsDevice(accelerator, new_queue)
+            self.block_bytes = slot_bytes
+            """Size of its blocks and groups."""
+        elif self._maps:
+            is_resident = bool(resident) and min(resident.values()) == 1.0
+            self.block_bytes = mapped_block_bytes(total_bytes, budget_bytes, resident=is_resident)
+            cold = any(is_cold(fraction) and self._maps_file(file) for file, fraction in resident.items())
+            if not (cold and self._populates):
+                self.num_workers = NUM_MAP_WORKERS
+        else:
+            self.block_bytes = whole_pages(min(BLOCK_BYTES, budget_bytes // 4))
+        if prompt:
+            # When the first group is complete, each worker reads another group: then a sixteenth of all is read.
+            self.block_bytes = min(self.block_bytes, whole_pages(total_bytes // (16 * num_readers)))
+
+    def allocate_ahead(self) -> None:
+        """Allocate as many slots as the load fills, on a thread."""
+        if self._queue is not None and self._gds is None:
+            num_slots = -(-self._total_bytes // self._queue.slot_bytes)
+            self._queue.allocate_ahead(partial(start_thread, name="pin"), num_slots)
+
+    def close(self) -> None:
+        """Release queue and slots, if nothing will be read."""
+        with ExitStack() as closing:
+            for part in (self._queue, self._gds):
+                if part is not None:
+                    closing.callback(part.close)
+
+    def under_selected_names(self, loaded: LoadedGroup) -> LoadedGroup:
+        """Return a group's tensors under the names that were selected."""
+        if self._selected:
+            loaded.tensors = {new: tensor for name, tensor in loaded.tensors.items() for new in self._selected[name]}
+        return loaded
+
+    def read_path(self, file: Source, cached: CachedFile | None) -> ReadPath:
+        """Choose the read path of a file; `cached` is its image in a cache, if there is one."""
+        fraction = self._resident[file] if isinstance(file, LocalFile) else UNKNOWN
+        if isinstance(file, LocalFile) and self._maps_file(file):
+            return MappedPath(
+                MappedFile(file, lazy=not self._populates),
+                CopiedPath(file, dtype=self._casts),
+                populates=self._populates,
+                cold=self._populates and is_cold(fraction),
+                piece_bytes=LARGEST_BLOCK_BYTES if fraction == 1.0 else BLOCK_BYTES,
+                dtype=self._casts,
+            )
+        read_past_cache(file, fraction)
+        if self._accelerator is None or self._queue is None:
+            return CopiedPath(file, dtype=self._casts, cached=cached)
+        memories = device_memories(self._accelerator)
+        staged = StagedPath(file, self._queue, memories, dtype=self._casts, cached=cached)
+        gds = self._gds
+        # If the kernel does not report the resident fraction, memory="gds" decides.
+        if gds is not None and gds.is_usable and isinstance(file, LocalFile) and fraction <= UNKNOWN:
+            direct = gds.open(file)
+            if direct is not None:
+                return GdsPath(gds, StagedPath(direct, gds.copy_queue, memories, dtype=self._casts), staged)
+        return staged
+
+    @property
+    def _maps(self) -> bool:
+        """Whether its files are mapped if that is possible."""
+        copies = self._options.memory == "copy" or self._options.cache is not None
+        return self._accelerator is None and not copies and memory.HAVE_MMAP
+
+    def _maps_file(self, file: LocalFile) -> bool:
+        return self._maps and (self._options.memory in ("map", "lazy") or file.on_local_filesystem)
+
+    @cached_property
+    def _populates(self) -> bool:
+        """Whether mapped files are read now: not if memory is too small to hold all their pages."""
+        if self._options.memory == "lazy":
+            return False
+        return self._total_bytes <= SMALL_LOAD_BYTES or memory.fits(self._total_bytes)
+
+
+def _device_loads(
+    opened: OpenCheckpoint, names: Names | None, options: LoadOptions, casts: Casts | None, prompt: bool
+) -> list[DeviceLoad]:
+    """Return the load of each device; all share one budget."""
+    device = resolve_placement(options.device)
+    selections = select_by_device(opened.headers, opened.aliases, names, device, path=opened.path)
+    sizes = [
+        sum(_selected_bytes(header, chosen) for header, chosen in zip(opened.headers, positions, strict=True))
+        for _, positions, _ in selections
+    ]
+    files = [file for shard, file in enumerate(opened.files) if any(chosen[shard] for _, chosen, _ in selections)]
+    resident = resident_fractions(files, sum(sizes))
+    accelerators = [_accelerator(device) for device, _, _ in selections]
+    if options.memory == "gds":
+        if accelerators and not any(accelerators):
+            raise DeviceError("memory='gds' reads to an accelerator", expected="an accelerator", found="cpu")
+        require_kvikio()
+    # Half of the budget for staging slots, half for groups that the consumer has not released.
+    num_queues = sum(accelerator is not None for accelerator in accelerators) * (2 if options.memory == "gds" else 1)
+    budget_bytes = options.budget_bytes or DEFAULT_BUDGET_BYTES
+    num_workers, num_slots, slot_bytes = staging_sizes(budget_bytes, num_queues, num_cores=usable_cores())
+    return [
+        DeviceLoad(
+            accelerator,
+            positions,
+            selected,
+            options,
+            casts=casts,
+            total_bytes=total_bytes,
+            budget_bytes=max(1, budget_bytes - num_queues * num_slots * slot_bytes),
+            staging=(num_workers, num_slots, slot_bytes),
+            resident={
+                file: resident[file]
+                for file, chosen in zip(opened.files, positions, strict=True)
+                if chosen and isinstance(file, LocalFile)
+            },
+            prompt=prompt,
+        )
+        for (_, positions, selected), accelerator, total_bytes in zip(selections, accelerators, sizes, strict=True)
+    ]
+
+
+def _scheduler(
     opened: OpenCheckpoint,
-    kept: Sequence[CachedFile],
-    *,
-    progress: Callable[[ProgressEvent], object] | None,
-    trace: Trace | None,
-) -> Transfer:
-    """Plan to read all files of a checkpoint into their images, which are let go of at the end."""
-    for file in opened.files:
-        read_directly(file, resident_fraction(file))
-    sizes = PlanOptions(group_bytes=BLOCK_BYTES, block_bytes=BLOCK_BYTES)
-    everything = [range(len(header)) for header in opened.headers]
-    plan = plan_reads(opened.headers, everything, slices={}, options=sizes)
-    routes = tuple(CacheFillPath(file, image) for file, image in zip(opened.files, kept, strict=True))
-    run = LoadScheduler(
-        plan,
-        routes,
-        deliver=lambda group, landed: None,
-        budget_bytes=sys.maxsize,  # nothing is on the way to anybody
-        num_workers=NUM_WORKERS,
-        progress=progress,
-        trace=trace,
-    )
-    return Transfer(plan, run, routes, tuple(opened.files), tuple(kept))
-
-
-def _held(cache: FileCache | None, plan: ReadPlan, lanes: Sequence[_Lane]) -> dict[int, CachedFile]:
-    """Return what the cache keeps of the files that a plan reads, by the file's `id`."""
-    if cache is None:
-        return {}
-    files = {id(lane.file): lane.file for lane in lanes}
-    wanted = {id(lane.file): lane.header.data_start for lane in lanes}  # of a file as a whole: its header counts
+    loads: Sequence[DeviceLoad],
+    options: LoadOptions,
+    slices: Mapping[str, object],
+    deliver: Callable[[Group, LoadedGroup], None],
+    hold: bool,
+) -> LoadScheduler:
+    """Plan the reads of each file for each device; choose the read paths."""
+    reads = [
+        (file, load, FileSelection(header=header, positions=load.positions[shard], block_bytes=load.block_bytes))
+        for shard, (file, header) in enumerate(zip(opened.files, opened.headers, strict=True))
+        for load in loads
+        if load.positions[shard]
+    ]
+    for _, _, selection in reads:
+        dtypes = selection.header.dtypes
+        require_dtypes(dtypes if selection.is_whole else [dtypes[k] for k in selection.positions], path=opened.path)
+    plan = plan_reads([selection for _, _, selection in reads], slices)
+    files = {id(file): file for file, _, _ in reads}
+    nbytes = {id(file): selection.header.data_start for file, _, selection in reads}  # of a whole file: its header too
     for group in plan.groups:
-        wanted[id(lanes[group.shard].file)] += group.payload_bytes
-    found = cache.hold([(files[key], nbytes) for key, nbytes in wanted.items()])
-    return {key: kept for key, kept in zip(wanted, found, strict=True) if kept is not None}
+        nbytes[id(reads[group.selection][0])] += group.payload_bytes
+    cached = options.cache.hold([(files[key], nbytes[key]) for key in files]) if options.cache is not None else ()
+    cached_of = dict(zip(files, cached, strict=False))
+    held = [one for one in cached if one is not None]
+    try:
+        paths = [load.read_path(file, cached_of.get(id(file))) for file, load, _ in reads]
+    except BaseException:
+        for one in held:
+            one.release()
+        raise
+    return LoadScheduler(
+        plan,
+        paths,
+        deliver=lambda group, loaded: deliver(group, reads[group.selection][1].under_selected_names(loaded)),
+        hold=hold,
+        budget_bytes=loads[0].budget_bytes if loads else DEFAULT_BUDGET_BYTES,
+        num_workers=max((load.num_workers for load in loads), default=1),
+        files=list(files.values()),
+        cached_files=held,
+        progress=progress_callback(options.progress),
+        trace=options.trace,
+    )
+
+
+def _by_stored_name(slices: Mapping[str, object], opened: OpenCheckpoint) -> dict[str, object]:
+    """Return slices by the names that have data, aliases resolved."""
+    stored = {opened.aliases.get(name, name): index for name, index in slices.items()}
+    for name in stored:
+        if not any(name in header for header in opened.headers):
+            raise TensorNotFoundError("slices= names a tensor that does not exist", path=opened.path, found=name)
+    return stored
+
+
+def _selected_bytes(header: Header, chosen: Sequence[int]) -> int:
+    if len(chosen) == len(header):
+        return header.data_bytes
+    return sum(header.ends[k] - header.begins[k] for k in chosen)
+
+
+def _accelerator(device: Target) -> Accelerator | None:
+    if not isinstance(device, torch.device):
+        return device
+    return None if device.type == "cpu" else TorchAccelerator(device)

@@ -1,28 +1,28 @@
-"""The ways in: what fills which memory, and where tensors come from.
+"""Read paths: from an open file to the tensors of one device.
 
-A route joins one open file to one device. `MappedPath` leaves the bytes in the page cache and maps them,
-`CopiedPath` reads them straight into the tensors' own memory, `StagedPath` reads into a device's staging memory
-and lets the device copy, `CacheFillPath` makes no tensors and reads what shall be kept. All answer to the same four calls
-of the scheduler.
+`MappedPath` maps the file, so the bytes stay in the page cache. `CopiedPath` reads into memory of the tensors' own.
+`StagedPath` reads into staging memory of a device, and the device copies. `CacheFillPath` reads into a cache and makes
+no tensors; `GdsPath` is in `gds_path`. The scheduler calls `read` for each block of a group, then `make_tensors`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
-from typing import TypeAlias
+from typing import Generic, TypeVar
 
 import torch
 
 from stio.device.base import Accelerator, LoadedGroup
+from stio.device.copy_queue import CopyQueue
 from stio.device.group_memory import GroupMemory
-from stio.device.ring import Stage
-from stio.device.tensors import Casts, finish, tensors_in
+from stio.device.tensors import Casts, select_and_cast, tensors_in
 from stio.loading.cache.file_image import CachedFile
 from stio.loading.plan import GAP, Block, Group
-from stio.loading.readers import CachedFileReader, reader
+from stio.loading.readers import CachedBlockReader, block_reader
 from stio.runtime import memory
 from stio.runtime.limits import HUGE_PAGE_BYTES, PAGE_BYTES
 from stio.runtime.memory import Region
@@ -31,85 +31,116 @@ from stio.runtime.pacing import Pacer
 from stio.storage.base import Source
 from stio.storage.mapped import MappedFile
 
-__all__ = ["CacheFillPath", "CopiedPath", "GroupMemories", "MappedPath", "StagedPath", "Staging"]
-
-Staging: TypeAlias = Stage[tuple[GroupMemory, Block]]
-"""Slots of a load, each filled with a block for an image."""
+M = TypeVar("M")
 
 
-def _tensors(group: Group, region: Region, dtype: Casts | None) -> dict[str, torch.Tensor]:
-    tensors = tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets)
-    if group.posts or dtype is not None:
-        tensors = finish(tensors, {group.names[k]: post for k, post in group.posts.items()}, dtype)
-    return tensors
-
-
-@dataclass
-class _Images:
-    """The memory of groups under way, allocated when their first block comes."""
-
-    regions: dict[int, Region] = field(default_factory=dict)
+@dataclass(slots=True, eq=False)
+class _Entry(Generic[M]):
     lock: threading.Lock = field(default_factory=threading.Lock)
+    memory: M | None = None
 
-    def get(self, group: Group) -> Region:
-        with self.lock:
-            region = self.regions.get(group.index)
-            if region is None:
-                # To the page's end: direct reads move whole pages.
-                pages = -(-max(group.nbytes, 1) // PAGE_BYTES) * PAGE_BYTES
-                region = self.regions[group.index] = memory.allocate(pages)
-            return region
 
-    def pop(self, group: Group) -> Region:
-        with self.lock:
-            return self.regions.pop(group.index, Region(0, 0))
+class GroupMemories(Generic[M]):
+    """Memory of groups under way. The first thread that needs a group's memory allocates it, while others wait.
+
+    Args:
+        allocate: Allocates the memory of a group.
+    """
+
+    def __init__(self, allocate: Callable[[Group], M]) -> None:
+        self._allocate = allocate
+        self._entries: dict[int, _Entry[M]] = {}
+
+    def get(self, group: Group) -> M:
+        """Return a group's memory.
+
+        Raises:
+            MemoryError: There is too little memory (`DeviceMemoryError` on a device).
+        """
+        entry = self._entries.get(group.index) or self._entries.setdefault(group.index, _Entry())
+        with entry.lock:  # of this group alone: others are allocated at the same time
+            if entry.memory is None:
+                entry.memory = self._allocate(group)
+            return entry.memory
+
+    def pop(self, group: Group) -> M:
+        """Return a group's memory, and remove it here. All its blocks have been read or submitted."""
+        found = self.get(group)
+        del self._entries[group.index]
+        return found
+
+    def clear(self) -> None:
+        """Release all of it."""
+        self._entries.clear()
+
+
+def device_memories(accelerator: Accelerator) -> GroupMemories[GroupMemory]:
+    """Return the memory of groups on a device."""
+
+    def allocate(group: Group) -> GroupMemory:
+        return GroupMemory.allocate(accelerator, group.names, group.dtypes, group.shapes, group.offsets)
+
+    return GroupMemories(allocate)
+
+
+def _host_memory(group: Group) -> Region:
+    # To the end of a page: direct reads move whole pages.
+    return memory.allocate(-(-group.nbytes // PAGE_BYTES) * PAGE_BYTES) if group.nbytes else Region(0, 0)
+
+
+def _tensors_of(group: Group, region: Region, dtype: Casts | None) -> dict[str, torch.Tensor]:
+    return _finished(group, tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets), dtype)
+
+
+def _finished(group: Group, tensors: dict[str, torch.Tensor], dtype: Casts | None) -> dict[str, torch.Tensor]:
+    if not group.posts and dtype is None:
+        return tensors
+    return select_and_cast(tensors, {group.names[k]: post for k, post in group.posts.items()}, dtype)
 
 
 class CopiedPath:
-    """File to memory of the tensors' own, without a stop between, or with one in an image that is kept.
+    """Reads a file into separate memory of the tensors, directly or through the file's image in a cache.
 
     Args:
         source: The open file.
         dtype: Cast to it; see `stio.device.tensors.Casts`.
-        kept: The file's image.
+        cached: The file in the cache.
     """
 
-    def __init__(self, source: Source, *, dtype: Casts | None = None, kept: CachedFile | None = None) -> None:
-        self._reader = reader(source, kept)
-        self._images = _Images()
+    label = "read"
+    copy_queues = ()
+
+    def __init__(self, source: Source, *, dtype: Casts | None = None, cached: CachedFile | None = None) -> None:
+        self._reader = block_reader(source, cached)
+        self._memories = GroupMemories(_host_memory)
         self._dtype = dtype
 
-    label = "read"
-
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
-        """Read a block into its group's image."""
-        self._reader.read(group, block, self._images.get(group), 0, stopped)
+        """Read a block into its group's memory."""
+        self._reader.read(group, block, self._memories.get(group), 0, stopped)
 
-    def settle(self, block: Block, settled: Callable[[Block], None]) -> None:
-        """Say that the block is there."""
-        settled(block)
-
-    def finish(self, group: Group) -> LoadedGroup:
-        """Make tensors over the image."""
-        return LoadedGroup(_tensors(group, self._images.pop(group), self._dtype))
+    def make_tensors(self, group: Group) -> LoadedGroup:
+        """Make tensors over the group's memory, which they own together."""
+        return LoadedGroup(_tensors_of(group, self._memories.pop(group), self._dtype))
 
     def close(self) -> None:
-        """Let go of images that were never finished."""
-        self._images.regions.clear()
+        """Release the memory of groups that were not completed."""
+        self._memories.clear()
 
 
 class MappedPath:
-    """File to page cache, mapped; what is not contiguous in the file goes the copying way.
+    """Maps a file, so that its tensors use the page cache. Slices that are not contiguous in the file are copied.
 
     Args:
-        source: The open file.
-        mapped: Its mapping.
-        copy: The way for scattered groups.
-        populates: Read it now; otherwise each page is read when it is touched.
-        cold: The disk sets the pace, so that the processors have time to touch what it brings.
-        piece_bytes: What the first call should populate; later ones by how long that took.
+        mapped: The mapping of the file.
+        copy: The read path of scattered groups.
+        populates: Read now; otherwise each page is read at its first access.
+        cold: The disk limits the rate, so there is time to touch each page after its read.
+        piece_bytes: Bytes that the first call populates; later calls depend on how long that took.
         dtype: Cast to it; see `stio.device.tensors.Casts`.
     """
+
+    copy_queues = ()
 
     def __init__(
         self,
@@ -128,10 +159,10 @@ class MappedPath:
         self._pacer = Pacer(piece_bytes)
         self._dtype = dtype
         self.label = "populate" if populates else "map"
-        """What a trace calls its reads."""
+        """Name of its reads in a trace."""
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
-        """Populate a block's range."""
+        """Populate a block's range of the mapping."""
         if not self._is_mapped(group):
             self._copy.read(group, block, stopped)
             return
@@ -142,108 +173,66 @@ class MappedPath:
             if self._cold:
                 self._mapped.touch(block.offset + start, length)
 
-    def settle(self, block: Block, settled: Callable[[Block], None]) -> None:
-        """Say that the block is there."""
-        settled(block)
-
-    def finish(self, group: Group) -> LoadedGroup:
-        """Make tensors over the mapping."""
+    def make_tensors(self, group: Group) -> LoadedGroup:
+        """Make tensors over the mapping, which they own together."""
         if not self._is_mapped(group):
-            return self._copy.finish(group)
+            return self._copy.make_tensors(group)
         region = self._mapped.region
-        return LoadedGroup(_tensors(group, region.sub(group.offset, group.nbytes), self._dtype))
+        return LoadedGroup(_tensors_of(group, region.sub(group.offset, group.nbytes), self._dtype))
 
     def _is_mapped(self, group: Group) -> bool:
-        """A mapping is read in pieces of 2 MiB: a smaller slice is copied, so that only its bytes leave the disk."""
+        """Return whether a group is mapped. A mapping reads 2 MiB at a time: a smaller slice is copied instead."""
         return group.offset >= 0 and not (group.sliced and group.nbytes < HUGE_PAGE_BYTES)
 
     def close(self) -> None:
-        """Let go of the copying way's memory; the mapping belongs to its tensors."""
+        """Release the memory of groups that were not completed. The tensors own the mapping."""
         self._copy.close()
 
 
-@dataclass(slots=True, eq=False)
-class _Coming:
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    image: GroupMemory | None = None
-
-
-class GroupMemories:
-    """The device memory of groups under way, each allocated by the first who needs it; others wait for that one alone.
-
-    Args:
-        accelerator: The device.
-    """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        """The device."""
-        self._coming: dict[int, _Coming] = {}
-
-    def get(self, group: Group) -> GroupMemory:
-        """Return a group's memory.
-
-        Raises:
-            DeviceMemoryError: The device is full.
-        """
-        coming = self._coming.get(group.index) or self._coming.setdefault(group.index, _Coming())
-        with coming.lock:
-            if coming.image is None:
-                coming.image = GroupMemory.allocate(
-                    self.accelerator, group.names, group.dtypes, group.shapes, group.offsets
-                )
-            return coming.image
-
-    def pop(self, group: Group) -> GroupMemory:
-        """Return a group's memory, whose copies are all queued, and forget it."""
-        image = self.get(group)
-        del self._coming[group.index]
-        return image
-
-    def clear(self) -> None:
-        """Let go of all of it."""
-        self._coming.clear()
-
-
 class StagedPath:
-    """File to staging memory to device, the next block being read while the last is copied.
+    """Reads a file into slots of staging memory, which the device copies; the next block is read during the copies.
 
-    From an image that is kept the device copies directly.
+    If a cache has the bytes of a block, the device copies from the cache.
 
     Args:
         source: The open file.
-        images: The device's memory.
-        stage: Its staging slots, shared by all files of the load.
+        queue: Copies to the device, for all files of the load; its slots are the staging memory.
+        memories: The memory of groups on the device.
         dtype: Cast to it on the device; see `stio.device.tensors.Casts`.
-        kept: The file's image; it must be held until this is closed.
+        cached: The file in the cache, held until this is closed.
     """
+
+    label = "read"
 
     def __init__(
         self,
         source: Source,
-        images: GroupMemories,
-        stage: Staging,
+        queue: CopyQueue[Block],
+        memories: GroupMemories[GroupMemory],
         *,
         dtype: Casts | None = None,
-        kept: CachedFile | None = None,
+        cached: CachedFile | None = None,
     ) -> None:
-        self._reader = reader(source, kept)
-        self._images = images
-        self._stage = stage
+        self._reader = block_reader(source, cached)
+        self._queue = queue
+        self._memories = memories
         self._dtype = dtype
-
-    label = "read"
+        self.copy_queues: Sequence[CopyQueue[Block]] = (queue,)
+        """The queue of its copies."""
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> float:
-        """Read a block into a slot, or have it lent; return the seconds of waiting for a slot."""
-        image = self._images.get(group)
-        lent = self._reader.lend(block, stopped)
-        if lent is not None:
-            pairs = [pair for at, region in lent for pair in image.pairs(at, region)]
-            self._stage.put(None, pairs, (image, block))
+        """Read a block into a slot, or find it in the cache, and queue its copies.
+
+        Returns:
+            Seconds of the wait for a slot.
+        """
+        target = self._memories.get(group)
+        regions = self._reader.cached_regions(block, stopped)
+        if regions is not None:
+            self._queue.put(block, target, [copy for at, region in regions for copy in target.copies(at, region)])
             return 0.0
         start = perf_counter()
-        slot = self._stage.acquire(stopped)
+        slot = self._queue.acquire(stopped)
         waited = perf_counter() - start
         if slot is None:
             return waited
@@ -251,80 +240,68 @@ class StagedPath:
             self._reader.read(group, block, slot, block.at, stopped)
             if stopped():
                 raise Cancelled
-            pairs = image.pairs(block.at, slot.sub(0, _landing_bytes(block)))
+            copies = target.copies(block.at, slot.sub(0, _filled_bytes(block)))
         except BaseException:
-            self._stage.give_back(slot)
+            self._queue.release(slot)
             raise
-        self._stage.put(slot, pairs, (image, block))
+        self._queue.put(block, target, copies, slot=slot)
         return waited
 
-    def settle(self, block: Block, settled: Callable[[Block], None]) -> None:
-        """Queue the copies of what was read, by whichever reader; say which blocks that were."""
-        while (queued := self._stage.submit()) is not None:
-            event, arrived = queued
-            for image, _ in arrived:
-                if event not in image.events[-1:]:
-                    image.events.append(event)
-            blocks = [one for _, one in arrived]
-            del queued, arrived, image  # a consumer may drop a group's tensors while others are still settled here
-            for one in blocks:
-                settled(one)
-
-    def finish(self, group: Group) -> LoadedGroup:
-        """Return the device's tensors; the consumer's stream will wait for their last copy."""
-        image, accelerator = self._images.pop(group), self._images.accelerator
-        tensors, events = image.tensors, image.events
+    def make_tensors(self, group: Group) -> LoadedGroup:
+        """Return tensors on the device; the stream that uses them must wait for the events behind their copies."""
+        target, accelerator = self._memories.pop(group), self._queue.accelerator
+        tensors, events = target.tensors, target.events
         if group.posts or self._dtype is not None:
             with accelerator.on_queue():
-                tensors = finish(tensors, {group.names[k]: post for k, post in group.posts.items()}, self._dtype)
-            events = [*events, accelerator.copy([])]  # a copy that failed is told by its own
-        memory_in_use = [*tensors.values(), *image.shared]
-        return LoadedGroup(tensors, lambda: accelerator.hand_over(memory_in_use, events), events)
+                tensors = _finished(group, tensors, self._dtype)
+            events = [*events, accelerator.copy([])]  # the other events stay: each tells whether its copies failed
+        memory_in_use = [*tensors.values(), *target.shared]
+        return LoadedGroup(tensors, partial(accelerator.hand_over, memory_in_use, events), events)
 
     def close(self) -> None:
-        """Wait for the copies under way; then nothing reads a slot or writes to the device any more."""
+        """Close the queue, which all files of the load share, then release the memory of groups under way.
+
+        When it is closed all copies have ended, so no copy reads a slot or writes to the memory.
+        """
         try:
-            self._stage.close()
+            self._queue.close()
         finally:
-            self._images.clear()
+            self._memories.clear()
 
 
 class CacheFillPath:
-    """File to its image, and no further.
+    """Reads a file into its image in a cache, without tensors.
 
     Args:
         source: The open file.
-        kept: Its image.
+        cached: The file in the cache; its holder releases it.
     """
 
-    def __init__(self, source: Source, kept: CachedFile) -> None:
-        self._reader = CachedFileReader(source, kept)
-
     label = "read"
+    copy_queues = ()
+
+    def __init__(self, source: Source, cached: CachedFile) -> None:
+        self._reader = CachedBlockReader(source, cached)
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Read a block into the image.
 
         Raises:
-            MemoryError: There is no memory for it.
+            MemoryError: The host has too little memory.
         """
-        if not self._reader.bring(block, stopped):
-            raise MemoryError("there is no host memory to keep the checkpoint in")
+        if not self._reader.fill_image(block, stopped):
+            raise MemoryError("the host has too little memory to hold the checkpoint")
 
-    def settle(self, block: Block, settled: Callable[[Block], None]) -> None:
-        """Say that the block is there."""
-        settled(block)
-
-    def finish(self, group: Group) -> LoadedGroup:
+    def make_tensors(self, group: Group) -> LoadedGroup:
         """Make no tensors."""
         return LoadedGroup({})
 
     def close(self) -> None:
-        """Do nothing: who holds the image lets go of it."""
+        """Do nothing; the cache owns the image."""
 
 
-def _landing_bytes(block: Block) -> int:
-    """Return how much of the image a block fills, from `block.at` on."""
+def _filled_bytes(block: Block) -> int:
+    """Return how many bytes of its group a block fills, from `block.at` on."""
     if not block.scatter:
         return block.nbytes
     return max(at + length for at, length in block.scatter if at != GAP) - block.at

@@ -1,7 +1,7 @@
-"""Bringing a block's bytes to where its group wants them: from an open file, or by way of an image that is kept.
+"""Reads a block's bytes into memory: from an open file, or through the cached image of that file.
 
-Reads are cut into pieces of about 20 ms. What is kept is read once, into its image, and copied from there; where a
-block is one run of the file the image can be lent instead, so that a device copies out of it without a stop between.
+Reads are cut into pieces of about 20 ms, so that a cancel takes effect between them. A cached file is read once, into
+its image, and copied from there. A device can copy directly from the image if a block is one run of the file.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from stio.runtime.memory import Region
 from stio.runtime.pacing import Pacer
 from stio.storage.base import Source
 
-__all__ = ["CachedFileReader", "Reader", "reader"]
 
-
-class Reader:
-    """Brings a block's bytes from a source into the image of its group.
+class BlockReader:
+    """Reads blocks of a file into the memory of their groups.
 
     Args:
         source: The open file.
@@ -29,91 +27,91 @@ class Reader:
     def __init__(self, source: Source) -> None:
         self.source = source
         self._pacer = Pacer()
-        self._trash: Region | None = None
+        self._discarded: Region | None = None
 
     def read(self, group: Group, block: Block, target: Region, base: int, stopped: Callable[[], bool]) -> None:
-        """Fill `target`, whose first byte is the image's byte `base`, with what the block brings."""
+        """Fill `target`, which holds the group's bytes from `base` on, with the bytes of a block."""
         if block.scatter:
             self.source.read_into(
-                block.offset, [self._landing(target, at - base, length, at) for at, length in block.scatter]
+                block.offset, [self._target_of(target, at - base, length, at) for at, length in block.scatter]
             )
             return
         start, nbytes = block.at - base, block.nbytes
         if group.offset >= 0:
-            # The page that a dense image's end shares with the next group is read whole: direct reads stay direct.
+            # A dense group may end inside a page. The whole page is read, as direct I/O requires it.
             whole = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
             nbytes = max(nbytes, min(whole, target.nbytes - start, self.source.identity.nbytes - block.offset))
         for at, length in self._pacer.pieces(nbytes, stopped):
             self.source.read_into(block.offset + at, [target.sub(start + at, length)])
 
-    def lend(self, block: Block, stopped: Callable[[], bool]) -> list[tuple[int, Region]] | None:
-        """Return memory that holds a block's bytes, each piece with its place in the group's image; None: `read` them.
+    def cached_regions(self, block: Block, stopped: Callable[[], bool]) -> list[tuple[int, Region]] | None:
+        """Return memory that holds a block's bytes, each region with its offset in the group; None: `read` them.
 
-        It stays as it is until whoever keeps it is told that the load has ended.
+        The memory stays unchanged until the load releases the cached file.
         """
         return None
 
-    def _landing(self, target: Region, start: int, length: int, at: int) -> Region:
+    def _target_of(self, target: Region, start: int, length: int, at: int) -> Region:
         if at != GAP:
             return target.sub(start, length)
-        if self._trash is None or self._trash.nbytes < length:
-            self._trash = memory.allocate(max(length, 1 << 20))  # what lands here is never looked at: shared
-        return self._trash.sub(0, length)
+        if self._discarded is None or self._discarded.nbytes < length:
+            self._discarded = memory.allocate(max(length, 1 << 20))  # its content is not used, so all threads share it
+        return self._discarded.sub(0, length)
 
 
-class CachedFileReader(Reader):
-    """Brings blocks by way of the image of their file, or from the file where there is no memory for that.
+class CachedBlockReader(BlockReader):
+    """Reads blocks through the image of their file, or from the file if there is no memory for that.
 
     Args:
         source: The open file.
-        kept: Its image, held until the load has ended.
+        cached: The file in the cache, held until the load has ended.
     """
 
-    def __init__(self, source: Source, kept: CachedFile) -> None:
+    def __init__(self, source: Source, cached: CachedFile) -> None:
         super().__init__(source)
-        self._image = kept.image
+        self._image = cached.image
 
     def read(self, group: Group, block: Block, target: Region, base: int, stopped: Callable[[], bool]) -> None:
-        """Fill `target`, whose first byte is the image's byte `base`, with what the block brings."""
-        if not self.bring(block, stopped):
+        """Fill `target`, which holds the group's bytes from `base` on, with the bytes of a block."""
+        if not self.fill_image(block, stopped):
             super().read(group, block, target, base, stopped)
             return
-        for at, region in self._pieces(block):
+        for at, region in self._regions(block):
             if stopped():
                 return
             memory.copy(target.sub(at - base, region.nbytes), region)
 
-    def lend(self, block: Block, stopped: Callable[[], bool]) -> list[tuple[int, Region]] | None:
-        """Return where the image has a block's bytes; not of scattered ones: a copy for each costs more than one."""
-        if block.scatter or not self.bring(block, stopped):
+    def cached_regions(self, block: Block, stopped: Callable[[], bool]) -> list[tuple[int, Region]] | None:
+        """Return the image's memory of a block; None for a scattered block: one copy costs less than many."""
+        if block.scatter or not self.fill_image(block, stopped):
             return None
-        return list(self._pieces(block))
+        return list(self._regions(block))
 
-    def bring(self, block: Block, stopped: Callable[[], bool]) -> bool:
-        """Have a block's range of the file in the image; False if there is no memory for it.
+    def fill_image(self, block: Block, stopped: Callable[[], bool]) -> bool:
+        """Read the missing bytes of a block's range into the image; return False if there is no memory for them.
 
         Raises:
             Cancelled: `stopped()` came first.
         """
         try:
             while claimed := self._image.claim(block.offset, block.offset + block.nbytes, stopped):
-                self._fetch(claimed, stopped)
+                self._read_claimed(claimed, stopped)
         except MemoryError:
             return False
         return True
 
-    def _fetch(self, claimed: range, stopped: Callable[[], bool]) -> None:
+    def _read_claimed(self, claimed: range, stopped: Callable[[], bool]) -> None:
         done = claimed.start
         try:
             for at, length in self._pacer.pieces(len(claimed), stopped):
                 start = claimed.start + at
                 self.source.read_into(start, self._image.regions(start, length))
                 done = start + length
-                self._image.landed(claimed.start, done)
+                self._image.mark_present(claimed.start, done)
         finally:
-            self._image.give_up(done, claimed.stop)
+            self._image.mark_missing(done, claimed.stop)
 
-    def _pieces(self, block: Block) -> Iterator[tuple[int, Region]]:
+    def _regions(self, block: Block) -> Iterator[tuple[int, Region]]:
         position = block.offset
         for at, length in block.scatter or ((block.at, block.nbytes),):
             if at != GAP:
@@ -123,6 +121,6 @@ class CachedFileReader(Reader):
             position += length
 
 
-def reader(source: Source, kept: CachedFile | None) -> Reader:
-    """Return what brings a file's blocks."""
-    return Reader(source) if kept is None else CachedFileReader(source, kept)
+def block_reader(source: Source, cached: CachedFile | None) -> BlockReader:
+    """Return the reader of a file's blocks."""
+    return BlockReader(source) if cached is None else CachedBlockReader(source, cached)

@@ -1,86 +1,83 @@
-"""What a load brings: which tensors of a checkpoint, to which device, and under which names they are shown.
+"""Selects the tensors of a checkpoint for each device, and the names under which they are returned.
 
-Names come as the caller knows them. An alias is shown beside its target where both go to one device, and is the same
-tensor there; where they go to two, each device gets a tensor of its own, read for it.
+Names are those of the caller, aliases among them. If an alias and its target are on one device, both names are returned
+with the same tensor. If they are on two devices, each device has its own tensor, and the data is read twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from stio.device.base import LoadedGroup, Target
+from stio.device.base import Target
 from stio.device.placement import Placement
-from stio.loading.open import OpenCheckpoint
+from stio.format.header import Header
 from stio.loading.plan import Names, select_names
 
-__all__ = ["DeviceSelection", "select_by_device"]
+_Selected = tuple[Target, Sequence[Sequence[int]], Mapping[str, Sequence[str]]]
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceSelection:
-    """What goes to one device."""
-
-    device: Target
-    """The device."""
-    positions: Sequence[Sequence[int]]
-    """For each shard, the ascending positions of its tensors in the header."""
-    shown: Mapping[str, Sequence[str]]
-    """By the name that has data, the names that were asked for. Empty: they are called what they are called."""
-
-    def dress(self, landed: LoadedGroup) -> LoadedGroup:
-        """Show a group's tensors under the names that were asked for."""
-        if self.shown:
-            landed.tensors = {shown: tensor for name, tensor in landed.tensors.items() for shown in self.shown[name]}
-        return landed
-
-
-def select_by_device(opened: OpenCheckpoint, names: Names | None, device: Target | Placement) -> list[DeviceSelection]:
-    """Return what was asked for, device by device; none at all if nothing goes anywhere.
+def select_by_device(
+    headers: Sequence[Header],
+    aliases: Mapping[str, str],
+    names: Names | None,
+    device: Target | Placement,
+    *,
+    path: str,
+) -> list[_Selected]:
+    """Return the selected tensors of each device; empty if no tensor is selected.
 
     Args:
-        opened: The checkpoint; aliases are tied names without data of their own.
-        names: The caller's wish, None for everything.
-        device: Where all of it goes, or where each name does.
+        headers: Headers of all shards.
+        aliases: Tied names without data, to the names that have the data.
+        names: Names to select; None: all.
+        device: Device of all tensors, or of each name.
+        path: Path of the checkpoint, for messages.
+
+    Returns:
+        For each device: the device; for each shard, the ascending positions of its tensors in the header; by the name
+        that has data, the names that were selected (empty: each tensor has one name, its own).
 
     Raises:
-        TensorNotFoundError: A name that is not there.
-        DeviceError: A name that goes nowhere.
+        TensorNotFoundError: The checkpoint does not have a name.
+        DeviceError: A name has no device.
     """
-    shown: dict[str, list[str]] = {}
-    if opened.aliases:
-        for name in _listed(opened, names):
-            shown.setdefault(opened.aliases.get(name, name), []).append(name)
-        names = list(shown)
-    positions = select_names(opened.headers, names, path=opened.path)
+    selected: dict[str, list[str]] = {}
+    if aliases:
+        for name in _listed(headers, aliases, names):
+            selected.setdefault(aliases.get(name, name), []).append(name)
+        names = list(selected)
+    positions = select_names(headers, names, path=path)
     if isinstance(device, Placement):
-        return _by_device(opened, positions, shown, device)
-    return [DeviceSelection(device, positions, shown)]
+        return _by_device(headers, positions, selected, device)
+    return [(device, positions, selected)]
 
 
-def _listed(opened: OpenCheckpoint, names: Names | None) -> Iterable[str]:
+def _listed(headers: Sequence[Header], aliases: Mapping[str, str], names: Names | None) -> Iterable[str]:
     if isinstance(names, str):
         return [names]
     if names is not None and not callable(names):
         return names
-    every = [name for header in opened.headers for name in header.names] + list(opened.aliases)
+    every = [name for header in headers for name in header.names] + list(aliases)
     return every if names is None else filter(names, every)
 
 
 def _by_device(
-    opened: OpenCheckpoint, positions: Sequence[Sequence[int]], shown: Mapping[str, Sequence[str]], place: Placement
-) -> list[DeviceSelection]:
+    headers: Sequence[Header],
+    positions: Sequence[Sequence[int]],
+    selected: Mapping[str, Sequence[str]],
+    place: Placement,
+) -> list[_Selected]:
     found: dict[int, tuple[Target, list[list[int]], dict[str, list[str]]]] = {}
-    for shard, (header, chosen) in enumerate(zip(opened.headers, positions, strict=True)):
+    for shard, (header, chosen) in enumerate(zip(headers, positions, strict=True)):
         for k in chosen:
             name = header.names[k]
-            for shown_name in shown.get(name, (name,)):
-                target = place(shown_name)
-                if id(target) not in found:
-                    found[id(target)] = target, [[] for _ in opened.headers], {}
-                _, mine, mine_shown = found[id(target)]
+            for selected_name in selected.get(name, (name,)):
+                device = place(selected_name)
+                if id(device) not in found:
+                    found[id(device)] = device, [[] for _ in headers], {}
+                _, mine, my_names = found[id(device)]
                 if not mine[shard] or mine[shard][-1] != k:  # several names of one tensor: it is read once
                     mine[shard].append(k)
-                if shown:
-                    mine_shown.setdefault(name, []).append(shown_name)
-    return [DeviceSelection(*wish) for wish in found.values()]
+                if selected:
+                    my_names.setdefault(name, []).append(selected_name)
+    return list(found.values())

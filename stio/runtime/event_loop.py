@@ -1,4 +1,8 @@
-"""The engine's event loop, for storages that are asynchronous by nature; it starts when the first of them is used."""
+"""An asyncio event loop on a thread of stio's own, for asynchronous storage and for coroutines of producers.
+
+Workers are plain threads. A worker that needs the result of a coroutine sends the coroutine to this loop and blocks
+until it has ended. The thread starts with the first coroutine and is shared by the whole process.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +14,32 @@ from typing import Any, Generic, TypeVar
 
 from stio.runtime.process import after_fork_in_child
 
-__all__ = ["EngineTask", "engine_call"]
-
 T = TypeVar("T")
 
 
-class _EngineLoop:
+class _LoopThread:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def get(self) -> asyncio.AbstractEventLoop:
+    def loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="stio-engine", daemon=True).start()
+                threading.Thread(target=self._loop.run_forever, name="stio-event-loop", daemon=True).start()
             return self._loop
 
 
-_engine = _EngineLoop()
+_loop_thread = _LoopThread()
 
 
-def engine_call(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine on the engine's loop and wait for it in this worker thread."""
-    return asyncio.run_coroutine_threadsafe(make(), _engine.get()).result()
+def run_on_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run the coroutine that `make` returns on the loop; block the calling thread until it has ended."""
+    return asyncio.run_coroutine_threadsafe(make(), _loop_thread.loop()).result()
 
 
-class EngineTask(Generic[T]):
-    """A coroutine on the engine's loop that a worker thread waits for, and any thread may cancel.
+class LoopTask(Generic[T]):
+    """A coroutine on the loop: a worker thread waits for it, and any thread may cancel it.
 
     Args:
         make: Returns the coroutine; called on the loop.
@@ -45,32 +47,32 @@ class EngineTask(Generic[T]):
 
     def __init__(self, make: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self._make = make
-        self._loop = _engine.get()
+        self._loop = _loop_thread.loop()
         self._task: asyncio.Task[T | None] | None = None
         self._exit: BaseException | None = None
         self._ended: Future[T] = Future()
-        self._loop.call_soon_threadsafe(self._begin)
+        self._loop.call_soon_threadsafe(self._start)
 
     def cancel(self) -> None:
-        """Ask the coroutine to end; `result` returns when it has."""
+        """Request the end of the coroutine; `result` returns when it has ended."""
         self._loop.call_soon_threadsafe(lambda: self._task is not None and self._task.cancel())
 
     def result(self) -> T:
-        """Wait for the coroutine's end.
+        """Block until the coroutine has ended; return or raise its outcome.
 
         Raises:
             asyncio.CancelledError: It was cancelled.
         """
         return self._ended.result()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._end)
 
     async def _run(self) -> T | None:
         try:
             return await self._make()
-        except (KeyboardInterrupt, SystemExit) as error:  # a task that raises them ends its loop, and all who wait
+        except (KeyboardInterrupt, SystemExit) as error:  # raised by a task, they would end the loop for all tasks
             self._exit = error
             return None
 
@@ -83,7 +85,7 @@ class EngineTask(Generic[T]):
 
 
 @after_fork_in_child
-def _forget_parent() -> None:
-    """Start afresh in a forked child: the loop's thread is not here."""
-    global _engine
-    _engine = _EngineLoop()
+def _reset() -> None:
+    """Make the next coroutine start a new loop: the thread of the parent's loop is not in the child."""
+    global _loop_thread
+    _loop_thread = _LoopThread()

@@ -1,4 +1,7 @@
-"""TODO."""
+"""The hash algorithms of manifests: their names, the length of their digests, and a new hasher by name.
+
+SHA-256 comes from the standard library. XXH3 comes from the package xxhash (extra `hash`), imported at its first use.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +10,29 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Literal, Protocol, cast
 
-__all__ = ["ALGORITHMS", "HashName", "Hasher", "new_hasher"]
-
-
 HashName = Literal["sha256", "xxh3"]
-"""What `hash=` takes: SHA-256, or the 128 bits of XXH3 (faster, and no protection against forgery)."""
-
+"""Values of `hash=`: SHA-256, or XXH3 with 128 bits (faster, but no protection against forgery)."""
 
 ALGORITHMS: Mapping[str, int] = {"sha256": 64, "xxh3": 32}
-"""Hexadecimal digits of each algorithm's digest."""
+"""Number of hexadecimal digits in a digest of each algorithm."""
 
 
 class Hasher(Protocol):
-    """What `hashlib` and `xxhash` give."""
+    """The interface that `hashlib` and `xxhash` share."""
 
     def update(self, data: memoryview, /) -> None:
-        """Take in further bytes; without the GIL if they are many."""
+        """Add bytes; releases the GIL if there are many."""
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes so far."""
 
 
 def new_hasher(algorithm: str) -> Hasher:
-    """Return a fresh hasher; also the check of what `hash=` was given.
+    """Return a new hasher; also the check of a `hash=` argument.
 
     Raises:
         ValueError: There is no such algorithm.
-        ImportError: It is `xxh3`, and xxhash is not installed.
+        ImportError: The algorithm is `xxh3`, and xxhash is not installed.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"hash= takes one of {', '.join(map(repr, ALGORITHMS))}, not {algorithm!r}")

@@ -1,34 +1,47 @@
-"""TODO."""
+"""Bounds and sizes that the whole package uses: limits for untrusted files, the default budget, sizes of pages.
+
+A limit is checked before memory is allocated, so a wrong number in a file costs an error and no memory.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DEFAULT_BUDGET_BYTES", "HUGE_PAGE_BYTES", "PAGE_BYTES", "Limits"]
+DEFAULT_BUDGET_BYTES = 512 << 20
+"""Memory that a load, a save or a conversion may use for bytes under way, unless `budget_bytes` is given."""
+
+PAGE_BYTES = 4096
+"""Alignment of direct reads and writes. Machines with larger base pages accept multiples of 4096 too."""
+
+HUGE_PAGE_BYTES = 2 << 20
+"""Size of a transparent huge page where stio requests them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds on what an untrusted file may ask for, checked before anything is allocated."""
+    """Bounds on what an untrusted file may request, checked before anything is allocated."""
 
     header_bytes: int = 100_000_000
-    """Largest header, the format's own limit by default."""
+    """Largest header. The default is the limit of the format itself."""
     max_tensors: int = 1_000_000
     """Most tensors in one file."""
     max_rank: int = 64
-    """Most dimensions of one tensor (torch's own limit)."""
+    """Most dimensions of one tensor (the limit of torch)."""
     state_bytes: int = 100_000_000
-    """Longest text of the tree of a nested state."""
+    """Longest description of the tree of a nested state, in bytes of text."""
     max_state_nodes: int = 4_000_000
     """Most values (containers, keys and leaves) of a nested state."""
 
 
-DEFAULT_BUDGET_BYTES = 512 << 20
+def check_budget_bytes(budget_bytes: int) -> int:
+    """Return `budget_bytes` unchanged if it is valid.
 
-
-PAGE_BYTES = 4096
-"""Alignment of direct reads. Machines with larger base pages take multiples of it just as well."""
-
-
-HUGE_PAGE_BYTES = 2 << 20
-"""Size of a transparent huge page where stio asks for them."""
+    Raises:
+        TypeError: It is no whole number.
+        ValueError: It is not positive.
+    """
+    if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool):
+        raise TypeError(f"budget_bytes takes a number of bytes, not {budget_bytes!r}")
+    if budget_bytes <= 0:
+        raise ValueError(f"budget_bytes must be positive, not {budget_bytes}")
+    return budget_bytes

@@ -1,9 +1,9 @@
-"""Host memory by address: regions, page mappings and the few libc calls that the rooms above share.
+"""Host memory by address: regions, page mappings, and the few libc calls that the packages above share.
 
-A `Region` says where bytes are and who keeps them there. Mappings are made through ctypes and not by the
-`mmap` module for three measured reasons: that module duplicates the file descriptor for as long as a tensor
-lives, its anonymous maps are shared memory without huge pages (a fresh 1.7 GB copy 740-930 ms against 88-123),
-and its `madvise` holds the GIL while the kernel reads from the disk.
+A `Region` says where bytes are, and holds a reference to the object that owns them. Mappings are made through ctypes
+and not by the `mmap` module, for three measured reasons. That module duplicates the file descriptor for the lifetime of
+the mapping. Its anonymous maps are shared memory without huge pages (a copy into fresh 1.7 GB takes 740-930 ms against
+88-123). Its `madvise` holds the GIL while the kernel reads from the disk.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from typing import Any
 
 from stio.runtime.limits import HUGE_PAGE_BYTES, PAGE_BYTES
 
-__all__ = ["HOLD_BYTES", "Region", "allocate", "copy", "fits", "map_file", "move", "move_holding", "populate"]
-
-
 HOLD_BYTES = 1 << 20
-"""A copy shorter than this keeps the GIL: it takes 80 microseconds at most, getting the GIL back up to 5 ms. Two
-threads bring tensors of 512 KiB at 6.5 GB/s so, 4.1 beside a busy Python thread; releasing it, 9.4 and 0.2."""
+"""A copy shorter than this keeps the GIL. The copy takes 80 microseconds at most; to acquire the GIL again takes up to
+5 ms. Two threads that copy tensors of 512 KiB and keep the GIL reach 6.5 GB/s, and 4.1 beside a busy Python thread. If
+they release it: 9.4 and 0.2."""
 
 _UNMAP_HERE_BYTES = 128 << 20
+"""Larger mappings are unmapped by a thread of their own."""
 
 _PROT_READ_WRITE = 3
 _MAP_PRIVATE = 0x02
@@ -37,7 +36,7 @@ _MADV_POPULATE_READ = 22
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 HAVE_MMAP = os.name == "posix"
-"""False where there is no libc to map pages with (Windows): everything is copied there."""
+"""False where no libc can map pages (Windows): all data are copied there."""
 
 
 def _declare(library: Any) -> Any:
@@ -48,36 +47,37 @@ def _declare(library: Any) -> Any:
     return library
 
 
-# `libc` drops the GIL for the length of a call, `quick_libc` keeps it: getting it back costs up to a switch
-# interval (5 ms) beside a busy Python thread, more than a call that never waits for a disk.
+# `libc` releases the GIL for the length of a call, `quick_libc` keeps it. Beside a busy Python thread it costs up to
+# one switch interval (5 ms) to acquire the GIL again: more than a call that never waits for a disk.
 libc: Any = _declare(ctypes.CDLL(None, use_errno=True)) if HAVE_MMAP else None
 quick_libc: Any = _declare(ctypes.PyDLL(None, use_errno=True)) if HAVE_MMAP else None
 
 
 def _memmove(library: Any) -> Any:
-    function = library["memmove"]  # by subscript: an object of our own, whose types nobody else sets
+    function = library["memmove"]  # by subscript: a new function object, so its types are not shared
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
     return function
 
 
 move: Any = _memmove(libc) if HAVE_MMAP else ctypes.memmove
-"""`memmove(target, source, nbytes)` without the GIL."""
+"""`memmove(target, source, nbytes)`; releases the GIL."""
 move_holding: Any = _memmove(quick_libc) if HAVE_MMAP else ctypes.memmove
-"""The same, keeping the GIL: for less than `HOLD_BYTES`."""
+"""The same function; keeps the GIL. For less than `HOLD_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A piece of memory that somebody keeps alive."""
+    """A range of memory, and the object that keeps it allocated."""
 
     address: int
-    """First byte."""
+    """Address of the first byte."""
     nbytes: int
     """Length in bytes."""
     owner: Any = None
-    """Keeps the memory; on the host it has the buffer protocol and begins at or before `address`."""
+    """Object whose lifetime is that of the memory. On the host it has the buffer protocol, and its buffer begins at or
+    before `address`."""
     device: str = "cpu"
-    """Where the memory is, as torch names it."""
+    """Device of the memory, as torch names it."""
 
     def sub(self, start: int, nbytes: int) -> Region:
         """Return the part `[start, start + nbytes)`."""
@@ -95,28 +95,28 @@ class Region:
         return ctypes.string_at(self.address, self.nbytes)
 
     def view(self) -> memoryview:
-        """Return the bytes without a copy (host regions only). The view does not keep the memory."""
+        """Return the bytes without a copy (host regions only). The view does not keep the memory allocated."""
         return memoryview((ctypes.c_ubyte * self.nbytes).from_address(self.address))
 
 
 class _Unmap:
-    """Unmaps pages when nothing refers to them any more."""
+    """Unmaps pages when the last reference to them is released."""
 
     __slots__ = ("_address", "_munmap", "_nbytes")
 
     def __init__(self, address: int, nbytes: int) -> None:
         self._address, self._nbytes = address, nbytes
-        # Kept: at interpreter exit the module's globals may be gone before us.
+        # Stored here: at interpreter exit the globals of this module may be cleared before this object.
         self._munmap = (quick_libc if nbytes <= 2 * HUGE_PAGE_BYTES else libc).munmap
 
     def __del__(self) -> None:
         if self._nbytes > _UNMAP_HERE_BYTES:
-            # Unmapping 1.7 GB of small pages takes 50 to 100 ms. Whoever drops the last tensor of a model, an event
-            # loop perhaps, should not stand still for that.
+            # To unmap 1.7 GB of small pages takes 50 to 100 ms. The thread that releases the last tensor of a model may
+            # run an event loop, and must not block for so long.
             try:
                 _thread.start_new_thread(self._munmap, (self._address, self._nbytes))
                 return
-            except RuntimeError:  # no more threads, or the interpreter is going away
+            except RuntimeError:  # no further threads, or the interpreter is at its end
                 pass
         self._munmap(self._address, self._nbytes)
 
@@ -133,15 +133,15 @@ def _map(nbytes: int, flags: int, fd: int) -> tuple[int, _Unmap]:
 
 def _region(address: int, nbytes: int, unmap: _Unmap) -> Region:
     buffer: Any = (ctypes.c_char * nbytes).from_address(address)
-    buffer.unmap = unmap  # the buffer owns the pages; arrays and tensors own the buffer
+    buffer.unmap = unmap  # the buffer owns the pages, arrays and tensors own the buffer
     return Region(address, nbytes, buffer)
 
 
 def allocate(nbytes: int) -> Region:
-    """Return fresh private memory that begins on a huge page.
+    """Return new private memory, aligned to a huge page if it is as large as one.
 
-    Whole huge pages inside it are asked for as such; the rest stays in small ones, so that the region costs no
-    more than its own bytes.
+    Huge pages are requested for the part that fills whole ones. The rest uses small pages, so a region costs no more
+    than its own bytes.
 
     Raises:
         MemoryError: The address space or the overcommit limit is exhausted.
@@ -150,31 +150,31 @@ def allocate(nbytes: int) -> Region:
     if not HAVE_MMAP:
         buffer = ctypes.create_string_buffer(nbytes)
         return Region(ctypes.addressof(buffer), nbytes, buffer)
-    # Only what crosses a huge page's border is worth aligning to one.
+    # Only memory that can hold a whole huge page is aligned to one.
     slack = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0
     address, unmap = _map(nbytes + slack, _MAP_PRIVATE | _MAP_ANONYMOUS, -1)
     start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES if slack else address
     whole = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if whole and sys.platform == "linux":
-        quick_libc.madvise(start, whole, _MADV_HUGEPAGE)  # advice: a refusal costs speed, nothing else
+        quick_libc.madvise(start, whole, _MADV_HUGEPAGE)  # only advice: a refusal costs speed
     return _region(start, nbytes, unmap)
 
 
 def copy(target: Region, source: Region) -> None:
-    """Copy all of a region to the begin of another one (host regions only)."""
+    """Copy a whole region to the start of another one (host regions only)."""
     to = target.sub(0, source.nbytes)
     (move_holding if source.nbytes < HOLD_BYTES else move)(to.address, source.address, source.nbytes)
 
 
 def map_file(fd: int, nbytes: int, *, huge_pages: bool) -> Region:
-    """Map a file's first `nbytes` privately; the mapping outlives the descriptor.
+    """Map the first `nbytes` of a file privately; the mapping stays valid after the descriptor is closed.
 
     Args:
         fd: An open file.
-        nbytes: Length, at most the file's (pages past the end raise SIGBUS when touched).
-        huge_pages: Ask for huge pages. For a file mapping that also makes the kernel read ahead in pieces of
-            2 MiB whatever the device's own setting: populating a cold 1.7 GB file behind `read_ahead_kb=128`
-            went from 1.0-1.4 to 1.7-2.0 GB/s (O_DIRECT 1.5-1.8 there), and the pages come as large folios.
+        nbytes: Length, at most that of the file. An access to a page past the end raises SIGBUS.
+        huge_pages: Request huge pages. For a file mapping the kernel then also reads ahead in pieces of 2 MiB, whatever
+            the setting of the device is. To populate a cold 1.7 GB file with `read_ahead_kb=128` reached 1.7-2.0 GB/s
+            instead of 1.0-1.4 (O_DIRECT: 1.5-1.8 there), and the pages come as large folios.
     """
     address, unmap = _map(nbytes, _MAP_PRIVATE | _MAP_NORESERVE, fd)
     if huge_pages and sys.platform == "linux":
@@ -183,10 +183,10 @@ def map_file(fd: int, nbytes: int, *, huge_pages: bool) -> Region:
 
 
 def populate(region: Region) -> int:
-    """Fault in a mapping's pages for reading, without the GIL.
+    """Load the pages of a mapping into memory for reading; releases the GIL.
 
     Returns:
-        0, or the errno: EFAULT where a touch would raise SIGBUS, EINVAL where the kernel (before 5.14) cannot.
+        0, or an errno: EFAULT where an access would raise SIGBUS, EINVAL on kernels before 5.14.
     """
     start = region.address // PAGE_BYTES * PAGE_BYTES
     length = region.address + region.nbytes - start
@@ -196,9 +196,9 @@ def populate(region: Region) -> int:
 
 
 def fits(nbytes: int) -> bool:
-    """Return whether this process may fill so much more memory, by the kernel's and the cgroup's word.
+    """Return whether the kernel and the cgroup have so much memory left for this process.
 
-    Asked in order of cost.
+    The cheapest sources are read first.
     """
     if sys.platform != "linux":
         return True
@@ -218,13 +218,13 @@ _CGROUP1 = "/sys/fs/cgroup/memory/memory."
 
 @cache
 def _cgroup_limit_bytes() -> int:
-    """Return the limit of the container's cgroup, looked up once a process; `sys.maxsize` where there is none."""
+    """Return the memory limit of the cgroup, read once in a process; `sys.maxsize` if there is none."""
     limit = _number("/sys/fs/cgroup/memory.max", _CGROUP1 + "limit_in_bytes")
     return limit if 0 < limit < os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES else sys.maxsize
 
 
 def _cgroup_used_bytes() -> int:
-    """Return what the container's cgroup cannot give back: its usage without the page cache."""
+    """Return the memory use of the cgroup without the page cache, which the kernel can reclaim."""
     used = _number("/sys/fs/cgroup/memory.current", _CGROUP1 + "usage_in_bytes")
     for path, key in (("/sys/fs/cgroup/memory.stat", "file "), (_CGROUP1 + "stat", "total_cache ")):
         for line in _text(path).splitlines():
@@ -242,7 +242,7 @@ def _number(*paths: str) -> int:
 
 
 def _text(path: str) -> str:
-    """Read a file of /proc or /sys, without dropping the GIL: they come from memory and never wait."""
+    """Read a file of /proc or /sys and keep the GIL: such files come from memory and never wait for a disk."""
     fd = quick_libc.open(path.encode(), os.O_RDONLY | os.O_CLOEXEC)
     if fd < 0:
         return ""

@@ -1,9 +1,9 @@
-"""Operations: blocking bodies on threads of stio's own, waited for from any loop, or from none.
+"""Operations: each runs a blocking function, its body, on a thread of stio's own; callers wait in a loop or a thread.
 
-The faces only wait. An operation's body never runs on the caller's loop, so a load goes on while that loop is
-blocked, and nothing of the caller's (task groups, cancel scopes, exception groups) reaches into it. Between a
-call and its result there are two handoffs, caller to thread and back: beside a busy Python thread each costs up
-to a switch interval, which is why the body is a plain thread and not a task behind a second event loop.
+The public functions only wait. A body never runs on the caller's loop, so a load continues while that loop is blocked,
+and the caller's task groups, cancel scopes and exception groups have no effect inside it. Between a call and its result
+there are two thread switches, caller to thread and back. Beside a busy Python thread each costs up to one switch
+interval. So the body runs on a plain thread and not as a task of a second event loop.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection
+from contextlib import nullcontext, suppress
 from typing import Any, Generic, TypeVar
 
 import anyio
 
 from stio.errors import ClosedError, printable
-from stio.runtime import stats as counters
+from stio.runtime import stats
+from stio.runtime.blocking import run_blocking, runs_blocking
 from stio.runtime.notifier import Notifier
-from stio.runtime.process import after_fork_in_child
-from stio.runtime.trace import name_thread
-
-__all__ = ["Cancelled", "Operation", "start_thread"]
+from stio.runtime.process import after_fork_in_child, name_thread
 
 T = TypeVar("T")
 logger = logging.getLogger("stio")
@@ -36,42 +34,43 @@ logger = logging.getLogger("stio")
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 EXIT_PATIENCE_SECONDS = 10.0
-"""How long the interpreter's exit waits for operations to give their buffers back."""
+"""Seconds that the interpreter's exit waits for cancelled operations to release their buffers."""
 
 
 class Cancelled(BaseException):
-    """Raised inside an operation's body once it was cancelled; a caller who still waits gets `ClosedError`."""
+    """Raised inside the body of a cancelled operation. A caller that still waits gets `ClosedError`."""
 
 
 def start_thread(run: Callable[[], object], *, name: str) -> None:
     """Run a function on a new thread without waiting until it runs.
 
-    `threading.Thread.start()` waits for that, a handoff of up to a switch interval beside a busy thread. The
-    function must not raise, and must not ask for `threading.current_thread()`, which would leave a record behind.
+    `threading.Thread.start()` waits for that: up to one switch interval beside a busy thread. The function must not
+    raise. It must not call `threading.current_thread()`, which would add a record that is never removed.
     """
     work = [run]
     del run
 
     def body() -> None:
         name_thread(name)
-        # Nothing of it may stay in this frame: an error that passed through `run` keeps the frames below it too,
-        # and `traceback.clear_frames` does not reach those.
+        # This frame must hold no reference to `run`: the traceback of an error that passes through `run` refers to the
+        # frames below it too, and `traceback.clear_frames` does not clear those.
         work.pop()()
 
     _thread.start_new_thread(body, ())
 
 
 class Operation(Generic[T]):
-    """One piece of work on a thread of its own.
+    """One piece of cancellable work on a thread of its own.
 
     Args:
-        body: Called with this operation on the new thread. It should look at `cancelled` or hang a callback on
-            `on_cancel`, and must leave nothing behind when it returns or raises.
-        name: Name of the thread, a lane of traces.
-        kind: What it counts as in `stio.stats()`.
-        about: What it works on, for the log; it may come out of a file.
-        notifier: Rung when the body has ended, for those who wait for other things of it too.
-        discard: Called with a value that nobody will take, the operation having been cancelled meanwhile.
+        body: Called with this operation on the new thread. It should read `cancelled` between steps, or register a
+            callback with `on_cancel`. When it returns or raises, it must have released its files, buffers and threads.
+        name: Name of the thread, also its lane in traces.
+        kind: Kind under which `stio.stats()` counts it.
+        about: What it works on, for the log. The text may come from an untrusted file.
+        notifier: Notified when the body has ended. A caller that also waits for other events of the body passes its
+            own.
+        discard: Called with the value of the body if the operation was cancelled before a caller took the value.
         exit_patience: Seconds that the interpreter's exit waits for its end before it is cancelled.
     """
 
@@ -80,7 +79,7 @@ class Operation(Generic[T]):
         body: Callable[[Operation[T]], T],
         *,
         name: str,
-        kind: counters.Kind = "other",
+        kind: stats.Kind = "other",
         about: str = "",
         notifier: Notifier | None = None,
         discard: Callable[[T], object] = lambda _: None,
@@ -88,17 +87,17 @@ class Operation(Generic[T]):
     ) -> None:
         self._body = body
         self._name = name
-        self._kind: counters.Kind = kind
+        self._kind: stats.Kind = kind
         self.about = about
         """See above."""
-        self._remark = ""
+        self._log_detail = ""
         self._lock = threading.RLock()  # a finalizer may cancel while its own thread is inside
         self._stops: list[Callable[[], None]] = []
         self._discard = discard
         self.exit_patience = exit_patience
         """See above."""
         self._started = False
-        self._settled = False
+        self._cancel_refused = False
         self._done = False
         self._taken = False
         self._value: T | None = None
@@ -108,30 +107,33 @@ class Operation(Generic[T]):
         """True once `cancel` was called."""
 
     def start(self) -> Operation[T]:
-        """Begin; returns at once."""
+        """Start the thread; returns at once."""
         self._log("begins")
         _live.add(self)
         self._began = time.perf_counter()
-        self._tally = counters.begin(self._kind)
-        self._started = True  # before the thread: who closes us meanwhile must wait for it
+        self._tally = stats.count_start(self._kind)
+        self._started = True  # before the thread starts: a `close` at the same time must wait for it
         try:
             start_thread(self._run, name=self._name)
         except BaseException:
             self._started = False
-            counters.end(self._tally, None)
+            stats.count_end(self._tally, None)
             _live.discard(self)
             raise
         return self
 
-    def remark(self, say: Callable[[], str]) -> None:
-        """Say what the log shall tell of it at its end (for bodies); not even asked where nobody listens."""
+    def set_log_detail(self, make_text: Callable[[], str]) -> None:
+        """Set the text that the log line at the end adds (for bodies). Not called if debug logging is off."""
         if logger.isEnabledFor(logging.DEBUG):
-            self._remark = f"; {say()}"
+            self._log_detail = f"; {make_text()}"
 
     def cancel(self) -> None:
-        """Ask the body to end. Never blocks; callable from any thread, a finalizer included. Idempotent."""
+        """Request the end of the body. Never blocks; callable from any thread and from finalizers. Idempotent.
+
+        Has no effect after `refuse_cancel`.
+        """
         with self._lock:
-            if self._settled:
+            if self._cancel_refused:
                 return
             self.cancelled = True
             stops, self._stops = self._stops, []
@@ -139,10 +141,10 @@ class Operation(Generic[T]):
         for stop in stops:
             stop()
         if late:
-            self._drop()
+            self._discard_value()
 
     def on_cancel(self, stop: Callable[[], None]) -> None:
-        """Have `stop` called when the operation is cancelled; at once if it was."""
+        """Call `stop` when the operation is cancelled; at once if it already is."""
         with self._lock:
             if not self.cancelled:
                 self._stops.append(stop)
@@ -154,55 +156,70 @@ class Operation(Generic[T]):
         if self.cancelled:
             raise Cancelled
 
-    def settle(self) -> None:
-        """Pass the point of no return: raise `Cancelled` now, or be deaf to cancels from here on."""
+    def refuse_cancel(self) -> None:
+        """Ignore every later cancel (for bodies, before a step that cannot be undone).
+
+        Raises:
+            Cancelled: The operation was cancelled before.
+        """
         with self._lock:
             self.check()
-            self._settled = True
+            self._cancel_refused = True
 
     @property
     def done(self) -> bool:
-        """Whether the body has ended, and with it every thread and buffer of the operation."""
+        """Whether the body has ended, and all its threads with it; its buffers are released."""
         return self._done
 
     @property
     def failure(self) -> BaseException | None:
-        """What the body raised; None if it has not, or because it was cancelled."""
+        """The error that the body raised; None if it raised none, or `Cancelled`."""
         return None if isinstance(self._error, Cancelled) else self._error
 
     @property
     def running(self) -> bool:
-        """Whether it was started and has not ended."""
+        """Whether the operation was started and its body has not ended."""
         return self._started and not self._done
 
-    async def wait(self) -> T:
-        """Wait for the result from any anyio-supported loop.
+    async def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait until `ready()` or until the body has ended: in a task of any loop, or in a thread (`run_blocking`).
 
-        If the caller is cancelled meanwhile, the operation is cancelled too, and this returns (by the caller's
-        own cancellation) only when nothing touches the operation's buffers any more.
+        An interruption of the caller is handled here for every public function. A cancel or a KeyboardInterrupt cancels
+        the operation, and is raised again when no thread uses the operation's buffers. A coroutine that is closed
+        (GeneratorExit) must not wait again: it only cancels the operation.
+
+        Args:
+            ready: Reads state that is set before the operation's notifier is called.
         """
         try:
-            await self._notifier.wait_for(lambda: self._done)
+            await self._notifier.wait_for(lambda: self._done or ready())
         except GeneratorExit:
-            self.cancel()  # the coroutine is thrown away, it must not wait any more
+            self.cancel()
             raise
         except BaseException:
-            # The exception at hand goes first; `Task.cancelling` remembers a second cancel.
+            # The first exception is the one that is raised; `Task.cancelling` remembers a second cancel.
             with suppress(asyncio.CancelledError):
                 await self.aclose()
             raise
+
+    async def wait(self) -> T:
+        """Wait for the result. For interruptions see `wait_until`, for errors see `outcome`."""
+        await self.wait_until(lambda: False)
         return self.outcome()
 
     async def aclose(self) -> None:
-        """Cancel, and wait until the body has ended; a caller who is cancelled meanwhile hears of it after that."""
+        """Cancel, and wait until the body has ended. A cancel of the caller during the wait is raised after that."""
         self.cancel()
         await self.ended()
 
     async def ended(self) -> None:
-        """Wait until the body has ended, however it does; a cancel of the caller is passed on after that."""
+        """Wait until the body has ended, for any reason. A cancel of the caller is raised after that.
+
+        A KeyboardInterrupt in a blocked thread is raised at once: it is the second one, or the caller waits again.
+        """
         interrupted: BaseException | None = None
-        with anyio.CancelScope(shield=True):
-            while self._started and not self._done:
+        with nullcontext() if runs_blocking() else anyio.CancelScope(shield=True):
+            while self.running:
                 try:
                     await self._notifier.wait_for(lambda: self._done)
                 except asyncio.CancelledError as error:
@@ -210,21 +227,9 @@ class Operation(Generic[T]):
         if interrupted is not None:
             raise interrupted
 
-    def result(self, timeout: float | None = None) -> T:
-        """Wait for the result in this thread; a KeyboardInterrupt cancels and waits for the end.
-
-        Raises:
-            TimeoutError: The timeout (seconds) passed; the operation goes on.
-        """
-        try:
-            if not self._notifier.wait_for_blocking(lambda: self._done, timeout):
-                raise TimeoutError(f"{self._name} is not done after {timeout} s")
-        except TimeoutError:
-            raise
-        except BaseException:
-            self.close()
-            raise
-        return self.outcome()
+    def result(self) -> T:
+        """Wait for the result in this thread; see `wait`."""
+        return run_blocking(self.wait())
 
     def close(self, timeout: float | None = None) -> None:
         """Cancel, and wait in this thread until the body has ended."""
@@ -233,20 +238,22 @@ class Operation(Generic[T]):
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait in this thread until the body has ended; False if the timeout (seconds) came first."""
-        return not self._started or self._notifier.wait_for_blocking(lambda: self._done, timeout)
+        return not self._started or self._notifier.block_until(lambda: self._done, timeout)
 
     def outcome(self) -> T:
-        """Return or raise what the body did; only once it is `done`.
+        """Return the value of the body, or raise its error; only when `done`.
 
         Raises:
-            ClosedError: It was cancelled by somebody else than the caller who waits.
-            BaseException: Whatever the body raised.
+            ClosedError: The operation was cancelled, and not by the caller that waits.
+            BaseException: The error of the body, as it was raised.
         """
         with self._lock:
             value, error = self._value, self._error
             self._taken = value is not None
         if isinstance(error, Cancelled):
-            raise ClosedError(f"the {self._name} was ended before it was done: what it belongs to was closed")
+            raise ClosedError(f"the {self._name} was cancelled: the object that it belongs to was closed")
+        if isinstance(error, StopIteration | StopAsyncIteration):  # in a coroutine or an iterator it would mean the end
+            raise RuntimeError(f"the {self._name} was ended by {type(error).__name__} out of a callback") from error
         if error is not None:
             raise error
         return value  # type: ignore[return-value]  # set whenever there is no error
@@ -256,38 +263,38 @@ class Operation(Generic[T]):
             self.check()
             self._value = self._body(self)
         except BaseException as error:
-            _let_go(error)
+            _clear_frames(error)
             self._error = error
-        # The body's closure holds plans, files and buffers: they must be free before the waiter goes on.
+        # The body's closure refers to plans, files and buffers: they must be freed before a caller is woken.
         del self._body
         _live.discard(self)
-        self._account()
+        self._count_end()
         with self._lock:
             self._stops = []
             late = self.cancelled
             self._done = not late
         if late:
-            self._drop()
+            self._discard_value()
             self._done = True
         self._notifier.notify()
 
-    def _account(self) -> None:
-        """Count the end, and log it; nobody who waits has heard of it yet."""
+    def _count_end(self) -> None:
+        """Count the end, and log it, before any caller is woken."""
         cancelled = self.cancelled or isinstance(self._error, Cancelled)
-        outcome: counters.Outcome = "cancelled" if cancelled else "done" if self._error is None else "failed"
+        outcome: stats.Outcome = "cancelled" if cancelled else "done" if self._error is None else "failed"
         seconds = time.perf_counter() - self._began
-        counters.end(self._tally, outcome, seconds)
-        told = f"failed by {type(self._error).__name__}" if outcome == "failed" else outcome
-        self._log("%s after %.3f s%s", told, seconds, "" if outcome == "cancelled" else self._remark)
+        stats.count_end(self._tally, outcome, seconds)
+        text = f"failed by {type(self._error).__name__}" if outcome == "failed" else outcome
+        self._log("%s after %.3f s%s", text, seconds, "" if outcome == "cancelled" else self._log_detail)
 
     def _log(self, message: str, *values: object) -> None:
-        """Write a line for who looks for them. Never in a loop; a handler that raises must not keep us from ending."""
+        """Log one line at debug level. Errors of log handlers are ignored: they must not change the outcome."""
         if logger.isEnabledFor(logging.DEBUG):
             with suppress(Exception):
                 logger.debug(f"%s: {message}", f"{self._name} {printable(self.about)}".rstrip(), *values)
 
-    def _drop(self) -> None:
-        """Get rid of a value that came too late; ends as any cancelled operation does."""
+    def _discard_value(self) -> None:
+        """Pass a value that came after the cancel to `discard`; the outcome is that of a cancelled operation."""
         with self._lock:
             value, self._value = self._value, None
             if self._error is None:
@@ -295,19 +302,19 @@ class Operation(Generic[T]):
         if value is not None:
             self._discard(value)
 
-    def _abandon(self) -> None:
-        """Count as ended, in a forked child: the thread is not here, and may have held any lock when it was left."""
+    def _end_in_child(self) -> None:
+        """Mark as ended in a forked child: its thread is not there, and may have held any lock at the fork."""
         self._lock = threading.RLock()
         self._stops = []
         self.cancelled = self._done = True
         self._error = Cancelled()
 
 
-def _let_go(error: BaseException | None) -> None:
-    """Empty the frames that an error passed through: whoever keeps it must not keep their buffers and files.
+def _clear_frames(error: BaseException | None) -> None:
+    """Clear the frames in the traceback of an error, so that a reference to the error holds no buffers and files.
 
-    Coroutines and generators are spared. A callback may raise an error that it raised before: the caller's own
-    task, which waits for us, then is in its traceback, and to clear a suspended frame is to end it.
+    Frames of coroutines and generators are not cleared. A callback may raise an error that was raised before in the
+    task that waits for this operation; to clear a suspended frame of that task would end the task.
     """
     seen = set()
     while error is not None and id(error) not in seen:
@@ -319,15 +326,37 @@ def _let_go(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-_live: set[Operation[Any]] = set()  # those with a thread, which would keep them anyway; copied and changed in one step
+# All operations with a thread; the thread refers to its operation anyway. Each read and change is one atomic step.
+async def close_all(operations: Collection[Operation[Any]]) -> None:
+    """Cancel operations and wait until all have ended, however often the caller is interrupted; then pass that on.
+
+    For callers that free what the operations use. Only a coroutine that is closed (GeneratorExit) cannot wait again.
+    """
+    for operation in operations:
+        operation.cancel()
+    interrupted: BaseException | None = None
+    for operation in operations:
+        while operation.running:
+            try:
+                await operation.ended()
+            except GeneratorExit as error:
+                interrupted = error
+                break
+            except BaseException as error:
+                interrupted = error
+    if interrupted is not None:
+        raise interrupted
+
+
+_live: set[Operation[Any]] = set()
 
 
 # Exit and fork.
 
 
 @atexit.register
-def _drain() -> None:
-    """End what still runs: a thread that reads into memory must not outlive the interpreter that frees it."""
+def _end_all_at_exit() -> None:
+    """End the operations that still run: no thread may read into memory after the interpreter has freed it."""
     operations = list(_live)
     begin = time.monotonic()
     for operation in sorted(operations, key=lambda operation: operation.exit_patience):
@@ -342,8 +371,8 @@ def _drain() -> None:
 
 @after_fork_in_child
 def _forget_parent() -> None:
-    """Start afresh in a forked child: the parent's threads are not here, its locks may be held for ever."""
+    """Mark all operations as ended in a forked child: their threads are not in the child."""
     global _live
     for operation in _live:
-        operation._abandon()
+        operation._end_in_child()
     _live = set()

@@ -1,4 +1,9 @@
-"""TODO."""
+"""The length of one system call: long blocks are cut into pieces that take about 20 ms each.
+
+A call that ends returns to Python, and beside a busy Python thread each return may wait one switch interval (5 ms). So
+calls should be long. A cancel takes effect between two calls, so they should not be too long either. The speed of the
+storage is not known in advance: each piece is timed, and its time sets the length of the next one.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 
-__all__ = ["Pacer"]
-
-
 _PIECE_SECONDS = 0.02
-
-
 _SMALLEST_PIECE_BYTES = 1 << 20
 
 
@@ -19,20 +19,19 @@ _SMALLEST_PIECE_BYTES = 1 << 20
 class Pacer:
     """Cuts a block into pieces of about 20 ms each.
 
-    Longer calls return less often to Python, where each return may wait a switch interval; shorter ones let a
-    cancel through sooner. One pacer serves a file, so what one worker learns of its speed helps the others.
+    One pacer serves one file: what one worker measures sets the piece size of the other workers.
     """
 
     piece_bytes: int = 32 << 20
-    """What the next piece should measure."""
+    """Size of the next piece."""
 
     def pieces(self, nbytes: int, stopped: Callable[[], bool]) -> Iterator[tuple[int, int]]:
-        """Yield (start, length) of pieces until all is covered or `stopped()`; times each piece."""
+        """Yield (start, length) of each piece until all bytes are covered or `stopped()`; measures the time of each."""
         at = 0
         while at < nbytes and not stopped():
             step = min(self.piece_bytes, nbytes - at)
             if nbytes - at - step < _SMALLEST_PIECE_BYTES:
-                step = nbytes - at  # no crumbs
+                step = nbytes - at  # a small rest joins the last piece
             begin = perf_counter()
             yield at, step
             self._learn(step, perf_counter() - begin)

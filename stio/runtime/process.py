@@ -1,4 +1,4 @@
-"""What belongs to the whole process: the interpreter's switch interval, its garbage collector, a thread's priority, fork.
+"""Settings of the whole process: the interpreter's switch interval, its garbage collector, a thread's priority, fork.
 
 Operations that run beside each other share these settings. Each setting is counted: the first user changes it, the last
 one restores it. A module whose state must not outlive a fork registers a function with `after_fork_in_child`.
@@ -14,8 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-__all__ = ["NICENESS", "after_fork_in_child", "be_nice", "collection_paused", "switch_interval"]
-
 NICENESS = 5
 """Added to the nice value of stio's own threads, so that the thread of an event loop runs first when both are ready."""
 
@@ -25,10 +23,10 @@ _at_fork: list[Callable[[], None]] = []
 
 
 def after_fork_in_child(reset: Callable[[], None]) -> Callable[[], None]:
-    """Have a function called in each forked child, in the order of registration; usable as a decorator.
+    """Register a function that each forked child calls, in the order of registration; usable as a decorator.
 
     A child has none of the parent's threads, and a lock that one of them held stays locked. So each function makes new
-    locks, and drops what only the parent can finish.
+    locks, and drops the operations that only the parent can complete.
     """
     _at_fork.append(reset)
     return reset
@@ -55,6 +53,19 @@ def be_nice() -> None:
             pass  # a sandbox forbids it; only latency depends on it
 
 
+_thread_names = threading.local()
+
+
+def name_thread(name: str) -> None:
+    """Set the name of the calling thread in traces. For stio's own threads, which have no `threading.Thread`."""
+    _thread_names.name = name
+
+
+def thread_name() -> str:
+    """Return the name of the calling thread, if it is one of stio's own, else an empty text."""
+    return str(getattr(_thread_names, "name", ""))
+
+
 # The switch interval.
 
 _interval_lock = threading.Lock()
@@ -64,7 +75,7 @@ _original_interval = 0.0
 
 @contextmanager
 def switch_interval(seconds: float | None) -> Iterator[None]:
-    """Shorten the interpreter's switch interval while the block runs; None leaves it alone.
+    """Shorten the interpreter's switch interval while the block runs; None does not change it.
 
     Of several blocks the shortest interval holds. The last block to end restores the original one.
     """
@@ -74,7 +85,7 @@ def switch_interval(seconds: float | None) -> Iterator[None]:
         return
     with _interval_lock:
         original = _original_interval if _intervals else sys.getswitchinterval()
-        sys.setswitchinterval(min(original, seconds, *_intervals))  # refuses what is not positive
+        sys.setswitchinterval(min(original, seconds, *_intervals))  # raises if it is not positive
         _original_interval = original
         _intervals.append(seconds)
     try:
@@ -122,7 +133,7 @@ def _paused() -> Iterator[None]:
 
 @after_fork_in_child
 def _restore_settings() -> None:
-    """Restore what threads of the parent had changed: they are not in the child."""
+    """Restore the settings that threads of the parent had changed: those threads are not in the child."""
     global _interval_lock, _intervals, _pausing, _pauses
     _interval_lock = threading.Lock()
     if _intervals:

@@ -1,6 +1,6 @@
-"""What was done when: spans, and what many of them say together.
+"""Spans of a trace as values, and their summary: totals for each kind of work, and a sentence about their shares.
 
-Values and arithmetic. `trace.py` records spans, `timeline.py` draws them.
+Pure arithmetic. `trace.py` records spans, `timeline.py` draws them.
 """
 
 from __future__ import annotations
@@ -9,65 +9,66 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-__all__ = ["Span", "Summary", "Total", "covered_seconds", "show_bytes", "show_seconds", "summarize"]
+from stio.runtime.units import show_bytes, show_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work on one lane, times in seconds since the trace began."""
+    """One piece of work on one lane. Times are in seconds since the start of the trace."""
 
     name: str
-    """What was done: `open`, `verify`, `plan`, `read`, `populate`, `map`, `copy`, `tensors` by loads; `plan`, `begin`,
-    `stage`, `hash`, `write`, `sync`, `commit` by saves; `wait` by either, `consume` by who takes a load's tensors."""
+    """Kind of work. In a load: `open`, `verify`, `plan`, `read`, `populate`, `map`, `copy`, `tensors`, and `consume`
+    for the work of the consumer of the tensors. In a save: `plan`, `begin`, `stage`, `hash`, `write`, `sync`, `commit`.
+    In both: `wait`."""
     lane: str
-    """The thread or device queue that did it."""
+    """The thread or device queue that did the work: one row of a timeline."""
     start: float
-    """Begin, seconds."""
+    """Start, in seconds."""
     end: float
-    """End, seconds (half-open)."""
+    """End, in seconds (half-open)."""
     num_bytes: int = 0
-    """Bytes moved, 0 where none were."""
+    """Bytes read, copied or written; 0 for other work."""
     detail: str = ""
-    """File, way in, or what was waited for."""
+    """A file, a read path, or what the thread waited for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What all spans of one name come to."""
+    """Sum of all spans of one name."""
 
     name: str
-    """Theirs."""
+    """Name of the spans."""
     num_spans: int
-    """How many."""
+    """Number of spans."""
     seconds: float
-    """Added up over lanes: of two threads that read for a second each, 2."""
+    """Time, added up over lanes: 2 for two threads that read for one second each."""
     covered_seconds: float
-    """Time in which at least one was under way."""
+    """Time in which at least one of them was under way."""
     num_bytes: int
-    """Bytes moved."""
+    """Bytes read, copied or written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a trace says at a glance."""
+    """Summary of a trace."""
 
     start: float
-    """The first span's begin."""
+    """Start of the first span."""
     end: float
-    """The last span's end."""
+    """End of the last span."""
     totals: tuple[Total, ...]
     """One for each name, in the order of their first spans."""
     num_bytes: int
-    """What a save wrote, else what a load read."""
+    """Bytes that a save wrote; without one, bytes that a load read."""
     sentence: str
-    """Where the time went, in words."""
+    """Sentence with the rate, and each kind of work with its share of the time."""
 
 
 CALLER = "caller"
-"""The lane of threads that are not stio's own."""
+"""Lane of all threads that stio did not start."""
 
 _AGE_SECONDS = 1e12
-"""What is further away is no reading of a clock."""
+"""A time further away than this did not come from a clock."""
 
 _ACTIVITIES = {
     "reading": {"read", "populate"},
@@ -77,17 +78,17 @@ _ACTIVITIES = {
     "syncing": {"sync"},
 }
 _MOVED = ({"write"}, {"read", "populate"})
-"""Whose bytes are the operation's."""
+"""Names whose bytes are those of the operation: the first that occur."""
 
 
 def usable(spans: Iterable[Span]) -> list[Span]:
-    """Return the spans that have a place in time, by their begin; of two that begin together the longer one first."""
-    found = [span for span in spans if -_AGE_SECONDS < span.start <= span.end < _AGE_SECONDS]  # no NaN is
+    """Return the spans with a valid time, by their start; of two with the same start the longer one first."""
+    found = [span for span in spans if -_AGE_SECONDS < span.start <= span.end < _AGE_SECONDS]  # false for NaN
     return sorted(found, key=lambda span: (span.start, -span.end))
 
 
 def summarize(spans: Iterable[Span]) -> Summary:
-    """Add up spans; those without a place in time are left out."""
+    """Add up spans; those without a valid time are left out."""
     ordered = usable(spans)
     by_name: dict[str, list[Span]] = {}
     for span in ordered:
@@ -109,7 +110,7 @@ def summarize(spans: Iterable[Span]) -> Summary:
 
 
 def covered_seconds(ordered: Sequence[Span]) -> float:
-    """Return the time in which at least one span was under way; they must come by their begin."""
+    """Return the time in which at least one span was under way. The spans must be in the order of their start."""
     seconds, reached = 0.0, -inf
     for span in ordered:
         if span.end > reached:
@@ -136,10 +137,10 @@ def _sentence(ordered: Sequence[Span], seconds: float, moved: int) -> str:
         (verb, first), *others = shares
         text += f"; {verb} was under way {_percent(first / seconds)} of the time"
         text += "".join(f", {verb} {_percent(covered / seconds)}" for verb, covered in others)
-    return text + _of_the_caller(ordered)
+    return text + _caller_part(ordered)
 
 
-def _of_the_caller(ordered: Sequence[Span]) -> str:
+def _caller_part(ordered: Sequence[Span]) -> str:
     here = [span for span in ordered if span.lane == CALLER]
     used, waited = ([span for span in here if span.name == name] for name in ("consume", "wait"))
     if used:
@@ -148,26 +149,6 @@ def _of_the_caller(ordered: Sequence[Span]) -> str:
             f"{show_seconds(covered_seconds(waited))}"
         )
     return f"; the caller waited {show_seconds(covered_seconds(waited))}" if waited else ""
-
-
-def show_seconds(seconds: float) -> str:
-    """Return a time for people: `1.52 s`, `0.42 s`, `20.1 ms`, `7 µs`."""
-    if seconds >= 99.95:
-        return f"{seconds:,.0f} s"
-    if seconds >= 0.09995:
-        return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds:.2f} s"
-    if seconds >= 0.0009995:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds * 1e6:.0f} µs"
-
-
-def show_bytes(nbytes: float) -> str:
-    """Return a size for people, in powers of ten: `512 B`, `32 MB`, `1.74 GB`."""
-    value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{value:,.0f} {units[0]}" if value >= 99.95 or units[0] == "B" else f"{value:.3g} {units[0]}"
 
 
 def _percent(share: float) -> str:

@@ -1,8 +1,9 @@
-"""What this process has done so far: operations, bytes, memory that is held. `stio.stats()` takes a snapshot.
+"""Counters of this process: operations, bytes, and memory that is held. `stio.stats()` takes a snapshot.
 
-An operation is counted when it begins and when it ends, a run's bytes when it ends; what is under way is asked only by
-a snapshot. A forked child begins at zero, with a lock of its own: what it inherited was its parent's, and an operation
-that was forked in the middle counts nowhere.
+An operation is counted when it starts and when it ends. The bytes of a run (a scheduler of a load or a save) are added
+when the run ends; only a snapshot reads the figures of runs under way. A forked child starts at zero, with a lock of
+its own: the counters that it inherits belong to its parent. An operation under way at the fork is not counted in the
+child.
 """
 
 from __future__ import annotations
@@ -14,32 +15,30 @@ from weakref import WeakSet
 
 from stio.runtime.process import after_fork_in_child
 
-__all__ = ["Stats", "stats"]
-
 Kind = Literal["load", "save", "other"]
-"""What an operation counts as."""
+"""Kind of an operation."""
 Outcome = Literal["done", "failed", "cancelled"]
-"""How it ended."""
+"""How an operation ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """What the process has done since it began, and what it does now.
+    """Counters of the process since its start, and what is under way now.
 
-    Streams and loads into modules are loads; conversions are saves. What the drop-in for safetensors does is not
-    counted: it has no operations.
+    Streams and loads into modules count as loads, conversions as saves. The drop-in for safetensors starts no
+    operations, so its work is not counted.
     """
 
     num_loads_running: int
     """Loads under way."""
     num_loads_done: int
-    """Loads that ended well."""
+    """Loads that succeeded."""
     num_loads_failed: int
     """Loads that raised."""
     num_loads_cancelled: int
-    """Loads that were cancelled, streams that were left before their end among them."""
+    """Loads that were cancelled. A stream that is closed before its end counts here."""
     load_seconds: float
-    """Time that loads took which have ended, from call to end; of two at once, each counts."""
+    """Time of all loads that have ended, from call to end. Two loads at the same time both count in full."""
     num_saves_running: int
     """Saves under way, until they are durable."""
     num_saves_done: int
@@ -49,46 +48,46 @@ class Stats:
     num_saves_cancelled: int
     """Saves that were rolled back."""
     save_seconds: float
-    """Time that saves took which have ended, likewise."""
+    """Time of all saves that have ended, added up in the same manner."""
     read_bytes: int
-    """Bytes that loads and conversions brought from storage, or found in the page cache; not what a lazy mapping or a
-    mapped pickle reads when it is touched, nor what is read to verify."""
+    """Bytes that loads and conversions read from storage or from the page cache. Not included: what a lazy mapping or a
+    mapped pickle reads at its first access, and reads of a verification."""
     written_bytes: int
     """Bytes that saves wrote to storage."""
     budget_used_bytes: int
-    """What loads under way have taken of their budgets."""
+    """Bytes that loads under way have taken from their budgets."""
     staging_held_bytes: int
-    """Staging memory, in use or kept for the next save: of saves, savers, and loads to devices; with `memory="gds"`
-    that on the device too."""
+    """Staging memory of saves, savers and loads to devices, in use or cached for the next save. With `memory="gds"`
+    the staging memory on the device is included."""
 
 
 class Run(Protocol):
-    """A load's or a save's scheduler while it works."""
+    """Scheduler of a load or a save under way."""
 
     @property
     def read_bytes(self) -> int:
-        """Bytes it has read."""
+        """Bytes that it has read."""
 
     @property
     def written_bytes(self) -> int:
-        """Bytes it has written."""
+        """Bytes that it has written."""
 
     @property
     def used_bytes(self) -> int:
-        """What it has taken of its budget."""
+        """Bytes that it has taken from its budget."""
 
 
 class Holder(Protocol):
-    """Something that keeps staging memory."""
+    """An object that holds staging memory."""
 
     @property
     def held_bytes(self) -> int:
-        """How much."""
+        """Size of that memory."""
 
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """What operations of one kind come to."""
+    """Sums over the operations of one kind."""
 
     running: int = 0
     done: int = 0
@@ -99,7 +98,7 @@ class Tally:
 
 class _Process:
     def __init__(self) -> None:
-        # A finalizer may end up here while its own thread is inside.
+        # Re-entrant: a finalizer may run on the thread that holds the lock.
         self.lock = threading.RLock()
         self.tallies: dict[Kind, Tally] = {"load": Tally(), "save": Tally(), "other": Tally()}
         self.read_bytes = self.written_bytes = 0
@@ -111,7 +110,7 @@ _process = _Process()
 
 
 def stats() -> Stats:
-    """Return what this process has done so far: cheap enough to be asked every second, callable from any thread."""
+    """Return a snapshot of the counters. Cheap enough for a call every second; callable from any thread."""
     process = _process
     with process.lock:
         loads, saves = process.tallies["load"], process.tallies["save"]
@@ -134,8 +133,8 @@ def stats() -> Stats:
         )
 
 
-def begin(kind: Kind) -> Tally:
-    """Count an operation as running; `end` takes what this returns."""
+def count_start(kind: Kind) -> Tally:
+    """Count an operation as running; pass the result to `count_end`."""
     process = _process
     with process.lock:
         tally = process.tallies[kind]
@@ -143,11 +142,11 @@ def begin(kind: Kind) -> Tally:
     return tally
 
 
-def end(tally: Tally, outcome: Outcome | None, seconds: float = 0.0) -> None:
-    """Count an operation's end; None: it never ran."""
+def count_end(tally: Tally, outcome: Outcome | None, seconds: float = 0.0) -> None:
+    """Count the end of an operation; None means that its thread could not be started."""
     process = _process
     if not any(tally is mine for mine in process.tallies.values()):
-        return  # it began in the parent of this process
+        return  # the operation was started in the parent of this process
     with process.lock:
         tally.running -= 1
         tally.seconds += seconds
@@ -155,26 +154,26 @@ def end(tally: Tally, outcome: Outcome | None, seconds: float = 0.0) -> None:
             setattr(tally, outcome, getattr(tally, outcome) + 1)
 
 
-def enter(run: Run) -> None:
-    """Have snapshots ask a run for its figures from now on."""
+def add_run(run: Run) -> None:
+    """Include the figures of a run in snapshots from now on."""
     process = _process
     with process.lock:
         process.runs.add(run)
 
 
-def leave(run: Run) -> None:
-    """Take over a run's figures; it has ended. Idempotent."""
+def remove_run(run: Run) -> None:
+    """Add the final figures of a run that has ended to the counters. Idempotent."""
     process = _process
     if run not in process.runs:
-        return  # it was counted, or it began in the parent of this process
+        return  # already counted, or started in the parent of this process
     with process.lock:
         process.runs.discard(run)
         process.read_bytes += run.read_bytes
         process.written_bytes += run.written_bytes
 
 
-def hold(holder: Holder) -> None:
-    """Have snapshots ask for the staging memory that this object holds, as long as it lives."""
+def add_holder(holder: Holder) -> None:
+    """Include the staging memory of this object in snapshots, as long as the object exists."""
     process = _process
     with process.lock:
         process.holders.add(holder)

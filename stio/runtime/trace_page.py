@@ -1,6 +1,6 @@
-"""A trace as a page: the picture that `timeline.py` draws, and a script that zooms into it. Nothing is fetched.
+"""A trace as an HTML page: the picture from `timeline.py`, and a script that zooms and moves it. Needs no network.
 
-The content policy lets no other script run than this one, by its hash, should a name ever get past the escaping.
+The content security policy allows this script alone, by its hash. A name that passed the escaping could still not run.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from hashlib import sha256
 from html import escape
 
 from stio.errors import printable
-
-__all__ = ["page"]
 
 _SCRIPT = """
 const root = document.querySelector("svg.stio"), plot = root.querySelector("svg.plot");
@@ -70,11 +68,11 @@ body>p{margin:4px 14px}
 
 
 def page(svg: str, *, title: str = "") -> str:
-    """Return a page of HTML that holds a picture and needs nothing else.
+    """Return an HTML page with a picture.
 
     Args:
-        svg: What `stio.runtime.timeline.draw` returned.
-        title: Of the page.
+        svg: The result of `stio.runtime.timeline.draw`.
+        title: Title of the page.
     """
     digest = b64encode(sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -83,6 +81,6 @@ def page(svg: str, *, title: str = "") -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
         f"<title>{escape(printable(title or 'what stio did'))}</title><style>{_STYLE}</style></head>\n<body>{svg}"
-        "<p>Turn the wheel to zoom, drag to move, double-click for all of it; bars tell more under the pointer.</p>"
+        "<p>Turn the wheel to zoom, drag to move, double-click to see everything. Hover over a bar for details.</p>"
         f"<script>{_SCRIPT}</script></body></html>\n"
     )

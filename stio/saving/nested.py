@@ -1,22 +1,29 @@
-"""TODO."""
+"""Nested state taken apart for a save: tensors by name, and a tree of everything else as text (`format/state_tree.py`).
+
+The walk keeps a stack of its own, so no depth exhausts the interpreter's, and it goes on in steps of about a
+millisecond: a small state is taken apart at once, a large one on a thread of stio's own, where a cancel ends it. Only
+exact types are accepted; a value of another type is refused by its path in the state, before anything is written.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from stio.device.copy_out import PLAIN
-from stio.device.save_sources import LazyTensor
+from stio.device.describe import LazyTensor
 from stio.errors import LimitError, printable
 from stio.format.header_build import MAX_HEADER_BYTES
 from stio.format.state_names import key_label, python_path
 from stio.format.state_tree import (
+    MAPPING_TAGS,
     MAX_DEPTH,
     POINTER,
+    SEQUENCE_TAGS,
     STATE_KEY,
     TREE_TENSOR,
     Node,
@@ -28,71 +35,97 @@ from stio.format.state_tree import (
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused
-from stio.saving.options import SaveKeywords
 
-__all__ = ["flatten", "flatten_blocking"]
-
+Flattened: TypeAlias = tuple[dict[str, torch.Tensor | LazyTensor], dict[str, str]]
+"""Tensors by name, and the metadata of the save."""
 
 _INLINE_BYTES = 64 << 10
-"""Longest tree in the metadata, and longest `bytes` in the tree; longer ones are tensors. A header is read and parsed
-to its end before anything else is known, and a reader's first look takes 128 KiB; the hub refuses an index of more than
-10 MiB, and the tree of 100,000 leaves has 4."""
-
+"""Longest tree in the metadata, and longest `bytes` in the tree; longer ones become tensors. A reader must parse the
+whole header before it knows anything else, and its first read takes 128 KiB; the hub refuses an index of more than
+10 MiB, and the tree of 100,000 leaves has 4 MiB."""
 
 _STEP_NODES = 2000
-"""Values taken apart in one go, about 1 ms: on the caller's thread, or between two looks for a cancel."""
-
+"""Values taken apart in one step, about 1 ms: on the caller's thread, or between two checks for a cancel."""
 
 _SMALL = 1 << 62
-"""Integers below it are surely written as such."""
-
+"""Integers below it surely have less than 64 bits."""
 
 _MAX_KEY_DEPTH = 20
 """Most tuples inside each other in a key."""
 
-
-_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered_dict", Counter: "counter"}
-
-
-_SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple"}
-
-
 _SCALARS = frozenset({str, float, int})
 
+_ADVICE: tuple[tuple[Any, str], ...] = (
+    (nn.Module, "pass its state_dict()"),
+    (tuple, "to restore a named tuple its class would have to be imported; pass tuple(...) or ._asdict()"),
+    (dict, "to restore it its class would have to be imported; pass dict(...)"),
+    (bytearray | memoryview, "pass bytes(...), or a tensor"),
+    (set | frozenset, "pass a list"),
+    (bool | int | float | str | list | bytes, "a subclass; pass the plain value"),
+    (object, "pass its parts, as containers, tensors and plain values"),
+)
+"""What to pass instead of a value of these types; the first that fits."""
 
+
+async def flatten(state: object, metadata: Mapping[str, str] | None) -> Flattened:
+    """Take a state apart; a large one on a thread of stio's own.
+
+    Args:
+        state: See `stio.save_state`.
+        metadata: The caller's metadata of the save.
+
+    Returns:
+        What `stio.save` takes: tensors by name, and the metadata with the tree in it.
+
+    Raises:
+        TypeError: A value or a key of a type that cannot be saved; the message names its path.
+        ValueError: A cycle, or a NaN as key.
+        LimitError: Too deep, too many values, or too long.
+    """
+    walk = _Walk(state)
+    if walk.advance(_STEP_NODES):
+        return walk.complete(metadata)
+
+    def walk_on(operation: Operation[Flattened]) -> Flattened:
+        with collection_paused(_STEP_NODES):
+            while not walk.advance(_STEP_NODES):
+                operation.check()
+            return walk.complete(metadata)
+
+    return await Operation(walk_on, name="flatten").start().wait()
+
+
+@dataclass(slots=True)
 class _Frame:
-    """A container that is being walked."""
+    """A container whose items are being visited."""
 
-    __slots__ = ("container", "is_mapping", "items", "key", "prefix")
-
-    def __init__(self, container: Any, items: Iterator[tuple[Any, Any]], prefix: str, *, is_mapping: bool) -> None:
-        self.container = container
-        self.items = items
-        self.prefix = prefix
-        """Begin of the names of the tensors in it."""
-        self.is_mapping = is_mapping
-        self.key: Any = None
-        """Where the walk is."""
+    container: Any
+    items: Iterator[tuple[Any, Any]]
+    prefix: str
+    """The names of the tensors in it begin with this."""
+    is_mapping: bool
+    key: Any = None
+    """Key or index of the item that is being visited."""
 
 
 class _Walk:
-    """State that is being taken apart.
+    """A walk through a state, which makes the tree's nodes and names the tensors.
 
-    Containers are copied when the walk comes to them; what is in them must not change before it is done.
+    A container is copied when the walk reaches it; the values in it must not change before the walk has ended.
     """
 
     def __init__(self, state: object) -> None:
         self._nodes: list[Node] = []
         self._tensors: dict[str, torch.Tensor | LazyTensor] = {}
-        self._limits = Limits()  # what is saved can be loaded without asking for more
+        self._limits = Limits()  # the defaults of loads, so that what is saved can be loaded
         self._stack: list[_Frame] = []
-        self._open: set[int] = set()
-        self._names: dict[int, str] = {}
+        self._open_ids: set[int] = set()
+        self._names_by_id: dict[int, str] = {}
         self._name_bytes = 0
         self._add(state, "")
 
     def advance(self, num_nodes: int) -> bool:
-        """Walk on, past so many values or a few more; tell whether that was all."""
+        """Visit this many values or a few more; return whether the walk has ended."""
         nodes, stack = self._nodes, self._stack
         until = len(nodes) + num_nodes
         while stack and len(nodes) < until:
@@ -108,12 +141,12 @@ class _Walk:
                 if kind is bool or value is None or (kind is int and -_SMALL < value < _SMALL):
                     nodes.append(value)
                 elif self._add(value, frame.prefix):
-                    break  # into the container
+                    break  # to visit the container
                 if len(nodes) >= until:
                     break
             else:
                 stack.pop()
-                self._open.discard(id(frame.container))
+                self._open_ids.discard(id(frame.container))
             if len(nodes) > self._limits.max_state_nodes:
                 raise LimitError(
                     f"{self._path()}: the state has too many values (one container that stands in many places counts "
@@ -122,9 +155,9 @@ class _Walk:
                 )
         return not stack
 
-    def complete(self, keywords: SaveKeywords) -> tuple[dict[str, torch.Tensor | LazyTensor], SaveKeywords]:
-        """Return the tensors to save, and the keywords with the tree in their metadata."""
-        metadata = dict(keywords.get("metadata") or {})
+    def complete(self, metadata: Mapping[str, str] | None) -> Flattened:
+        """Return the tensors to save, and the metadata with the tree in it."""
+        metadata = dict(metadata or {})
         if STATE_KEY in metadata:
             raise ValueError(f"the metadata key {STATE_KEY!r} is stio's own; leave it out")
         text = encode_tree(self._nodes)
@@ -136,15 +169,15 @@ class _Walk:
             )
         if len(text) <= _INLINE_BYTES:
             metadata[STATE_KEY] = text.decode()
-            return self._tensors, cast(SaveKeywords, {**keywords, "metadata": metadata})
+            return self._tensors, metadata
         metadata[STATE_KEY] = POINTER
-        return {TREE_TENSOR: _as_tensor(text), **self._tensors}, cast(SaveKeywords, {**keywords, "metadata": metadata})
+        return {TREE_TENSOR: _as_tensor(text), **self._tensors}, metadata
 
     def _path(self) -> str:
         return python_path([frame.key for frame in self._stack])
 
     def _name(self, prefix: str) -> str:
-        """Return the name of the tensor at the place where the walk is."""
+        """Return the name of the tensor that is being visited."""
         name = prefix + key_label(self._stack[-1].key) if self._stack else "state"
         self._name_bytes += len(name)
         if self._name_bytes > MAX_HEADER_BYTES:  # no header could list them
@@ -153,13 +186,13 @@ class _Walk:
         return name
 
     def _add(self, value: Any, prefix: str) -> bool:
-        """Add a value; tell whether it is a container, which the walk enters next."""
+        """Add a value; return whether it is a container, which the walk enters next."""
         kind = type(value)
         if kind is torch.Tensor:
             self._add_tensor(value, prefix, "tensor")
         elif kind in _SCALARS:
             self._nodes.append(scalar_node(value))
-        elif kind in _MAPPINGS or kind in _SEQUENCES:
+        elif kind in MAPPING_TAGS or kind in SEQUENCE_TAGS:
             self._enter(value, prefix)
             return True
         elif value is None or kind is bool:
@@ -178,25 +211,27 @@ class _Walk:
         elif kind is torch.device:
             self._nodes.append(("device", str(value)))
         else:
-            raise TypeError(f"{self._path()} is a {_type_name(value)}, which save_state does not take: {_hint(value)}")
+            raise TypeError(
+                f"{self._path()} is a {_type_name(value)}, which save_state does not take: {_advice(value)}"
+            )
         return False
 
     def _enter(self, container: Any, prefix: str) -> None:
-        if id(container) in self._open:
+        if id(container) in self._open_ids:
             raise ValueError(f"{self._path()} is a container that it stands in itself; a cycle cannot be saved")
         if len(self._stack) >= MAX_DEPTH:
             message = f"{self._path()}: the state is nested too deeply"
             raise LimitError(message, expected=f"at most {MAX_DEPTH} levels")
         inner = f"{prefix}{key_label(self._stack[-1].key)}/" if self._stack else ""
-        mapping = _MAPPINGS.get(type(container))
+        mapping_tag = MAPPING_TAGS.get(type(container))
         try:
-            check_keys(container if mapping else ())
+            check_keys(container if mapping_tag else ())
         except ValueError as error:
             raise LimitError(f"{self._path()}: {error}") from None
-        pairs = list(container.items()) if mapping else list(enumerate(container))
-        self._nodes.append((mapping or _SEQUENCES[type(container)], len(pairs)))
-        self._stack.append(_Frame(container, iter(pairs), inner, is_mapping=mapping is not None))
-        self._open.add(id(container))
+        pairs = list(container.items()) if mapping_tag else list(enumerate(container))
+        self._nodes.append((mapping_tag or SEQUENCE_TAGS[type(container)], len(pairs)))
+        self._stack.append(_Frame(container, iter(pairs), inner, is_mapping=mapping_tag is not None))
+        self._open_ids.add(id(container))
 
     def _add_key(self, key: object, depth: int = 0) -> None:
         kind = type(key)
@@ -226,14 +261,14 @@ class _Walk:
         )
 
     def _add_tensor(self, tensor: torch.Tensor | LazyTensor, prefix: str, tag: str) -> None:
-        # What is the same memory the save finds out, and `shared=` decides about it. These have none.
-        untied = isinstance(tensor, LazyTensor) or (type(tensor) in PLAIN and not tensor.numel())
-        name = self._names.get(id(tensor)) if untied else None
+        # The save finds tensors that share memory, and `shared=` decides about them. These have no memory.
+        no_memory = isinstance(tensor, LazyTensor) or (type(tensor) in PLAIN and not tensor.numel())
+        name = self._names_by_id.get(id(tensor)) if no_memory else None
         if name is None:
             name = self._name(prefix)
             self._tensors[name] = tensor
-            if untied:
-                self._names[id(tensor)] = name
+            if no_memory:
+                self._names_by_id[id(tensor)] = name
         self._nodes.append((tag, name))
 
     def _add_bytes(self, value: bytes, prefix: str) -> None:
@@ -254,57 +289,7 @@ def _type_name(value: object) -> str:
     return printable(kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}")
 
 
-def _hint(value: object) -> str:
-    """Say what to do instead."""
+def _advice(value: object) -> str:
     if type(value).__module__ == "numpy":
         return "convert it, a scalar by .item(), an array by torch.from_numpy()"
-    if isinstance(value, nn.Module):
-        return "pass its state_dict()"
-    if isinstance(value, tuple):
-        return "to restore a named tuple its class would have to be imported; pass tuple(...) or ._asdict()"
-    if isinstance(value, dict):
-        return "to restore it its class would have to be imported; pass dict(...)"
-    if isinstance(value, bytearray | memoryview):
-        return "pass bytes(...), or a tensor"
-    if isinstance(value, set | frozenset):
-        return "pass a list"
-    if isinstance(value, bool | int | float | str | list | bytes):
-        return "a subclass; pass the plain value"
-    return "pass its parts, as containers, tensors and plain values"
-
-
-async def flatten(state: object, keywords: SaveKeywords) -> tuple[dict[str, torch.Tensor | LazyTensor], SaveKeywords]:
-    """Take a state apart; a large one on a thread of stio's own.
-
-    Args:
-        state: See `stio.save_state`.
-        keywords: Those of the save.
-
-    Returns:
-        What `stio.save` takes: tensors by name, and the keywords with the tree in the metadata.
-
-    Raises:
-        TypeError: A value or a key that is not taken; the message names its path.
-        ValueError: A cycle, or a NaN as key.
-        LimitError: Too deep, too many, too long.
-    """
-    walk = _Walk(state)
-    if walk.advance(_STEP_NODES):
-        return walk.complete(keywords)
-    return await Operation(lambda operation: _finish(walk, keywords, operation.check), name="flatten").start().wait()
-
-
-def flatten_blocking(
-    state: object, keywords: SaveKeywords
-) -> tuple[dict[str, torch.Tensor | LazyTensor], SaveKeywords]:
-    """Take a state apart in this thread; see `flatten`."""
-    return _finish(_Walk(state), keywords, lambda: None)
-
-
-def _finish(
-    walk: _Walk, keywords: SaveKeywords, check: Callable[[], None]
-) -> tuple[dict[str, torch.Tensor | LazyTensor], SaveKeywords]:
-    with collection_paused(_STEP_NODES):
-        while not walk.advance(_STEP_NODES):
-            check()
-        return walk.complete(keywords)
+    return next(advice for types, advice in _ADVICE if isinstance(value, types))

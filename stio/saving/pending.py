@@ -1,102 +1,277 @@
-"""One save under way, as the faces hold it: what waits for its two moments, and what rolls it back.
+"""One save, from the call to the durable checkpoint: plan, stage, write, commit.
 
-The snapshot is complete first (the faces wait for that), the checkpoint durable later (`await pending`,
-`pending.result()`). The work itself is `save_body.py`'s, on a thread of its own.
+A save runs on a thread of its own (`PendingSave._run` reads from top to bottom) and has two moments that a caller may
+wait for: its snapshot is complete, so the tensors may change; and its checkpoint is durable. A save that fails or is
+cancelled before its commit leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
-from typing import Any
+import os
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any, TypeAlias
 
+from stio.device.copy_out import Readiness
+from stio.device.describe import describe_tensors
+from stio.format.manifest import FileState, manifest_change
+from stio.format.naming import MANIFEST_SUFFIX, index_name, manifest_name
+from stio.format.sharding import TensorSource
+from stio.runtime.hashing import new_hasher
+from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation
-from stio.runtime.trace import shown
-from stio.saving.body import Durable, Planner, SaveBody
-from stio.saving.options import DestinationLike, SaveOptions, SaveResult, TensorsLike, named, settled
-from stio.saving.staging_pool import StagingPool
-
-__all__ = ["PendingSave"]
+from stio.runtime.process import collection_paused, switch_interval
+from stio.runtime.progress import progress_callback
+from stio.runtime.spans import CALLER
+from stio.runtime.trace import shown, traced
+from stio.saving.options import (
+    Destination,
+    DestinationLike,
+    SaveOptions,
+    SaveResult,
+    TensorsLike,
+    absolute_destination,
+    tensors_by_name,
+)
+from stio.saving.plan import WritePlan, plan_writes
+from stio.saving.scheduler import SaveScheduler
+from stio.saving.staging_pool import StagingPool, block_bytes_for
+from stio.storage.base import Note, Transaction
+from stio.storage.commit.transaction import LocalTransaction, begin_local
 
 logger = logging.getLogger("stio")
 
 EXIT_PATIENCE_SECONDS = 60.0
 """How long the interpreter's exit lets a save go on before it is rolled back."""
 
+Planner: TypeAlias = Callable[[Sequence[TensorSource], int], WritePlan]
+"""Decides which tensor goes into which file, with which header; called with the tensors and the block size in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A durable checkpoint, with what its saver needs in order to delete it later."""
+
+    path: str
+    """The destination, links resolved."""
+    filename_pattern: str | None
+    """Names of its files, in a directory; None: it is one file."""
+    fresh: bool
+    """Whether the save made its directory, so that all of it is the saver's own."""
+    files: frozenset[str]
+    """Paths of the files that it consists of; some may not exist."""
+
 
 class PendingSave:
     """A save under way: its snapshot is complete, its checkpoint is not durable yet.
 
-    `await` it (any loop) or call `result()` (any thread) for the `SaveResult`. Cancelling such a wait cancels the
-    wait alone; `cancel` rolls the save back.
+    `await` it (any loop) or call `result()` (any thread) for the `SaveResult`. Cancelling such a wait cancels only
+    the wait; `cancel` rolls the save back.
     """
+
+    # The arguments are stio's own. With a `pool`, a saver's staging memory, the caller waits for the snapshot, so
+    # staging goes first. Without a pool the caller waits for the end: the save has staging memory of its own,
+    # `budget_bytes` (None: the default), and writing goes first.
 
     def __init__(
         self,
         tensors: TensorsLike,
         destination: DestinationLike,
-        settings: SaveOptions,
+        options: SaveOptions,
         *,
-        pool: StagingPool,
-        stage_first: bool = True,
-        after: PendingSave | None = None,
-        when_durable: Callable[[Durable], None] = lambda saved: None,
+        pool: StagingPool | None = None,
+        budget_bytes: int | None = None,
+        previous: PendingSave | None = None,
+        when_durable: Callable[[SavedCheckpoint], None] = lambda saved: None,
         planner: Planner | None = None,
     ) -> None:
         self.destination = destination
-        """Where to."""
-        self._staged = self._delivered = self._cancelled = False
+        """Where the checkpoint goes, as it was given."""
+        self._options = options
+        self._tensors = tensors_by_name(tensors)
+        self._absolute_destination = absolute_destination(destination)
+        self._max_shard_bytes = options.max_shard_bytes(self._absolute_destination)  # None: the destination is one file
+        self._planner: Planner = planner or partial(
+            plan_writes, max_shard_bytes=self._max_shard_bytes, metadata=options.metadata, shared=options.shared
+        )
+        self._stage_first = pool is not None
+        self._pool = pool or StagingPool(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes)
+        self._previous = previous
+        self._when_durable = when_durable
+        self.staged = False
+        """Whether the snapshot is complete: the tensors may change."""
+        self.delivered = False
+        """Whether a caller got the outcome: the result, or what was raised."""
+        self.cancelled = False
+        """Whether `cancel` was called, in time or too late."""
+        self._committed = False
         self._notifier = Notifier()
-        self._body = body = SaveBody(
-            named(tensors),
-            settled(destination),
-            settings,
-            pool,
-            tell_staged=self._tell_staged,
-            tell_durable=when_durable,
-            stage_first=stage_first,
-            after=after,
-            planner=planner,
-        )
+        self._started = perf_counter()
+        self._staged_seconds = 0.0
+        self._ready = Readiness.now(self._tensors)  # after all that this thread has queued on its current streams
         self._operation: Operation[SaveResult] = Operation(
-            body.carry_out, name="save", kind="save", notifier=self._notifier, exit_patience=EXIT_PATIENCE_SECONDS
+            self._run,
+            name="save",
+            kind="save",
+            about=shown(destination),
+            notifier=self._notifier,
+            exit_patience=EXIT_PATIENCE_SECONDS,
         )
-        self._operation.about = shown(destination)
         self._operation.start()
 
-    def __del__(self) -> None:
-        # The saver tells of it when it is used again or closed; it may be dropped before, or the interpreter end.
-        operation: Operation[SaveResult] | None = getattr(self, "_operation", None)  # None: refused by `__init__`
-        error = operation.failure if operation is not None else None
-        if error is not None and not self._delivered:
-            logger.error("saving to %s failed, and nobody waited for it: %s", self.destination, error)
+    # The life of a save, on its own thread.
 
-    @property
-    def staged(self) -> bool:
-        """Whether the snapshot is complete: the tensors may change."""
-        return self._staged
+    def _run(self, operation: Operation[SaveResult]) -> SaveResult:
+        options, trace = self._options, self._options.trace
+        with switch_interval(options.switch_interval):
+            with traced(trace, "plan"), collection_paused(len(self._tensors)):
+                plan, fit_pool = self._plan()
+            self._wait_for_previous(operation, until_durable=False)
+            fit_pool()
+            scheduler = SaveScheduler(
+                plan,
+                self._pool,
+                ready=self._ready,
+                on_staged=self._on_staged,
+                stage_first=self._stage_first,
+                hasher=partial(new_hasher, options.hash) if options.hash is not None else None,
+                progress=progress_callback(options.progress),
+                trace=trace,
+            )
+            plan = replace(plan, sources=())  # the scheduler releases the tensors once they are staged
+            operation.on_cancel(scheduler.stop)
+            scheduler.start()
+            transaction: Transaction | None = None
+            try:
+                self._wait_for_previous(operation, until_durable=True)
+                self._previous = None  # or each save of a training run would hold the one before it
+                with traced(trace, "begin"):
+                    transaction = self._begin_transaction(len(plan.shards))
+                scheduler.write_to(transaction.create([shard.nbytes for shard in plan.shards]))
+                digests = scheduler.complete()
+                operation.set_log_detail(lambda: f"{scheduler.written_bytes:,} bytes in {len(plan.shards):,} files")
+                return self._commit(operation, plan, transaction, digests)
+            finally:
+                scheduler.stop()
+                scheduler.join()  # no worker writes into files that are removed now
+                if transaction is not None and not self._committed:
+                    transaction.roll_back()
+                if not self._stage_first:
+                    self._pool.clear()
 
-    @property
-    def delivered(self) -> bool:
-        """Whether somebody was told what became of it."""
-        return self._delivered
+    def _plan(self) -> tuple[WritePlan, Callable[[], None]]:
+        """Return the plan, and a function that sets the pool's block size."""
+        tensors, self._tensors = self._tensors, {}
+        sources = describe_tensors(tensors)
+        data_bytes = sum(source.nbytes for source in sources)
+        block_bytes = block_bytes_for(data_bytes, self._pool.budget_bytes, stage_first=self._stage_first)
+        # The pool is set later: the save before this one may still take blocks.
+        fit_pool = partial(self._pool.fit, block_bytes, self._ready.staging_allocator())
+        return self._planner(sources, block_bytes), fit_pool
 
-    @property
-    def cancelled(self) -> bool:
-        """Whether `cancel` was called, in time or too late."""
-        return self._cancelled
+    def _wait_for_previous(self, operation: Operation[SaveResult], *, until_durable: bool) -> None:
+        """Wait until the save before this one is staged (or durable), or has ended early; a cancel ends the wait."""
+        save = self._previous
+        with traced(self._options.trace if save else None, "wait", detail="for the save before"):
+            while save is not None:
+                save._block(operation, until_durable=until_durable)
+                # If it ended before its turn, the saves that it waited for may still be under way.
+                save = save._previous if save.done() else None
+
+    def _block(self, next_save: Operation[SaveResult], *, until_durable: bool) -> None:
+        """Block the next save's thread until this one is staged (or durable), or has ended early."""
+        passed = self.done if until_durable else self._staged_or_done
+        next_save.on_cancel(self._notifier.notify)
+        self._notifier.block_until(lambda: passed() or next_save.cancelled)
+        next_save.check()
+
+    def _on_staged(self) -> None:
+        staged = perf_counter()
+        self._staged_seconds = staged - self._started
+        trace = self._options.trace
+        if self._stage_first and trace is not None:
+            trace.add("wait", self._started, staged, detail="for the snapshot", lane=CALLER)
+        self.staged = True
+        self._notifier.notify()
+
+    def _begin_transaction(self, num_shards: int) -> Transaction:
+        options, where = self._options, self._absolute_destination
+        begin = where.begin if isinstance(where, Destination) else partial(begin_local, where)
+        return begin(
+            num_shards=num_shards,
+            filename_pattern=options.filename_pattern,
+            shard_names=options.shard_names,
+            commit=options.commit,
+            durability=options.durability,
+        )
+
+    def _commit(
+        self, operation: Operation[SaveResult], plan: WritePlan, transaction: Transaction, digests: list[str] | None
+    ) -> SaveResult:
+        """Publish the files, which are written and durable."""
+        written_seconds = perf_counter() - self._started
+        names = transaction.shard_names
+        hashes = {} if digests is None else dict(zip(names, digests, strict=True))
+        notes = self._manifest_notes(transaction, plan, hashes)
+        index = plan.index(names) if transaction.takes_index else None
+        operation.refuse_cancel()
+        with traced(self._options.trace, "commit"):
+            transaction.commit(index=index, notes=notes)
+        self._committed = True
+        committed_seconds = perf_counter() - self._started
+        if isinstance(transaction, LocalTransaction):  # what a caller's own destination holds is not deleted
+            self._when_durable(self._saved_checkpoint(transaction))
+        return SaveResult(
+            path=transaction.path,
+            files=names,
+            total_bytes=plan.total_bytes,
+            file_bytes=sum(shard.nbytes for shard in plan.shards),
+            aliases=plan.aliases,
+            staged_seconds=self._staged_seconds,
+            written_seconds=written_seconds,
+            committed_seconds=committed_seconds,
+            hashes=hashes,
+        )
+
+    def _manifest_notes(self, transaction: Transaction, plan: WritePlan, hashes: dict[str, str]) -> list[Note]:
+        name = self._manifest_name(transaction.shard_names)
+        # In the order of the shards; empty without `hash=`.
+        new = {file: FileState(shard.nbytes, hashes[file]) for file, shard in zip(hashes, plan.shards, strict=False)}
+        change = manifest_change(transaction.read_note(name), self._options.hash, new, path=name)
+        return [] if change is None else [Note(name, *change)]
+
+    def _saved_checkpoint(self, transaction: LocalTransaction) -> SavedCheckpoint:
+        path, names = transaction.path, transaction.shard_names
+        files = {*names, self._manifest_name(names)}
+        if self._max_shard_bytes is None:
+            pattern, where = None, os.path.dirname(path)
+        else:
+            pattern, where = self._options.filename_pattern, path
+            files.add(index_name(pattern))
+        paths = frozenset(os.path.join(where, name) for name in files)
+        return SavedCheckpoint(path, pattern, transaction.makes_directory, paths)
+
+    def _manifest_name(self, names: tuple[str, ...]) -> str:
+        if self._max_shard_bytes is None:
+            return f"{names[0]}{MANIFEST_SUFFIX}"
+        return manifest_name(self._options.filename_pattern)
+
+    # What a caller sees of it, from any thread.
 
     def done(self) -> bool:
         """Whether the save has ended: durable, failed or rolled back."""
         return self._operation.done
 
     def cancel(self) -> None:
-        """Ask for the save to be rolled back. Never blocks; without effect once publishing has begun.
+        """Roll the save back. Never blocks; without effect once the commit has begun.
 
-        Who waits for the save afterwards gets `ClosedError`, or the result if it was too late.
+        A later wait for the save raises `ClosedError`, or returns the result if the cancel came too late.
         """
-        self._cancelled = True
+        self.cancelled = True
         self._operation.cancel()
 
     def result(self, timeout: float | None = None) -> SaveResult:
@@ -118,83 +293,47 @@ class PendingSave:
         return self._wait().__await__()
 
     async def _wait(self) -> SaveResult:
-        await self._notifier.wait_for(self.done)
+        await self.ended()
         return self.outcome()
 
     def outcome(self) -> SaveResult:
-        """Return or raise what became of it; only once it is `done`."""
-        self._delivered = True
+        """Return or raise the outcome; only once the save is `done`."""
+        self.delivered = True
         return self._operation.outcome()
 
-    # For the faces: waiting for the snapshot, and for an end that is not theirs to report.
-
     async def wait_staged(self) -> None:
-        """Wait until the tensors may change; a cancel rolls the save back before it goes on.
+        """Wait until the tensors may change. An interruption rolls the save back before it is passed on.
 
         Raises:
             StioError: The save failed before that.
         """
         try:
-            await self._notifier.wait_for(self._staged_or_done)
+            await self._operation.wait_until(self._staged_or_done)
         except BaseException:
-            self._delivered = True  # the caller has the cancel in hand, and no pending save
-            await self._operation.aclose()
+            self.delivered = True  # the caller gets the interruption, and no pending save
             raise
-        self._require_staged()
-
-    def wait_staged_blocking(self) -> None:
-        """Wait in this thread until the tensors may change; a KeyboardInterrupt rolls the save back first."""
-        try:
-            self._notifier.wait_for_blocking(self._staged_or_done)
-        except BaseException:
-            self._delivered = True
-            self._operation.close()
-            raise
-        self._require_staged()
+        if not self.staged:
+            self.outcome()
 
     async def complete(self) -> SaveResult:
-        """Wait until the checkpoint is durable; a cancel rolls the save back before it goes on."""
-        self._delivered = True
+        """Wait until the checkpoint is durable. An interruption rolls the save back before it is passed on."""
+        self.delivered = True
         return await self._operation.wait()
 
-    def complete_blocking(self) -> SaveResult:
-        """Wait in this thread until the checkpoint is durable; a KeyboardInterrupt rolls the save back first."""
-        self._delivered = True
-        return self._operation.result()
-
     async def ended(self) -> None:
-        """Wait until the save has ended, whatever became of it; a cancel ends the wait alone."""
+        """Wait until the save has ended, whatever its outcome; an interruption ends only the wait."""
         await self._notifier.wait_for(self.done)
 
     async def aclose(self) -> None:
-        """Roll back, and wait until nothing of it is left."""
+        """Roll the save back, and wait until nothing of it is left."""
         await self._operation.aclose()
 
-    def close(self) -> None:
-        """Roll back, and wait in this thread until nothing of it is left."""
-        self._operation.close()
-
-    def join(self) -> None:
-        """Wait in this thread until the save has ended, whatever became of it."""
-        self._operation.join()
-
-    def wait_turn(self, operation: Operation[SaveResult], *, durable: bool) -> None:
-        """Hold another save's body until this one is staged, or done (called by the body)."""
-        operation.on_cancel(self._notifier.notify)
-        passed = self.done if durable else self._staged_or_done
-        self._notifier.wait_for_blocking(lambda: passed() or operation.cancelled)
-        operation.check()
-        before = self._body.after  # one that was ended before its turn: those that it waited for still are
-        if before is not None and self._operation.done:
-            before.wait_turn(operation, durable=durable)
-
     def _staged_or_done(self) -> bool:
-        return self._staged or self._operation.done
+        return self.staged or self._operation.done
 
-    def _require_staged(self) -> None:
-        if not self._staged:
-            self.outcome()
-
-    def _tell_staged(self) -> None:
-        self._staged = True
-        self._notifier.notify()
+    def __del__(self) -> None:
+        # A saver raises the failure when it is used again or closed, but it may be dropped before that.
+        operation: Operation[SaveResult] | None = getattr(self, "_operation", None)  # None: `__init__` raised
+        error = operation.failure if operation is not None else None
+        if error is not None and not self.delivered:
+            logger.error("saving to %s failed, and was not awaited: %s", self.destination, error)

@@ -1,8 +1,8 @@
-"""From tensors and a wish to writes: what is kept, which shard, which header, which blocks. Pure; no I/O, no torch.
+"""The plan of a save: which tensors are saved, in which shard, with which header, in which blocks. Pure; no torch.
 
-A block is one write: an aligned piece of a shard's file image. It says which bytes of the shard's header fall into
-it, and which bytes of which tensors, so that any worker can fill any block. Equal tensors, metadata and sizes give
-equal plans, and equal plans equal files.
+A block is one write: an aligned piece of a shard's file image. The plan says which bytes of the shard's header it
+holds, and which bytes of which tensors, so that any worker can fill any block. Equal tensors, metadata and sizes give
+equal plans, and equal plans give equal files.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from stio.format.sharding import TensorSource, build_index, split_into_shards
 from stio.format.shared import ALIASES_KEY, SharedPolicy, aliases_json, resolve_shared
 from stio.runtime.limits import PAGE_BYTES
 
-__all__ = ["Piece", "ShardPlan", "WriteBlock", "WritePlan", "plan_files", "plan_writes"]
-
 _FORMAT = {"format": "pt"}
-"""What the hub and its readers want to find in every file."""
+"""The metadata that the hub and its readers expect in every file."""
 
 
 class Piece(NamedTuple):
@@ -28,9 +26,9 @@ class Piece(NamedTuple):
     source: int
     """Position of the tensor in the plan's sources."""
     start: int
-    """First byte, counted in the tensor; on a border of its elements."""
+    """First byte, counted in the tensor; where one of its elements begins."""
     at: int
-    """Where it lands in the block."""
+    """Where it goes in the block."""
     nbytes: int
     """Length."""
     ends: bool
@@ -51,7 +49,7 @@ class WriteBlock:
     """Tensors' bytes in it, in file order; with those of the header they fill it without a gap."""
 
     def head(self, header: bytes) -> bytes:
-        """Return the bytes of the shard's header that fall into the block; they land at its start."""
+        """Return the bytes of the shard's header that are in the block; they stand at its start."""
         return header[self.offset : self.offset + self.nbytes]
 
 
@@ -87,6 +85,8 @@ class WritePlan:
     """Bytes of all tensors, headers not counted."""
     metadata: Mapping[str, str]
     """The caller's text metadata."""
+    ready_index: bytes | None = None
+    """The index, where the caller of `plan_files` made it."""
 
     def index(self, shard_names: Sequence[str]) -> bytes:
         """Return the bytes of the index, whether or not there is more than one shard.
@@ -97,6 +97,8 @@ class WritePlan:
         Raises:
             ValueError: Not one name for each shard.
         """
+        if self.ready_index is not None:
+            return self.ready_index
         # The hub's order: shard by shard, and inside a shard as the caller gave the tensors, not as they lie in it.
         weight_map = {name: file for shard, file in zip(self.shards, shard_names, strict=True) for name in shard.listed}
         return build_index(weight_map, self.total_bytes, {**self.metadata, **_alias_metadata(self.aliases)})
@@ -104,65 +106,72 @@ class WritePlan:
 
 def plan_writes(
     sources: Sequence[TensorSource],
+    block_bytes: int,
     *,
     max_shard_bytes: int | None,
-    block_bytes: int,
     metadata: Mapping[str, str] | None = None,
     shared: SharedPolicy = "dedupe",
 ) -> WritePlan:
     """Turn tensors into files and writes.
 
-    One file carries the caller's metadata, beside `format`, in its header; of several each says only `format`, and
-    the index carries the metadata. Every tensor is counted by its own bytes, also where several lie on one storage:
-    none of them shares bytes in the file, so that a shard is as large as the maximum says.
+    If there is one file, its header has the caller's metadata, beside `format`. If there are several, each header has
+    only `format`, and the index has the metadata. Every tensor counts with its own bytes, also where several share a
+    storage: no two share bytes in a file, so no shard gets larger than the maximum says.
 
     Args:
         sources: The tensors, no name twice.
-        max_shard_bytes: Largest shard, headers not counted; a larger tensor is a shard of its own. None: one file.
         block_bytes: Largest write; a multiple of `PAGE_BYTES`.
-        metadata: Text to store. `format` may be given here, `total_size` and stio's own key may not.
+        max_shard_bytes: Largest shard, headers not counted; a larger tensor is a shard of its own. None: one file.
+        metadata: Text to store. `format` is allowed here, `total_size` and stio's own key are not.
         shared: See `resolve_shared`.
 
     Raises:
         SharedTensorsError: Tensors share memory, and that was to be an error.
-        ValueError: A name or a metadata key that cannot be used, or a size that makes no sense.
+        ValueError: A name or a metadata key cannot be used, or a size is not positive.
         TypeError: A metadata key or value is no string.
         UnsupportedDtypeError: A dtype that the format does not have.
         LimitError: A header would be longer than readers accept.
     """
     if max_shard_bytes is not None and max_shard_bytes <= 0:
         raise ValueError(f"the largest shard must have one byte or more, not {max_shard_bytes}")
-    described = dict(metadata or {})
-    _check_metadata(described)
-    kept, aliases = resolve_shared(sources, shared)
-    # An alias is a tensor's name too, for whoever loads it, so it has to be one that can be written as such.
+    text = dict(metadata or {})
+    if ALIASES_KEY in text:
+        raise ValueError(f"the metadata key {ALIASES_KEY!r} is stio's own; leave it out")
+    build_header([], text)  # refuses now what header or index would refuse later, after everything else was written
+    build_index({}, 0, text)
+    saved, aliases = resolve_shared(sources, shared)
+    # An alias is loaded as a tensor's name too, so it must be a name that a header can hold.
     build_header((alias, "U8", (0,)) for alias in aliases)
     if max_shard_bytes is None:
-        split = [[source.name for source in kept]]
+        split = [[source.name for source in saved]]
     else:
-        split = split_into_shards(((source.name, source.nbytes, None) for source in kept), max_shard_bytes) or [[]]
-    in_header = {**_FORMAT, **described, **_alias_metadata(aliases)} if len(split) == 1 else _FORMAT
+        split = split_into_shards(((source.name, source.nbytes, None) for source in saved), max_shard_bytes) or [[]]
+    in_header = {**_FORMAT, **text, **_alias_metadata(aliases)} if len(split) == 1 else _FORMAT
     files = [(names, in_header) for names in split]
-    return replace(plan_files(kept, files, block_bytes=block_bytes), aliases=aliases, metadata=described)
+    return replace(plan_files(saved, block_bytes, files=files), aliases=aliases, metadata=text)
 
 
 def plan_files(
     sources: Sequence[TensorSource],
-    files: Sequence[tuple[Sequence[str], Mapping[str, str] | None]],
-    *,
     block_bytes: int,
+    *,
+    files: Sequence[tuple[Sequence[str], Mapping[str, str] | None]] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    index: bytes | None = None,
 ) -> WritePlan:
-    """Turn tensors that somebody has split into files already into writes.
+    """Turn tensors into writes, where the caller has split them into files.
 
     Args:
         sources: The tensors, no name twice.
-        files: For each file the names of its tensors, and the text for its header (None: no metadata there). Every
-            tensor is in one file.
         block_bytes: Largest write; a multiple of `PAGE_BYTES`.
+        files: For each file the names of its tensors, and the text for its header (None: no metadata there). Each
+            tensor is in one file. By default there is one file with all tensors.
+        metadata: The text for the header of that one file.
+        index: The index, if there is one.
 
     Raises:
-        KeyError: A file wants a tensor that there is not.
-        ValueError: A name or a metadata key that cannot be used, or a size that makes no sense.
+        KeyError: A file names a tensor that is not among the sources.
+        ValueError: A name or a metadata key cannot be used, or a size is not positive.
         TypeError: A metadata key or value is no string.
         LimitError: A header would be longer than readers accept.
     """
@@ -170,8 +179,8 @@ def plan_files(
         raise ValueError(f"blocks must be whole pages of {PAGE_BYTES} bytes, not {block_bytes} bytes")
     positions = {source.name: k for k, source in enumerate(sources)}
     shards = [
-        _plan_shard(number, [positions[name] for name in names], sources, positions, metadata, block_bytes)
-        for number, (names, metadata) in enumerate(files)
+        _plan_shard(number, [positions[name] for name in names], sources, positions, text, block_bytes)
+        for number, (names, text) in enumerate([(list(positions), metadata)] if files is None else files)
     ]
     return WritePlan(
         sources=tuple(sources),
@@ -179,15 +188,8 @@ def plan_files(
         aliases={},
         total_bytes=sum(shard.data_bytes for shard in shards),
         metadata={},
+        ready_index=index,
     )
-
-
-def _check_metadata(metadata: Mapping[str, str]) -> None:
-    """Refuse now what header or index would refuse later, when everything else has been written."""
-    if ALIASES_KEY in metadata:
-        raise ValueError(f"the metadata key {ALIASES_KEY!r} is stio's own; leave it out")
-    build_header([], metadata)
-    build_index({}, 0, metadata)
 
 
 def _alias_metadata(aliases: Mapping[str, str]) -> dict[str, str]:

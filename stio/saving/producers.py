@@ -1,7 +1,8 @@
-"""Tensors that are made while they are saved: each is produced once, copied from, and let go.
+"""Tensors that are made while they are saved: each is produced once, copied from, and released.
 
-So a conversion of any size runs in one window of memory: what is produced is held while its bytes go into staging,
-and no longer. Awaitables run on the engine's loop, so a producer may be `checkpoint.read(...)` itself.
+What a producer returned is held while its bytes are copied to staging memory, and no longer: so a conversion of any
+size needs little memory. Awaitables run on the event loop of `stio.runtime.event_loop`, so a producer may be
+`checkpoint.read(...)` itself.
 """
 
 from __future__ import annotations
@@ -9,57 +10,69 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from stio.device.save_sources import Copy, LazyTensor, sources_of
+from stio.device.copy_out import Copy
+from stio.device.describe import LazyTensor, describe_tensors
 from stio.errors import printable
 from stio.format.sharding import TensorSource
-from stio.runtime.event_loop import EngineTask
+from stio.runtime.event_loop import LoopTask
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
 
-__all__ = ["Production"]
 
+class ProducedTensors:
+    """The lazy tensors of one save. They are copied one after the other, each from its first byte to its last.
 
-class Production:
-    """The lazy tensors of one save. One worker at a time asks, in the plan's order."""
+    One thread at a time calls `copies`; any thread may call `stop`.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stopped = False
-        self._awaited: EngineTask[Any] | None = None
-        self._made: dict[str, _Made] = {}
+        self._awaited: LoopTask[Any] | None = None
+        self._parts: Iterator[tuple[torch.Tensor, int]] = iter(())
+        self._part: torch.Tensor | None = None
+        self._begin = self._end = 0  # bytes of the tensor that the current part covers
 
     def copies(self, source: TensorSource, start: int, region: Region) -> Iterator[Copy]:
-        """Yield where the bytes from `start` on come from, until the region is full.
+        """Yield copies that fill a region with the bytes of a tensor from `start` on.
 
-        A copy must be let go before the next is asked for: it holds what was produced.
+        The caller must drop each copy before it takes the next: a copy holds the tensor that was produced.
 
         Raises:
             ValueError: What was produced is not what was announced, or cannot be saved.
             TypeError: It has no memory of its own.
             Cancelled: `stop` was called.
-            RuntimeError: The producer was cancelled, by somebody else than the save.
-        Exception: Whatever the producer raises.
+            RuntimeError: The producer was cancelled, but not by the save.
+            Exception: Whatever the producer raises.
         """
+        if not start:
+            self._parts, self._begin, self._end = self._produce(source), 0, 0
         try:
-            made = self._made.get(source.name)
-            if made is None:
-                made = self._made[source.name] = _Made(source, self._produced(source), self._check)
-            yield from made.copies(start, region)
+            done = 0
+            while done < region.nbytes:
+                if start + done == self._end:
+                    self._part, self._begin = None, self._end  # released before the next part is made
+                    self._part, self._end = next(self._parts)
+                    continue
+                assert self._part is not None
+                count = min(region.nbytes - done, self._end - start - done)
+                yield self._part, start + done - self._begin, region.sub(done, count)
+                done += count
             if start + region.nbytes == source.nbytes:
-                del self._made[source.name]
-                made.require_end()
+                self._part = None
+                next(self._parts, None)  # runs the producer to its end; raises if there is more
         except asyncio.CancelledError as error:
             self._check()
-            # Raised to a task that nobody has cancelled it would pass for its end, and the failure go unseen.
+            # Raised to a task that was not cancelled it would pass for the task's end, and the failure would be lost.
             raise RuntimeError(f"the producer of {printable(source.name)!r} was cancelled") from error
 
     def stop(self) -> None:
-        """End an awaitable that is awaited, and ask for no more rows; callable from any thread."""
+        """Cancel an awaitable that is awaited, and take no more parts. Callable from any thread."""
         with self._lock:
             self._stopped = True
             awaited = self._awaited
@@ -67,18 +80,46 @@ class Production:
             awaited.cancel()
 
     def clear(self) -> None:
-        """Let go of what was not used up."""
-        self._made.clear()
+        """Release what was produced and not used up."""
+        self._parts, self._part = iter(()), None
 
     def _check(self) -> None:
         if self._stopped:
             raise Cancelled
 
-    def _produced(self, source: TensorSource) -> Any:
+    def _produce(self, source: TensorSource) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield the parts of a tensor, each checked and with the number of bytes up to its end; whole: one part."""
         self._check()
         lazy: LazyTensor = source.data
         value = lazy.produce()
-        return self._wait_for(value) if inspect.isawaitable(value) else value
+        if inspect.isawaitable(value):
+            value = self._wait_for(value)
+        is_whole, shape, end = isinstance(value, torch.Tensor), tuple(lazy.shape), 0
+        try:
+            parts: Iterator[Any] = iter((value,) if is_whole else value)
+        except TypeError:  # not even an iterable
+            raise _wrong(source, type(value).__name__) from None
+        del value
+        self._check()
+        for part in parts:
+            if end < source.nbytes:
+                if not isinstance(part, torch.Tensor):
+                    raise _wrong(source, type(part).__name__)
+                expected = shape if is_whole else (*part.shape[:1], *shape[1:])
+                fits = tuple(part.shape) == expected and (is_whole or part.dim() == len(shape) > 0)
+                if not fits or part.dtype != lazy.dtype or part.device.type == "meta":
+                    raise _wrong(source, f"{part.dtype} {list(part.shape)} on {part.device}")
+                end += part.numel() * part.element_size()
+                if end > source.nbytes:
+                    raise _wrong(source, f"more rows, {end:,} bytes so far")
+                # A tensor without memory to copy from is refused by name here; a subclass becomes a plain tensor.
+                yield describe_tensors({source.name: part})[0].data, end
+            elif not isinstance(part, torch.Tensor) or part.numel():  # a part of no rows is not too much
+                raise _wrong(source, "more rows")
+            del part  # before the next is made
+            self._check()
+        if end < source.nbytes:
+            raise _wrong(source, f"{end:,} bytes in all")
 
     def _wait_for(self, awaitable: Any) -> Any:
         async def body() -> Any:
@@ -86,9 +127,8 @@ class Production:
 
         try:
             with self._lock:
-                if self._stopped:
-                    raise Cancelled
-                task = self._awaited = EngineTask(body)
+                self._check()
+                task = self._awaited = LoopTask(body)
             return task.result()
         finally:
             self._awaited = None
@@ -96,69 +136,6 @@ class Production:
                 awaitable.close()  # it may have been cancelled before it began
 
 
-_END = object()
-
-
-class _Made:
-    """One tensor, whole or in rows as they come.
-
-    Args:
-        source: What was announced.
-        value: What the producer gave.
-        check: Raises where no more rows are to be asked for.
-    """
-
-    def __init__(self, source: TensorSource, value: Any, check: Callable[[], None]) -> None:
-        self._source = source
-        lazy: LazyTensor = source.data
-        self._dtype, self._shape = lazy.dtype, tuple(lazy.shape)
-        self._check = check
-        self._whole = isinstance(value, torch.Tensor)
-        try:
-            self._parts: Iterator[Any] = iter([value] if self._whole else value)
-        except TypeError:  # not even an iterable
-            raise self._wrong(type(value).__name__) from None
-        self._part: torch.Tensor | None = None
-        self._begin = self._end = 0  # bytes of the tensor that the current part covers
-
-    def copies(self, start: int, region: Region) -> Iterator[Copy]:
-        done = 0
-        while done < region.nbytes:
-            if start + done >= self._end:
-                self._next()
-                continue
-            assert self._part is not None
-            count = min(region.nbytes - done, self._end - start - done)
-            yield self._part, start + done - self._begin, region.sub(done, count)
-            done += count
-
-    def require_end(self) -> None:
-        """Raise if there is more than was announced."""
-        self._part = None
-        for part in self._parts:
-            self._check()
-            if not isinstance(part, torch.Tensor) or part.numel():  # no rows are not too many
-                raise self._wrong("more rows")
-
-    def _next(self) -> None:
-        self._part = None  # let go before the next is made
-        self._check()
-        part = next(self._parts, _END)
-        if part is _END:
-            raise self._wrong(f"{self._end:,} bytes in all")
-        if not isinstance(part, torch.Tensor):
-            raise self._wrong(type(part).__name__)
-        expected = self._shape if self._whole else (*part.shape[:1], *self._shape[1:])
-        is_rows = self._whole or part.dim() == len(self._shape) > 0
-        if part.dtype != self._dtype or tuple(part.shape) != expected or not is_rows or part.device.type == "meta":
-            raise self._wrong(f"{part.dtype} {list(part.shape)} on {part.device}")
-        self._begin, self._end = self._end, self._end + part.numel() * part.element_size()
-        if self._end > self._source.nbytes:
-            raise self._wrong(f"more rows, {self._end:,} bytes so far")
-        # What has no memory to copy from is refused by name, as a tensor that was given is; a subclass becomes plain.
-        self._part = sources_of({self._source.name: part})[0].data
-
-    def _wrong(self, found: str) -> ValueError:
-        return ValueError(
-            f"the producer of {printable(self._source.name)!r} gave {found}, not {self._dtype} {list(self._shape)}"
-        )
+def _wrong(source: TensorSource, found: str) -> ValueError:
+    lazy: LazyTensor = source.data
+    return ValueError(f"the producer of {printable(source.name)!r} gave {found}, not {lazy.dtype} {list(lazy.shape)}")

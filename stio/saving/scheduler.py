@@ -1,10 +1,10 @@
-"""The save's scheduler: blocks of file images filled by copying, written while the next are filled.
+"""The scheduler of a save: workers fill blocks of file images by copying, and write full blocks meanwhile.
 
-Long-lived workers do two kinds of jobs. Where a caller waits for the snapshot, filling comes first: it is complete
-before its writing costs anything, and where it does not fit the pool, a worker that finds no free block writes a full
-one. Where nobody waits for it, writing comes first, so the disk is never idle and few blocks are touched. The last
-block of a file makes it durable. Whoever fails or cancels stops both queues; the run ends when no worker touches a
-tensor, a block or a file any more.
+Each worker does both kinds of jobs. Where a caller waits for the snapshot, filling comes first: the snapshot is
+complete before its writing costs anything; where it does not fit the staging memory, a worker that finds no free block
+writes a full one. Where the caller waits for the end of the save, writing comes first: the disk is never idle and few
+blocks are used. The last block of a file makes the file durable. The first error or a cancel stops both kinds of jobs;
+the run ends when no worker uses a tensor, a block or a file any more.
 """
 
 from __future__ import annotations
@@ -13,57 +13,39 @@ import heapq
 import threading
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Protocol
 
-from stio.device.save_sources import Copy, LazyTensor, Readiness, copy_out, copy_small
-from stio.runtime import stats as counters
+from stio.device.copy_out import Copy, Readiness, copy_out, copy_small
+from stio.device.describe import LazyTensor
+from stio.runtime import stats
+from stio.runtime.hashing import Hasher
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled, start_thread
+from stio.runtime.operation import Cancelled
 from stio.runtime.pacing import Pacer
 from stio.runtime.process import be_nice
 from stio.runtime.progress import ProgressEvent
 from stio.runtime.trace import Trace
+from stio.runtime.workers import WorkerPool
 from stio.saving.plan import WriteBlock, WritePlan
-from stio.saving.producers import Production
+from stio.saving.producers import ProducedTensors
 from stio.saving.staging_pool import StagingPool
-from stio.storage.base import Sink
-
-__all__ = ["Hasher", "SaveScheduler"]
+from stio.storage.base import FileWriter
 
 WRITE_DEPTH = 4
-"""So many writes under way reach what the disk gives."""
+"""Most writes under way at once; so many reach the rate of the disk."""
 
 NUM_WORKERS = WRITE_DEPTH + 2
-"""Two more than write, so that a full block is there when a write ends: writes that began together end together, and
+"""Two more than write, so that a full block is there when a write ends: writes that started together end together, and
 where all of them then filled their next block first, the disk had nothing to do for 3 of 30 ms."""
 
 AHEAD_BLOCKS = 4
-"""So many full blocks wait for the disk, where nobody waits for the snapshot: one for each write that may end."""
+"""Most full blocks that wait for the disk, where no caller waits for the snapshot: one for each write that may end."""
 
 MANY_PIECES = 64
-"""A block of more of them is copied piece by piece in one loop."""
-
-
-class Hasher(Protocol):
-    """What `hashlib` and xxhash have in common."""
-
-    def update(self, data: memoryview, /) -> None:
-        """Take in bytes."""
-
-    def hexdigest(self) -> str:
-        """Return the digest of all of them."""
-
-
-class _Digest:
-    """Hashes one file's blocks in order, though they are written in any."""
-
-    def __init__(self, hasher: Hasher) -> None:
-        self.hasher = hasher
-        self.next_offset = 0
+"""A block of more pieces is copied piece by piece in one loop."""
 
 
 class SaveScheduler:
-    """One save from its first copy to its last durable byte; publishing is the transaction's.
+    """One save from its first copy to its last durable byte; the commit is the transaction's.
 
     Args:
         plan: What to write where.
@@ -93,24 +75,24 @@ class SaveScheduler:
         self._blocks = [block for shard in plan.shards for block in shard.blocks]
         self._num_tensors = len(plan.sources)
         self._total_bytes = plan.total_bytes
-        self._lazy = any(isinstance(source.data, LazyTensor) for source in plan.sources)
-        self._production = Production()
+        self._has_lazy = any(isinstance(source.data, LazyTensor) for source in plan.sources)
+        self._produced = ProducedTensors()
         self._pool = pool
         self._changed = pool.changed
+        self._workers = WorkerPool("save", changed=pool.changed, on_stop=self._produced.stop)
         self._ready = ready
         self._on_staged = on_staged
         self._stage_first = stage_first
         self._progress = progress
         self._trace = trace
         self._pacer = Pacer(pool.block_bytes)
-        self._sinks: Sequence[Sink] | None = None
-        self._next = self._num_staging = self._num_writing = self._num_taken = self._num_written = 0
+        self._sinks: Sequence[FileWriter] | None = None
+        self._num_fills = self._num_filling = 0  # blocks whose filling has begun; those that are being filled
+        self._num_writes = self._num_writing = self._num_written = 0
         self._full: list[tuple[int, Region]] = []  # a heap: the lowest block is written first, and hashed in order
         self._left = [len(shard.blocks) for shard in plan.shards]
-        self._digests = [_Digest(hasher()) for _ in plan.shards] if hasher is not None else None
-        self._workers = 0
-        self._stopped = False
-        self._error: BaseException | None = None
+        self._hashers = [hasher() for _ in plan.shards] if hasher is not None else None
+        self._hashed_bytes = [0] * len(plan.shards)
         self._started = perf_counter()
         self._done_bytes = 0
         self._done_tensors = sum(not source.nbytes for source in plan.sources)  # there is nothing to write of those
@@ -118,30 +100,22 @@ class SaveScheduler:
         self.written_bytes = 0
         """Bytes of the blocks that were written."""
         self.read_bytes = self.used_bytes = 0
-        """None; see `stio.runtime.stats`. The pool says what staging memory it holds."""
+        """None; see `stio.runtime.stats`. The pool counts the staging memory."""
 
     def start(self) -> None:
-        """Begin to fill blocks on threads of the run's own; `complete` must follow."""
+        """Begin to fill blocks on threads of the run's own; `complete` or `stop`, and then `join`, must follow."""
         self._report(None)
-        counters.enter(self)
-        for k in range(1, 1 + min(NUM_WORKERS - 1, len(self._blocks))):
-            with self._changed:
-                self._workers += 1
-            try:
-                start_thread(self._work, name=f"save-{k}")
-            except RuntimeError:  # the limit of threads: the one that completes can do it all
-                with self._changed:
-                    self._workers -= 1
-                break
+        stats.add_run(self)
+        self._workers.start(self._work, min(NUM_WORKERS - 1, len(self._blocks)))
 
-    def write_to(self, sinks: Sequence[Sink]) -> None:
-        """Say where the files are; before that nothing is written."""
+    def write_to(self, sinks: Sequence[FileWriter]) -> None:
+        """Give the files; before that nothing is written."""
         with self._changed:
             self._sinks = sinks
             self._changed.notify_all()
 
     def complete(self) -> list[str] | None:
-        """Work along until every file is durable.
+        """Work on this thread too, until every file is durable.
 
         Returns:
             The digest of each file, in the plan's order, if a hasher was given.
@@ -150,90 +124,66 @@ class SaveScheduler:
             Cancelled: `stop` was called.
             BaseException: The first error of a worker, as it was raised.
         """
-        with self._changed:
-            self._workers += 1
-        self._work()
+        be_nice()
+        self._workers.work_along(self._work)
         self.join()
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-            if self._stopped:
-                raise Cancelled
-        finally:
-            del error
-        return None if self._digests is None else [digest.hasher.hexdigest() for digest in self._digests]
+        self._workers.raise_error()
+        return None if self._hashers is None else [hasher.hexdigest() for hasher in self._hashers]
 
     def stop(self) -> None:
         """Let workers end after their current piece. Callable from any thread."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-        self._production.stop()
+        self._workers.stop()
 
     def join(self) -> None:
-        """Wait until no worker is left, and give the blocks back."""
+        """Wait until no worker is left, and return the blocks to the pool. Idempotent."""
+        self._workers.join()
         with self._changed:
-            self._changed.wait_for(lambda: not self._workers)
             full, self._full = self._full, []
-        counters.leave(self)
-        self._production.clear()
+        stats.remove_run(self)
+        self._produced.clear()
         self._sources = ()
         for _, region in full:
             self._pool.give_back(region)
 
     def _work(self) -> None:
-        be_nice()
-        try:
-            while (job := self._take()) is not None:
-                number, region = job
-                if number < 0:
-                    self._stage(-1 - number, region)
-                else:
-                    self._write(number, region)
-        except BaseException as error:
-            with self._changed:
-                if self._error is None and not isinstance(error, Cancelled):
-                    self._error = error
-            self.stop()  # an awaitable that another worker waits for among them
-        with self._changed:
-            self._workers -= 1
-            self._changed.notify_all()
+        while (job := self._next_job()) is not None:
+            do, number, region = job
+            do(number, region)
 
-    def _take(self) -> tuple[int, Region] | None:
-        """Return a block and its memory: to be written, or, numbered from -1 down, to be filled; None at the end."""
+    def _next_job(self) -> tuple[Callable[[int, Region], None], int, Region] | None:
+        """Wait for a block to fill or to write; return what to do with it and its memory, None at the end."""
         with self._changed:
-            while not self._stopped and self._num_written < len(self._blocks):
+            while not self._workers.stopped and self._num_written < len(self._blocks):
                 may_write = self._may_write()
-                if not (may_write and not self._stage_first):
+                if self._stage_first or not may_write:
                     region = self._block_to_fill()
                     if region is not None:
-                        self._next += 1
-                        self._num_staging += 1
-                        return -self._next, region
+                        self._num_fills += 1
+                        self._num_filling += 1
+                        return self._fill_block, self._num_fills - 1, region
                 if may_write:
                     self._num_writing += 1
-                    self._num_taken += 1
-                    return heapq.heappop(self._full)
+                    self._num_writes += 1
+                    return self._write_block, *heapq.heappop(self._full)
                 self._changed.wait()
         return None
 
     def _may_write(self) -> bool:
-        """Return whether a full block may be written now. Call it holding the condition."""
+        """Return whether a full block may be written now. The caller holds the condition."""
         if not self._full or self._sinks is None or self._num_writing == WRITE_DEPTH:
             return False
-        # Digests are taken in order: were the places of writers taken by later blocks, the next would find none.
-        return self._digests is None or self._full[0][0] == self._num_taken
+        # Digests are computed in order: later blocks must not use up the places of writers before the next one.
+        return self._hashers is None or self._full[0][0] == self._num_writes
 
     def _block_to_fill(self) -> Region | None:
-        """Return memory for the next block, None if it is not its turn yet. Call it holding the condition."""
-        if self._next == len(self._blocks) or (self._lazy and self._num_staging):
-            return None  # what is produced is held one at a time, and in order
-        if not self._stage_first and len(self._full) + self._num_staging >= AHEAD_BLOCKS:
+        """Return memory for the next block, None if it must wait. The caller holds the condition."""
+        if self._num_fills == len(self._blocks) or (self._has_lazy and self._num_filling):
+            return None  # lazy tensors are produced one at a time, in order
+        if not self._stage_first and len(self._full) + self._num_filling >= AHEAD_BLOCKS:
             return None
         return self._pool.try_take()
 
-    def _stage(self, number: int, region: Region) -> None:
+    def _fill_block(self, number: int, region: Region) -> None:
         block = self._blocks[number]
         start = perf_counter()
         try:
@@ -244,11 +194,11 @@ class SaveScheduler:
         self._span("stage", start, block)
         with self._changed:
             heapq.heappush(self._full, (number, region))
-            self._num_staging -= 1
-            staged = self._next == len(self._blocks) and not self._num_staging
+            self._num_filling -= 1
+            staged = self._num_fills == len(self._blocks) and not self._num_filling
             self._changed.notify_all()
         if staged:
-            self._sources = ()  # whoever drops a tensor now frees it
+            self._sources = ()  # a tensor that the caller drops now is freed
             self._on_staged()
 
     def _fill(self, block: WriteBlock, region: Region) -> None:
@@ -256,7 +206,7 @@ class SaveScheduler:
         if head:
             region.write(0, head)
         sources = self._sources
-        if len(block.pieces) > MANY_PIECES and not self._lazy:
+        if len(block.pieces) > MANY_PIECES and not self._has_lazy:
             parts = ((sources[number].data, start, at, nbytes) for number, start, at, nbytes, _ in block.pieces)
             copy_out(copy_small(parts, region), self._ready)
             return
@@ -264,22 +214,22 @@ class SaveScheduler:
         for piece in block.pieces:
             source, target = sources[piece.source], region.sub(piece.at, piece.nbytes)
             if isinstance(source.data, LazyTensor):
-                for copy in self._production.copies(source, piece.start, target):
+                for copy in self._produced.copies(source, piece.start, target):
                     copy_out([copy], None)
                     del copy  # with the tensor in it, before the next one is made
             else:
                 copies.append((source.data, piece.start, target))
         copy_out(copies, self._ready)
 
-    def _write(self, number: int, region: Region) -> None:
+    def _write_block(self, number: int, region: Region) -> None:
         block = self._blocks[number]
         assert self._sinks is not None
         sink = self._sinks[block.shard]
         start = perf_counter()
         try:
-            if self._digests is not None:
-                self._hash(self._digests[block.shard], block, region)
-            for at, length in self._pacer.pieces(block.nbytes, self._is_stopped):
+            if self._hashers is not None:
+                self._hash(self._hashers[block.shard], block, region)
+            for at, length in self._pacer.pieces(block.nbytes, self._workers.is_stopped):
                 sink.write_from(block.offset + at, region.sub(at, length))
         finally:
             with self._changed:
@@ -287,7 +237,7 @@ class SaveScheduler:
             self._pool.give_back(region)
         self._span("write", start, block)
         with self._changed:
-            if self._stopped:
+            if self._workers.stopped:
                 return
             self.written_bytes += block.nbytes
             self._left[block.shard] -= 1
@@ -302,28 +252,27 @@ class SaveScheduler:
             self._changed.notify_all()
         self._report(block)
 
-    def _hash(self, digest: _Digest, block: WriteBlock, region: Region) -> None:
+    def _hash(self, hasher: Hasher, block: WriteBlock, region: Region) -> None:
+        """Add a block to its file's digest, once all blocks before it are in."""
+        hashed_bytes = self._hashed_bytes
         with self._changed:
-            # Never a deadlock: blocks are taken in order, so the lowest is in some worker's hands.
-            self._changed.wait_for(lambda: digest.next_offset == block.offset or self._stopped)
-            if self._stopped:
+            # Never a deadlock: writes begin in order, so some worker has the lowest block.
+            self._changed.wait_for(lambda: hashed_bytes[block.shard] == block.offset or self._workers.stopped)
+            if self._workers.stopped:
                 raise Cancelled
         start = perf_counter()
-        digest.hasher.update(region.sub(0, block.nbytes).view())
+        hasher.update(region.sub(0, block.nbytes).view())
         self._span("hash", start, block)
         with self._changed:
-            digest.next_offset += block.nbytes
+            hashed_bytes[block.shard] += block.nbytes
             self._changed.notify_all()
-
-    def _is_stopped(self) -> bool:
-        return self._stopped
 
     def _span(self, name: str, start: float, block: WriteBlock) -> None:
         if self._trace is not None:
             self._trace.add(name, start, perf_counter(), num_bytes=block.nbytes, detail=f"shard {block.shard + 1}")
 
     def _report(self, block: WriteBlock | None) -> None:
-        """Tell the progress: None at the start, then each block that was written."""
+        """Report progress: with None at the start, then with each block that was written."""
         if self._progress is None:
             return
         with self._reporting:

@@ -1,0 +1,16 @@
+"""Storage of checkpoint files: opened and read for loads, written and published for saves.
+
+For `loading/` this package has a `Root` (a place that holds a checkpoint's files) and its `Source`s (open files that
+fill memory by address); for `saving/` a `Transaction`. `base.py` defines these three contracts; start there. No module
+here depends on tensors, plans or devices, and none imports torch. Calls block; worker threads make them.
+
+For loads: `open.py` chooses the implementation. `local.py` reads at an offset (`preadv`, O_DIRECT), `mapped.py` maps
+and populates, `gds.py` reads into device memory, `async_files.py` reads through aiofiles where a system has no
+`preadv`. `checks.py` decides which file may be opened (regular, inside the root) and what counts as the same file. A
+remote store (S3, http) belongs in a package `storage/remote/`: a `Root` and a `Source`, chosen by the URL in `open.py`.
+
+For saves: `commit/`, the transaction of a save to a local filesystem, its journal, and recovery after a crash.
+
+Invariants: nothing outside the root is opened unless the caller allows it; a read never writes beyond its regions, and
+when a call returns or raises no thread writes into them; a file that changed since it was opened is reported.
+"""

@@ -1,9 +1,9 @@
-"""Files through aiofiles: for systems that have no positional read into given memory (Windows).
+"""Files read through aiofiles: for systems that cannot read at an offset into given memory (Windows).
 
-Each handle has one position, so each reader borrows a handle of its own; what comes back is the queue that the next
-reader waits at. Further handles are opened when readers are many, and only while they lead to the same file: where
-they do not, or the system has no more descriptors, fewer readers share what is there. Reads go straight into the
-caller's memory, piece by piece, on the loop's executor threads.
+Each handle has one position, so a reader takes one handle out of a queue and puts it back. More handles are opened
+while there are more readers than handles, but only of the same file. If the path leads to another file by now, or the
+system reports an error, fewer handles serve all readers. Reads go directly into the caller's memory, piece by piece, on
+threads of the event loop's executor; a worker that calls `read_into` blocks until its coroutine has ended.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import ctypes
 import errno
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import aiofiles
 import anyio
 
-from stio.errors import CheckpointNotFoundError, StorageError, TruncatedError
+from stio.errors import CheckpointNotFoundError, StorageError
+from stio.runtime.event_loop import run_on_loop
 from stio.runtime.memory import Region
 from stio.storage.base import Identity
-from stio.storage.checks import OPEN_FLAGS, identity_of, refused, require_inside, require_regular, stat_of
-
-__all__ = ["MAX_HANDLES", "PIECE_BYTES", "PortableFile", "PortableRoot", "open_file"]
+from stio.storage.checks import OPEN_FLAGS, cut_short, identity_of, refused, require_regular, stat_of, translated_errors
 
 T = TypeVar("T")
 
 PIECE_BYTES = 8 << 20
-"""Longest single read: a cancel waits for one. Two thread hops of 40-80 microseconds are lost in its milliseconds."""
+"""Longest single read; a cancel waits for one. It takes milliseconds; two thread switches take 40-80 microseconds."""
 
 MAX_HANDLES = 4
-"""Most handles of one file: as many as the engine has readers. A checkpoint of 100 shards stays below 512 of them,
-where the C runtime of Windows ends."""
+"""Most handles of one file: as many as a load has workers. A checkpoint of 100 shards needs fewer than the 512 that the
+C runtime of Windows has."""
 
 
 @dataclass(slots=True)
@@ -42,97 +42,44 @@ class _Handle:
     position: int
 
 
-async def open_file(path: str) -> PortableFile:
-    """Open one file that the caller named; it may be a link to anywhere.
-
-    Raises:
-        CheckpointNotFoundError: It does not exist.
-        StorageError: It is no regular file, or the system refuses.
-    """
-    handle, identity = await _open(path)
-    return PortableFile(handle, path, identity)
+def open_at(name: str, path: str, dir_fd: int | None) -> AsyncFile:
+    """Open one file; see `stio.storage.local.open_at`."""
+    handle, identity = run_on_loop(lambda: _open(name, path, dir_fd))
+    return AsyncFile(handle, path, identity)
 
 
-class PortableRoot:
-    """A checkpoint's directory, by its path; an `AsyncRoot`.
-
-    Args:
-        directory: The directory, trusted as the caller gave it (it may be a link).
-        follow_symlinks: Let shards be links to anywhere; see `stio.storage.local.LocalRoot`.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], *, follow_symlinks: bool = False) -> None:
-        self.path = os.fspath(directory)
-        self._follow_symlinks = follow_symlinks
-
-    async def listdir(self) -> list[str]:
-        """Return the names in the directory, sorted.
-
-        Raises:
-            CheckpointNotFoundError: The directory does not exist.
-            StorageError: The system refuses.
-        """
-        try:
-            return sorted(await _in_thread(lambda: os.listdir(self.path)))
-        except FileNotFoundError:
-            raise CheckpointNotFoundError("there is no such directory", path=self.path) from None
-        except (OSError, ValueError) as error:
-            raise refused("listing the directory", self.path, error) from error
-
-    async def open(self, name: str, *, trusted: bool = False) -> PortableFile:
-        """Open one regular file of this directory; see `stio.storage.local.LocalRoot.open`."""
-        path = os.path.join(self.path, name)
-        if not (trusted or self._follow_symlinks):
-            real, root = await _in_thread(lambda: (os.path.realpath(path), os.path.realpath(self.path)))
-            require_inside(real, root, path)
-        return await open_file(path)
-
-    async def aclose(self) -> None:
-        """Do nothing: no descriptor is held."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-
-class PortableFile:
-    """One open regular file; an `AsyncSource`.
+class AsyncFile:
+    """One open regular file; a `Source` whose reads are coroutines on stio's event loop.
 
     Args:
         handle: An open handle, owned from here on.
-        path: Name for messages, and where further handles come from.
+        path: Name for messages, and path by which more handles are opened.
         identity: The state of the file behind the handle.
     """
 
     def __init__(self, handle: _Handle, path: str, identity: Identity) -> None:
-        self._path = path
-        self._identity = identity
+        self.path = path
+        """Name for messages."""
+        self.identity = identity
+        """The state of the file when it was opened."""
         self._first = handle
         self._num_handles = 1
         self._max_handles = MAX_HANDLES
         self._put, self._idle = anyio.create_memory_object_stream[_Handle](MAX_HANDLES)
         self._put.send_nowait(handle)
 
-    @property
-    def path(self) -> str:
-        """Name for messages."""
-        return self._path
+    def read_into(self, offset: int, regions: Sequence[Region]) -> None:
+        """Fill the regions, one after the other, with the bytes from `offset` on. Blocks; not on stio's event loop."""
+        run_on_loop(lambda: self.read(offset, regions))
 
-    @property
-    def identity(self) -> Identity:
-        """The state of the file when it was opened."""
-        return self._identity
-
-    async def read_into(self, offset: int, regions: Sequence[Region]) -> None:
-        """Fill the regions, one after the other; a cancel waits until no thread writes into them any more.
+    async def read(self, offset: int, regions: Sequence[Region]) -> None:
+        """Read as `read_into` does. A cancel takes effect when no thread writes into the regions.
 
         Raises:
             TruncatedError: The file ends before the last region is full.
-            StorageError: The operating system refused.
+            StorageError: The operating system reported an error.
         """
-        handle = await self._borrow()
+        handle = await self._take()
         try:
             for region in regions:
                 await self._fill(handle, offset, region)
@@ -143,14 +90,15 @@ class PortableFile:
         finally:
             self._put.send_nowait(handle)
 
-    async def check_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise `ChangedDuringReadError` if size or time of change differ from when the file was opened."""
-        fd = self._first.file.fileno()
-        found = await _in_thread(lambda: stat_of(fd, self._path))
-        self._identity.require_same(identity_of(found), self._path)
+        self.identity.require_same(identity_of(stat_of(self._first.file.fileno(), self.path)), self.path)
 
-    async def aclose(self) -> None:
-        """Give the descriptors back. Idempotent; no read may be under way."""
+    def close(self) -> None:
+        """Close the handles. Blocks. Idempotent; no read may be under way."""
+        run_on_loop(self._close_all)
+
+    async def _close_all(self) -> None:
         while self._num_handles:
             handle = self._idle.receive_nowait()
             self._num_handles -= 1
@@ -158,13 +106,11 @@ class PortableFile:
         self._put.close()
         self._idle.close()
 
-    async def _borrow(self) -> _Handle:
-        try:
+    async def _take(self) -> _Handle:
+        with suppress(anyio.WouldBlock):
             return self._idle.receive_nowait()
-        except anyio.WouldBlock:
-            pass
         if self._num_handles < self._max_handles:
-            self._num_handles += 1  # at once: others look while this one opens
+            self._num_handles += 1  # before the wait: other readers compare it in between
             handle = None
             try:
                 handle = await self._another()
@@ -177,14 +123,12 @@ class PortableFile:
         return await self._idle.receive()
 
     async def _another(self) -> _Handle | None:
-        """Open the file once more; None if that is not possible, or not the same file any more."""
-        try:
-            handle, identity = await _open(self._path)
-        except (StorageError, CheckpointNotFoundError):
-            return None
-        if identity == self._identity:
-            return handle
-        await _uninterrupted(handle.file.close())
+        """Open the file once more; None if that is not possible, or if the path leads to another file by now."""
+        with suppress(StorageError, CheckpointNotFoundError):
+            handle, identity = await _open(self.path, self.path, None)
+            if identity == self.identity:
+                return handle
+            await _uninterrupted(handle.file.close())
         return None
 
     async def _fill(self, handle: _Handle, offset: int, region: Region) -> None:
@@ -197,34 +141,23 @@ class PortableFile:
                     await _uninterrupted(handle.file.seek(position))
                 count = await _uninterrupted(handle.file.readinto(target))
             except OSError as error:
-                raise refused("reading", self._path, error, offset=position) from error
+                raise refused("reading", self.path, error, offset=position) from error
             if count is None:
-                raise refused("reading", self._path, OSError(errno.EAGAIN, ""), offset=position)
+                raise refused("reading", self.path, OSError(errno.EAGAIN, ""), offset=position)
             if count == 0:
-                raise TruncatedError(
-                    "the file ends before its tensors do; it was cut short",
-                    path=self._path,
-                    offset=position,
-                    expected=f"{region.nbytes - done:,} more bytes",
-                    found="the end of the file",
-                )
+                raise cut_short(self.path, position, region.nbytes - done)
             done += count
             handle.position = position + count
 
 
-async def _open(path: str) -> tuple[_Handle, Identity]:
-    def opener(name: str, flags: int) -> int:
-        require_regular(os.stat(name), path)  # before: opening some devices acts
-        return os.open(name, flags | OPEN_FLAGS)
+async def _open(name: str, path: str, dir_fd: int | None) -> tuple[_Handle, Identity]:
+    def opener(_: str, flags: int) -> int:
+        require_regular(os.stat(name, dir_fd=dir_fd), path)  # before: to open some devices has an effect
+        return os.open(name, flags | OPEN_FLAGS, dir_fd=dir_fd)
 
-    try:
-        file: Any = await _uninterrupted(aiofiles.open(path, "rb", buffering=0, opener=opener), undo=_close)
-    except StorageError:
-        raise
-    except FileNotFoundError:
-        raise CheckpointNotFoundError("there is no such file or directory", path=path) from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise refused("opening", path, error) from error
+    with translated_errors(path):
+        opened = aiofiles.open(path, "rb", buffering=0, opener=opener)
+        file: Any = await _uninterrupted(opened, undo=lambda file: file.close())
     try:
         found = stat_of(file.fileno(), path)
         require_regular(found, path)
@@ -234,24 +167,16 @@ async def _open(path: str) -> tuple[_Handle, Identity]:
     return _Handle(file, 0), identity_of(found)
 
 
-async def _close(file: Any) -> None:
-    await file.close()
-
-
-async def _in_thread(function: Callable[[], T]) -> T:
-    return await _uninterrupted(asyncio.to_thread(function))
-
-
 async def _uninterrupted(work: Awaitable[T], *, undo: Callable[[T], Awaitable[None]] | None = None) -> T:
-    """Wait for a thread's work to its end, even if the caller is cancelled: it writes into the caller's memory.
+    """Wait until a thread has completed its work, even after a cancel: the thread writes into the caller's memory.
 
     Args:
-        work: What aiofiles gives; asyncio's, as aiofiles is.
-        undo: Called with the result if a cancel keeps it from the caller.
+        work: An awaitable of aiofiles, and so of asyncio.
+        undo: Called with the result if it is not returned because of a cancel.
     """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
-    with anyio.CancelScope(shield=True):  # anyio's cancels wait outside; asyncio's own come through, once each
+    with anyio.CancelScope(shield=True):  # blocks anyio's cancels; each cancel of asyncio is raised here once
         while not task.done():
             try:
                 await asyncio.wait([task])

@@ -1,8 +1,9 @@
-"""What every storage owes the engine: open files, an identity, and bytes put where they are wanted; or a transaction.
+"""The interfaces of a storage: for loads open files that fill given memory, for saves a transaction.
 
-Two lanes share one contract (`stio.testing.SourceContract`): a `Source` blocks a worker thread, an
-`AsyncSource` is awaited on the engine's loop. Both fill memory by address; neither knows tensors or devices.
-Saving goes through a `Transaction`: files are written where nobody sees them, and published in one step.
+A `Root` opens `Source`s; worker threads call them and block. A storage with an asynchronous interface runs its
+coroutines by `stio.runtime.event_loop.run_on_loop`. `stio.testing.SourceContract` is the contract as a test suite. A
+storage moves bytes, not tensors. A save writes files that no reader sees, and a `Transaction` publishes them in one
+step.
 """
 
 from __future__ import annotations
@@ -14,24 +15,22 @@ from typing import Protocol, runtime_checkable
 from stio.errors import ChangedDuringReadError
 from stio.runtime.memory import Region
 
-__all__ = ["AsyncRoot", "AsyncSource", "Identity", "Note", "Root", "Sink", "Source", "Transaction"]
-
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What tells one state of a file from another."""
+    """Identifies one state of one file: two opens with equal identities read the same bytes."""
 
     device: int
-    """`st_dev`, 0 where there is none."""
+    """`st_dev`, 0 if there is none."""
     inode: int
-    """`st_ino`, 0 where there is none."""
+    """`st_ino`, 0 if there is none."""
     nbytes: int
     """Size."""
     mtime_ns: int
     """Time of the last change, nanoseconds."""
     ctime_ns: int = field(default=0, compare=False)
-    """Time of the last change of content, name or mode; 0 where there is none. Nobody can set it back, but a rename
-    and a link that goes move it too: it tells what may have changed, not what has."""
+    """Time of the last change of content, name or mode; 0 if there is none. No program can set it back. A rename or a
+    removed hard link changes it too, so a new value means only that the content may have changed."""
 
     def require_same(self, now: Identity, path: str) -> None:
         """Raise `ChangedDuringReadError` unless `now` is this identity."""
@@ -50,26 +49,26 @@ class Source(Protocol):
 
     @property
     def identity(self) -> Identity:
-        """The state of the file when it was opened; its size among it."""
+        """The state of the file when it was opened, with its size."""
 
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         """Fill the regions, one after the other, with the bytes from `offset` on. Blocks.
 
         Raises:
             TruncatedError: The file ends before the last region is full.
-            StorageError: The operating system refused; `errno` says why.
+            StorageError: The operating system reported an error; `errno` is its number.
         """
 
     def check_unchanged(self) -> None:
         """Raise `ChangedDuringReadError` if the file is not the one that was opened."""
 
     def close(self) -> None:
-        """Give the descriptor back. Idempotent; no read may be under way."""
+        """Close the file. Idempotent; no read may be under way."""
 
 
 @runtime_checkable
 class Root(Protocol):
-    """A place that holds a checkpoint's files: a directory, or what a test puts in its stead."""
+    """A place that holds the files of a checkpoint: a directory, or a replacement of one in a test."""
 
     path: str
     """Name for messages."""
@@ -81,90 +80,53 @@ class Root(Protocol):
         """Open one file; see `stio.storage.local.LocalRoot.open`."""
 
     def close(self) -> None:
-        """Let go of the place; files opened from it stay open. Idempotent."""
+        """Close it; files opened from it stay open. Idempotent."""
 
 
-class AsyncSource(Protocol):
-    """One open file, read on the engine's event loop. The contract is `Source`'s."""
-
-    @property
-    def path(self) -> str:
-        """Name for messages."""
-
-    @property
-    def identity(self) -> Identity:
-        """The state of the file when it was opened."""
-
-    async def read_into(self, offset: int, regions: Sequence[Region]) -> None:
-        """Fill the regions; a cancel waits until no thread writes into them any more."""
-
-    async def check_unchanged(self) -> None:
-        """Raise `ChangedDuringReadError` if the file is not the one that was opened."""
-
-    async def aclose(self) -> None:
-        """Give the descriptor back. Idempotent."""
-
-
-@runtime_checkable
-class AsyncRoot(Protocol):
-    """A place that holds a checkpoint's files, used on the engine's event loop. The contract is `Root`'s."""
-
-    path: str
-    """Name for messages."""
-
-    async def listdir(self) -> Sequence[str]:
-        """Return the names of the files, sorted."""
-
-    async def open(self, name: str, *, trusted: bool = False) -> AsyncSource:
-        """Open one file; see `stio.storage.local.LocalRoot.open`."""
-
-    async def aclose(self) -> None:
-        """Let go of the place; files opened from it stay open. Idempotent."""
-
-
-class Sink(Protocol):
+class FileWriter(Protocol):
     """One new file, written from several worker threads at once. Each byte is written exactly once."""
 
     @property
     def path(self) -> str:
-        """Name for messages: where the file will stand."""
+        """Name for messages: the path that the file will have."""
 
     def write_from(self, offset: int, region: Region) -> None:
         """Write a region's bytes at `offset`. Blocks.
 
         Args:
             offset: A multiple of `PAGE_BYTES`.
-            region: Begins on a page border; ends inside a page only where the file ends.
+            region: Host memory that starts at a page boundary. It ends inside a page only at the end of the file.
 
         Raises:
-            NoSpaceError: There is no room after all.
-            StorageError: The operating system refused; `errno` says why.
+            NoSpaceError: There is too little space, although it was reserved.
+            StorageError: The operating system reported an error; `errno` is its number.
         """
 
     def finish(self) -> None:
-        """Make the file durable, as far as the transaction wants that, and give descriptors back. Called once.
+        """Complete the file: make it durable, if the transaction is durable, and close it. Called once.
 
         Raises:
-            StorageError: The system could not; nothing of this file is to be trusted.
+            StorageError: The operating system reported an error; the content of this file must not be used.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A small file beside the checkpoint that must be right before and after the commit; None: it is not there."""
+    """A small file beside the checkpoint, with a content before and one after the commit; None: it does not exist."""
 
     name: str
     """Name in the destination's directory."""
     before: bytes | None
-    """What stands in it from shortly before the commit on; must be right for the old and the new checkpoint."""
+    """Its content from shortly before the commit on; it must be valid for the old and for the new checkpoint."""
     after: bytes | None
-    """What stands in it once the commit is done."""
+    """Its content after the commit."""
 
 
 class Transaction(Protocol):
-    """One save: new files that nobody sees, then one step that publishes them all.
+    """One save: prepare new files that no reader sees, then commit (one step publishes them all) or roll back.
 
-    Used by one operation; `create` comes before the first byte is written, `Sink.finish` of all before `commit`.
+    One operation calls `create`, then `FileWriter.write_from` and `finish` of all files, then `commit`. Before the
+    commit it may call `roll_back` at any time.
     """
 
     @property
@@ -173,34 +135,38 @@ class Transaction(Protocol):
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """Names that the shards will have once they are published, in the plan's order."""
+        """Names that the shards will have after the commit, in the plan's order."""
 
     @property
-    def wants_index(self) -> bool:
+    def takes_index(self) -> bool:
         """Whether `commit` takes an index (more than one shard, or a directory that has one already)."""
 
-    def create(self, nbytes: Sequence[int]) -> Sequence[Sink]:
-        """Create all shards, their space reserved.
+    def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
+        """Create all shards and reserve their space.
 
         Args:
             nbytes: Size of each shard's file.
 
         Raises:
-            NoSpaceError: They do not fit (ENOSPC, EDQUOT, EFBIG); known here, before the first byte.
-            StorageError: The operating system refused.
+            NoSpaceError: They do not fit (ENOSPC, EDQUOT, EFBIG). This is detected before the first byte is written.
+            StorageError: The operating system reported an error.
         """
 
     def read_note(self, name: str) -> bytes | None:
-        """Return the content of a small file beside the old checkpoint, None if there is none."""
+        """Return the content of a small file beside the old checkpoint, None if it does not exist."""
 
     def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
-        """Publish. Once this has begun it is carried to its end.
+        """Publish the new files. A commit that has started cannot be cancelled.
+
+        Args:
+            index: Content of the new index; None unless `takes_index`.
+            notes: Small files that change with the commit.
 
         Raises:
-            ConcurrentSaveError: Another save changed the destination since this one began. Nothing was changed.
-            CommitUncertainError: The checkpoint is in place, but perhaps not durable.
-            StorageError: The operating system refused; the old checkpoint stands.
+            ConcurrentSaveError: Another save changed the destination since this one started. Nothing was changed.
+            CommitUncertainError: The new checkpoint is in place, but may not be durable.
+            StorageError: The operating system reported an error; the old checkpoint is unchanged.
         """
 
-    def abort(self) -> None:
-        """Remove everything that was staged; idempotent, never raises, and does nothing after a commit."""
+    def roll_back(self) -> None:
+        """Remove all new files. Idempotent; never raises; does nothing after a commit."""

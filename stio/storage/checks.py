@@ -1,16 +1,16 @@
-"""What every storage on a filesystem asks of a file before it reads: where it is, what it is, which one it is."""
+"""Checks of a file before a storage on a filesystem reads it: its place, its kind, its identity."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from stio.errors import StorageError, UnsafePathError
+from stio.errors import CheckpointNotFoundError, StorageError, TruncatedError, UnsafePathError
 from stio.storage.base import Identity
-
-__all__ = ["OPEN_FLAGS", "identity_of", "refused", "require_inside", "require_regular", "stat_of"]
 
 # O_NONBLOCK: opening a FIFO must not wait for its writer.
 OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -19,7 +19,7 @@ _HUB_CACHE_PREFIXES = ("models--", "datasets--", "spaces--")
 
 
 def refused(action: str, path: str, error: OSError | ValueError, *, offset: int | None = None) -> StorageError:
-    """Return the error to raise for one of the operating system's, or for a path it cannot even look at."""
+    """Return the error to raise for an error of the operating system, or for a path that it does not accept."""
     number = getattr(error, "errno", None)
     reason = os.strerror(number) if number else str(error)
     if number in (errno.EMFILE, errno.ENFILE):
@@ -27,8 +27,32 @@ def refused(action: str, path: str, error: OSError | ValueError, *, offset: int 
     return StorageError(f"{action} failed: {reason}", path=path, errno=number, offset=offset)
 
 
+@contextmanager
+def translated_errors(path: str, action: str = "opening", what: str = "file or directory") -> Iterator[None]:
+    """Raise an error of the operating system in a block as `CheckpointNotFoundError`, or as `refused` makes it."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"there is no such {what}", path=path) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise refused(action, path, error) from error
+
+
+def cut_short(path: str, offset: int, missing_bytes: int) -> TruncatedError:
+    """Return the error to raise where a file ends at `offset`, before a read is complete."""
+    return TruncatedError(
+        "the file ends before its tensors do; it was cut short",
+        path=path,
+        offset=offset,
+        expected=f"{missing_bytes:,} more bytes",
+        found="the end of the file",
+    )
+
+
 def require_regular(found: os.stat_result, path: str) -> None:
-    """Raise `StorageError` for what is no regular file: a FIFO or a device could block, or act, when read."""
+    """Raise `StorageError` unless it is a regular file: to read a FIFO or a device could block, or have an effect."""
     if not stat.S_ISREG(found.st_mode):
         number = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
         raise StorageError("not a regular file", path=path, errno=number, found=stat.filemode(found.st_mode))
@@ -38,8 +62,8 @@ def require_inside(real: str, root: str, path: str) -> None:
     """Raise `UnsafePathError` if a file is neither below its root nor a blob of the same Hugging Face cache.
 
     Args:
-        real: Where the file is, links resolved.
-        root: Where the checkpoint's directory is, links resolved.
+        real: Path of the file, links resolved.
+        root: Path of the checkpoint's directory, links resolved.
         path: Name for messages.
     """
     file, directory = Path(real), Path(root)
@@ -60,7 +84,7 @@ def require_inside(real: str, root: str, path: str) -> None:
 
 
 def stat_of(fd: int, path: str) -> os.stat_result:
-    """Return `os.fstat`, its error as stio's own."""
+    """Return `os.fstat`; its error is raised as a `StorageError`."""
     try:
         return os.fstat(fd)
     except OSError as error:
@@ -68,5 +92,5 @@ def stat_of(fd: int, path: str) -> os.stat_result:
 
 
 def identity_of(found: os.stat_result) -> Identity:
-    """Return a local file's identity."""
+    """Return the identity of a local file."""
     return Identity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

@@ -1,7 +1,8 @@
-"""Files read straight into a device's memory: NVIDIA's GPUDirect Storage, by way of kvikio (an extra).
+"""Files read directly into the memory of a device: NVIDIA's GPUDirect Storage, through kvikio (an extra).
 
-The same contract as any `Source`, with regions that are a device's. kvikio drops the GIL for the length of a read, and
-opens a file by its path: it gets the one of the descriptor, so it is the file that was opened and no other.
+The contract is that of any `Source`; its regions are memory of the device. kvikio releases the GIL for the length of a
+read. It opens a file by a path. stio passes the path of the descriptor in /proc, so kvikio opens the file that was
+checked.
 """
 
 from __future__ import annotations
@@ -13,12 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
-from stio.errors import StorageError, TruncatedError
+from stio.errors import StorageError
 from stio.runtime.memory import Region
-from stio.storage.base import Identity
+from stio.storage.checks import cut_short
 from stio.storage.local import LocalFile
-
-__all__ = ["GdsFile", "require_kvikio"]
 
 
 def require_kvikio() -> Any:
@@ -29,7 +28,7 @@ def require_kvikio() -> Any:
     """
     try:
         return import_module("kvikio")
-    except (ImportError, OSError, RuntimeError) as error:  # it loads libraries of its own
+    except (ImportError, OSError, RuntimeError) as error:  # it loads other libraries
         raise ImportError(
             f"memory='gds' reads by kvikio: pip install kvikio-cu13 (or kvikio-cu12, as torch's CUDA is); {error}"
         ) from error
@@ -39,7 +38,7 @@ _opening = threading.Lock()
 
 
 class _DeviceBuffer:
-    """A region as kvikio takes it."""
+    """A region in the form that kvikio accepts."""
 
     def __init__(self, region: Region) -> None:
         self.__cuda_array_interface__ = {
@@ -52,25 +51,26 @@ class _DeviceBuffer:
 
 
 class GdsFile:
-    """One open file, read past the host's memory; a `Source` whose regions are the device's.
+    """One open file, read without a copy in host memory; a `Source` whose regions are memory of the device.
 
     Args:
-        file: The file, which stays the caller's; it must outlive this.
-        current: Makes the device the thread's current one: cuFile goes by that, not by the address.
+        file: The file; the caller owns it, and closes it after this one.
+        current: Makes the device the current one of the thread: cuFile uses that, and not the address.
 
     Raises:
-        ImportError: There is no kvikio.
+        ImportError: kvikio is not installed.
         StorageError: GPUDirect Storage is not set up on this machine, or not for this file.
     """
 
     def __init__(self, file: LocalFile, current: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self._file = file
+        self.path, self.identity = file.path, file.identity
         self._current = current
         self._handle: Any = None
         kvikio = require_kvikio()
         try:
-            # Where it is not set up, kvikio and cuFile would read through the host too, and slower than a load that
-            # stages. A handle keeps the mode that was when it was made.
+            # Without it kvikio and cuFile would read through host memory too, and slower than a load with staging
+            # memory. A handle keeps the mode that was set when it was made.
             if import_module("kvikio.cufile_driver").get("is_gds_available"):
                 strictly = import_module("kvikio.defaults").set
                 with _opening, strictly("compat_mode", kvikio.CompatMode.OFF), current():
@@ -80,20 +80,10 @@ class GdsFile:
         if self._handle is None:
             raise StorageError("it is not set up on this machine", path=file.path, errno=errno.EOPNOTSUPP)
 
-    @property
-    def path(self) -> str:
-        """Name for messages."""
-        return self._file.path
-
-    @property
-    def identity(self) -> Identity:
-        """The state of the file when it was opened."""
-        return self._file.identity
-
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         """Fill the device's regions, one after the other, with the bytes from `offset` on. Blocks, without the GIL.
 
-        What was queued on the device for these regions must have happened before.
+        Work on the device that was queued for these regions must have ended before.
         """
         for region in regions:
             done = 0
@@ -105,13 +95,7 @@ class GdsFile:
                 except (RuntimeError, OSError, ValueError) as error:
                     raise _refused("reading", self.path, error, offset=offset + done) from error
                 if count <= 0:
-                    raise TruncatedError(
-                        "the file ends before its tensors do; it was cut short",
-                        path=self.path,
-                        offset=offset + done,
-                        expected=f"{left.nbytes:,} more bytes",
-                        found="the end of the file",
-                    )
+                    raise cut_short(self.path, offset + done, left.nbytes)
                 done += count
             offset += region.nbytes
 
@@ -120,7 +104,7 @@ class GdsFile:
         self._file.check_unchanged()
 
     def close(self) -> None:
-        """Let go of kvikio's descriptors; the file itself is the caller's. Idempotent; no read may be under way."""
+        """Close kvikio's descriptors; the caller closes the file itself. Idempotent; no read may be under way."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.close()

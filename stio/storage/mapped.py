@@ -1,7 +1,7 @@
-"""A file as memory: mapped privately, populated in parallel or left to be read at the first touch.
+"""Files mapped into memory: privately, and populated by parallel calls or read at the first access.
 
-Nothing is copied. Populating through `madvise(MADV_POPULATE_READ)` makes one long call without the GIL where
-faults would make one trap a page; the pages are the page cache's own, so many processes share them.
+Nothing is copied. `madvise(MADV_POPULATE_READ)` populates in one long call without the GIL; page faults would cost one
+trap for each page. The pages are those of the page cache, so many processes share them.
 """
 
 from __future__ import annotations
@@ -11,29 +11,28 @@ import os
 import threading
 from time import perf_counter
 
-from stio.errors import StorageError, TruncatedError
+from stio.errors import TruncatedError
 from stio.runtime import memory
 from stio.runtime.memory import Region
+from stio.storage.checks import refused
 from stio.storage.local import LocalFile
-
-__all__ = ["MappedFile"]
 
 _TOUCH_BYTES = 256 << 10
 _PATIENCE_SECONDS = 0.02
 _SECONDS_A_BYTE = 1 / (1 << 30)
-"""A touch of 256 KiB takes 30 to 100 microseconds. At 240 and more on the average, others wait for the processor or the
-GIL (one wait for that takes 5 ms)."""
+"""A touch of 256 KiB takes 30 to 100 microseconds. If the average is 240 or more, threads wait for the processor or for
+the GIL (one wait for that takes 5 ms)."""
 
 
 class MappedFile:
-    """A private, writable mapping of a whole file. Writing to it copies the page and leaves the file alone.
+    """A private, writable mapping of a whole file. A write to it copies the page and does not change the file.
 
     Args:
-        file: The open file. The mapping needs it for `populate`'s checks only and outlives it.
-        lazy: Nothing will be populated: ask for no read-ahead in huge pages, accesses may be sparse.
+        file: The open file. Only `populate` needs it, for its checks; the mapping outlives it.
+        lazy: `populate` will not be called. No read-ahead in huge pages, since accesses may be sparse.
 
     Raises:
-        StorageError: The system refuses to map.
+        StorageError: The operating system reported an error.
     """
 
     def __init__(self, file: LocalFile, *, lazy: bool = False) -> None:
@@ -44,16 +43,16 @@ class MappedFile:
         try:
             self.region: Region = memory.map_file(file.fd, file.identity.nbytes, huge_pages=not lazy)
         except OSError as error:
-            raise StorageError(f"mapping failed: {error.strerror}", path=file.path, errno=error.errno) from error
+            raise refused("mapping", file.path, error) from error
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Read `[offset, offset + nbytes)` into the page cache and map it. Blocks, without the GIL.
 
         Raises:
             TruncatedError: The file is shorter than it was when it was opened.
-            StorageError: The device failed to read.
+            StorageError: The disk failed to read.
         """
-        # A touch past the end is SIGBUS, which no one can catch: look at the size just before.
+        # An access past the end is SIGBUS, which cannot be caught: compare the size shortly before.
         size = self._file.nbytes_now()
         if offset + nbytes > size:
             raise TruncatedError(
@@ -66,25 +65,22 @@ class MappedFile:
         number = errno.EINTR
         while number == errno.EINTR:
             number = memory.populate(self.region.sub(offset, nbytes))
-        if number == errno.EFAULT:
-            # Tell a failing device from a file that was cut: a read names its error where a fault does not.
-            self._read_through(offset, nbytes)
-        elif number == errno.EINVAL:
-            # A kernel before 5.14: a plain read brings the pages into the cache, faults find them there.
+        if number in (errno.EFAULT, errno.EINVAL):
+            # EFAULT: a failing disk, or a file that was cut; a read returns an error number, a page fault does not.
+            # EINVAL: a kernel before 5.14; a plain read brings the pages into the page cache, where faults find them.
             self._read_through(offset, nbytes)
         elif number not in (0, errno.EAGAIN):
-            raise StorageError(
-                f"populating failed: {os.strerror(number)}", path=self._file.path, errno=number, offset=offset
-            )
+            raise refused("populating", self._file.path, OSError(number, ""), offset=offset)
 
     def touch(self, offset: int, nbytes: int) -> None:
-        """Have the processor read what the device has just written, into a scratch. Blocks, without the GIL.
+        """Read pages that the disk has just written to memory once, into a buffer. Blocks, without the GIL.
 
-        On a virtual machine whose host gives memory when it is touched, a page that only a device has touched costs
-        its first reader 0.3 to 1 microsecond and, on a host that is short of memory, up to 90. A disk leaves the
-        processors time for that, if nobody else wants them: one thread touches at a time, and none any more once it
-        takes longer than it saves. By a read and not over the mapping, where a file that was cut meanwhile would be
-        SIGBUS. By short reads: a kernel that does not preempt itself stays in one, and 30 MiB held up all for 0.5 s.
+        A virtual machine may get its memory from the host at the first access. There, the first read of a page that
+        only a disk has written costs 0.3 to 1 microsecond and, on a host that is short of memory, up to 90. Idle
+        processors can do this while the disk works. One thread at a time touches; all stop as soon as it takes longer
+        than it saves. It reads the file and not the mapping: if the file was cut, an access to the mapping raises
+        SIGBUS. It reads 256 KiB at a time, since a kernel without preemption does not leave a call: 30 MiB in one call
+        stopped all threads for 0.5 s.
         """
         scratch, at, end = memoryview(bytearray(_TOUCH_BYTES)), offset, offset + nbytes
         with self._touching:
@@ -93,7 +89,7 @@ class MappedFile:
                 try:
                     done = os.preadv(self._file.fd, [scratch[: min(_TOUCH_BYTES, end - at)]], at)
                 except OSError:
-                    return  # whoever reads it for its bytes hears of it
+                    return  # the read of its bytes raises it
                 if not done:
                     return
                 at += done

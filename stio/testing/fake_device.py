@@ -1,7 +1,7 @@
-"""A device for tests, on CPU memory: copies happen when their event passes, and not a moment earlier.
+"""A device for tests, on CPU memory: copies are made when their event passes, and not before.
 
-Public through `stio.testing`. What a real device does wrong only now and then, this one does each time: a slot that
-is filled again before its event has passed gives the wrong bytes, and so does a tensor that is looked at too early.
+Public as `stio.testing`. A mistake that shows on a real device only sometimes shows on this one each time: a slot
+that is filled again before its event has passed gives wrong bytes, and so does a tensor that is read too early.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ from stio.device.base import Event
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.runtime import memory
 from stio.runtime.memory import Region
-
-__all__ = ["POISON", "FakeDevice"]
+from stio.testing.gate import PATIENCE_SECONDS, wait_until
 
 POISON = 0xCB
-"""Fills fresh device memory, and slots once their copies are done: a byte that was not copied in time shows.
+"""Fills new device memory, and slots after their copies: a byte that was not copied in time is visible.
 
-Slots are what the device gave out as staging memory. What else it copies from (a `HostCache`'s memory) stays as it is.
+A slot is memory that the device itself allocated as staging memory. Other sources of copies (the memory of a
+`HostCache`) are not changed.
 """
-
-_PATIENCE_SECONDS = 30.0
 
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """One batch of copies, and the mark behind it."""
+    """One batch of copies, and the event after it."""
 
     number: int
     pairs: list[tuple[torch.Tensor, Region]]
@@ -49,28 +47,27 @@ class _Work:
         for _, region in self.pairs:
             if self.is_slot(region):
                 region.write(0, bytes([POISON]) * region.nbytes)
-        self.pairs = []  # the memory is let go before the event passes
+        self.pairs = []  # references to the memory are released before the event passes
 
     def query(self) -> bool:
         return self.passed.is_set()
 
     def synchronize(self) -> None:
-        if not self.passed.wait(_PATIENCE_SECONDS):
-            raise TimeoutError(f"event {self.number} never passed; is somebody calling step()?")
+        if not self.passed.wait(PATIENCE_SECONDS):
+            raise TimeoutError(f"event {self.number} did not pass in time; does the test call step()?")
         if self.fails:
-            raise DeviceError(f"copy {self.number} failed, as it was asked to")
+            raise DeviceError(f"copy {self.number} failed, as the test requested")
 
 
 class FakeDevice:
     """An `Accelerator` whose tensors are on the CPU.
 
     Args:
-        delay_seconds: A thread of its own lets each event pass so long after the one before; it ends when nothing
-            is queued.
-        manual: Events pass by `step` alone (and by whatever waits for the device itself: `hand_over`, `on_queue`).
-        memory_bytes: What the device has; an allocation beyond it is refused.
-        refuse_copy: Number of the `copy` call, from 1, that the device refuses.
-        fail_copy: Number of the `copy` call whose copies are not done, as its event tells whoever waits for it.
+        delay_seconds: Time between two events. A thread lets them pass, and ends when the queue is empty.
+        manual: Events pass only by `step`, and in calls that wait for the device (`hand_over`, `on_queue`).
+        memory_bytes: Memory of the device; an allocation beyond it fails.
+        refuse_copy: Number of the `copy` call, from 1, that raises an error.
+        fail_copy: Number of the `copy` call whose copies are not made; its event raises the error.
         refuse_staging: Number of the `staging` call, from 1, that finds no host memory.
     """
 
@@ -84,48 +81,47 @@ class FakeDevice:
         fail_copy: int | None = None,
         refuse_staging: int | None = None,
     ) -> None:
+        self.device = torch.device("cpu")
+        """Device of the tensors, as torch names it."""
         self._delay_seconds = delay_seconds
         self._manual = manual
         self._memory_bytes = memory_bytes
         self._refuse_copy, self._fail_copy, self._refuse_staging = refuse_copy, fail_copy, refuse_staging
-        self._changed = threading.Condition(threading.RLock())  # a finalizer may run while its thread is inside
+        self._changed = threading.Condition(
+            threading.RLock()
+        )  # re-entrant: a finalizer may run on the thread that holds it
         self._passing = threading.Lock()
         self._queue: deque[_Work] = deque()
         self._runs = False
         self._slots: set[int] = set()
         self.used_bytes = 0
-        """Device memory that tensors hold now."""
+        """Device memory in use now."""
         self.peak_bytes = 0
-        """The most that they held at once."""
+        """Most device memory in use at once."""
         self.staging_bytes = 0
-        """Host memory that was given out for staging and is still held."""
+        """Staging memory on the host in use now."""
         self.peak_staging_bytes = 0
-        """The most of it at once."""
+        """Most staging memory in use at once."""
         self.num_staging = 0
-        """Calls of `staging`."""
+        """Number of calls of `staging`."""
         self.num_copies = 0
-        """Calls of `copy`; the accepted ones each have an event."""
+        """Number of calls of `copy`; each accepted call has an event."""
         self.num_passed = 0
-        """Events that have passed."""
+        """Number of events that have passed."""
         self.num_hand_overs = 0
-        """Calls of `hand_over`."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return torch.device("cpu")
+        """Number of calls of `hand_over`."""
 
     @property
     def num_pending(self) -> int:
-        """Events that have not passed yet."""
+        """Number of events that have not passed yet."""
         return len(self._queue)
 
     def staging(self, nbytes: int) -> Region:
-        """Return host memory."""
+        """Return new host memory."""
         with self._changed:
             self.num_staging += 1
             if self.num_staging == self._refuse_staging:
-                raise MemoryError(f"no {nbytes:,} bytes of staging memory, as it was asked")
+                raise MemoryError(f"no {nbytes:,} bytes of staging memory, as the test requested")
             self.staging_bytes += nbytes
             self.peak_staging_bytes = max(self.peak_staging_bytes, self.staging_bytes)
         region = memory.allocate(nbytes)
@@ -135,7 +131,7 @@ class FakeDevice:
         return region.sub(0, nbytes)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Return a new 1-D uint8 tensor, poisoned."""
+        """Return a new uint8 tensor `[nbytes]`, filled with `POISON`."""
         with self._changed:
             free = None if self._memory_bytes is None else self._memory_bytes - self.used_bytes
             if free is not None and nbytes > free:
@@ -153,12 +149,12 @@ class FakeDevice:
         return torch.from_numpy(array)
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
-        """Queue copies and a mark behind them."""
+        """Queue copies, and an event after them."""
         with self._changed:
             self.num_copies += 1
             number = self.num_copies
             if number == self._refuse_copy:
-                raise DeviceError(f"copy {number} refused, as it was asked")
+                raise DeviceError(f"copy {number} refused, as the test requested")
             for target, region in pairs:
                 if target.dtype != torch.uint8 or target.dim() != 1 or target.nbytes != region.nbytes:
                     raise ValueError(f"copy of {region.nbytes} bytes into {target.dtype} {list(target.shape)}")
@@ -172,31 +168,29 @@ class FakeDevice:
         return work
 
     def step(self, count: int = 1) -> int:
-        """Let the oldest events pass, at most so many; return how many did."""
+        """Let the oldest events pass, at most `count`; return their number."""
         passed = 0
         while passed < count and self._pass_one():
             passed += 1
         return passed
 
     def wait_for_pending(self, count: int) -> None:
-        """Block until so many events are queued.
+        """Block until `count` events are queued.
 
         Raises:
-            TimeoutError: They never were.
+            TimeoutError: It did not happen in time.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: len(self._queue) >= count, _PATIENCE_SECONDS):
-                raise TimeoutError(f"{len(self._queue)} events are queued, not {count}")
+        wait_until(self._changed, lambda: len(self._queue) >= count, f"fewer than {count} events are queued")
 
     @contextmanager
     def on_queue(self) -> Iterator[None]:
-        """Return a context in which torch's work comes after what was queued: done now, as the CPU waits for none."""
+        """Return a context for torch's work after the queued copies, which are made now: the CPU does not wait."""
         while self._pass_one():
             pass
         yield
 
     def hand_over(self, tensors: Iterable[torch.Tensor], events: Iterable[Event]) -> None:
-        """Let everything up to the marks happen, as the consumer's stream would find it."""
+        """Let all copies up to the events be made: the state that the stream of a consumer would find."""
         with self._changed:
             self.num_hand_overs += 1
         for event in events:
@@ -215,7 +209,7 @@ class FakeDevice:
                     return
 
     def _pass_one(self) -> bool:
-        with self._passing:  # one after the other, in the order of the queue
+        with self._passing:  # one at a time, in the order of the queue
             with self._changed:
                 if not self._queue:
                     return False

@@ -1,6 +1,6 @@
-"""Storages for tests: files in memory, and a place whose n-th read fails, ends early or waits.
+"""Storages for tests: files in memory, and a root whose n-th read fails, ends early or waits.
 
-Public through `stio.testing`. Both stand where a path stands; nothing here sleeps.
+Public as `stio.testing`. Both take the place of a path.
 """
 
 from __future__ import annotations
@@ -15,19 +15,15 @@ from stio.errors import CheckpointNotFoundError, TruncatedError
 from stio.runtime.memory import Region
 from stio.storage.base import Identity, Root, Source
 from stio.storage.checks import refused
-
-__all__ = ["PATIENCE_SECONDS", "FaultyRoot", "MemoryRoot", "Read"]
-
-PATIENCE_SECONDS = 30.0
-"""After this long, waiting for something that should happen is given up with an error."""
+from stio.testing.gate import Gated
 
 
 class MemoryRoot:
     """A directory of files in memory; a `Root`.
 
     Args:
-        files: Bytes by name.
-        path: Name for messages.
+        files: Content of each file, by name.
+        path: Name of the directory in messages.
     """
 
     def __init__(self, files: Mapping[str, bytes], *, path: str = "memory:") -> None:
@@ -42,23 +38,23 @@ class MemoryRoot:
         """Open one file.
 
         Raises:
-            CheckpointNotFoundError: There is none of this name.
+            CheckpointNotFoundError: There is no file of this name.
         """
         if name not in self._files:
             raise CheckpointNotFoundError("there is no such file", path=f"{self.path}/{name}")
         return _MemoryFile(self, name)
 
     def rewrite(self, name: str, data: bytes) -> None:
-        """Replace a file's bytes in place: sources that are open see them, and that the file changed."""
+        """Replace the content of a file in place: open sources read the new bytes, and detect the change."""
         self._files[name] = (data, self._files[name][1] + 1)
 
     def content(self, name: str) -> tuple[bytes, Identity]:
-        """Return a file's bytes and its state."""
+        """Return the content and the identity of a file."""
         data, version = self._files[name]
         return data, Identity(0, 0, len(data), version)
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: there is nothing to close."""
 
     def __enter__(self) -> Self:
         return self
@@ -70,16 +66,8 @@ class MemoryRoot:
 class _MemoryFile:
     def __init__(self, root: MemoryRoot, name: str) -> None:
         self._root, self._name = root, name
-        self._path = f"{root.path}/{name}"
-        self._identity = root.content(name)[1]
-
-    @property
-    def path(self) -> str:
-        return self._path
-
-    @property
-    def identity(self) -> Identity:
-        return self._identity
+        self.path = f"{root.path}/{name}"
+        self.identity = root.content(name)[1]
 
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         data = self._root.content(self._name)[0]
@@ -89,14 +77,14 @@ class _MemoryFile:
             if len(part) < region.nbytes:
                 raise TruncatedError(
                     "the file ends before its tensors do",
-                    path=self._path,
+                    path=self.path,
                     offset=offset + len(part),
                     expected=f"{region.nbytes - len(part):,} more bytes",
                 )
             offset += region.nbytes
 
     def check_unchanged(self) -> None:
-        self._identity.require_same(self._root.content(self._name)[1], self._path)
+        self.identity.require_same(self._root.content(self._name)[1], self.path)
 
     def close(self) -> None:
         pass
@@ -107,25 +95,25 @@ class Read:
     """One call of `read_into`."""
 
     name: str
-    """File."""
+    """Name of the file."""
     offset: int
-    """First byte."""
+    """Offset of the first byte."""
     nbytes: int
-    """Bytes that were asked for."""
+    """Length in bytes."""
 
 
-class FaultyRoot:
-    """A place whose files are read through a log, and through faults; a `Root`.
+class FaultyRoot(Gated):
+    """A root that logs each read of its files, and makes reads fail on request; a `Root`.
 
-    Reads are counted from 1, headers and index among them: set `fail_at = root.num_reads + n` once a checkpoint
-    is open to hit its n-th read of data. Faults are attributes, they can be changed at any time.
+    Reads are counted from 1. Those of headers and of the index count too: with `fail_at = root.num_reads + n`, set
+    once a checkpoint is open, its n-th read of data fails. Faults are attributes; a test may change them at any time.
 
     Args:
-        root: The real place.
-        fail_at: Number of the first read that fails, and all after it.
-        error_number: With this errno.
+        root: The real root.
+        fail_at: Number of the first read that fails; all later ones fail too.
+        error_number: The errno of that failure.
         short_at: Number of the read that finds the end of the file halfway.
-        gate: Reads from number `gate_at` on wait until it is set.
+        gate: Reads from number `gate_at` on wait until this event is set.
         gate_at: Number of the first read that waits.
     """
 
@@ -139,54 +127,47 @@ class FaultyRoot:
         gate: threading.Event | None = None,
         gate_at: int = 1,
     ) -> None:
+        super().__init__(gate, gate_at)
         self.path = root.path
         self._root = root
-        self._changed = threading.Condition()
         self.fail_at = fail_at
         self.error_number = error_number
         self.short_at = short_at
-        self.gate = gate
-        self.gate_at = gate_at
         self.reads: list[Read] = []
-        """All reads in the order of their begin."""
-        self.num_waiting = 0
-        """Reads that wait at the gate now."""
+        """All reads, in the order of their start."""
         self.num_open = 0
         """Files that are open now."""
 
     @property
     def num_reads(self) -> int:
-        """Reads that have begun."""
+        """Number of reads that have started."""
         return len(self.reads)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that were asked for."""
+        """Bytes of all reads."""
         return sum(read.nbytes for read in self.reads)
 
     def wait_for_readers(self, count: int) -> None:
-        """Block until so many reads wait at the gate.
+        """Block until `count` reads wait at the gate.
 
         Raises:
-            TimeoutError: They never came.
+            TimeoutError: It did not happen in time.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.num_waiting >= count, PATIENCE_SECONDS):
-                raise TimeoutError(f"{self.num_waiting} reads wait at the gate, not {count}")
+        self.wait_for_waiting(count, "reads")
 
     def listdir(self) -> Sequence[str]:
         """Return the names of the files, sorted."""
         return self._root.listdir()
 
     def open(self, name: str, *, trusted: bool = False) -> Source:
-        """Open one file of the real place."""
+        """Open one file of the real root."""
         source = self._root.open(name, trusted=trusted)
-        with self._changed:
-            self.num_open += 1
+        self.count_open(1)
         return _FaultyFile(self, name, source)
 
     def close(self) -> None:
-        """Let go of the real place."""
+        """Close the real root."""
         self._root.close()
 
     def __enter__(self) -> Self:
@@ -195,45 +176,21 @@ class FaultyRoot:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def begin(self, read: Read) -> int:
-        """Log a read, hold it at the gate; return its number."""
+    def count_open(self, change: int) -> None:
+        """Count a file that was opened (1) or closed (-1)."""
         with self._changed:
-            self.reads.append(read)
-            number, gate = len(self.reads), self.gate
-            if gate is None or number < self.gate_at:
-                return number
-            self.num_waiting += 1
-            self._changed.notify_all()
-        try:
-            if not gate.wait(PATIENCE_SECONDS):
-                raise TimeoutError("the gate was never opened")
-        finally:
-            with self._changed:
-                self.num_waiting -= 1
-        return number
-
-    def ended(self) -> None:
-        """Count a file that was closed."""
-        with self._changed:
-            self.num_open -= 1
+            self.num_open += change
 
 
 class _FaultyFile:
     def __init__(self, root: FaultyRoot, name: str, source: Source) -> None:
         self._root, self._name, self._source = root, name, source
+        self.path, self.identity = source.path, source.identity
         self._closed = False
-
-    @property
-    def path(self) -> str:
-        return self._source.path
-
-    @property
-    def identity(self) -> Identity:
-        return self._source.identity
 
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         root, nbytes = self._root, sum(region.nbytes for region in regions)
-        number = root.begin(Read(self._name, offset, nbytes))
+        number = root.pass_gate(root.reads, Read(self._name, offset, nbytes))
         if root.fail_at is not None and number >= root.fail_at:
             raise refused("reading", self.path, OSError(root.error_number, ""), offset=offset)
         if number == root.short_at:
@@ -251,5 +208,5 @@ class _FaultyFile:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._root.ended()
+            self._root.count_open(-1)
         self._source.close()

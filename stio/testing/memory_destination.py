@@ -1,8 +1,8 @@
-"""A place to save to, for tests: files in memory, a judge of the contract, and faults on request.
+"""A destination for tests: files in memory, checks of the contract, and faults on request.
 
-Public through `stio.testing`. It stands where a path stands (`stio.save(tensors, MemoryDestination())`), gives the
-names that a directory gives, and nothing in it sleeps. Whoever breaks the contract of `Transaction` or `Sink` gets an
-`AssertionError`, on the thread that broke it, and `violations` remembers it.
+Public as `stio.testing`. It takes the place of a path (`stio.save(tensors, MemoryDestination())`) and gives its files
+the names that they would have in a directory. A call that breaks the contract of `Transaction` or `FileWriter` raises
+an `AssertionError` on its thread, and `violations` lists it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal
 
 from stio.errors import CommitUncertainError, ConcurrentSaveError
 from stio.format.naming import index_name, is_checkpoint_file
@@ -21,14 +21,12 @@ from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.storage.base import Identity, Note, Transaction
 from stio.storage.commit.file_writer import write_refused
-from stio.storage.commit.journal import digest_of
-from stio.storage.commit.target import Destination, ExistingCheckpoint, Names, choose_names
-from stio.testing.faulty_root import PATIENCE_SECONDS
-
-__all__ = ["MemoryDestination", "Step", "Write"]
+from stio.storage.commit.small_files import digest_of
+from stio.storage.commit.target import CommitPlan, ExistingCheckpoint, SaveTarget, choose_names
+from stio.testing.gate import Gated
 
 Step = Literal["begin", "create", "write", "finish", "commit", "confirm"]
-"""What can fail; `confirm` comes after the publishing, as the sync of a directory does."""
+"""Kinds of steps that can fail. `confirm` follows the commit, as the sync of a directory does."""
 
 _ACTIONS: Mapping[Step, str] = {
     "begin": "beginning the save",
@@ -44,25 +42,25 @@ class Write:
     """One call of `write_from`."""
 
     name: str
-    """File."""
+    """Name of the file."""
     offset: int
-    """First byte."""
+    """Offset of the first byte."""
     nbytes: int
-    """Bytes that were brought."""
+    """Length in bytes."""
 
 
-class MemoryDestination:
-    """A directory in memory that checkpoints are saved to; a `Destination`.
+class MemoryDestination(Gated):
+    """A directory in memory to save checkpoints to; a `Destination`.
 
-    Calls are counted from 1 for each kind of step. Faults are attributes, they can be changed at any time.
+    Steps of each kind are counted from 1. Faults are attributes; a test may change them at any time.
 
     Args:
-        files: What stands there already, bytes by name; where nothing does, the directory is a fresh one.
-        path: Name for messages.
-        fail_in: The kind of step that fails.
-        fail_at: Number of the first step of that kind that fails, and all after it; None: nothing fails.
-        error_number: With this errno; ENOSPC, EDQUOT and EFBIG make it a `NoSpaceError`.
-        gate: Writes from number `gate_at` on wait until it is set.
+        files: Content of the files that exist already, by name. Without files the directory does not exist yet.
+        path: Name of the directory in messages.
+        fail_in: Kind of the steps that fail.
+        fail_at: Number of the first step of that kind that fails; all later ones fail too. None: nothing fails.
+        error_number: The errno of that failure; ENOSPC, EDQUOT and EFBIG raise a `NoSpaceError`.
+        gate: Writes from number `gate_at` on wait until this event is set.
         gate_at: Number of the first write that waits.
     """
 
@@ -77,39 +75,33 @@ class MemoryDestination:
         gate: threading.Event | None = None,
         gate_at: int = 1,
     ) -> None:
+        super().__init__(gate, gate_at)
         self.path = path
         self.files: dict[str, bytes] = dict(files or {})
-        """What is published, by name."""
+        """Content of the published files, by name."""
         self.fail_in = fail_in
         self.fail_at = fail_at
         self.error_number = error_number
-        self.gate = gate
-        self.gate_at = gate_at
         self.num_calls: Counter[Step] = Counter()
-        """Steps that have begun, by kind."""
+        """Number of steps that have started, by kind."""
         self.num_commits = 0
-        """Checkpoints that were published."""
+        """Number of checkpoints that were committed."""
         self.writes: list[Write] = []
-        """All writes in the order of their begin."""
-        self.num_waiting = 0
-        """Writes that wait at the gate now."""
+        """All writes, in the order of their start."""
         self.num_open = 0
-        """Files that are open now: created, and neither finished nor removed."""
+        """Number of open files: created, and neither finished nor removed."""
         self.num_transactions = 0
-        """Saves that are under way: begun, and neither committed nor aborted."""
+        """Number of saves under way: started, and neither committed nor rolled back."""
         self.violations: list[str] = []
-        """What broke the contract."""
-        self._changed = threading.Condition()
+        """Messages of all calls that broke the contract."""
 
     def wait_for_writers(self, count: int) -> None:
-        """Block until so many writes wait at the gate.
+        """Block until `count` writes wait at the gate.
 
         Raises:
-            TimeoutError: They never came.
+            TimeoutError: It did not happen in time.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.num_waiting >= count, PATIENCE_SECONDS):
-                raise TimeoutError(f"{self.num_waiting} writes wait at the gate, not {count}")
+        self.wait_for_waiting(count, "writes")
 
     def begin(
         self,
@@ -120,18 +112,18 @@ class MemoryDestination:
         commit: Literal["index", "files"] = "index",
         durability: Literal["full", "none"] = "full",
     ) -> Transaction:
-        """Begin one save; the names are those that `stio.storage.commit.transaction.begin_local` gives.
+        """Start one save; the names are those that `stio.storage.commit.transaction.begin_local` gives.
 
         Raises:
-            ValueError: The hub's names are wanted where shards stand, and `commit="files"` is not.
-            StorageError: It was asked to fail.
+            ValueError: `shard_names="hub"` over existing shards, without `commit="files"`.
+            StorageError: The step fails on request.
         """
         self.step("begin")
         with self._changed:
             index = index_name(filename_pattern)
             old = {name for name in self.files if name != index and is_checkpoint_file(name, filename_pattern)}
             names = choose_names(
-                Destination(self.path, "update" if self.files else "fresh", self.path, ""),
+                SaveTarget(self.path, "update" if self.files else "fresh", self.path, ""),
                 ExistingCheckpoint(index, digest_of(self.files.get(index)), dict.fromkeys(old, Identity(0, 0, 0, 0))),
                 num_shards=num_shards,
                 pattern=filename_pattern,
@@ -142,10 +134,10 @@ class MemoryDestination:
             self.num_transactions += 1
             return _MemoryTransaction(self, names, old)
 
-    # For its transactions and files.
+    # Called by transactions and files.
 
     def step(self, step: Step, path: str = "", *, needed_bytes: int | None = None) -> None:
-        """Count a step, and fail if this one was asked to."""
+        """Count a step; fail if it is to fail."""
         with self._changed:
             self.num_calls[step] += 1
             number = self.num_calls[step]
@@ -154,7 +146,7 @@ class MemoryDestination:
     def fail(
         self, step: Step, number: int, path: str, *, offset: int | None = None, needed_bytes: int | None = None
     ) -> None:
-        """Fail if the step of this number was asked to."""
+        """Raise an error if the step of this number is to fail."""
         if step != self.fail_in or self.fail_at is None or number < self.fail_at:
             return
         if step == "confirm":
@@ -167,67 +159,46 @@ class MemoryDestination:
             _ACTIONS[step], path or self.path, error, offset=offset, needed_bytes=needed_bytes, free=free
         )
 
-    def enter(self, write: Write) -> int:
-        """Log a write, hold it at the gate; return its number."""
+    def start_write(self, write: Write) -> int:
+        """Log a write, and hold it at the gate; return its number."""
         with self._changed:
-            self.writes.append(write)
-            number = self.num_calls["write"] = len(self.writes)
-            gate = self.gate
-            if gate is None or number < self.gate_at:
-                return number
-            self.num_waiting += 1
-            self._changed.notify_all()
-        try:
-            if not gate.wait(PATIENCE_SECONDS):
-                raise TimeoutError("the gate was never opened")
-        finally:
-            with self._changed:
-                self.num_waiting -= 1
-        return number
+            self.num_calls["write"] += 1
+        return self.pass_gate(self.writes, write)
 
     def count(self, *, files: int = 0, transactions: int = 0) -> None:
-        """Note that files or saves were opened, or, below 0, that they ended."""
+        """Count files or saves that were opened; a negative number counts those that ended."""
         with self._changed:
             self.num_open += files
             self.num_transactions += transactions
 
-    def publish(self, new: Mapping[str, bytes], gone: set[str], num_commits: int) -> None:
-        """Replace files in one step, unless another save has published since there were `num_commits`."""
+    def publish(self, new: Mapping[str, bytes], removed: set[str], num_commits: int) -> None:
+        """Replace files in one step. Refuse it if there were other commits since the count was `num_commits`."""
         with self._changed:
             if self.num_commits != num_commits:
-                raise ConcurrentSaveError("another save changed the destination meanwhile", path=self.path)
-            kept = {name: data for name, data in self.files.items() if name not in gone}
-            self.files = {**kept, **new}
+                raise ConcurrentSaveError("another save changed the destination at the same time", path=self.path)
+            unchanged = {name: data for name, data in self.files.items() if name not in removed}
+            self.files = {**unchanged, **new}
             self.num_commits += 1
 
-    def broken(self, message: str) -> NoReturn:
-        """Note, and tell, that the contract was broken."""
-        with self._changed:
-            self.violations.append(message)
-        raise AssertionError(message)
+    def require(self, condition: bool, message: str) -> None:
+        """Record that a call broke the contract, and raise an error, unless the condition is met."""
+        if not condition:
+            with self._changed:
+                self.violations.append(message)
+            raise AssertionError(message)
 
 
 class _MemoryTransaction:
     """One save; a `Transaction`."""
 
-    def __init__(self, destination: MemoryDestination, names: Names, old: set[str]) -> None:
+    def __init__(self, destination: MemoryDestination, names: CommitPlan, old: set[str]) -> None:
         self._destination, self._names, self._old = destination, names, old
+        self._require = destination.require
         self._num_commits = destination.num_commits
         self._sinks: list[_MemorySink] = []
+        self.path, self.shard_names, self.takes_index = destination.path, names.shards, names.index is not None
         self.ended = False
-        """True once it was committed or aborted."""
-
-    @property
-    def path(self) -> str:
-        return self._destination.path
-
-    @property
-    def shard_names(self) -> tuple[str, ...]:
-        return self._names.shards
-
-    @property
-    def wants_index(self) -> bool:
-        return self._names.index is not None
+        """True once it was committed or rolled back."""
 
     def create(self, nbytes: Sequence[int]) -> Sequence[_MemorySink]:
         self._require(not self.ended, "files are created after the save's end")
@@ -250,7 +221,7 @@ class _MemoryTransaction:
         self._require(bool(self._sinks), "a save is committed without files")
         for sink in self._sinks:
             self._require(sink.finished, f"a save is committed before {sink.name} is finished")
-        self._require((index is not None) == self.wants_index, "an index is missing" if index is None else "no index")
+        self._require((index is not None) == self.takes_index, "an index is missing" if index is None else "no index")
         new = {sink.name: bytes(sink.data) for sink in self._sinks}
         new |= {note.name: note.after for note in notes if note.after is not None}
         if self._names.index is not None and index is not None:
@@ -262,7 +233,7 @@ class _MemoryTransaction:
         finally:
             self._end()
 
-    def abort(self) -> None:
+    def roll_back(self) -> None:
         for sink in self._sinks:
             self._require(not sink.num_writing, f"a save is aborted while {sink.name} is written")
         if not self.ended:
@@ -274,31 +245,25 @@ class _MemoryTransaction:
             sink.close()
         self._destination.count(transactions=-1)
 
-    def _require(self, condition: bool, message: str) -> None:
-        if not condition:
-            self._destination.broken(message)
-
 
 class _MemorySink:
-    """One new file; a `Sink`."""
+    """One new file; a `FileWriter`."""
 
     def __init__(self, destination: MemoryDestination, transaction: _MemoryTransaction, name: str, nbytes: int) -> None:
         self._destination, self._transaction = destination, transaction
+        self._require = destination.require
         self._lock = threading.Lock()
         self._ranges: list[tuple[int, int]] = []
         self._open = True
         self.name = name
-        """Name that it will have."""
+        """Name that the file will have."""
+        self.path = f"{destination.path}/{name}"
         self.data = bytearray(nbytes)
-        """Its bytes so far."""
+        """Content so far."""
         self.num_writing = 0
-        """Writes that are under way now."""
+        """Number of writes under way."""
         self.finished = False
-        """True once it is whole and durable."""
-
-    @property
-    def path(self) -> str:
-        return f"{self._destination.path}/{self.name}"
+        """True once the file is complete and durable."""
 
     def write_from(self, offset: int, region: Region) -> None:
         end = offset + region.nbytes
@@ -306,7 +271,7 @@ class _MemorySink:
         self._require(not self._transaction.ended, f"{what} are written after the save's end")
         self._require(self._open, f"{what} are written after the file was finished")
         self._require(offset >= 0 and end <= len(self.data), f"{what}, which has {len(self.data)}")
-        self._require(not offset % PAGE_BYTES and not region.address % PAGE_BYTES, f"{what} begin on no page's border")
+        self._require(not offset % PAGE_BYTES and not region.address % PAGE_BYTES, f"{what} do not begin at a page")
         self._require(not end % PAGE_BYTES or end == len(self.data), f"{what} end inside a page and before the end")
         with self._lock:
             twice = any(low < end and offset < high for low, high in self._ranges)
@@ -314,9 +279,10 @@ class _MemorySink:
             self.num_writing += 1
         try:
             self._require(not twice, f"{what} are written twice")
-            number = self._destination.enter(Write(self.name, offset, region.nbytes))
+            number = self._destination.start_write(Write(self.name, offset, region.nbytes))
             self._destination.fail("write", number, self.path, offset=offset)
-            self.data[offset:end] = region.tobytes()  # after the gate: what stands there now is what counts
+            # After the gate, so that late changes of the memory are written too.
+            self.data[offset:end] = region.tobytes()
             self._require(not self._transaction.ended, f"{what} are written across the save's end")
         finally:
             with self._lock:
@@ -326,7 +292,7 @@ class _MemorySink:
         self._require(self._open, f"{self.name} is finished twice, or after the save's end")
         self._require(not self.num_writing, f"{self.name} is finished while it is written")
         missing = len(self.data) - sum(high - low for low, high in self._ranges)
-        self._require(not missing, f"{self.name} is finished, and {missing} of its bytes were not written")
+        self._require(not missing, f"{self.name} is finished, but {missing} of its bytes were not written")
         try:
             self._destination.step("finish", self.path)
             self.finished = True
@@ -334,11 +300,7 @@ class _MemorySink:
             self.close()
 
     def close(self) -> None:
-        """Give the file back, as the system takes a descriptor. Idempotent."""
+        """Close the file. Idempotent."""
         if self._open:
             self._open = False
             self._destination.count(files=-1)
-
-    def _require(self, condition: bool, message: str) -> None:
-        if not condition:
-            self._destination.broken(message)

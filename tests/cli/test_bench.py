@@ -72,7 +72,7 @@ def test_ctrl_c_leaves_no_file_and_no_process(tmp_path: Path) -> None:
 def test_wrong_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "is no size" in refused("bench", "--size", "much")
-    assert "there is no room for" in refused("bench", "--size", "900000TB")
+    assert "there is no space for" in refused("bench", "--size", "900000TB")
     assert "check the path" in refused("bench", tmp_path / "none")
     (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 64)
     refused("bench", tmp_path / "bad.safetensors")
@@ -159,7 +159,7 @@ def test_the_chart(model: Path, scripted: dict[str, dict[str, Any]], tmp_path: P
 
 
 def test_a_chart_that_could_not_be_written_is_refused_first(model: Path, tmp_path: Path) -> None:
-    assert "its name ends in .svg" in refused("bench", model, "--chart", tmp_path / "c.png")
+    assert "its name must end in .svg" in refused("bench", model, "--chart", tmp_path / "c.png")
     assert "choose another place" in refused("bench", model, "--chart", tmp_path / "none" / "c.svg")
 
 
@@ -219,7 +219,7 @@ def contestants(**seconds: list[float]) -> Iterator[Contestant]:
             [
                 "stio reaches 67%",
                 "runai-model-streamer is 1.5 times",
-                "One round says little",
+                "One round is not reliable",
                 "The disk's own rate changed",
             ],
         ),

@@ -50,7 +50,7 @@ def values(place: Path) -> set[float]:
 
 
 def test_nothing_to_do(place: Path) -> None:
-    assert run("gc", place).stdout == f"{place}: no save was cut off here\n"
+    assert run("gc", place).stdout == f"{place}: no save was interrupted here\n"
     found = json.loads(run("gc", place, "--json").stdout)
     assert found == {"path": str(place), "dry_run": False, "finished": [], "undone": [], "kept": [], "removed": []}
 
@@ -58,10 +58,12 @@ def test_nothing_to_do(place: Path) -> None:
 def test_undoes_what_was_not_published(place: Path) -> None:
     staging = cut_off(place, "rename")
     before = tree(place)
-    assert run("gc", place, "--dry-run").stdout == f"{staging}: would be undone, its checkpoint was not published\n"
+    assert (
+        run("gc", place, "--dry-run").stdout == f"{staging}: would be rolled back, its checkpoint was not published\n"
+    )
     assert json.loads(run("gc", place, "--dry-run", "--json").stdout)["undone"] == [str(staging)]
     assert tree(place) == before
-    assert run("gc", place).stdout == f"{staging}: undone, its checkpoint was not published\n"
+    assert run("gc", place).stdout == f"{staging}: rolled back, its checkpoint was not published\n"
     assert not list(place.glob(".stio-*"))
     assert values(place) == {1.0}
 
@@ -70,9 +72,9 @@ def test_finishes_what_was_published(place: Path) -> None:
     staging = cut_off(place, "unlink")
     assert values(place) == {2.0}
     before = tree(place)
-    assert run("gc", place, "--dry-run").stdout == f"{staging}: would be finished, its checkpoint is published\n"
+    assert run("gc", place, "--dry-run").stdout == f"{staging}: would be completed, its checkpoint is published\n"
     assert tree(place) == before
-    assert run("gc", place).stdout == f"{staging}: finished, its checkpoint is published\n"
+    assert run("gc", place).stdout == f"{staging}: completed, its checkpoint is published\n"
     assert not list(place.glob(".stio-*"))
     assert values(place) == {2.0}
     assert len(list(place.glob("*.safetensors"))) == 4
@@ -84,9 +86,9 @@ def test_leaves_the_living_alone(place: Path) -> None:
     for options in ([], ["--dry-run"], ["--max-age", "0"]):
         assert (
             run("gc", place, *options).stdout
-            == f"{staging}: left alone, its owner lives or may live, or it may not be removed\n"
+            == f"{staging}: left alone, its process runs or may run, or it cannot be removed\n"
         )
-    transaction.abort()
+    transaction.roll_back()
     assert values(place) == {1.0}
 
 
@@ -102,16 +104,16 @@ def test_a_directory_without_a_lock(tmp_path: Path) -> None:
     assert not staging.exists()
 
 
-def test_trash_is_told_of_and_not_touched_by_a_dry_run(tmp_path: Path) -> None:
-    trash = tmp_path / ".stio-trash-0123456789"
-    trash.mkdir()
-    said = "removed, a clean-up before this one was cut off\n"
-    assert run("gc", tmp_path, "--dry-run").stdout == f"{trash}: would be {said}"
-    assert json.loads(run("gc", tmp_path, "--dry-run", "--json").stdout)["removed"] == [str(trash)]
-    assert trash.exists()
-    assert run("gc", tmp_path).stdout == f"{trash}: {said}"
-    assert not trash.exists()
-    assert run("gc", tmp_path).stdout == f"{tmp_path}: no save was cut off here\n"
+def test_leftovers_of_a_cleanup_are_listed_and_not_changed_by_a_dry_run(tmp_path: Path) -> None:
+    leftover = tmp_path / ".stio-trash-0123456789"
+    leftover.mkdir()
+    text = "removed, an earlier cleanup was interrupted\n"
+    assert run("gc", tmp_path, "--dry-run").stdout == f"{leftover}: would be {text}"
+    assert json.loads(run("gc", tmp_path, "--dry-run", "--json").stdout)["removed"] == [str(leftover)]
+    assert leftover.exists()
+    assert run("gc", tmp_path).stdout == f"{leftover}: {text}"
+    assert not leftover.exists()
+    assert run("gc", tmp_path).stdout == f"{tmp_path}: no save was interrupted here\n"
 
 
 def test_wrong_calls(tmp_path: Path) -> None:

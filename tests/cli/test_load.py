@@ -74,7 +74,7 @@ def test_verify(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert "its sha256 is not what the manifest says" in refused("load", tmp_path / "m", "--verify")
+    assert "its sha256 differs from the manifest" in refused("load", tmp_path / "m", "--verify")
 
 
 def test_a_timeline_for_perfetto(model: Path, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_the_suffix_picks_the_writer(model: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_a_timeline_that_could_not_be_written_is_refused_first(model: Path, tmp_path: Path) -> None:
-    assert "ends in .html, .json or .svg" in refused("load", model, "--timeline", tmp_path / "t.png")
+    assert "end in .html, .json or .svg" in refused("load", model, "--timeline", tmp_path / "t.png")
     assert "choose another place" in refused("load", model, "--timeline", tmp_path / "none" / "t.json")
 
 
@@ -111,15 +111,17 @@ def test_devices_that_are_not_there(model: Path) -> None:
     assert "torch knows no such device" in refused("load", model, "--device", "gpu-of-mine")
     assert "no data to load" in refused("load", model, "--device", "meta")
     if not torch.accelerator.is_available():
-        assert refused("load", model, "--device", "cuda").endswith("; name a device that is here, as in --device cpu")
+        assert refused("load", model, "--device", "cuda").endswith(
+            "; give a device of this machine, for example --device cpu"
+        )
 
 
-def test_a_device_without_room(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_free_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise DeviceMemoryError("out of memory", needed_bytes=2, free_bytes=1)
 
     monkeypatch.setattr(stio.sync, "load", fail)
-    assert refused("load", model) == "Error: out of memory; free memory there, or take --device cpu"
+    assert refused("load", model) == "Error: out of memory; free memory of the device, or use --device cpu"
 
 
 @gpu
@@ -135,7 +137,7 @@ def test_hostile_files_are_errors(tmp_path: Path) -> None:
 
 
 def test_gds_is_a_way_to_an_accelerator(model: Path) -> None:
-    assert "is a way to an accelerator" in refused("load", model, "--memory", "gds", "--device", "cpu")
+    assert "reads to an accelerator" in refused("load", model, "--memory", "gds", "--device", "cpu")
 
 
 def test_a_bar_on_terminals_only(model: Path) -> None:

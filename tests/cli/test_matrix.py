@@ -1,7 +1,7 @@
 """Every command in every situation: real weights, hostile files, missing paths, pipes, terminals, Ctrl-C.
 
-The real program each time, in a process of its own; what imports torch, for seconds, is forked from a process that has,
-where it does not matter. What a command says is the business of its own file.
+Each test runs the real program in a process of its own. To import torch takes seconds, so commands that need it are
+forked from a process that has imported it, where that makes no difference. The text of a command is tested in its file.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_real_weights(called: Called, name: str, weights: Path, tmp_path: Path) 
         "bench": "stio re",
         "convert": "1 file, 45.4 MB",
         "diff": "equal, 104 tensors",
-        "gc": "no save was cut off here",
+        "gc": "no save was interrupted here",
         "inspect": "104 tensors, 90.9 MB, 1 shard",
         "load": "104 tensors, 90.9 MB on cpu",
         "verify": "104 tensors, 90.9 MB",
@@ -121,7 +121,7 @@ def test_a_terminal_without_colours(name: str, weights: Path, tmp_path: Path) ->
 
 
 def hostile(folder: Path, kind: str) -> Path:
-    """Write what nobody should believe: no file of this format, a header that lies, names for a terminal."""
+    """Write a hostile file: not of this format, with a wrong header, or with control characters in names."""
     path = folder / "\x1b]0;owned\x07\n.safetensors"
     if kind == "garbage":
         path.write_bytes(b"\xff" * 64)
@@ -152,7 +152,7 @@ def test_a_hostile_file(called: Called, name: str, kind: str, tmp_path: Path) ->
 
 
 def test_a_hostile_record_of_a_dead_save(called: Called, tmp_path: Path) -> None:
-    """What gc reads is a staging directory's record: one that nobody can believe undoes nothing but itself."""
+    """gc reads the record in a staging directory. A wrong record removes nothing but its own directory."""
     staging = tmp_path / ".stio-0123456789abcdef"
     staging.mkdir()
     (tmp_path / "precious.safetensors").write_bytes(b"precious")
@@ -196,13 +196,13 @@ def test_a_broken_pipe(name: str, weights: Path, tmp_path: Path) -> None:
 # Ctrl-C.
 
 PRESSED = {
-    "bench": "cli_bench._run",
-    "convert": "cli_common.Bar.__call__",
-    "diff": "cli_diff.compare",
-    "gc": "cli_gc.collect_garbage",
-    "inspect": "cli_inspect.open_checkpoint",
-    "load": "cli_common.Bar.__call__",
-    "verify": "cli_verify.examine",
+    "bench": "cli.bench._run",
+    "convert": "cli.output.Bar.__call__",
+    "diff": "cli.diff.compare",
+    "gc": "cli.gc.collect_garbage",
+    "inspect": "cli.inspect.open_checkpoint",
+    "load": "cli.output.Bar.__call__",
+    "verify": "cli.verify.examine",
 }
 """Where each command is when the key is pressed: in the middle of its work."""
 

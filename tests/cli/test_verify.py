@@ -13,7 +13,7 @@ import torch
 from commands import refused, run, write_model, write_sharded
 from safetensors.torch import save_file
 
-from stio.runtime.spans import show_bytes
+from stio.runtime.units import show_bytes
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_c102_every_damaged_file_is_named(sharded: Path) -> None:
     damage(sharded / "model-00001-of-00002.safetensors")
     first, second, third, *rest = verified(sharded, status=1)
     assert first.startswith("model-00001-of-00002.safetensors: ")
-    assert "its sha256 is not what the manifest says (expected " in first
+    assert "its sha256 differs from the manifest (expected " in first
     assert "sha256 as in the manifest" in second
     assert "the manifest does not name this file" in third
     assert rest == [
@@ -80,11 +80,11 @@ def test_c102_every_damaged_file_is_named(sharded: Path) -> None:
 
 def test_no_manifest_is_said(model: Path) -> None:
     found = f"header and sizes fit, not compared with a hash (3 tensors, {show_bytes(model.stat().st_size)})"
-    none = "no manifest: nothing says what the bytes should be"
+    none = "no manifest: there is nothing to compare the bytes with"
     assert verified(model) == [none, f"{model}: ok, {found}"]
     assert verified(model.parent) == [f"model.safetensors: {found}", none, f"{model.parent}: ok"]
     (why,) = verified(model, "--hash-required", status=1)
-    assert why.startswith(f"{model}: wrong: the checkpoint has no manifest to be verified against")
+    assert why.startswith(f"{model}: wrong: the checkpoint has no manifest to verify it")
 
 
 def test_each_name_is_said_once(model: Path) -> None:
@@ -108,7 +108,7 @@ def test_verify_as_json(sharded: Path) -> None:
     done = run("verify", sharded, "--json", status=1)
     found = json.loads(done.stdout)
     problem = found["files"][1].pop("problem")
-    assert "sha256 is not what the manifest says" in problem
+    assert "sha256 differs from the manifest" in problem
     first = {
         "name": "model-00001-of-00002.safetensors",
         "file_bytes": 80,
@@ -151,7 +151,7 @@ def test_c70_bool_bytes_other_than_0_and_1(tmp_path: Path) -> None:
         f"warning: the BOOL tensor 'two' holds bytes other than 0 and 1, the first one 2 at byte {start + 4:,} of m.safetensors",
         f"warning: the BOOL tensor 'far' holds bytes other than 0 and 1, the first one 255 at byte {size - 3:,} of m.safetensors",
         f"warning: the BOOL tensor '\\\\x1b[2J' holds bytes other than 0 and 1, the first one 2 at byte {size - 1:,} of m.safetensors",
-        "no manifest: nothing says what the bytes should be",
+        "no manifest: there is nothing to compare the bytes with",
         f"{path}: ok, header and sizes fit, not compared with a hash (5 tensors, {show_bytes(size)})",
     ]
     assert len(json.loads(run("verify", path, "--json").stdout)["warnings"]) == 3

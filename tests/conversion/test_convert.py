@@ -284,7 +284,7 @@ def test_other_nested_state_is_refused(tmp_path: Path, state: dict[str, Any], ma
     ],
 )
 def test_wrong_calls_before_anything_begins(tmp_path: Path, keywords: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):  # the source is not there, and nobody has looked
+    with pytest.raises(error):  # raised before the missing source is noticed
         stio.sync.convert(tmp_path / "absent", tmp_path / "d.safetensors", **keywords)
 
 

@@ -136,7 +136,7 @@ class Bench:
         require(eventually(lambda: num_threads() <= before[1]), "threads are left")
         self.outcomes[type(error).__name__ if error else "passed"] += 1
         self.require_recovery(where, *self.judge(error, fault))
-        if nth % 3 == 0:  # what it meets after the janitor was here is much the same each time
+        if nth % 3 == 0:  # what it meets after recovery was here is much the same each time
             self.require_save(where)
         return True
 
@@ -171,7 +171,7 @@ class Bench:
         require(scenario.mixes or found == first, f"generation {first} stood, after cleaning {found} does")
 
     def clean(self, where: Path) -> None:
-        """Let the janitor come, a while later."""
+        """Let recovery run, a while later."""
         grow_old(where)
         report = collect_garbage(where)
         require(not report.kept, f"kept: {report.kept}")
@@ -189,7 +189,7 @@ class Bench:
         Args:
             fault: When it dies.
             nth: Of its calls.
-            by_save: Whether the next save cleans up, and not the janitor.
+            by_save: Whether the next save cleans up, and not `collect_garbage`.
         """
         where = self.prepare()
         child = os.fork()

@@ -108,7 +108,7 @@ class Killing:
 
         Args:
             random_number: Below 1: when.
-            by_save: Whether the next save cleans up, and not the janitor.
+            by_save: Whether the next save cleans up, and not `collect_garbage`.
         """
         begun, acknowledged = self._kill(random_number * _SPAN_SECONDS)
         self.counts["kills"] += 1
@@ -141,7 +141,7 @@ class Killing:
         # A staging directory whose owner died before its lock is left alone for a minute.
         left = [name for name in leftovers(self.where) if not is_lockless(self.where.parent / name)]
         if left:
-            raise Torn(f"left after {'the next save' if by_save else 'the janitor'}: {left}")
+            raise Torn(f"left after {'the next save' if by_save else 'recovery'}: {left}")
 
     def _save(self, generation: int) -> None:
         if self.case.naive:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stio.storage.commit import syscalls as calls
+from tests.storage.transactions import FALLIBLE, INFALLIBLE
 
 IMAGE_BYTES = 32 << 20
 
@@ -84,7 +85,7 @@ class Camera:
 
     def watch(self, patch: Any) -> None:
         """Stand between a save and the system (`patch`: pytest's monkeypatch)."""
-        for name in calls.__all__:
+        for name in FALLIBLE + INFALLIBLE:
             patch.setattr(calls, name, self._watched(name, getattr(calls, name)))
 
     def _watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -68,7 +68,7 @@ def cuts_of(image, tmp_path, monkeypatch, one, *, lie=()):
 
 
 def require_whole(cut, tmp_path, one):
-    """Mount what was left and look; then let the janitor come, and look again."""
+    """Mount what was left and look; then let recovery run, and look again."""
     with mounted(cut.image, tmp_path / "after") as disk:
         where = disk / one.destination
         allowed = (2,) if cut.acknowledged else (one.old, 2)

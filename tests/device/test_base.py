@@ -13,8 +13,8 @@ from accelerators import gpu, module_of, needs_two_devices
 
 import stio.sync
 from stio.device import base
-from stio.device.base import current_device, numbered, resolve_device
-from stio.loading.options import Settings
+from stio.device.base import current_device, resolve_device, with_current_index
+from stio.loading.options import LoadOptions
 from stio.testing import FakeDevice, MemoryRoot, checkpoint_files
 
 SECOND = torch.device("cuda", 1)
@@ -36,7 +36,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 @pytest.mark.parametrize("device", ["auto", "cuda", torch.device("cuda")])
 def test_a_device_is_the_caller_s(driver: types.SimpleNamespace, device: Any) -> None:
     assert current_device() == SECOND
-    settings = Settings(device=device)
+    settings = LoadOptions(device=device)
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.extend([settings.device, current_device()]))
     thread.start()
@@ -50,21 +50,21 @@ def test_each_of_several_devices_is(driver: types.SimpleNamespace) -> None:
     fake = FakeDevice()
     wishes: dict[str, Any] = {"a": "cuda", "b": "cuda:0", "c": "cpu", "d": 3, "e": fake, "f": "auto", "g": "nonsense"}
     expected = wishes | {"a": SECOND, "f": SECOND}
-    assert Settings(device=wishes).device == expected
-    place: Any = Settings(device=wishes.get).device
+    assert LoadOptions(device=wishes).device == expected
+    place: Any = LoadOptions(device=wishes.get).device
     assert {name: place(name) for name in wishes} == expected
 
 
 @pytest.mark.parametrize("device", ["cuda:0", 0, "cpu", "xpu", "nonsense", None, torch.device("cuda", 2), FakeDevice()])
 def test_what_is_named_or_no_device_stays(driver: types.SimpleNamespace, device: Any) -> None:
-    assert numbered(device, SECOND) is device
-    assert numbered("cuda", None) == "cuda"
+    assert with_current_index(device, SECOND) is device
+    assert with_current_index("cuda", None) == "cuda"
 
 
 def test_nothing_is_begun_to_find_out(driver: types.SimpleNamespace) -> None:
     driver.has_begun = False
     assert current_device() is None
-    assert Settings(device="cuda").device == "cuda"
+    assert LoadOptions(device="cuda").device == "cuda"
     assert stio.sync.HostCache(1)._device == "auto"
 
 

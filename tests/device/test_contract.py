@@ -1,4 +1,4 @@
-"""What every device owes the engine (`stio.device.base.Accelerator`), asked of each of them alike.
+"""The contract of a device (`stio.device.base.Accelerator`), tested on each kind of device.
 
 The fake passes events late, the simulated device runs streams on threads, a real one has its own timing: what holds on
 all of them does not depend on when a copy happens.
@@ -63,7 +63,7 @@ def test_it_answers_to_the_protocol(device: Accelerator) -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 100_001, 2 << 20])
 def test_staging_memory(device: Accelerator, nbytes: int) -> None:
-    """It is as large as was asked for, can be written, and is nobody else's."""
+    """It has the requested size, can be written, and shares no byte with other staging memory."""
     slots = [device.staging(nbytes) for _ in range(3)]
     for k, slot in enumerate(slots):
         assert slot.nbytes == nbytes
@@ -184,7 +184,7 @@ def test_work_on_the_queue_comes_behind_the_copies(rig: Rig, device: Accelerator
 
 
 def test_what_is_not_staging_memory_is_copied_from_too(rig: Rig, device: Accelerator) -> None:
-    """It stays as it is: somebody keeps it."""
+    """It stays unchanged until the copy has ended."""
     kept, target = memory.allocate(8192), device.empty(100)
     kept.write(0, bytes(range(256)) * 32)
     event = device.copy([(target, kept.sub(5000, 100))])
@@ -220,13 +220,13 @@ def test_memory_stays_until_the_consumer_s_stream_is_through(rig: Rig, device: A
 
 
 def test_memory_that_small_tensors_share_stays_as_well(rig: Rig, device: Accelerator, consumer: None) -> None:
-    """They are carved from one allocation: that is what must be handed over too."""
+    """They share one allocation, so that must be handed over too."""
     data = bytes(range(200)) * 20
-    image = GroupMemory.allocate(device, ["a", "b"], ["U8", "U8"], [(1000,), (3000,)], [0, 1000])
-    event = device.copy(image.pairs(0, filled(device, data)))
-    device.hand_over([*image.tensors.values(), *image.shared], [event])
-    later = rig.read_later(image.tensors["b"])
-    del image
+    memory = GroupMemory.allocate(device, ["a", "b"], ["U8", "U8"], [(1000,), (3000,)], [0, 1000])
+    event = device.copy(memory.copies(0, filled(device, data)))
+    device.hand_over([*memory.tensors.values(), *memory.shared], [event])
+    later = rig.read_later(memory.tensors["b"])
+    del memory
     gc.collect()
     others = [sent(device, b"\xee" * len(data)) for _ in range(3)]
     others[-1][1].synchronize()

@@ -17,9 +17,9 @@ from accelerators import gpu, keep_busy
 from support import ALL_DTYPES, assorted, bits_of, ramp, require_equal
 
 from stio.device import copy_out as copying
-from stio.device.copy_out import Copy, Readiness, copy_out, copy_small, staging_for
-from stio.device.cuda import Mark
-from stio.device.save_sources import sources_of
+from stio.device.copy_out import Copy, Readiness, copy_out, copy_small
+from stio.device.cuda import TorchEvent
+from stio.device.describe import describe_tensors
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.runtime import memory
 from stio.runtime.memory import Region
@@ -222,7 +222,7 @@ def test_files_are_what_the_reference_library_reads(tmp_path: Path) -> None:
         "conj": torch.randn(9, 7, dtype=torch.complex64).conj(),
         "parameter": torch.nn.Parameter(torch.randn(100, 3)),
     }
-    plan = plan_writes(sources_of(tensors), max_shard_bytes=100_000, block_bytes=8192)
+    plan = plan_writes(describe_tensors(tensors), max_shard_bytes=100_000, block_bytes=8192)
     found = {}
     for k, shard in enumerate(plan.shards):
         file = b""
@@ -246,9 +246,9 @@ def test_nothing_to_copy() -> None:
     copy_out([(torch.zeros(3), 12, Region(0, 0)), (torch.zeros(0), 0, Region(0, 0))])
 
 
-def test_staging_for_the_cpu() -> None:
-    assert staging_for([torch.zeros(1), object()]) == memory.allocate
-    assert staging_for([]) == memory.allocate
+def test_staging_allocator_the_cpu() -> None:
+    assert Readiness.now({"x": torch.zeros(1), "y": object()}).staging_allocator() == memory.allocate
+    assert Readiness.now({}).staging_allocator() == memory.allocate
 
 
 # Devices, with a module in their stead.
@@ -303,10 +303,10 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 def device_copy(copies: list[Copy], ready: Readiness | None = None) -> FakeEvent:
-    mark = copying._queue_copies(DEVICE, copies, ready or Readiness())
-    copying._wait_for([(DEVICE, mark)])
-    assert isinstance(mark, Mark)
-    event = mark.event
+    made = copying._queue_copies(DEVICE, copies, ready or Readiness())
+    made.synchronize()
+    assert isinstance(made, TorchEvent)
+    event = made.event
     assert isinstance(event, FakeEvent)
     assert event.passed
     return event
@@ -336,13 +336,13 @@ def test_the_side_stream_waits_for_the_caller(module: types.SimpleNamespace) -> 
     assert stream.waited == [event]
 
 
-def test_without_a_mark_what_this_thread_queued_comes_first(module: types.SimpleNamespace) -> None:
+def test_without_readiness_copies_come_behind_what_this_thread_queued(module: types.SimpleNamespace) -> None:
     stream = device_copy([(torch.zeros(4), 0, poisoned(16))]).recorded
     assert stream is not None
     assert stream.waited == [CURRENT]
 
 
-def test_the_cpu_needs_no_mark() -> None:
+def test_the_cpu_needs_no_event() -> None:
     assert Readiness.now({"x": torch.zeros(3), "y": object()}) == Readiness()
 
 
@@ -357,7 +357,7 @@ def test_a_refused_copy_waits_for_what_was_queued(
     def refuse(*args: object, **kwargs: object) -> None:
         raise error("no")
 
-    monkeypatch.setattr(torch, "_foreach_copy_", refuse)
+    monkeypatch.setattr(copying, "foreach_copy", refuse)
     with pytest.raises(raised):
         device_copy([(torch.zeros(4), 0, poisoned(16))], Readiness({DEVICE: (FakeEvent(), stream)}))
     assert stream.waited[-1] == "synchronize"
@@ -371,12 +371,18 @@ def test_a_wrong_range_waits_for_what_was_queued(module: types.SimpleNamespace) 
     assert stream.waited[-1] == "synchronize"
 
 
-def test_all_events_are_waited_for_though_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = FakeEvent(), FakeEvent()
-    first.fails = True
+@pytest.mark.parametrize("failing", ["a", "b"])
+def test_all_events_are_waited_for_though_one_fails(
+    module: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """The driver's error becomes one of stio."""
+    events = {name: TorchEvent(module, DEVICE, FakeStream()) for name in "ab"}
+    monkeypatch.setattr(copying, "_queue_copies", lambda device, copies, ready: events[device])
+    events[failing].event.fails = True
+    tensors: list[Any] = [types.SimpleNamespace(nbytes=4, is_cpu=False, device=name) for name in events]
     with pytest.raises(DeviceError, match="illegal memory access"):
-        copying._wait_for([(DEVICE, first), (DEVICE, second)])
-    assert second.passed
+        copy_out([(tensor, 0, poisoned(4)) for tensor in tensors])
+    assert all(event.event.passed for name, event in events.items() if name != failing)
 
 
 # Real devices.
@@ -390,8 +396,9 @@ def test_accelerator(dtype: torch.dtype, layout: str) -> None:
     tensor = tensor_of(dtype).to(device)
     expected = image(LAYOUTS[layout](tensor.cpu().view(torch.uint8) if dtype == F4 else tensor.cpu()))
     tensor = LAYOUTS[layout](tensor)
-    region = staging_for([tensor])(4096).sub(0, tensor.nbytes)
-    copy_out([(tensor, 0, region)], Readiness.now({"x": tensor}))
+    ready = Readiness.now({"x": tensor})
+    region = ready.staging_allocator()(4096).sub(0, tensor.nbytes)
+    copy_out([(tensor, 0, region)], ready)
     assert region.tobytes() == expected
     assert brought(tensor, random_cuts(random.Random(0), tensor, 5)) == expected
 
@@ -404,7 +411,7 @@ def test_accelerator_work_so_far_comes_first() -> None:
     keep_busy()
     tensor.fill_(50)
     ready = Readiness.now({"x": tensor})
-    region = staging_for([tensor])(4096)
+    region = ready.staging_allocator()(4096)
     copy_out([(tensor, 0, region)], ready)
     tensor.fill_(51)
     assert region.tobytes() == bits_of(torch.full((1024,), 50.0))

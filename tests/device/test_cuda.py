@@ -18,8 +18,7 @@ from support import bits_of, require_equal, run_python
 import stio.sync
 from stio.device import cuda as cuda_module
 from stio.device.base import resolve_device
-from stio.device.copy_out import has_streams
-from stio.device.cuda import HAVE_STREAMS, TorchAccelerator
+from stio.device.cuda import STREAM_API, TorchAccelerator, has_streams
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.testing import MemoryRoot, checkpoint_files
 
@@ -51,11 +50,11 @@ def test_cpu(device: object) -> None:
 
 def kind_of_device(**changed: Any) -> types.SimpleNamespace:
     """Return what stands for torch's module of a kind of device: it has streams, and does nothing."""
-    names: dict[str, Any] = {name: lambda *_, **__: nullcontext() for name in HAVE_STREAMS}
+    names: dict[str, Any] = {name: lambda *_, **__: nullcontext() for name in STREAM_API}
     return types.SimpleNamespace(**{**names, **changed})
 
 
-@pytest.mark.parametrize("lacks", HAVE_STREAMS)
+@pytest.mark.parametrize("lacks", STREAM_API)
 def test_device_without_streams(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
     module = kind_of_device()
     delattr(module, lacks)

@@ -15,7 +15,7 @@ from stio.format.dtypes import tensor_nbytes
 from stio.testing import FakeDevice
 
 
-def image_of(device: FakeDevice, layout: list[tuple[str, tuple[int, ...], int]]) -> GroupMemory:
+def group_memory(device: FakeDevice, layout: list[tuple[str, tuple[int, ...], int]]) -> GroupMemory:
     """Allocate for tensors given as dtype, shape and unwanted bytes before it."""
     offsets, at = [], 0
     for dtype, shape, gap in layout:
@@ -44,7 +44,7 @@ LARGE = (OWN_ALLOCATION_BYTES // 4,)
     ],
 )
 @pytest.mark.parametrize("slot_bytes", [4096, 100_001, 8 << 20])
-def test_image_brings_bytes_where_they_belong(
+def test_bytes_are_copied_where_they_belong(
     layout: list[tuple[str, tuple[int, ...], int]], num_allocations: int, slot_bytes: int
 ) -> None:
     if any(dtype not in TORCH_DTYPES for dtype, _, _ in layout):
@@ -52,20 +52,20 @@ def test_image_brings_bytes_where_they_belong(
     device = FakeDevice(manual=True)
     total = sum(gap + tensor_nbytes(dtype, shape) for dtype, shape, gap in layout)
     data = random.Random(total).randbytes(total)
-    image = image_of(device, layout)
+    memory = group_memory(device, layout)
     starts = list(range(0, total, slot_bytes))
     random.Random(0).shuffle(starts)  # workers finish in any order
     for start in starts:
         part = data[start : start + slot_bytes]
         slot = device.staging(len(part))
         slot.write(0, part)
-        device.copy(image.pairs(start, slot))
+        device.copy(memory.copies(start, slot))
         device.step()
     at = 0
     for k, (dtype, shape, gap) in enumerate(layout):
         at += gap
         nbytes = tensor_nbytes(dtype, shape)
-        tensor = image.tensors[f"t{k}"]
+        tensor = memory.tensors[f"t{k}"]
         assert tensor.dtype == TORCH_DTYPES[dtype]
         assert (
             bytes(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).tolist()) == data[at : at + nbytes]
@@ -73,9 +73,9 @@ def test_image_brings_bytes_where_they_belong(
         assert tensor.untyped_storage().nbytes() == nbytes == tensor.nbytes
         assert not tensor._is_view()
         at += nbytes
-        assert nbytes < VECTOR_BYTES or not offset_in(image.shared, tensor) % VECTOR_BYTES
-    num_large = sum(tensor.nbytes >= OWN_ALLOCATION_BYTES for tensor in image.tensors.values())
-    assert len(image.shared) + num_large == num_allocations
+        assert nbytes < VECTOR_BYTES or not offset_in(memory.shared, tensor) % VECTOR_BYTES
+    num_large = sum(tensor.nbytes >= OWN_ALLOCATION_BYTES for tensor in memory.tensors.values())
+    assert len(memory.shared) + num_large == num_allocations
 
 
 def offset_in(allocations: list[torch.Tensor], tensor: torch.Tensor) -> int:
@@ -85,9 +85,9 @@ def offset_in(allocations: list[torch.Tensor], tensor: torch.Tensor) -> int:
     return found[0] if found else 0
 
 
-def test_image_without_memory_frees_what_it_had() -> None:
+def test_without_memory_what_was_allocated_is_free_again() -> None:
     device = FakeDevice(memory_bytes=3 * OWN_ALLOCATION_BYTES)
     with pytest.raises(DeviceMemoryError):
-        image_of(device, [("F32", LARGE, 0)] * 4)
+        group_memory(device, [("F32", LARGE, 0)] * 4)
     gc.collect()
     assert device.used_bytes == 0

@@ -13,13 +13,13 @@ from support import nothing_left
 
 import stio.sync
 from stio.errors import DeviceError, DeviceMemoryError, SliceError, StorageError
-from stio.loading import prepare as route
+from stio.loading import prepare
 from stio.runtime.memory import Region
 from stio.testing import FakeDevice, FaultyRoot, MemoryRoot, checkpoint_files
 
 
 def require_freed(device: FakeDevice) -> None:
-    """Wait until all memory is back: threads that have ended for us may still be on their way out."""
+    """Wait until all memory is back: threads may still be ending."""
     deadline = time.monotonic() + 30
     while device.used_bytes or device.staging_bytes:
         gc.collect()
@@ -203,7 +203,7 @@ def test_what_is_refused_before_anything_is_read_leaves_no_staging_memory(
         assert device.entered.wait(30)
         raise SliceError("no")
 
-    monkeypatch.setattr(route, "plan_reads", refuse)
+    monkeypatch.setattr(prepare, "plan_reads", refuse)
     with nothing_left(), ThreadPoolExecutor(1) as pool:
         load = pool.submit(stio.sync.load, MemoryRoot(files), device=device, budget_bytes=1 << 20)
         with pytest.raises(TimeoutError):

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import random
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,15 @@ import torch
 from safetensors.torch import load_file
 
 from stio.device import tensors as module
-from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, finish, require_dtypes, tensors_in, torch_shape, typed
+from stio.device.tensors import (
+    FORMAT_DTYPES,
+    TORCH_DTYPES,
+    require_dtypes,
+    select_and_cast,
+    tensors_in,
+    torch_shape,
+    typed,
+)
 from stio.errors import UnsupportedDtypeError
 from stio.format.dtypes import BITS, DTYPES, tensor_nbytes
 from stio.format.header import header_nbytes, parse_header
@@ -180,27 +189,34 @@ def test_a63_dtypes_that_torch_lacks(dtype: str) -> None:
     assert caught.value.path == "some/file"
 
 
+@pytest.fixture
+def without_dlpack(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return what makes torch's DLPack refuse all dtypes, before the makers are chosen."""
+
+    def refuse(capsule: object) -> torch.Tensor:
+        raise BufferError("no such dtype")
+
+    def install() -> None:
+        monkeypatch.setattr(module, "from_dlpack", refuse)
+        makers = {dtype: module._maker(dtype) for dtype in module._MAKERS}
+        monkeypatch.setattr(module, "_MAKERS", makers)
+
+    return install
+
+
 @pytest.mark.parametrize("shape", [(), (6,), (3, 4), (2, 1, 5)], ids=str)
 @pytest.mark.parametrize("dtype", LOADABLE)
-def test_long_way_equals_the_short_one(dtype: str, shape: tuple[int, ...]) -> None:
-    """Where this torch's DLPack does not know a dtype, the storage of a byte tensor serves; both must agree."""
-    short, data = make(dtype, shape_in_format(dtype, shape))
-    array = np.frombuffer(bytearray(data), dtype=module._NUMPY[dtype]).reshape(short.shape)
-    long = module._through_bytes(array, dtype, tuple(short.shape))
-    assert (long.dtype, long.shape, long.stride()) == (short.dtype, short.shape, short.stride())
-    assert bytes_of(long) == bytes_of(short) == data
-    assert long.untyped_storage().nbytes() == short.untyped_storage().nbytes() == len(data)
-    assert not long._is_view()
-
-
-def test_long_way_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it works on a torch whose DLPack reads none of the newer dtypes."""
-    monkeypatch.setattr(module, "_dlpack_reads", lambda dtype: False)
-    monkeypatch.setattr(module, "_LAYOUTS", {dtype: module._layout(dtype) for dtype in TORCH_DTYPES})
-    for dtype in LOADABLE:
-        tensor, data = make(dtype, (3, 4))
-        assert bytes_of(tensor) == data
-        assert tensor.untyped_storage().nbytes() == len(data)
+def test_without_dlpack_tensors_are_the_same(
+    without_dlpack: Callable[[], None], dtype: str, shape: tuple[int, ...]
+) -> None:
+    """Where this torch's DLPack does not know a dtype, a tensor is made over the storage of a byte tensor."""
+    expected, data = make(dtype, shape_in_format(dtype, shape))
+    without_dlpack()
+    found, same = make(dtype, shape_in_format(dtype, shape))
+    assert (found.dtype, found.shape, found.stride()) == (expected.dtype, expected.shape, expected.stride())
+    assert bytes_of(found) == bytes_of(expected) == data == same
+    assert found.untyped_storage().nbytes() == expected.untyped_storage().nbytes() == len(data)
+    assert not found._is_view()
 
 
 def test_typed_keeps_the_storage() -> None:
@@ -232,7 +248,7 @@ def test_parts_equal_torchs_own(dtype: str, index: object) -> None:
         pytest.skip("one pair of F4 has no shape in the format")
     part = tensors_in(region, ["t"], [dtype], [shape], offsets)
     if chosen.post is not None or chosen.flip:
-        part = finish(part, {"t": chosen}, None)
+        part = select_and_cast(part, {"t": chosen}, None)
     expected = np.frombuffer(data, np.dtype(f"V{whole.element_size()}")).reshape(whole.shape)[index]
     assert part["t"].dtype == whole.dtype
     assert tuple(part["t"].shape) == expected.shape
@@ -244,7 +260,7 @@ def test_parts_equal_torchs_own(dtype: str, index: object) -> None:
 def test_casts_floating_tensors_only() -> None:
     region, offsets = place(np.float32([1.5, -2]).tobytes(), bytes(8), np.float16([3]).tobytes(), bytes(16), gap=16)
     found = tensors_in(region, list("abcd"), ["F32", "I32", "F16", "C64"], [(2,), (2,), (1,), (2,)], offsets)
-    found = finish(found, {}, torch.float16)
+    found = select_and_cast(found, {}, torch.float16)
     assert [found[name].dtype for name in "abcd"] == [torch.float16, torch.int32, torch.float16, torch.complex64]
     assert found["a"].tolist() == [1.5, -2]
     assert found["c"].data_ptr() == region.address + offsets[2]
@@ -254,4 +270,4 @@ def test_casts_floating_tensors_only() -> None:
 def test_cast_of_packed_numbers_is_refused() -> None:
     tensor, _ = make("F4", (2, 4))
     with pytest.raises(UnsupportedDtypeError, match="'weight'"):
-        finish({"weight": tensor}, {}, torch.bfloat16)
+        select_and_cast({"weight": tensor}, {}, torch.bfloat16)

@@ -429,9 +429,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], type[Exception]]] = {
 """What is wrong with a checkpoint's index or shards, by the number of the fault, and the error that it must get."""
 
 OPENED_BY_NAME = [
-    "c74-parent-with-a-space", "c74-dot", "c74-dots", "c76-folder-by-backslash", "c76-stream", "c77-link",
-    "c77-link-of-a-folder", "c77-link-of-the-index", "c77-link-of-the-only-file", "c79-only-the-extension",
-    "c79-empty-folder", "c87-url", "c87-file-url", "c87-percent", "newline",
+    "c77-link", "c77-link-of-a-folder", "c77-link-of-the-index", "c77-link-of-the-only-file",
+    "c79-only-the-extension",
 ]  # fmt: skip
 HALF_FILLED = ["c78-fifo", "c78-directory", "c78-socket", "c80-missing"]
 

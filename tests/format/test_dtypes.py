@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stio.errors import FormatError
-from stio.format.dtypes import BITS, DTYPES, MAX_ELEMENTS, WHOLE_BYTES, WRITE_RANK, bits, tensor_nbytes
+from stio.format.dtypes import BITS, DTYPES, MAX_ELEMENTS, WHOLE_BYTES, bits, tensor_nbytes
 
 U64_MAX = 2**64 - 1
 
@@ -25,7 +25,6 @@ def test_widths() -> None:
     }
     assert {width: {name for name in DTYPES if bits(name) == width} for width in expected} == expected
     assert len(DTYPES) == len(BITS) == 22
-    assert list(WRITE_RANK) == list(DTYPES)
     assert {name: width * 8 for name, width in WHOLE_BYTES.items()} == {n: b for n, b in BITS.items() if b >= 8}
 
 

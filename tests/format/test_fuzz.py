@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from stio.format import header as _decode
+from stio.format.json_scanner import Scanner
 
 PROGRAM = Path(__file__).resolve().parents[1] / "fuzz_header.py"
 
@@ -49,13 +49,13 @@ def test_corpus_is_good() -> None:
 
 @pytest.mark.timeout(240)
 def test_the_fuzzer_finds_a_seeded_defect(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lenient(decode: object, piece: bytes, quotes_each: int) -> object:
+    def lenient(decode: object, text: bytes, num_quotes: int) -> object:
         try:
-            return decode(b"{" + piece + b"}")  # type: ignore[operator]
+            return decode(b"{" + text + b"}")  # type: ignore[operator]
         except (ValueError, RecursionError):
             return None
 
-    monkeypatch.setattr(_decode, "_decoded", lenient)
+    monkeypatch.setattr(Scanner, "decode_members", staticmethod(lenient))
     said: list[str] = []
     assert fuzz_header.run(seconds=0, min_cases=50_000, seed=1, report=said.append) == 1
     assert "hex:" in said[0]

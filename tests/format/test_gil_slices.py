@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from stio.format.gil_slices import ROWS, sort_in_turns
+from stio.format.gil_slices import ROWS, sort_in_slices
 
 
 @pytest.mark.parametrize("count", [0, 1, ROWS, ROWS + 1, 5 * ROWS + 17])
@@ -15,22 +15,22 @@ from stio.format.gil_slices import ROWS, sort_in_turns
 def test_sorts_stably(count, num_keys):
     numbers = random.Random(count + num_keys)
     items = [(numbers.randrange(num_keys), place) for place in range(count)]
-    assert sort_in_turns(items, key=operator.itemgetter(0)) == sorted(items, key=operator.itemgetter(0))
+    assert sort_in_slices(items, key=operator.itemgetter(0)) == sorted(items, key=operator.itemgetter(0))
 
 
 @pytest.mark.parametrize("step", [1, -1])
 def test_sorts_what_is_sorted(step):
     names = [f"state/{number}/exp_avg" for number in range(3 * ROWS)][::step]
-    assert sort_in_turns(names, key=str) == sorted(names)
+    assert sort_in_slices(names, key=str) == sorted(names)
 
 
 def test_no_call_sorts_much_more_than_a_piece(monkeypatch):
     items = list(range(20 * ROWS))
     random.Random(1).shuffle(items)
     pieces = []
-    real = sort_in_turns.__globals__["_merged"]
+    real = sort_in_slices.__globals__["_merged"]
     monkeypatch.setitem(
-        sort_in_turns.__globals__, "_merged", lambda *arguments: (pieces.append(made := real(*arguments)), made)[1]
+        sort_in_slices.__globals__, "_merged", lambda *arguments: (pieces.append(made := real(*arguments)), made)[1]
     )
-    assert sort_in_turns(items, key=abs) == sorted(items)
+    assert sort_in_slices(items, key=abs) == sorted(items)
     assert max(map(len, pieces)) < 3 * ROWS

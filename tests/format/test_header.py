@@ -16,8 +16,8 @@ import pytest
 import safetensors
 
 from stio.errors import FormatError, LimitError, TruncatedError
-from stio.format import header as _decode
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
+from stio.format.json_scanner import Scanner
 from stio.runtime.limits import Limits
 
 GOOD = '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
@@ -279,7 +279,7 @@ def test_plain_path_agrees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         return columns, header.metadata, header.data_start
 
     fast = outcome()
-    monkeypatch.setattr(_decode, "_decoded", lambda *_: None)
+    monkeypatch.setattr(Scanner, "decode_members", lambda *_: None)
     assert outcome() == fast
 
 
@@ -337,6 +337,18 @@ def test_metadata_is_read() -> None:
         raw = json.dumps({"__metadata__": meta, **json.loads(GOOD)}, ensure_ascii=escaped).encode()
         assert parse(file_of(raw, 8)).metadata == meta
     assert parse(file_of(good(), 8)).metadata == {}
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("null", False), ("{}", True), ('{"a":"b"}', True), ('{"\\u0061":"b"}', True)]
+)
+def test_an_empty_text_map_is_not_none(text: str, expected: bool, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if plain:
+        monkeypatch.setattr(Scanner, "decode_members", lambda *_: None)
+    assert parse(file_of(good('{"a"', f'{{{META}{text},"a"'), 8)).has_metadata is expected
+    assert parse(file_of(good("]}}", f"]}},{META}{text}}}"), 8)).has_metadata is expected
+    assert not parse(file_of(good(), 8)).has_metadata
 
 
 def test_importing_needs_neither_torch_nor_numpy() -> None:

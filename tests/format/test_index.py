@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stio.errors import IndexFormatError, UnsafePathError
-from stio.format import header as _decode
 from stio.format.header import PREFIX_BYTES, Header, parse_header
 from stio.format.header_build import build_header
-from stio.format.index import ShardIndex, check_against_shards, check_shard_name, parse_index
+from stio.format.index import ShardIndex, check_against_shards, parse_index
+from stio.format.json_scanner import Scanner
+from stio.format.naming import check_shard_name
 from stio.runtime.limits import Limits
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -39,7 +40,7 @@ def header_of(shard: str, **sizes: int) -> Header:
 @pytest.mark.parametrize("plain", [False, True])
 def test_reads_what_the_hub_writes(indent: int | None, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if plain:
-        monkeypatch.setattr(_decode, "_decoded", lambda *_: None)
+        monkeypatch.setattr(Scanner, "decode_members", lambda *_: None)
     document = {
         "metadata": {"total_size": 12, "note": {"a": [1, 2.5, None]}},
         "weight_map": {"b": SECOND, "a": FIRST, "é\n": SECOND},
@@ -152,6 +153,20 @@ def test_malformed(text: str) -> None:
     with pytest.raises(IndexFormatError) as caught:
         parse_index(text.encode(), path="i.json")
     assert caught.value.path == "i.json"
+
+
+def test_another_suffix() -> None:
+    raw = b'{"weight_map":{"a":"x.bin","b":"sub/y.bin"}}'
+    for suffix in (".bin", ""):
+        assert parse_index(raw, path="i.json", suffix=suffix).shards == ("x.bin", "sub/y.bin")
+    with pytest.raises(IndexFormatError, match=r"a name ending in \.safetensors"):
+        parse_index(raw, path="i.json")
+
+
+@pytest.mark.parametrize("name", [*UNSAFE.values(), "", "a//x.bin", "x.bin/"])
+def test_names_are_checked_without_a_suffix(name: str) -> None:
+    with pytest.raises((UnsafePathError, IndexFormatError)):
+        parse_index(json.dumps({"weight_map": {"a": name}}).encode(), path="i.json", suffix="")
 
 
 def test_limits() -> None:

@@ -12,11 +12,9 @@ import pytest
 
 from stio.errors import FormatError, LimitError
 from stio.format import manifest as manifest_module
-from stio.format.manifest import FileState, Manifest, build_manifest, parse_manifest
+from stio.format.manifest import FileState, Manifest, build_manifest, manifest_change, parse_manifest
 from stio.runtime.hashing import ALGORITHMS, new_hasher
 from stio.runtime.memory import allocate
-from stio.saving.body import manifest_notes
-from stio.storage.base import Note
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
 NAME = "model.safetensors.manifest.json"
@@ -244,21 +242,20 @@ AFTER = build_manifest(manifest(m=[B], n=[C]))
 
 def test_a_hashed_save_names_old_and_new_before_and_new_after():
     old = build_manifest(manifest(m=[A], k=[A]))
-    (note,) = manifest_notes(NAME, old, "sha256", NEW)
-    assert (note.name, note.after) == (NAME, AFTER)
-    assert parsed(note.before) == manifest(k=[A], m=[A, B], n=[C])
+    before, after = manifest_change(old, "sha256", NEW, path=NAME)
+    assert after == AFTER
+    assert parsed(before) == manifest(k=[A], m=[A, B], n=[C])
 
 
 def test_the_same_file_again_is_one_state():
-    (note,) = manifest_notes(NAME, AFTER, "sha256", NEW)
-    assert note == Note(NAME, AFTER, AFTER)
+    assert manifest_change(AFTER, "sha256", NEW, path=NAME) == (AFTER, AFTER)
 
 
 def test_what_an_interrupted_save_left_is_kept_until_the_next_commit():
     left = build_manifest(manifest(m=[A, C]))
-    (note,) = manifest_notes(NAME, left, "sha256", NEW)
-    assert parsed(note.before).files["m"] == (FileState(8, A), FileState(8, C), FileState(8, B))
-    assert note.after == AFTER
+    before, after = manifest_change(left, "sha256", NEW, path=NAME)
+    assert parsed(before).files["m"] == (FileState(8, A), FileState(8, C), FileState(8, B))
+    assert after == AFTER
 
 
 @pytest.mark.parametrize(
@@ -267,13 +264,13 @@ def test_what_an_interrupted_save_left_is_kept_until_the_next_commit():
     ids=["none", "empty", "malformed", "binary", "another algorithm"],
 )
 def test_a_crash_leaves_no_manifest_that_calls_the_old_files_wrong(old):
-    assert manifest_notes(NAME, old, "sha256", NEW) == [Note(NAME, None, AFTER)]
+    assert manifest_change(old, "sha256", NEW, path=NAME) == (None, AFTER)
 
 
 @pytest.mark.parametrize("old", [b"", AFTER])
 def test_a_save_without_hash_takes_the_manifest_away(old):
-    assert manifest_notes(NAME, old, None, {}) == [Note(NAME, None, None)]
+    assert manifest_change(old, None, {}, path=NAME) == (None, None)
 
 
 def test_a_save_without_hash_where_there_is_no_manifest():
-    assert manifest_notes(NAME, None, None, {}) == []
+    assert manifest_change(None, None, {}, path=NAME) is None

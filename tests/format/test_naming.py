@@ -1,11 +1,17 @@
-"""The names of a checkpoint's files are the hub's, and what is somebody else's is left alone."""
+"""The names of a checkpoint's files are the hub's, and files of other programs do not match."""
 
 from __future__ import annotations
 
 import pytest
 
-from stio.format.index import check_shard_name
-from stio.format.naming import check_pattern, index_name, is_checkpoint_file, manifest_name, shard_name
+from stio.format.naming import (
+    check_pattern,
+    check_shard_name,
+    index_name,
+    is_checkpoint_file,
+    manifest_name,
+    shard_name,
+)
 
 PATTERN = "model{suffix}.safetensors"
 SAVE_ID = "0123456789ab"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stio.errors import SharedTensorsError
 from stio.format.sharding import TensorSource
-from stio.format.shared import aliases_json, resolve_shared
+from stio.format.shared import aliases_json, overlap_groups, resolve_shared
 
 
 def source(name: str, key: object = None, span: tuple[int, int] = (0, 4), **fields: object) -> TensorSource:
@@ -91,6 +93,25 @@ def test_error_stays_short() -> None:
     with pytest.raises(SharedTensorsError, match="and 95 others.*and 7 more groups") as caught:
         resolve_shared(sources, "error")
     assert len(str(caught.value)) < 4000
+
+
+def test_overlaps_hang_together() -> None:
+    spans = [(50, 60, "right"), (0, 100, "whole"), (0, 10, "left"), (100, 110, "beside"), (105, 120, "last")]
+    assert list(overlap_groups(spans)) == [["left", "whole", "right"], ["beside", "last"]]
+    assert list(overlap_groups([])) == []
+    assert list(overlap_groups([(0, 4, "a"), (4, 8, "b"), (2**63, 2**63 + 1, "c")])) == [["a"], ["b"], ["c"]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 8)), max_size=12))
+def test_groups_are_those_of_a_plain_search(pairs: list[tuple[int, int]]) -> None:
+    spans = [(begin, begin + nbytes, str(k)) for k, (begin, nbytes) in enumerate(pairs)]
+    groups = [{name} for *_, name in spans]
+    for begin, end, name in spans:
+        for other_begin, other_end, other in spans:
+            if begin < other_end and other_begin < end:
+                joined = {name, other}.union(*(group for group in groups if {name, other} & group))
+                groups = [*(group for group in groups if not group & joined), joined]
+    assert sorted(map(sorted, overlap_groups(spans))) == sorted(map(sorted, groups))
 
 
 def test_aliases_as_text() -> None:

@@ -16,7 +16,7 @@ from kvikio_stand_in import Kvikio
 from support import require_equal
 
 import stio.sync
-from stio.loading import targets as target
+from stio.loading import page_cache
 
 Tensors = dict[str, torch.Tensor]
 
@@ -48,8 +48,8 @@ def test_every_bit_arrives(
     place: Place, checkpoint: Path, tensors: Tensors, budget_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Round upon round in memory that is recycled: a slot that is written too early shows."""
-    monkeypatch.setattr(target, "_SMALL_LOAD_BYTES", 0)
-    monkeypatch.setattr(target, "resident_fraction", lambda file: 0.0)
+    monkeypatch.setattr(page_cache, "SMALL_LOAD_BYTES", 0)
+    monkeypatch.setattr(page_cache, "resident_fraction", lambda file: 0.0)
     kvikio = Kvikio(None if place.is_real else place.device, put=put(place))
     kvikio.install(monkeypatch)
     for _ in range(3):
@@ -69,8 +69,8 @@ def test_reads_are_made_with_the_device_as_the_current_one(
     place: Place, checkpoint: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """cuFile goes by the thread's context, and a new thread's is number 0's."""
-    monkeypatch.setattr(target, "_SMALL_LOAD_BYTES", 0)
-    monkeypatch.setattr(target, "resident_fraction", lambda file: 0.0)
+    monkeypatch.setattr(page_cache, "SMALL_LOAD_BYTES", 0)
+    monkeypatch.setattr(page_cache, "resident_fraction", lambda file: 0.0)
     place.device, seen = torch.device(place.torch_device.type, 1), []
     kvikio = Kvikio(put=put(place), require_current=lambda: seen.append(torch.accelerator.current_device_index()))
     kvikio.install(monkeypatch)

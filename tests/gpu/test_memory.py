@@ -111,13 +111,13 @@ def little(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("little", PLACES, indirect=True)
-@pytest.mark.parametrize("way", ["load", "stream", "cast"])
-def test_c96_after_the_memory_was_out(little: Place, checkpoint: Path, way: str) -> None:
-    keywords: dict[str, Any] = {"device": little.device, "budget_bytes": 512 * MIB if way == "load" else 64 * MIB}
-    if way == "cast":
+@pytest.mark.parametrize("call", ["load", "stream", "cast"])
+def test_c96_after_the_memory_was_out(little: Place, checkpoint: Path, call: str) -> None:
+    keywords: dict[str, Any] = {"device": little.device, "budget_bytes": 512 * MIB if call == "load" else 64 * MIB}
+    if call == "cast":
         keywords["dtype"] = torch.float64
     with pytest.raises(DeviceMemoryError) as caught:
-        if way == "stream":
+        if call == "stream":
             with stio.sync.open(checkpoint, **keywords) as opened:
                 kept = dict(opened.stream())
         else:

@@ -26,10 +26,10 @@ import stio.sync
 from stio import LazyTensor
 from stio.device import copy_out as copying
 from stio.device.base import resolve_device
-from stio.device.copy_out import Readiness, copy_out, staging_for
+from stio.device.copy_out import Readiness, copy_out
 from stio.device.cuda import TorchAccelerator
 from stio.errors import DeviceError
-from stio.loading import targets as target
+from stio.loading import page_cache
 from stio.testing import MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -149,8 +149,8 @@ def test_a_tensor_is_read_behind_its_copies(device: torch.device, late: str) -> 
 
 
 @gpu
-@pytest.mark.parametrize("way", ["stream", "warm start"])
-def test_a_tensor_is_read_behind_the_last_of_its_copies(device: torch.device, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("call", ["stream", "warm start"])
+def test_a_tensor_is_read_behind_the_last_of_its_copies(device: torch.device, tmp_path: Path, call: str) -> None:
     """Its first copies were done long ago: there are more of them than slots."""
     tensors = {"weight": numbers(num_large=1)["large.0"]}
     file = write_checkpoint(tmp_path, tensors) / "model.safetensors"
@@ -162,7 +162,7 @@ def test_a_tensor_is_read_behind_the_last_of_its_copies(device: torch.device, tm
             late_copies(device)
 
     root = HookedRoot(tmp_path, hook)
-    if way == "stream":
+    if call == "stream":
         with stio.sync.open(root, device=device, budget_bytes=MIB) as opened, on_own_stream(device):
             seen = {name: tensor.clone() for name, tensor in opened.stream()}
     else:
@@ -195,22 +195,22 @@ def test_dropped_memory_stays_until_its_reader_is_through(device: torch.device, 
 
 
 @gpu
-@pytest.mark.parametrize("way", ["load", "into a module", "warm start", "buffer of a warm start"])
-def test_a_tensor_is_read_behind_its_cast(device: torch.device, late_casts: None, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("call", ["load", "into a module", "warm start", "buffer of a warm start"])
+def test_a_tensor_is_read_behind_its_cast(device: torch.device, late_casts: None, tmp_path: Path, call: str) -> None:
     """Casts come behind the copies: a tensor is not there when its copies are."""
     tensors = {"weight": torch.randn(300, 100)}
     expected = {"weight": tensors["weight"].to(torch.float16)}
     root = root_of(tensors)
     module = parameters(weight=(300, 100))
-    if way == "load":
+    if call == "load":
         with on_own_stream(device):
             seen = stio.sync.load(root, device=device, budget_bytes=LITTLE, dtype=torch.float16)["weight"].clone()
-    elif way == "into a module":
+    elif call == "into a module":
         with on_own_stream(device):
             stio.sync.load_into(module, root, device=device, budget_bytes=LITTLE, dtype=torch.float16, assign=True)
             seen = module.weight.detach().clone()
     else:
-        if way.startswith("buffer"):
+        if call.startswith("buffer"):
             module = nn.Module()
             module.register_buffer("weight", torch.empty(300, 100, device="meta"))
         with (
@@ -318,8 +318,8 @@ def test_a_slot_on_the_device_is_written_to_behind_its_copies(
     device: torch.device, slow_copies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the disk writes waits for no stream: the host must wait for the allocator's work there and for copies."""
-    monkeypatch.setattr(target, "_SMALL_LOAD_BYTES", 0)
-    monkeypatch.setattr(target, "resident_fraction", lambda file: 0.0)
+    monkeypatch.setattr(page_cache, "SMALL_LOAD_BYTES", 0)
+    monkeypatch.setattr(page_cache, "resident_fraction", lambda file: 0.0)
     Kvikio(put=written_at_once(device)).install(monkeypatch)
     tensors = numbers(num_large=1, num_small=9)
     found = stio.sync.load(write_checkpoint(tmp_path, tensors), device=device, memory="gds", budget_bytes=12 * MIB)
@@ -388,8 +388,8 @@ def test_a_disk_writes_to_the_second_device_as_the_thread_s_current_one(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPUDirect Storage takes the current device for the one that an address belongs to."""
-    monkeypatch.setattr(target, "_SMALL_LOAD_BYTES", 0)
-    monkeypatch.setattr(target, "resident_fraction", lambda file: 0.0)
+    monkeypatch.setattr(page_cache, "SMALL_LOAD_BYTES", 0)
+    monkeypatch.setattr(page_cache, "resident_fraction", lambda file: 0.0)
     second = torch.device(device.type, 1)
 
     def require_second() -> None:
@@ -505,7 +505,7 @@ def test_a_save_waits_for_no_other_stream(device: torch.device, tmp_path: Path, 
 def test_a_refused_copy_of_a_save_is_told_when_the_others_are_done(device: torch.device, tmp_path: Path) -> None:
     """Their staging memory is free from then on."""
     tensors = {"a": torch.zeros(1000, device=device), "b": torch.zeros(1000, device=device)}
-    region = staging_for(tensors.values())(8000)
+    region = Readiness.now(tensors).staging_allocator()(8000)
     turned = tensors["a"].view(10, 100).t()  # a copy of its own, by way of a temporary
     event = busy(device)
     ready = Readiness.now(tensors)
@@ -518,24 +518,24 @@ def test_a_refused_copy_of_a_save_is_told_when_the_others_are_done(device: torch
 @gpu
 @simulated
 @pytest.mark.parametrize("number", [1, 3])
-@pytest.mark.parametrize("way", ["load", "stream", "save", "warm start"])
-def test_a_copy_that_fails_is_told(device: torch.device, tmp_path: Path, way: str, number: int) -> None:
+@pytest.mark.parametrize("call", ["load", "stream", "save", "warm start"])
+def test_a_copy_that_fails_is_told(device: torch.device, tmp_path: Path, call: str, number: int) -> None:
     """The driver reports it with the event behind the copy: without a look at that, old bytes would be handed out."""
     tensors = numbers(num_large=1)
     root = root_of(tensors)
     there = {name: tensor.to(device) for name, tensor in tensors.items()}
     torch.accelerator.synchronize(device)
-    if way == "save":
+    if call == "save":
         there |= {f"{k}": torch.zeros(9, device=device)[::k] for k in (2, 3)}  # copies of their own
         torch.accelerator.synchronize(device)
     simdevice.fail_copy(number)
     with pytest.raises(DeviceError, match="fail in this copy"):
-        if way == "load":
+        if call == "load":
             stio.sync.load(root, device=device, budget_bytes=4 * MIB)
-        elif way == "stream":
+        elif call == "stream":
             with stio.sync.open(root, device=device, budget_bytes=4 * MIB) as opened:
                 list(opened.stream())
-        elif way == "save":
+        elif call == "save":
             stio.sync.save(there, tmp_path / "m.safetensors")
         else:
             module = parameters(large_0=tensors["large.0"].shape)

@@ -126,16 +126,16 @@ import torch
 from torch import nn
 import stio.sync
 
-directory, way, kind = sys.argv[1:]
+directory, call, kind = sys.argv[1:]
 if kind == "sim":
     simdevice.install()
 place = torch.device(kind, 1)
 with stio.sync.HostCache(1 << 30, device=place) as cache:
-    loaded = stio.sync.load(directory, device=place, cache=cache if way == "cache" else None, budget_bytes=8 << 20)
-    again = stio.sync.load(directory, device=place, dtype=torch.float16, cache=cache if way == "cache" else None)
-if way == "save":
+    loaded = stio.sync.load(directory, device=place, cache=cache if call == "cache" else None, budget_bytes=8 << 20)
+    again = stio.sync.load(directory, device=place, dtype=torch.float16, cache=cache if call == "cache" else None)
+if call == "save":
     stio.sync.save(loaded, directory + "/again/a.safetensors")
-elif way == "warm":
+elif call == "warm":
     with torch.device("meta"):
         module = nn.Module()
         module.small = nn.Module()
@@ -156,9 +156,9 @@ assert has_context(1)
 
 @gpu
 @needs_two_devices
-@pytest.mark.parametrize("way", ["load", "cache", "save", "warm"])
-def test_the_default_device_stays_without_a_context(checkpoint: Path, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("call", ["load", "cache", "save", "warm"])
+def test_the_default_device_stays_without_a_context(checkpoint: Path, tmp_path: Path, call: str) -> None:
     """See tests/device/test_cuda.py for the same without two devices."""
     directory = shutil.copytree(checkpoint, tmp_path / "model")
-    found = run_python(SCRIPT, directory, way, resolve_device("auto").type)
+    found = run_python(SCRIPT, directory, call, resolve_device("auto").type)
     assert found.returncode == 0, found.stderr

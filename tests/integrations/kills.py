@@ -3,7 +3,7 @@
     python -m integrations.kills integrations.plain_case DIRECTORY --steps 1 2 3 --trainings 4 --kills 6
 
 What a training needs is imported once; each of its lives is forked, and prints `step N` after each step. In the end
-its files must be, byte for byte, those of a training that nobody disturbed.
+its files must be, byte for byte, those of an undisturbed training.
 """
 
 from __future__ import annotations

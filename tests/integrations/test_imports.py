@@ -1,4 +1,4 @@
-"""Each framework is imported by one module, which nobody else imports."""
+"""Each framework is imported by one module only, and no other module imports that one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The iterator of names and tensors: what any load gives, a step at a time, and nothing left whoever ends it."""
+"""The iterator of names and tensors: the tensors of a load, one at a time, and nothing left however it ends."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_nothing_is_opened_before_the_first_step(tmp_path):
     ("keywords", "error"),
     [({"names": "other"}, TensorNotFoundError), ({"slices": {"layer.1": np.s_[0, 0, 0]}}, SliceError)],
 )
-def test_a_wish_that_the_checkpoint_cannot_fulfil(directory, keywords, error):
+def test_arguments_that_do_not_fit_the_checkpoint(directory, keywords, error):
     with pytest.raises(error):
         next(weights(directory, **keywords))
 
@@ -151,7 +151,7 @@ def test_closing_it_waits_for_a_read_under_way(root):
     opener = threading.Timer(0.05, gate.opened.set)
     opener.start()
     pairs.close()
-    assert gate.opened.is_set()  # so close() has waited for whoever was behind the gate
+    assert gate.opened.is_set()  # so close() has waited for the read behind the gate
     opener.join()
     assert all(file.closed for file in root.files)
     assert list(pairs) == []

@@ -1,4 +1,4 @@
-"""Lightning's real Trainer on the CPU: resumes, rotation that never leaves nothing, saves beside the training, errors."""
+"""Lightning's real Trainer on the CPU: resumes, removal of old checkpoints, saves beside the training, errors."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_wrong_calls(tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, tmp_path / "theirs.ckpt")
     with pytest.raises(stio.FormatError) as caught:
         plugin.load_checkpoint(tmp_path / "theirs.ckpt")
-    assert "none of torch.save" in caught.value.__notes__[0]
+    assert "not those of torch.save" in caught.value.__notes__[0]
 
 
 def test_with_a_manifest(tmp_path: Path) -> None:

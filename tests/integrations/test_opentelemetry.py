@@ -57,7 +57,7 @@ def test_a_load_becomes_children_of_the_current_span(telemetry: Telemetry, direc
     after = time.time_ns()
     *children, parent = telemetry.spans()
     assert parent.name == "request"
-    assert {child.name for child in children} >= {"stio.open", "stio.saving", "stio.read", "stio.tensors"}
+    assert {child.name for child in children} >= {"stio.open", "stio.plan", "stio.read", "stio.tensors"}
     for child in children:
         assert child.parent is not None
         assert child.parent.span_id == request.get_span_context().span_id
@@ -132,7 +132,7 @@ async def test_in_tasks_each_has_its_own(telemetry: Telemetry, directory: Path) 
     parents = {span.name: span.context.span_id for span in spans if not span.name.startswith("stio.")}
     for name in ("one", "two"):
         mine = {span.name for span in spans if span.parent and span.parent.span_id == parents[name]}
-        assert {"stio.open", "stio.saving", "stio.tensors"} <= mine
+        assert {"stio.open", "stio.plan", "stio.tensors"} <= mine
 
 
 def test_many_spans_become_one_for_each_lane_and_kind(telemetry: Telemetry) -> None:

@@ -52,6 +52,6 @@ def test_from_the_command_line(tmp_path: Path) -> None:
         "step-00000012.safetensors",
     ]
     again = train("--steps", 12, "--save-every", 4)
-    assert again == "going on after step 12\n"
+    assert again == "resumed after step 12\n"
     weights = sync.load(tmp_path / "new" / "out" / "model.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())

@@ -356,7 +356,7 @@ def test_states_of_other_callbacks(tmp_path: Path) -> None:
         "metric_for_best_model": "loss",
         "restore_callback_states_from_checkpoint": True,
     }
-    with pytest.raises(ValueError, match="EarlyStoppingCallback are out of its reach"):
+    with pytest.raises(ValueError, match="cannot reach the states of EarlyStoppingCallback"):
         make_trainer(tmp_path, [EarlyStoppingCallback(9), StioCallback()], **arguments).train()
     callback, early = StioCallback(), EarlyStoppingCallback(9, 100.0)  # never better by so much
     with pytest.raises(Stop):

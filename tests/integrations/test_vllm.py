@@ -174,7 +174,7 @@ def test_extra_configuration_becomes_keywords(loaders, directory, monkeypatch):
 @pytest.mark.parametrize(
     ("extra", "error", "text"),
     [
-        ({"num_threads": 8}, ValueError, r"does not know num_threads.*it takes .*budget_bytes"),
+        ({"num_threads": 8}, ValueError, r"does not take num_threads.*it takes .*budget_bytes"),
         ({"memory": "copy", "colour\n": 1}, ValueError, r"colour\\n"),
         ({"memory": "none"}, ValueError, "memory="),
         ({"budget_bytes": "1GB"}, TypeError, "budget_bytes"),

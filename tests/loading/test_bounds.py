@@ -118,9 +118,9 @@ async def test_p8_abandoned_streams(file, device):
                 await anext(stream)
                 await anext(stream)
                 del stream
-            kept = checkpoint.stream()
-            await anext(kept)
-    del kept
+            stream = checkpoint.stream()
+            await anext(stream)
+    del stream
     gc.collect()
     if device:
         assert eventually(lambda: (made.used_bytes, made.staging_bytes, made.num_pending) == (0, 0, 0))

@@ -48,7 +48,7 @@ def test_a_total_must_be_positive(total):
 def test_more_cannot_come_back_than_went_out():
     budget = Budget(10)
     assert budget.try_acquire(4)
-    with pytest.raises(ValueError, match="given back"):
+    with pytest.raises(ValueError, match="are released, but"):
         budget.release(5)
     assert budget.used_bytes == 4
 

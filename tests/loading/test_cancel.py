@@ -183,7 +183,7 @@ async def test_cancelled_load_waits_for_reads_under_way(root):
             group.cancel_scope.cancel()
             with anyio.CancelScope(shield=True):
                 await spin(30)
-                assert over == []  # a thread holds a buffer: nobody goes on
+                assert over == []  # a thread uses a buffer: the cancel is not passed on yet
                 gate.opened.set()
         assert over == [0]
         assert all(file.closed for file in root.files)

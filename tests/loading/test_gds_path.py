@@ -1,4 +1,4 @@
-"""Loads by GPUDirect Storage: the same tensors, no host memory, no slot written too early; and every way to fall back."""
+"""Loads by GPUDirect Storage: the same tensors, no host memory, no slot written too early; and the fallback to staged reads."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from support import eventually, nothing_left
 import stio
 import stio.sync
 from stio.device.base import resolve_device
+from stio.device.copy_queue import CopyQueue
 from stio.device.cuda import TorchAccelerator
-from stio.device.ring import Stage
 from stio.errors import DeviceError, DeviceMemoryError, TruncatedError
-from stio.loading import targets as target
-from stio.loading.gds_path import DirectRing
+from stio.loading import page_cache
+from stio.loading.gds_path import GdsDevice
 from stio.runtime.trace import Trace
 from stio.testing import FakeDevice, write_checkpoint
 
@@ -54,8 +54,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, torch.Ten
 @pytest.fixture(autouse=True)
 def _cold(monkeypatch: pytest.MonkeyPatch):
     """Take all files for cold: what was just written is not."""
-    monkeypatch.setattr(target, "_SMALL_LOAD_BYTES", 0)
-    monkeypatch.setattr(target, "resident_fraction", lambda file: 0.0)
+    monkeypatch.setattr(page_cache, "SMALL_LOAD_BYTES", 0)
+    monkeypatch.setattr(page_cache, "resident_fraction", lambda file: 0.0)
     with nothing_left():
         yield
 
@@ -137,7 +137,7 @@ def test_scattered_pieces_go_through_the_host(place, tensors, device, monkeypatc
 
 def test_what_the_page_cache_holds_is_staged(place, tensors, device, monkeypatch) -> None:
     kvikio = Kvikio(device).install(monkeypatch)
-    monkeypatch.setattr(target, "resident_fraction", lambda file: 1.0)
+    monkeypatch.setattr(page_cache, "resident_fraction", lambda file: 1.0)
     assert same(load(place, device), tensors)
     assert (kvikio.num_opened, device.num_staging > 0) == (0, True)
 
@@ -151,7 +151,7 @@ def test_tensors_on_the_cpu_beside(place, tensors, device, monkeypatch) -> None:
     require_freed(device, kvikio)
 
 
-# Ways to fall back.
+# Fallback.
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_what_does_not_serve_is_staged(place, tensors, device, monkeypatch, warn
 
 
 def test_failing_read_at_every_number(place, tensors, monkeypatch, warnings) -> None:
-    """What one way began, the other ends: into the same memory, whichever block it was."""
+    """The staged path reads the rest into the same memory, whichever block failed."""
     number = 0
     while True:
         number += 1
@@ -196,8 +196,10 @@ def test_failing_read_at_every_number(place, tensors, monkeypatch, warnings) -> 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5, 20])
 @pytest.mark.parametrize(("budget_bytes", "slot_bytes"), [(BUDGET, 16 << 10), (64 << 20, 2 << 20)])
-def test_c96_slots_make_room(place, tensors, monkeypatch, warnings, num_slots, budget_bytes, slot_bytes) -> None:
-    """What fits staged fits: slots that were made while there was room go when a tensor wants it."""
+def test_c96_slots_are_freed_for_tensors(
+    place, tensors, monkeypatch, warnings, num_slots, budget_bytes, slot_bytes
+) -> None:
+    """What fits in a staged load fits: slots that were allocated first are freed when a tensor needs their memory."""
     total = sum(t.nbytes for t in tensors.values())
     device = FakeDevice(delay_seconds=0.0001, memory_bytes=total + num_slots * slot_bytes)
     kvikio = Kvikio(device).install(monkeypatch)
@@ -260,9 +262,9 @@ def test_both_rings_are_within_the_budget(place, device, monkeypatch) -> None:
 
 
 def test_where_the_kernel_does_not_say_what_is_in_memory(place, tensors, device, monkeypatch) -> None:
-    """What was asked for is done."""
+    """`memory="gds"` decides then."""
     kvikio = Kvikio(device).install(monkeypatch)
-    monkeypatch.setattr(target, "resident_fraction", lambda file: target._COLD_BELOW)
+    monkeypatch.setattr(page_cache, "resident_fraction", lambda file: page_cache.UNKNOWN)
     assert same(load(place, device), tensors)
     assert kvikio.num_opened == 2
 
@@ -337,7 +339,7 @@ def test_a_slot_is_given_out_when_the_queue_is_done() -> None:
         keep_busy()
     event = device.copy([(target, source)])
     assert not event.query()  # or this shows nothing
-    DirectRing(device, partial(Stage, device, slot_bytes=4096, num_slots=1)).stage.acquire(lambda: False)
+    GdsDevice(device, partial(CopyQueue, device, slot_bytes=4096, num_slots=1)).copy_queue.acquire(lambda: False)
     assert event.query()
 
 
@@ -353,8 +355,8 @@ def test_without_kvikio(place, device, monkeypatch) -> None:
 
 
 def test_on_the_cpu_alone(place) -> None:
-    """Said before kvikio is asked for."""
-    with pytest.raises(DeviceError, match="is a way to an accelerator"):
+    """Refused before kvikio is imported."""
+    with pytest.raises(DeviceError, match="reads to an accelerator"):
         load(place, "cpu")
 
 

@@ -14,7 +14,8 @@ from stio.errors import ChangedDuringReadError, IntegrityError, StorageError
 from stio.format.manifest import FileState, Manifest
 from stio.loading import integrity
 from stio.loading.integrity import judge_files, read_manifest, verify_files
-from stio.loading.open import OpenOptions, open_checkpoint
+from stio.loading.open import open_checkpoint
+from stio.runtime import workers
 from stio.runtime.operation import Cancelled
 
 KIB = 1 << 10
@@ -43,7 +44,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def opened(root):
-    opened = open_checkpoint(root, OpenOptions(with_manifest=True))
+    opened = open_checkpoint(root, with_manifest=True)
     yield opened
     opened.close()
 
@@ -61,7 +62,7 @@ def test_the_manifest_of_an_open_checkpoint(opened, root):
 
 
 def test_a_checkpoint_that_was_opened_without_its_manifest(root):
-    opened = open_checkpoint(root, OpenOptions())
+    opened = open_checkpoint(root)
     assert opened.manifest is None
     assert read_manifest(opened) is None
     with pytest.raises(IntegrityError, match="no manifest"):
@@ -166,5 +167,5 @@ def test_the_limit_of_threads(opened, monkeypatch):
     def refuse(run, *, name):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(integrity, "start_thread", refuse)
+    monkeypatch.setattr(workers, "start_thread", refuse)
     verify_files(opened)

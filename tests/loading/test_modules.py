@@ -16,7 +16,7 @@ from torch import nn
 import stio
 from stio import sync
 from stio.errors import DeviceMemoryError, MismatchError
-from stio.loading.module import Into
+from stio.loading.module import ModuleTarget
 from stio.testing import FakeDevice
 
 pytestmark = pytest.mark.anyio
@@ -191,8 +191,8 @@ async def test_an_error_leaves_an_assigned_module_untouched(untied_file, tmp_pat
 
 async def test_a_loops_thread_makes_no_parameters(untied_file, monkeypatch):
     """Beside a busy Python thread each call of torch's may cost 5 ms: 10,000 parameters took 0.16 s of the loop's time."""
-    make, threads = Into.make, []
-    monkeypatch.setattr(Into, "make", lambda self: (threads.append(threading.get_ident()), make(self)))
+    make, threads = ModuleTarget.make, []
+    monkeypatch.setattr(ModuleTarget, "make", lambda self: (threads.append(threading.get_ident()), make(self)))
     model = Tied("meta")
     await stio.load_into(model, untied_file, assign=True)
     made = model.embed.weight
@@ -215,7 +215,7 @@ async def test_assigned_from_a_device_handed_over_on_the_callers_thread(untied_f
 
 
 async def test_c96_a_full_device_is_empty_again_where_the_error_is_handled(tmp_path):
-    """Its traceback is alive there; who frees memory and tries again with less must find it."""
+    """Its traceback is alive there, and code that frees memory and tries again with less must find it."""
     file = save_file({f"t{k}": ramp(1000, 1000) for k in range(8)}, tmp_path / "x.safetensors")
     module = nn.ParameterDict({f"t{k}": nn.Parameter(torch.empty(1000, 1000, device="meta")) for k in range(8)})
     device = FakeDevice(memory_bytes=20 << 20)

@@ -39,7 +39,7 @@ from stio.errors import (
 from stio.format.header_build import build_header
 from stio.format.shared import ALIASES_KEY
 from stio.loading import open as opened_module
-from stio.loading.open import OpenOptions, open_checkpoint
+from stio.loading.open import open_checkpoint
 from stio.runtime.limits import Limits
 
 
@@ -62,7 +62,7 @@ def _clean():
 def refused(error, source, match=None, **keywords):
     """Open, and require that it fails with every descriptor given back."""
     with pytest.raises(error, match=match) as caught:
-        open_checkpoint(source, OpenOptions(**keywords))
+        open_checkpoint(source, **keywords)
     assert isinstance(caught.value, StioError)
     return caught.value
 
@@ -364,12 +364,12 @@ def test_check_ends_the_opening(directory):
             raise KeyError("enough")
 
     with pytest.raises(KeyError):
-        open_checkpoint(directory, OpenOptions(), check=check)
+        open_checkpoint(directory, check=check)
 
 
 def test_close_is_idempotent(directory):
     before = descriptors()
-    opened = open_checkpoint(directory, OpenOptions())
+    opened = open_checkpoint(directory)
     assert len(descriptors()) == len(before) + 3
     opened.close()
     opened.close()
@@ -446,7 +446,7 @@ def test_discarding_frees_large_headers_on_another_thread(tmp_path) -> None:
     path = tmp_path / "x.safetensors"
     header, _ = build_header((f"t{k}", "U8", (0,)) for k in range(10_000))
     path.write_bytes(header)
-    opened = open_checkpoint(path, OpenOptions())
+    opened = open_checkpoint(path)
     [held] = opened.headers
     assert "t77" in held
     opened.discard()
@@ -463,6 +463,6 @@ def test_discarding_without_another_thread(tmp_path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(opened_module, "start_thread", refuse)
     path = tmp_path / "x.safetensors"
     path.write_bytes(build_header((f"t{k}", "U8", (0,)) for k in range(10_000))[0])
-    opened = open_checkpoint(path, OpenOptions())
+    opened = open_checkpoint(path)
     opened.discard()
     assert opened.headers == [] and opened.files == []

@@ -14,7 +14,7 @@ from stio.errors import FormatError, SliceError, TensorNotFoundError
 from stio.format.dtypes import tensor_nbytes
 from stio.format.header import Header, parse_header
 from stio.format.header_build import build_header
-from stio.loading.plan import GAP, Block, PlanOptions, ReadPlan, plan_reads, select_names, stored_shape
+from stio.loading.plan import GAP, Block, FileSelection, ReadPlan, plan_reads, select_names, stored_shape
 from stio.runtime.limits import PAGE_BYTES
 
 MIB = 1 << 20
@@ -48,7 +48,11 @@ def _size(layout: Layout) -> int:
 
 def plan_of(headers: Sequence[Header], names: object = None, slices: object = None, **options: int) -> ReadPlan:
     positions = select_names(headers, names, path="x")  # type: ignore[arg-type]
-    return plan_reads(headers, positions, slices=slices or {}, options=PlanOptions(**options))  # type: ignore[arg-type]
+    sizes = {"block_bytes": 32 * MIB, **options}
+    selections = [
+        FileSelection(header=header, positions=p, **sizes) for header, p in zip(headers, positions, strict=True)
+    ]
+    return plan_reads(selections, slices or {})  # type: ignore[arg-type]
 
 
 def llama(num_layers: int = 32, width: int = 4096, hidden: int = 11008) -> Layout:
@@ -81,26 +85,26 @@ def test_llama_takes_few_long_reads() -> None:
 
 def test_order_is_that_of_the_file() -> None:
     plan = plan_of([header_of(llama(2)), header_of(llama(2), shard="y")])
-    places = [(group.shard, block.offset) for group in plan.groups for block in group.blocks]
+    places = [(group.selection, block.offset) for group in plan.groups for block in group.blocks]
     assert places == sorted(places)
     assert [group.index for group in plan.groups] == list(range(len(plan.groups)))
     assert all(block.group == group.index for group in plan.groups for block in group.blocks)
 
 
-@pytest.mark.parametrize("group_bytes", [1, 4096, 1 * MIB, 32 * MIB, 1 << 40])
-def test_groups_are_cut_by_size(group_bytes: int) -> None:
+@pytest.mark.parametrize("block_bytes", [4096, 1 * MIB, 32 * MIB, 1 << 40])
+def test_groups_are_cut_by_size(block_bytes: int) -> None:
     header = header_of(llama(4))
-    plan = plan_of([header], group_bytes=group_bytes)
+    plan = plan_of([header], block_bytes=block_bytes)
     assert [name for group in plan.groups for name in group.names] == header.names
     for group in plan.groups:
-        assert group.payload_bytes <= group_bytes or len(group.names) == 1
-    if group_bytes == 1 << 40:
+        assert group.payload_bytes <= block_bytes or len(group.names) == 1
+    if block_bytes == 1 << 40:
         assert len(plan.groups) == 1
 
 
 def test_oversized_tensor_is_alone() -> None:
     layout: Layout = [("a", "U8", (10,)), ("big", "U8", (10 * MIB,)), ("b", "U8", (10,)), ("c", "U8", (10,))]
-    plan = plan_of([header_of(layout)], group_bytes=MIB, block_bytes=MIB)
+    plan = plan_of([header_of(layout)], block_bytes=MIB)
     assert [list(group.names) for group in plan.groups] == [["a"], ["big"], ["b", "c"]]
     assert len(plan.groups[1].blocks) == 11  # its first byte is inside a page
 
@@ -135,7 +139,7 @@ def test_nearly_whole_runs_stay_dense() -> None:
 def test_many_tiny_tensors_do_not_swell_their_image() -> None:
     """Alignment costs less than the tensors do, and what a block fills fits a slot of a block's size."""
     layout: Layout = [(f"t{k}", "BOOL" if k % 4 < 2 else "F64", (1,)) for k in range(20_000)]
-    plan = plan_of([header_of(layout)], [f"t{k}" for k in range(0, 20_000, 2)], block_bytes=16384, group_bytes=65536)
+    plan = plan_of([header_of(layout)], [f"t{k}" for k in range(0, 20_000, 2)], block_bytes=16384)
     for group in plan.groups:
         assert group.nbytes <= 2 * group.payload_bytes
         for block in group.blocks:
@@ -231,17 +235,17 @@ def test_unknown_names_get_suggestions() -> None:
 # Carried out on bytes.
 
 
-def carry_out(plan: ReadPlan, files: Sequence[bytes], options: PlanOptions) -> dict[str, bytes]:
-    """Do what the engine does, and check on the way that nothing is read twice or lands twice."""
+def carry_out(plan: ReadPlan, files: Sequence[bytes], block_bytes: int) -> dict[str, bytes]:
+    """Do what the scheduler does, and check on the way that nothing is read twice or lands twice."""
     found: dict[str, bytes] = {}
     for group in plan.groups:
         image, taken = bytearray(group.nbytes), bytearray(group.nbytes)
         end = -1
         for block in group.blocks:
-            assert 0 < block.nbytes <= options.block_bytes
+            assert 0 < block.nbytes <= block_bytes
             assert block.offset >= end, "blocks go forward"
             end = block.offset + block.nbytes
-            data = files[group.shard][block.offset : end]
+            data = files[group.selection][block.offset : end]
             assert len(data) == block.nbytes, "inside the file"
             at = 0
             for to, length in block.scatter or ((block.at, block.nbytes),):
@@ -252,7 +256,7 @@ def carry_out(plan: ReadPlan, files: Sequence[bytes], options: PlanOptions) -> d
                     taken[to : to + length] = b"\1" * length
                 at += length
             assert at == block.nbytes
-            assert landing_end(block) - block.at <= options.block_bytes
+            assert landing_end(block) - block.at <= block_bytes
         assert len(image) == group.nbytes
         if group.offset >= 0 and group.blocks:
             assert group.offset % PAGE_BYTES == 0
@@ -273,11 +277,11 @@ layouts = st.lists(
     ),
     max_size=25,
 )
-sizes = st.builds(
-    PlanOptions,
-    group_bytes=st.sampled_from([1, 100, 5000, 1 << 20]),
-    block_bytes=st.sampled_from([4096, 8192, 1 << 20]),
-    gap_bytes=st.sampled_from([0, 1, 64, 3000, 1 << 20]),
+sizes = st.fixed_dictionaries(
+    {
+        "block_bytes": st.sampled_from([4096, 8192, 1 << 20]),
+        "gap_bytes": st.sampled_from([0, 1, 64, 3000, 1 << 20]),
+    }
 )
 
 
@@ -288,14 +292,14 @@ def file_of(header: Header, seed: int) -> bytes:
 @settings(max_examples=300, deadline=None)
 @given(layouts, st.data(), sizes, st.integers(8, 9000))
 def test_whole_tensors_get_exactly_their_bytes(
-    layout: list[tuple[str, tuple[int, ...]]], data: st.DataObject, options: PlanOptions, data_start: int
+    layout: list[tuple[str, tuple[int, ...]]], data: st.DataObject, sizes: dict[str, int], data_start: int
 ) -> None:
     tensors: Layout = [(f"t{k}", dtype, shape) for k, (dtype, shape) in enumerate(layout)]
     header = header_of(tensors, data_start=data_start)
     wanted = [name for name, _, _ in tensors if data.draw(st.booleans(), label=name)]
-    plan = plan_reads([header], select_names([header], wanted, path="x"), slices={}, options=options)
+    plan = plan_of([header], wanted, **sizes)
     raw = file_of(header, len(layout))
-    found = carry_out(plan, [raw], options)
+    found = carry_out(plan, [raw], sizes["block_bytes"])
     assert found == {
         name: raw[data_start + header.begins[k] : data_start + header.ends[k]]
         for k, name in enumerate(header.names)
@@ -322,26 +326,26 @@ indices = st.one_of(
     st.integers(8, 9000),
 )
 def test_slices_get_exactly_their_bytes(
-    dtype: str, shape: tuple[int, ...], index: list[object], options: PlanOptions, data_start: int
+    dtype: str, shape: tuple[int, ...], index: list[object], sizes: dict[str, int], data_start: int
 ) -> None:
     header = header_of([("before", "U8", (13,)), ("w", dtype, shape), ("after", "F32", (9,))], data_start=data_start)
     raw = file_of(header, len(index))
     whole = np.frombuffer(raw, DTYPES[dtype], np.prod(shape), data_start + 13).reshape(shape)
-    wish = tuple(index)
+    part = tuple(index)
     try:
-        expected = whole[wish]
+        expected = whole[part]
     except IndexError:
         with pytest.raises(SliceError):
-            plan_reads([header], [[1]], slices={"w": wish}, options=options)
+            plan_of([header], "w", {"w": part}, **sizes)
         return
-    plan = plan_reads([header], [[0, 1]], slices={"w": wish}, options=options)
-    found = carry_out(plan, [raw], options)
+    plan = plan_of([header], ["before", "w"], {"w": part}, **sizes)
+    found = carry_out(plan, [raw], sizes["block_bytes"])
     assert found["before"] == raw[data_start : data_start + 13]
     (group,) = (group for group in plan.groups if group.sliced)
-    part = np.frombuffer(found["w"], DTYPES[dtype]).reshape(group.shapes[0])
+    found_part = np.frombuffer(found["w"], DTYPES[dtype]).reshape(group.shapes[0])
     if 0 in group.posts:
         chosen = group.posts[0]
-        part = part if chosen.post is None else part[chosen.post]
-        part = np.flip(part, chosen.flip) if chosen.flip else part
-    assert part.shape == expected.shape
-    assert part.tobytes() == expected.tobytes()
+        found_part = found_part if chosen.post is None else found_part[chosen.post]
+        found_part = np.flip(found_part, chosen.flip) if chosen.flip else found_part
+    assert found_part.shape == expected.shape
+    assert found_part.tobytes() == expected.tobytes()

@@ -1,15 +1,14 @@
-"""The way in is cut to what is in memory already: long blocks where nothing is waited for, short ones from a disk."""
+"""Block sizes follow what is in the page cache: long blocks where nothing waits for a disk, short ones where it does."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
 from stio.format.header_build import build_header
-from stio.loading.open import OpenOptions, open_checkpoint
+from stio.loading.open import open_checkpoint
+from stio.loading.options import LoadOptions
 from stio.loading.prepare import prepare
-from stio.loading.targets import LoadOptions
-from stio.runtime.limits import PAGE_BYTES, Limits
+from stio.runtime.limits import PAGE_BYTES
 from stio.storage.local import LocalFile
 from stio.storage.mapped import MappedFile
 
@@ -40,16 +39,16 @@ def test_blocks_are_as_long_as_what_is_in_memory_allows(
     monkeypatch, sparse, resident, budget_mib, longest_mib, first_piece_mib
 ):
     monkeypatch.setattr(LocalFile, "resident_fraction", lambda self: resident)
-    opened = open_checkpoint(sparse, OpenOptions(limits=Limits()))
+    opened = open_checkpoint(sparse)
     try:
-        options = LoadOptions(device=torch.device("cpu"), memory="map", budget_bytes=budget_mib * MIB)
-        transfer = prepare(opened, None, options, deliver=lambda group, landed: None)
-        sizes = [group.nbytes for group in transfer.plan.groups]
-        assert sum(group.payload_bytes for group in transfer.plan.groups) == 64 * 32 * MIB
+        options = LoadOptions(memory="map", budget_bytes=budget_mib * MIB)
+        scheduler = prepare(opened, None, options, deliver=lambda group, landed: None)
+        sizes = [group.nbytes for group in scheduler.plan.groups]
+        assert sum(group.payload_bytes for group in scheduler.plan.groups) == 64 * 32 * MIB
         assert longest_mib * MIB <= max(sizes) + MIB // 2 and max(sizes) <= max(longest_mib, 32) * MIB + MIB
-        [route] = transfer.routes
-        assert route._pacer.piece_bytes == first_piece_mib * MIB
-        route.close()
+        [path] = scheduler._paths
+        assert path._pacer.piece_bytes == first_piece_mib * MIB
+        path.close()
     finally:
         opened.close()
 
@@ -69,10 +68,10 @@ def test_what_comes_from_a_disk_is_touched_on_the_way(monkeypatch, tmp_path, res
         file.truncate(len(header) + 40 * MIB)
     monkeypatch.setattr(LocalFile, "resident_fraction", lambda self: resident)
     monkeypatch.setattr(MappedFile, "touch", lambda self, offset, nbytes: touched.append((offset, nbytes)))
-    opened = open_checkpoint(path, OpenOptions(limits=Limits()))
+    opened = open_checkpoint(path)
     try:
-        options = LoadOptions(device=torch.device("cpu"), memory=memory)
-        prepare(opened, None, options, deliver=lambda group, landed: None).carry_out()
+        options = LoadOptions(memory=memory)
+        prepare(opened, None, options, deliver=lambda group, landed: None).run()
     finally:
         opened.close()
     nbytes = sum(nbytes for _, nbytes in touched)

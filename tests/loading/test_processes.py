@@ -163,9 +163,10 @@ def test_exit_does_not_hang(zygote, directory, what):
             threading.Thread(target=body, daemon=True).start()
 
         if what == "load":
-            from stio.loading.body import start_load
-            from stio.loading.options import Settings
-            operation = start_load(root, Settings(memory="copy"), None, None)
+            from stio.loading.body import collect, start_reading
+            from stio.loading.options import LoadOptions
+            options = LoadOptions(memory="copy")
+            operation = start_reading(root, options, lambda operation, opened: collect(operation, opened, None, options))
         elif what == "stream":
             checkpoint = sync.open(root, memory="copy", budget_bytes=100_000)
             checkpoint.__enter__()
@@ -252,7 +253,7 @@ def test_keyboard_interrupt_of_asyncio_run(zygote, directory):
 
 
 def test_a_killed_process_is_killed(zygote, directory):
-    """SIGTERM is nobody's business here: the default ends the process at once."""
+    """SIGTERM has no handler here: the default ends the process at once."""
     child = zygote.start(indented("print('up', flush=True)\nsignal.pause()"), directory)
     assert eventually(lambda: child.stdout() == "up\n", 20), child.wait()
     os.kill(child.pid, signal.SIGTERM)
@@ -268,7 +269,7 @@ def test_import_starts_nothing():
         import stio.sync
         from support import num_threads
         from stio.runtime import event_loop as loop, operation as runtime
-        assert loop._engine._loop is None
+        assert loop._loop_thread._loop is None
         print(len(runtime._live))
         """
     )

@@ -1,4 +1,4 @@
-"""The scheduler alone: plans made by hand, a route that does what the test says."""
+"""The scheduler alone: plans written here, a read path that does what the test says."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from support import PATIENCE_SECONDS, eventually, nothing_left
 
 from stio.device.base import LoadedGroup
-from stio.loading import scheduler as load_module
 from stio.loading.plan import Block, Group, ReadPlan
 from stio.loading.scheduler import LoadScheduler
+from stio.runtime import workers
 from stio.runtime.operation import Cancelled, start_thread
 from stio.runtime.progress import ProgressEvent
 from stio.runtime.trace import Trace
@@ -28,17 +28,18 @@ def plan_of(*sizes: int, blocks: int = 1) -> ReadPlan:
         cut = tuple(Block(k, 4096 * k + i * step, step, i * step) for i in range(blocks)) if nbytes else ()
         groups.append(
             Group(
-                index=k, shard=0, offset=4096 * k, nbytes=nbytes, names=[f"t{k}"], dtypes=["U8"], shapes=[(nbytes,)],
+                index=k, selection=0, offset=4096 * k, nbytes=nbytes, names=[f"t{k}"], dtypes=["U8"], shapes=[(nbytes,)],
                 offsets=[0], blocks=cut, payload_bytes=nbytes,
             )
         )  # fmt: skip
     return ReadPlan(tuple(groups), sum(sizes), len(sizes))
 
 
-class FakeRoute:
-    """Notes what is asked of it; `on_read` and `on_finish` may wait or raise."""
+class FakePath:
+    """Records the calls; `on_read` and `on_finish` may wait or raise."""
 
     label = "read"
+    copy_queues = ()
 
     def __init__(
         self,
@@ -61,10 +62,7 @@ class FakeRoute:
             with self._lock:
                 self.inside -= 1
 
-    def settle(self, block: Block, settled: Callable[[Block], None]) -> None:
-        settled(block)
-
-    def finish(self, group: Group) -> LoadedGroup:
+    def make_tensors(self, group: Group) -> LoadedGroup:
         with self._lock:
             self.finished.append(group.index)
         self.on_finish(group)
@@ -80,21 +78,21 @@ class Scheduler:
     def __init__(
         self,
         plan: ReadPlan,
-        route: FakeRoute | None = None,
+        path: FakePath | None = None,
         *,
         budget_bytes: int = 1 << 30,
         num_workers: int = 1,
         deliver=None,
         **options,
     ) -> None:
-        self.route = route or FakeRoute()
+        self.path = path or FakePath()
         self.delivered: list[int] = []
         self.lock = threading.Lock()
         self.error: BaseException | None = None
         self.over = threading.Event()
         self.run = LoadScheduler(
             plan,
-            [self.route],
+            [self.path],
             deliver=deliver or self.deliver,
             budget_bytes=budget_bytes,
             num_workers=num_workers,
@@ -133,15 +131,15 @@ def test_everything_is_delivered_once(num_workers):
     made = Scheduler(plan_of(*[30] * 40, blocks=3), num_workers=num_workers)
     made.run.run()
     assert sorted(made.delivered) == list(range(40))
-    assert sorted(made.route.reads) == [(k, at) for k in range(40) for at in (0, 10, 20)]
-    assert sorted(made.route.finished) == list(range(40))
+    assert sorted(made.path.reads) == [(k, at) for k in range(40) for at in (0, 10, 20)]
+    assert sorted(made.path.finished) == list(range(40))
     assert made.run.budget.used_bytes == 0
 
 
 def test_one_worker_keeps_the_plans_order():
     made = Scheduler(plan_of(*[30] * 5, blocks=3))
     made.run.run()
-    assert made.route.reads == [(k, at) for k in range(5) for at in (0, 10, 20)]
+    assert made.path.reads == [(k, at) for k in range(5) for at in (0, 10, 20)]
     assert made.delivered == [0, 1, 2, 3, 4]
 
 
@@ -153,10 +151,10 @@ def test_a_group_is_finished_by_its_last_block():
             held.set()
             assert go.wait(PATIENCE_SECONDS)
 
-    made = Scheduler(plan_of(30, blocks=3), FakeRoute(on_read), num_workers=2).start()
+    made = Scheduler(plan_of(30, blocks=3), FakePath(on_read), num_workers=2).start()
     assert held.wait(PATIENCE_SECONDS)
-    assert eventually(lambda: len(made.route.reads) == 3 and made.route.inside == 1)
-    assert made.route.finished == []
+    assert eventually(lambda: len(made.path.reads) == 3 and made.path.inside == 1)
+    assert made.path.finished == []
     go.set()
     made.end()
     assert made.delivered == [0]
@@ -167,7 +165,7 @@ def test_empty_plan_and_empty_groups():
     made = Scheduler(plan_of(0, 5, 0), budget_bytes=1)
     made.run.run()
     assert made.delivered == [0, 1, 2]
-    assert made.route.reads == [(1, 0)]  # nothing to read of the empty ones
+    assert made.path.reads == [(1, 0)]  # nothing to read of the empty ones
 
 
 def test_no_more_workers_than_reads():
@@ -178,11 +176,11 @@ def test_no_more_workers_than_reads():
         seen.add(threading.get_ident())
         barrier.wait(PATIENCE_SECONDS)
 
-    Scheduler(plan_of(5, 5), FakeRoute(on_read), num_workers=50).run.run()
+    Scheduler(plan_of(5, 5), FakePath(on_read), num_workers=50).run.run()
     assert len(seen) == 2
 
 
-def test_fewer_threads_than_wished_for_do_the_work_too(monkeypatch):
+def test_fewer_threads_than_requested_do_the_work_too(monkeypatch):
     started = []
 
     def refuse(run, *, name):
@@ -191,7 +189,7 @@ def test_fewer_threads_than_wished_for_do_the_work_too(monkeypatch):
         started.append(name)
         start_thread(run, name=name)
 
-    monkeypatch.setattr(load_module, "start_thread", refuse)
+    monkeypatch.setattr(workers, "start_thread", refuse)
     made = Scheduler(plan_of(*[5] * 20), num_workers=4)
     made.run.run()
     assert sorted(made.delivered) == list(range(20))
@@ -217,7 +215,7 @@ def test_an_oversized_group_runs_alone():
     def on_read(group, _):
         together.append((group.index, made.run.budget.used_bytes))
 
-    made = Scheduler(plan_of(10, 10, 500, 10, 10), FakeRoute(on_read), budget_bytes=100, num_workers=4)
+    made = Scheduler(plan_of(10, 10, 500, 10, 10), FakePath(on_read), budget_bytes=100, num_workers=4)
     made.run.run()
     assert (2, 500) in together
     assert sorted(made.delivered) == [0, 1, 2, 3, 4]
@@ -233,21 +231,21 @@ def test_first_come_first_served():
             held.set()
             assert go.wait(PATIENCE_SECONDS)
 
-    made = Scheduler(plan_of(60, 90, 10, 10, 10), FakeRoute(on_read), budget_bytes=100, num_workers=4).start()
+    made = Scheduler(plan_of(60, 90, 10, 10, 10), FakePath(on_read), budget_bytes=100, num_workers=4).start()
     assert held.wait(PATIENCE_SECONDS)
     assert eventually(lambda: len(made.run._changed._waiters) == 3)  # all others wait for budget
-    assert made.route.reads == [(0, 0)]
+    assert made.path.reads == [(0, 0)]
     go.set()
     made.end()
-    assert made.route.reads[1] == (1, 0)
+    assert made.path.reads[1] == (1, 0)
 
 
 def test_hold_stops_reading_when_the_consumer_lags():
     made = Scheduler(plan_of(*[40] * 10), budget_bytes=100, num_workers=4, hold=True).start()
     assert eventually(lambda: len(made.delivered) == 2 and len(made.run._changed._waiters) == 4)
-    assert made.route.reads == [(0, 0), (1, 0)]
+    assert made.path.reads == [(0, 0), (1, 0)]
     assert made.run.budget.used_bytes == 80
-    groups = made.run._plan.groups
+    groups = made.run.plan.groups
     for k in range(8):
         made.run.release(groups[made.delivered[k]])
         assert eventually(lambda k=k: len(made.delivered) == min(10, k + 3))
@@ -259,13 +257,13 @@ def test_hold_of_oversized_groups_hands_over_one_by_one():
     made = Scheduler(plan_of(500, 500, 500), budget_bytes=100, num_workers=2, hold=True).start()
     for k in range(3):
         assert eventually(lambda k=k: made.delivered == list(range(k + 1)))
-        made.run.release(made.run._plan.groups[k])
+        made.run.release(made.run.plan.groups[k])
     made.end()
     assert made.run.budget.peak_bytes == 500
 
 
-def test_p8_a_group_is_paid_for_until_who_delivered_it_let_go():
-    """The consumer may be done with a group while the worker that delivered it has not run a line since."""
+def test_p8_a_group_counts_until_the_worker_that_delivered_it_releases_it():
+    """The consumer may have released a group while the worker that delivered it has not run a line since."""
     go = threading.Event()
 
     def deliver(group, landed):
@@ -275,20 +273,23 @@ def test_p8_a_group_is_paid_for_until_who_delivered_it_let_go():
 
     made = Scheduler(plan_of(60, 60), budget_bytes=100, num_workers=2, hold=True, deliver=deliver).start()
     assert eventually(lambda: made.delivered == [0] and len(made.run._changed._waiters) == 1)
-    assert (made.route.reads, made.run.budget.used_bytes) == ([(0, 0)], 60)
+    assert (made.path.reads, made.run.budget.used_bytes) == ([(0, 0)], 60)
     go.set()
     made.end()
     assert (made.delivered, made.run.budget.used_bytes) == ([0, 1], 0)
 
 
-def test_p8_a_group_is_paid_for_until_its_readers_let_go():
-    """Nor does it help that another worker sent on what this one read, and the consumer took it."""
+def test_p8_a_group_counts_until_its_readers_release_it():
+    """Even if another worker submitted the copies of what this one read, and the consumer has taken the group."""
     read, go = threading.Event(), threading.Event()
 
-    class Sharing(FakeRoute):
+    class Sharing(FakePath):
+        """A path and its queue: whichever worker submits reports all blocks."""
+
         def __init__(self):
             super().__init__()
             self.there: list[Block] = []
+            self.copy_queues = (self,)
 
         def read(self, group, block, stopped):
             super().read(group, block, stopped)
@@ -299,9 +300,9 @@ def test_p8_a_group_is_paid_for_until_its_readers_let_go():
             else:
                 assert read.wait(PATIENCE_SECONDS)
 
-        def settle(self, block, settled):
+        def submit(self, on_submitted):
             while self.there:
-                settled(self.there.pop())
+                on_submitted(self.there.pop())
 
     def deliver(group, landed):
         made.deliver(group, landed)
@@ -311,7 +312,7 @@ def test_p8_a_group_is_paid_for_until_its_readers_let_go():
         plan_of(60, 60, blocks=2), Sharing(), budget_bytes=100, num_workers=2, hold=True, deliver=deliver
     ).start()
     assert eventually(lambda: made.delivered == [0] and len(made.run._changed._waiters) == 1)
-    assert ({index for index, _ in made.route.reads}, made.run.budget.used_bytes) == ({0}, 60)
+    assert ({index for index, _ in made.path.reads}, made.run.budget.used_bytes) == ({0}, 60)
     go.set()
     made.end()
     assert (made.delivered, made.run.budget.used_bytes) == ([0, 1], 0)
@@ -325,7 +326,7 @@ def test_promote_moves_what_has_not_begun():
             held.set()
             assert go.wait(PATIENCE_SECONDS)
 
-    made = Scheduler(plan_of(*[10] * 8), FakeRoute(on_read)).start()
+    made = Scheduler(plan_of(*[10] * 8), FakePath(on_read)).start()
     assert held.wait(PATIENCE_SECONDS)
     made.run.promote(["t6", "t4", "t0", "absent"])
     made.run.promote(["t7"])
@@ -343,7 +344,7 @@ def test_arranged_before_it_runs():
 
 @pytest.mark.parametrize("budget_bytes", [100, 1000])
 def test_arranged_while_it_runs(budget_bytes):
-    """What is left of a group that has begun waits for what is wanted first, unless the budget has no room for that."""
+    """The rest of a group that has begun waits for what comes first now, unless the budget is too small for that."""
     held, go = threading.Event(), threading.Event()
 
     def on_read(group, block):
@@ -351,13 +352,13 @@ def test_arranged_while_it_runs(budget_bytes):
             held.set()
             assert go.wait(PATIENCE_SECONDS)
 
-    made = Scheduler(plan_of(*[100] * 4, blocks=4), FakeRoute(on_read), budget_bytes=budget_bytes).start()
+    made = Scheduler(plan_of(*[100] * 4, blocks=4), FakePath(on_read), budget_bytes=budget_bytes).start()
     assert held.wait(PATIENCE_SECONDS)
     made.run.arrange([2, 3, 0, 1])
     go.set()
     made.end()
     assert made.delivered == ([2, 3, 0, 1] if budget_bytes == 1000 else [0, 2, 3, 1])
-    assert len(made.route.reads) == 16
+    assert len(made.path.reads) == 16
     assert made.run.budget.used_bytes == 0
 
 
@@ -369,24 +370,24 @@ def test_stop_before_it_runs():
     made.run.stop()
     with pytest.raises(Cancelled):
         made.run.run()
-    assert made.route.reads == []
+    assert made.path.reads == []
 
 
 @pytest.mark.parametrize("n", range(7))
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_stop_at_every_read(n, num_workers):
     def on_read(*_):
-        if len(made.route.reads) > n:
+        if len(made.path.reads) > n:
             made.run.stop()
 
-    made = Scheduler(plan_of(*[10] * 6), FakeRoute(on_read), num_workers=num_workers, budget_bytes=20)
+    made = Scheduler(plan_of(*[10] * 6), FakePath(on_read), num_workers=num_workers, budget_bytes=20)
     if n >= 6:
         made.run.run()
         return
     with pytest.raises(Cancelled):
         made.run.run()
-    assert made.route.inside == 0
-    assert len(made.route.reads) <= n + num_workers
+    assert made.path.inside == 0
+    assert len(made.path.reads) <= n + num_workers
 
 
 @pytest.mark.parametrize("where", ["finish", "deliver", "wait for budget", "progress"])
@@ -397,9 +398,9 @@ def test_stop_elsewhere(where):
         options["deliver"] = stop[0]
     if where == "progress":
         options["progress"] = stop[0]
-    route = FakeRoute(on_finish=stop[0] if where == "finish" else lambda _: None)
+    path = FakePath(on_finish=stop[0] if where == "finish" else lambda _: None)
     made = Scheduler(
-        plan_of(*[10] * 6), route, num_workers=2, budget_bytes=10, hold=where == "wait for budget", **options
+        plan_of(*[10] * 6), path, num_workers=2, budget_bytes=10, hold=where == "wait for budget", **options
     )
     made.start()
     if where == "wait for budget":
@@ -407,7 +408,7 @@ def test_stop_elsewhere(where):
         made.run.stop()
     with pytest.raises(Cancelled):
         made.end()
-    assert len(made.route.reads) < 6
+    assert len(made.path.reads) < 6
 
 
 def test_stop_waits_for_reads_under_way():
@@ -417,14 +418,14 @@ def test_stop_waits_for_reads_under_way():
         held.set()
         assert go.wait(PATIENCE_SECONDS)
 
-    made = Scheduler(plan_of(10, 10, 10), FakeRoute(on_read), num_workers=2).start()
+    made = Scheduler(plan_of(10, 10, 10), FakePath(on_read), num_workers=2).start()
     assert held.wait(PATIENCE_SECONDS)
     made.run.stop()
     assert not made.over.wait(0.01)
     go.set()
     with pytest.raises(Cancelled):
         made.end()
-    assert made.route.inside == 0
+    assert made.path.inside == 0
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])
@@ -436,13 +437,13 @@ def test_errors_come_out_unwrapped(where, num_workers):
         raise mine
 
     options = {where: fail} if where in ("deliver", "progress") else {}
-    route = FakeRoute(**{f"on_{where}": fail} if where in ("read", "finish") else {})
-    made = Scheduler(plan_of(*[10] * 8), route, num_workers=num_workers, budget_bytes=25, **options)
+    path = FakePath(**{f"on_{where}": fail} if where in ("read", "finish") else {})
+    made = Scheduler(plan_of(*[10] * 8), path, num_workers=num_workers, budget_bytes=25, **options)
     with pytest.raises(OSError, match="mine") as caught:
         made.run.run()
     assert caught.value is mine
-    assert made.route.inside == 0
-    assert len(made.route.reads) <= num_workers
+    assert made.path.inside == 0
+    assert len(made.path.reads) <= num_workers
 
 
 def test_first_error_wins():
@@ -456,7 +457,7 @@ def test_first_error_wins():
         assert eventually(made.run.is_stopped)
         raise ValueError("second")
 
-    made = Scheduler(plan_of(10, 10), FakeRoute(on_read), num_workers=2)
+    made = Scheduler(plan_of(10, 10), FakePath(on_read), num_workers=2)
     with pytest.raises(KeyError, match="first"):
         made.run.run()
     assert not first_over.is_set()
@@ -466,10 +467,10 @@ def test_a_run_does_not_keep_its_error():
     def fail(*_):
         raise KeyError
 
-    made = Scheduler(plan_of(10), FakeRoute(fail))
+    made = Scheduler(plan_of(10), FakePath(fail))
     with pytest.raises(KeyError):
         made.run.run()
-    assert made.run._error is None
+    assert made.run._workers._error is None
 
 
 # What it says of itself.

@@ -152,7 +152,7 @@ async def test_dropping_a_stream_ends_it(root):
     async with stio.open(root, **SMALL) as checkpoint:
         stream = checkpoint.stream()
         await anext(stream)
-        operation = weakref.ref(stream._feed.operation)
+        operation = weakref.ref(stream._queue.operation)
         del stream
         assert await eventually_async(lambda: operation() is None or operation().done)
     assert len(root.log) < 20
@@ -318,7 +318,7 @@ async def test_reading_stops_when_the_consumer_lags(root, monkeypatch):
     async with stio.open(root, **SMALL) as checkpoint, checkpoint.stream() as stream:
         await anext(stream)
         run = runs[0]
-        assert await eventually_async(lambda: len(run._changed._waiters) == run._workers and run._workers > 0)
+        assert await eventually_async(lambda: len(run._changed._waiters) == run._workers._num_working > 0)
         asked = len(root.log)
         await spin(50)
         assert len(root.log) == asked

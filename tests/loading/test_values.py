@@ -101,8 +101,8 @@ async def test_order_is_that_of_the_data(single):
         raw = file.read()
     offsets = {name: raw.find(bits_of(t)) for name, t in oracle(single).items() if t.nbytes > 1000}
     names = list(await stio.load(single, memory="copy"))
-    kept = [name for name in names if name in offsets]
-    assert kept == sorted(kept, key=offsets.__getitem__)
+    stored = [name for name in names if name in offsets]
+    assert stored == sorted(stored, key=offsets.__getitem__)
     async with stio.open(single) as checkpoint:
         assert checkpoint.keys() == names
 
@@ -165,8 +165,15 @@ async def test_names(source, memory):
     names = list(expected)
     one, some = names[0], names[1::2]
     require_equal(await stio.load(source, names=one, memory=memory), {one: expected[one]})
-    for wish in [some, tuple(some), set(some), (name for name in some), dict.fromkeys(some), lambda name: name in some]:
-        found = await stio.load(source, names=wish, memory=memory)
+    for selected in [
+        some,
+        tuple(some),
+        set(some),
+        (name for name in some),
+        dict.fromkeys(some),
+        lambda name: name in some,
+    ]:
+        found = await stio.load(source, names=selected, memory=memory)
         require_equal(found, {name: expected[name] for name in some})
     assert await stio.load(source, names=[], memory=memory) == {}
     assert await stio.load(source, names=lambda _: False, memory=memory) == {}

@@ -1,4 +1,4 @@
-"""`verify=True`: every file is held against the manifest before a tensor is handed out (fault 102)."""
+"""`verify=True`: every file is compared with the manifest before a tensor is returned (fault 102)."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from stio.errors import (
     StorageError,
     UnsafePathError,
 )
-from stio.loading import integrity
-from stio.storage.async_files import PortableRoot
+from stio.runtime.workers import WorkerPool
+from stio.storage import async_files
 from stio.storage.local import LocalRoot
 
 pytestmark = pytest.mark.anyio
@@ -124,7 +124,7 @@ async def by_load_into(source, **keywords):
     try:
         await stio.load_into(model, source, **keywords)
     except IntegrityError:
-        assert not any(tensor.any() for tensor in model.tensors.values())  # nothing was handed out
+        assert not any(tensor.any() for tensor in model.tensors.values())  # nothing was read
         raise
     return model.tensors
 
@@ -180,7 +180,7 @@ SOURCES = {
     "relative": os.path.relpath,
     "Root": HookedRoot,
     "LocalRoot": LocalRoot,
-    "AsyncRoot": PortableRoot,
+    "aiofiles": lambda directory: LocalRoot(directory, open_at=async_files.open_at),
 }
 
 
@@ -248,7 +248,7 @@ async def test_xxh3(directory, tensors):
     write_manifest(directory, manifest_of(directory, "xxh3"))
     require_equal(await stio.load(directory, verify=True), tensors)
     damage(directory / SHARD)
-    with pytest.raises(IntegrityError, match="its xxh3 is not what the manifest says"):
+    with pytest.raises(IntegrityError, match="its xxh3 differs from the manifest"):
         await stio.load(directory, verify=True)
 
 
@@ -312,7 +312,7 @@ def damage(path, at=-5):
 async def test_c102_one_bit(directory, by):
     good = state((directory / SHARD).read_bytes())["digest"]
     damage(directory / SHARD)
-    with pytest.raises(IntegrityError, match="its sha256 is not what the manifest says") as caught:
+    with pytest.raises(IntegrityError, match="its sha256 differs from the manifest") as caught:
         await by(directory, verify=True)
     assert caught.value.path == str(directory / SHARD)
     assert caught.value.expected == good
@@ -552,13 +552,13 @@ async def test_the_first_error_ends_the_others(root, directory, monkeypatch):
     damage(directory / "model-00001-of-00003.safetensors")
     seen = threading.Event()
     made = []
-    original = integrity._Comparison.run
-    monkeypatch.setattr(integrity._Comparison, "run", lambda self, *a: (made.append(self), original(self, *a)))
+    run = WorkerPool.run
+    monkeypatch.setattr(WorkerPool, "run", lambda self, *a: (made.append(self), run(self, *a)))
 
     def hook(name, offset, nbytes):
         if name == SHARD:
             seen.set()
-            assert eventually(lambda: made[0]._stopped)
+            assert eventually(lambda: made[0].stopped)
         elif offset:
             assert seen.wait(5)
 
@@ -583,7 +583,7 @@ async def test_without_threads_to_spare(directory, tensors, monkeypatch):
     def refuse(run, *, name):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("stio.loading.integrity.start_thread", refuse)
+    monkeypatch.setattr("stio.runtime.workers.start_thread", refuse)
     require_equal(await stio.load(directory, verify=True), tensors)
 
 
@@ -651,7 +651,7 @@ async def test_a_cancelled_verification_waits_for_reads_under_way(root, way, mon
             group.cancel_scope.cancel()
             with anyio.CancelScope(shield=True):
                 await spin(30)
-                assert over == []  # a thread holds a buffer: nobody goes on
+                assert over == []  # a thread uses a buffer: the cancel is not passed on yet
                 gate.opened.set()
         assert over == [0]
         assert all(file.closed for file in root.files)

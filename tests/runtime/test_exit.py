@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("plain_workers")
 
 
 class Publishing:
-    """A body that settles, waits to be let go, and returns."""
+    """A body that settles, waits for an event, and returns."""
 
     def __init__(self, *, error=None):
         self.error = error
@@ -24,7 +24,7 @@ class Publishing:
 
     def __call__(self, operation):
         operation.on_cancel(self.told.set)
-        operation.settle()
+        operation.refuse_cancel()
         self.settled.set()
         assert self.go.wait(PATIENCE_SECONDS)
         operation.check()
@@ -52,7 +52,7 @@ def test_c110_a_cancel_before_the_commit_rolls_back():
     def body(operation):
         operation.on_cancel(hold.set)
         assert hold.wait(PATIENCE_SECONDS)
-        operation.settle()
+        operation.refuse_cancel()
         reached.append(1)
 
     operation = Operation(body, name="save").start()
@@ -69,7 +69,7 @@ def test_c110_a_cancel_after_that_is_not_heard():
     assert not operation.cancelled
     assert not body.told.is_set()
     body.go.set()
-    assert operation.result(PATIENCE_SECONDS) == "published"
+    assert operation.result() == "published"
     operation.cancel()
     assert operation.result() == "published"
 
@@ -94,18 +94,18 @@ def test_errors_after_the_point_of_no_return_come_out():
     operation.cancel()
     body.go.set()
     with pytest.raises(OSError, match="mine") as caught:
-        operation.result(PATIENCE_SECONDS)
+        operation.result()
     assert caught.value is mine
 
 
 def test_settle_is_decided_once():
-    """Whoever asks first has it: a cancel or the body, never both."""
+    """Either a cancel or the body wins, whichever comes first; never both."""
     for _ in range(50):
         line = threading.Barrier(2)
 
         def body(operation, line=line):
             line.wait(PATIENCE_SECONDS)
-            operation.settle()
+            operation.refuse_cancel()
             return "published"
 
         operation = Operation(body, name="save").start()
@@ -121,12 +121,12 @@ def test_settle_is_decided_once():
 
 def test_settle_twice_is_no_harm():
     def body(operation):
-        operation.settle()
+        operation.refuse_cancel()
         operation.cancel()
-        operation.settle()
+        operation.refuse_cancel()
         return 5
 
-    assert Operation(body, name="save").start().result(PATIENCE_SECONDS) == 5
+    assert Operation(body, name="save").start().result() == 5
 
 
 def test_settle_says_cancelled_to_the_body():
@@ -135,18 +135,18 @@ def test_settle_says_cancelled_to_the_body():
     def body(operation):
         operation.cancel()
         try:
-            operation.settle()
+            operation.refuse_cancel()
         except Cancelled as error:
             caught.append(error)
             raise
 
     with pytest.raises(ClosedError):
-        Operation(body, name="save").start().result(PATIENCE_SECONDS)
+        Operation(body, name="save").start().result()
     assert len(caught) == 1
 
 
 @pytest.mark.anyio
-async def test_a_caller_who_is_cancelled_while_it_publishes_waits_for_the_end():
+async def test_a_caller_that_is_cancelled_during_a_commit_waits_for_the_end():
     body = Publishing()
     operation = begun(body)
     waiting = anyio.Event()
@@ -185,7 +185,7 @@ def test_c121_exit_lets_a_save_go_on_and_ends_a_load():
         def save(operation):
             begun[0].set()
             assert ended.wait(30)
-            operation.settle()
+            operation.refuse_cancel()
             print("saved", operation.cancelled, flush=True)
 
         def load(operation):
@@ -220,7 +220,7 @@ def test_c121_exit_rolls_back_a_save_that_does_not_end_in_time():
             begun.set()
             assert stop.wait(30)
             try:
-                operation.settle()
+                operation.refuse_cancel()
             finally:
                 print("rolled back", flush=True)
 

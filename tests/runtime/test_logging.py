@@ -1,4 +1,4 @@
-"""The logger `stio`: lines at DEBUG for each operation, silence otherwise, and no handler that nobody asked for."""
+"""The logger `stio`: lines at DEBUG for each operation, silence otherwise, and no handler of its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def lines(caplog):
     return take
 
 
-async def test_a_load_says_where_from_how_much_by_which_way_and_how_long(directory, lines):
+async def test_a_load_logs_source_size_read_path_and_time(directory, lines):
     await stio.load(directory, memory="copy")
     begin, end = lines()
     assert begin == f"load {directory}: begins"
@@ -97,7 +97,7 @@ class Raising(logging.Handler):
         raise RuntimeError("a handler that is broken")
 
 
-def test_a_handler_that_raises_hurts_nobody(directory, caplog):
+def test_a_handler_that_raises_has_no_effect(directory, caplog):
     caplog.set_level(logging.DEBUG, logger="stio")
     handler = Raising()
     logging.getLogger("stio").addHandler(handler)
@@ -110,11 +110,11 @@ def test_a_handler_that_raises_hurts_nobody(directory, caplog):
     assert handler.calls == 4
 
 
-def test_remarks_are_not_even_asked_for_where_nobody_listens(caplog):
+def test_log_details_are_not_made_without_debug_logging(caplog):
     asked = []
 
     def body(operation):
-        operation.remark(lambda: asked.append(1) or "text")
+        operation.set_log_detail(lambda: asked.append(1) or "text")
 
     caplog.set_level(logging.INFO, logger="stio")
     Operation(body, name="test").start().result()
@@ -137,7 +137,7 @@ def test_a_library_configures_nothing(zygote, directory):
         root = logging.getLogger()
         assert (root.handlers, root.level) == ([], logging.WARNING)
         logger.info("not shown")
-        logger.error("shown")  # as a save's failure that nobody awaited
+        logger.error("shown")  # as for a failed save that is never awaited
         """,
         directory,
     )

@@ -1,4 +1,4 @@
-"""Operations and bells: handoffs between threads and every kind of loop, and what a cancel leaves behind."""
+"""Operations and notifiers: waits of threads and of every kind of loop, and the state after a cancel."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 from support import PATIENCE_SECONDS, backend_name, eventually, eventually_async, nothing_left, run_python, spin
 
 from stio.errors import ClosedError
-from stio.runtime import notifier as bells
+from stio.runtime import notifier as notifier_module
 from stio.runtime import operation as runtime
 from stio.runtime import process as switching
-from stio.runtime.event_loop import engine_call
+from stio.runtime.event_loop import run_on_loop
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Cancelled, Operation, start_thread
 from stio.runtime.process import switch_interval
@@ -57,16 +57,16 @@ def started(body: Body) -> Operation[Any]:
     return operation
 
 
-# Bells.
+# Notifiers.
 
 
 @pytest.mark.anyio
-async def test_bell_wakes_a_task_from_another_thread():
-    notifier, rung = Notifier(), threading.Event()
+async def test_notifier_wakes_a_task_from_another_thread():
+    notifier, event = Notifier(), threading.Event()
     woken = []
 
     async def wait():
-        await notifier.wait_for(rung.is_set)
+        await notifier.wait_for(event.is_set)
         woken.append(True)
 
     async with anyio.create_task_group() as group:
@@ -74,25 +74,25 @@ async def test_bell_wakes_a_task_from_another_thread():
             group.start_soon(wait)
         await eventually_async(lambda: len(notifier._wakers) == 3)
 
-        def ring():
-            notifier.notify()  # the condition does not hold yet: nobody may pass
-            rung.set()
+        def notify():
+            notifier.notify()  # the condition does not hold yet: no task may continue
+            event.set()
             notifier.notify()
 
-        start_thread(ring, name="ringer")
+        start_thread(notify, name="notify")
     assert woken == [True] * 3
     assert notifier._wakers == []
 
 
 @pytest.mark.anyio
-async def test_bell_is_not_waited_for_when_the_condition_holds():
+async def test_notifier_does_not_wait_when_the_condition_holds():
     notifier = Notifier()
     await notifier.wait_for(lambda: True)
     assert notifier._wakers == []
 
 
 @pytest.mark.anyio
-async def test_bell_rung_between_the_look_and_the_hanging_up():
+async def test_notify_between_the_check_and_the_registration_of_a_waker():
     notifier, looks = Notifier(), []
 
     def ready():
@@ -105,7 +105,7 @@ async def test_bell_rung_between_the_look_and_the_hanging_up():
 
 
 @pytest.mark.anyio
-async def test_bell_forgets_who_was_cancelled():
+async def test_notifier_removes_the_waker_of_a_cancelled_task():
     notifier = Notifier()
     with anyio.move_on_after(0):
         await notifier.wait_for(lambda: False)
@@ -113,40 +113,40 @@ async def test_bell_forgets_who_was_cancelled():
     notifier.notify()
 
 
-def test_bell_wakes_threads():
-    notifier, rung, woken = Notifier(), threading.Event(), []
+def test_notifier_wakes_threads():
+    notifier, event, woken = Notifier(), threading.Event(), []
     for _ in range(3):
-        start_thread(lambda: woken.append(notifier.wait_for_blocking(rung.is_set, PATIENCE_SECONDS)), name="waiter")
+        start_thread(lambda: woken.append(notifier.block_until(event.is_set, PATIENCE_SECONDS)), name="waiter")
     assert eventually(lambda: len(notifier._wakers) == 3)
-    rung.set()
+    event.set()
     notifier.notify()
     assert eventually(lambda: woken == [True] * 3)
 
 
-def test_bell_timeout():
+def test_notifier_timeout():
     notifier = Notifier()
-    assert notifier.wait_for_blocking(lambda: False, 0.001) is False
-    assert notifier.wait_for_blocking(lambda: False, -1) is False
+    assert notifier.block_until(lambda: False, 0.001) is False
+    assert notifier.block_until(lambda: False, -1) is False
 
 
 @pytest.mark.parametrize("timeout", [None, PATIENCE_SECONDS])
 def test_a_blocked_thread_looks_now_and_then(monkeypatch, timeout):
     """A signal that came just before it began to wait has not woken it."""
-    monkeypatch.setattr("stio.runtime.notifier._LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("stio.runtime.notifier._CHECK_SECONDS", 0.001)
     looks = itertools.count()
-    assert Notifier().wait_for_blocking(lambda: next(looks) >= 9, timeout)
+    assert Notifier().block_until(lambda: next(looks) >= 9, timeout)
 
 
-def test_bell_of_a_loop_that_has_ended():
+def test_notifier_with_a_loop_that_has_ended():
     notifier = Notifier()
     for run in (lambda f: asyncio.run(f()), lambda f: __import__("trio").run(f)):
 
         async def hang_up():
-            notifier._wakers.append(bells._loop_event()[1])
+            notifier._wakers.append(notifier_module._loop_event()[1])
 
         run(hang_up)
     assert len(notifier._wakers) == 2
-    notifier.notify()  # nobody is left to wake, and that is no error
+    notifier.notify()  # no task is left to wake, and that is no error
 
 
 # Operations, waited for in every way.
@@ -198,7 +198,7 @@ async def test_cancel_before_start_runs_nothing():
     operation.cancel()
     await operation.aclose()  # does not wait for what never began
     operation.start()
-    with pytest.raises(ClosedError, match="test was ended"):
+    with pytest.raises(ClosedError, match="test was cancelled"):
         await operation.wait()
     assert not body.begun.is_set()
 
@@ -239,7 +239,7 @@ async def test_cancel_after_the_end_changes_nothing():
 
 
 @pytest.mark.anyio
-async def test_what_somebody_else_closed_says_so():
+async def test_an_operation_that_was_closed_elsewhere_raises_closed_error():
     body = Body()
     operation = started(body)
     async with anyio.create_task_group() as group:
@@ -256,7 +256,7 @@ async def test_what_somebody_else_closed_says_so():
 
 
 @pytest.mark.parametrize("how", ["cancel", "wait", "result"])
-def test_a_value_that_nobody_takes_is_discarded(how):
+def test_a_value_that_is_not_taken_is_discarded(how):
     discarded = []
     body = Body(stubborn=True)
     operation = Operation(body, name="test", discard=discarded.append).start()
@@ -276,7 +276,7 @@ def test_a_value_that_nobody_takes_is_discarded(how):
         operation.result()
 
 
-def test_a_value_that_was_taken_is_kept():
+def test_a_value_that_was_taken_is_not_discarded():
     discarded = []
     operation = Operation(lambda _: "value", name="test", discard=discarded.append).start()
     assert operation.result() == "value"
@@ -420,15 +420,15 @@ def test_result_returns_or_raises():
         Operation(lambda _: 1 // 0, name="test").start().result()
 
 
-def test_result_timeout_leaves_the_operation_alone():
+def test_join_with_a_timeout_leaves_the_operation_alone():
     body = Body()
     operation = started(body)
     for timeout in (0, 0.001):
-        with pytest.raises(TimeoutError, match="test is not done"):
-            operation.result(timeout=timeout)
-    assert not operation.cancelled
+        assert operation.join(timeout) is False
+        assert not operation.cancelled
     body.go.set()
-    assert operation.result(timeout=PATIENCE_SECONDS) == "value"
+    assert operation.join(PATIENCE_SECONDS)
+    assert operation.result() == "value"
 
 
 def test_a_body_may_raise_timeouts_of_its_own():
@@ -559,10 +559,10 @@ def test_engine_call_runs_coroutines_for_threads():
     async def fail():
         raise KeyError("there")
 
-    first, second = engine_call(answer), engine_call(answer)
+    first, second = run_on_loop(answer), run_on_loop(answer)
     assert first == second != threading.get_ident()
     with pytest.raises(KeyError):
-        engine_call(fail)
+        run_on_loop(fail)
 
 
 # The switch interval.

@@ -1,4 +1,4 @@
-"""What many spans say together: totals, time that is covered, a sentence; and numbers for people."""
+"""The summary of many spans: totals, covered time, and the sentence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from stio.runtime.spans import CALLER, Span, covered_seconds, show_bytes, show_seconds, summarize, usable
+from stio.runtime.spans import CALLER, Span, covered_seconds, summarize, usable
 
 
 def span(name: str, start: float, end: float, *, lane: str = "read-1", num_bytes: int = 0) -> Span:
@@ -89,30 +89,3 @@ SENTENCES = [
 @pytest.mark.parametrize(("spans", "sentence"), SENTENCES)
 def test_the_sentence_says_where_the_time_went(spans: list[Span], sentence: str) -> None:
     assert summarize(spans).sentence == sentence
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 µs"), (7e-6, "7 µs"), (9.996e-4, "1 ms"), (0.0201, "20.1 ms"), (0.09994, "99.9 ms"), (0.42, "0.42 s"),
-        (0.9996, "1 s"), (1.5234, "1.52 s"), (99.96, "100 s"), (12345.6, "12,346 s"),
-    ],
-)  # fmt: skip
-def test_times_for_people(seconds: float, text: str) -> None:
-    assert show_seconds(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (32_000_000, "32 MB"),
-        (1.7384e9, "1.74 GB"),
-        (999.6e6, "1 GB"),
-        (5e15, "5,000 TB"),
-    ],
-)
-def test_sizes_for_people(nbytes: float, text: str) -> None:
-    assert show_bytes(nbytes) == text

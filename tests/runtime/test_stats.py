@@ -298,22 +298,22 @@ def test_a_forked_child_begins_at_zero(zygote, directory, tmp_path):
     assert found.stdout == "good\n", found.stderr
 
 
-def test_who_carries_an_operation_on_in_a_forked_child_is_not_counted(directory):
+def test_an_operation_that_ends_in_a_forked_child_is_not_counted(directory):
     found = run_python(
         """
         import os, sys, warnings
         import stio
-        from stio.runtime import stats as counters
+        from stio.runtime import stats
         from stio.runtime.operation import Operation
         warnings.simplefilter("ignore", DeprecationWarning)
-        tally = counters.begin("load")
+        tally = stats.count_start("load")
         pid = os.fork()
         if not pid:
-            counters.end(tally, "done", 1.0)
-            counters.end(counters.begin("load"), None)
+            stats.count_end(tally, "done", 1.0)
+            stats.count_end(stats.count_start("load"), None)
             os._exit(stio.stats().num_loads_done + stio.stats().num_loads_running)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        counters.end(tally, "done", 1.0)
+        stats.count_end(tally, "done", 1.0)
         assert (stio.stats().num_loads_done, stio.stats().load_seconds) == (1, 1.0)
         """
     )

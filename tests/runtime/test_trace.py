@@ -57,7 +57,7 @@ def test_a_consumer_that_lags_shows_as_readers_that_wait(directory):
         with checkpoint.stream() as stream:
             for k, _ in enumerate(stream):
                 if not k:
-                    gate.wait(0.05)  # nobody sets it: the consumer works that long
+                    gate.wait(0.05)  # never set: the consumer works for this time
     held_back = [span for span in named(trace, "wait") if span.lane != "caller"]
     assert held_back
     assert {span.detail for span in held_back} == {"for budget"}

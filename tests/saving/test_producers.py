@@ -11,11 +11,12 @@ import pytest
 import torch
 from support import PATIENCE_SECONDS, bits_of, eventually, nothing_left, ramp
 
-from stio.device.save_sources import LazyTensor, copy_out, sources_of
+from stio.device.copy_out import copy_out
+from stio.device.describe import LazyTensor, describe_tensors
 from stio.runtime import memory
-from stio.runtime.event_loop import EngineTask, engine_call
+from stio.runtime.event_loop import LoopTask, run_on_loop
 from stio.runtime.operation import Cancelled, start_thread
-from stio.saving.producers import Production
+from stio.saving.producers import ProducedTensors
 
 pytestmark = pytest.mark.usefixtures("plain_workers")
 
@@ -23,12 +24,12 @@ WHOLE = ramp(10, 4)
 
 
 def source_of(produce, tensor=WHOLE):
-    return sources_of({"t": LazyTensor(tensor.dtype, tensor.shape, produce)})[0]
+    return describe_tensors({"t": LazyTensor(tensor.dtype, tensor.shape, produce)})[0]
 
 
 def produced(source, *, step_bytes=None, production=None):
     """Bring a tensor's bytes into memory, in pieces as blocks cut them."""
-    production = production or Production()
+    production = production or ProducedTensors()
     region = memory.allocate(source.nbytes)
     step = step_bytes or source.nbytes
     for start in range(0, source.nbytes, step):
@@ -36,7 +37,7 @@ def produced(source, *, step_bytes=None, production=None):
         for copy in production.copies(source, start, target):
             copy_out([copy])
             del copy
-    assert not production._made, "something is kept"
+    assert production._part is None, "something is held"
     return region.sub(0, source.nbytes).tobytes()
 
 
@@ -185,7 +186,7 @@ def test_an_awaitable_that_wants_to_exit_does_not_end_the_loop(kind):
 
     with pytest.raises(kind, match="mine"):
         produced(source_of(leave))
-    assert engine_call(lambda: awaited(5)) == 5
+    assert run_on_loop(lambda: awaited(5)) == 5
 
 
 # What is held.
@@ -203,7 +204,7 @@ def test_produced_once_whatever_the_blocks():
 
 
 @pytest.mark.parametrize("kind", ["tensor", "awaitable", "rows"])
-def test_let_go_with_its_last_byte(kind):
+def test_released_with_its_last_byte(kind):
     alive = []
 
     def make():
@@ -215,7 +216,7 @@ def test_let_go_with_its_last_byte(kind):
         tensor = make()
         yield from in_rows(tensor, 6, 4)
 
-    production = Production()
+    production = ProducedTensors()
     source = source_of({"tensor": make, "awaitable": lambda: awaited(make()), "rows": rows}[kind])
     region = memory.allocate(source.nbytes)
     for start in (0, 80):
@@ -242,7 +243,7 @@ def test_one_part_at_a_time():
     assert len(alive) == 10
 
 
-def test_clear_lets_go_of_what_was_not_used_up():
+def test_clear_releases_what_was_not_used_up():
     closed = []
 
     def rows():
@@ -251,7 +252,7 @@ def test_clear_lets_go_of_what_was_not_used_up():
         finally:
             closed.append(1)
 
-    production = Production()
+    production = ProducedTensors()
     source = source_of(rows)
     assert len(list(production.copies(source, 0, memory.allocate(80).sub(0, 80)))) == 2
     assert not closed
@@ -263,7 +264,7 @@ def test_clear_lets_go_of_what_was_not_used_up():
 
 
 class Pending:
-    """An awaitable producer that waits until it is cancelled or let go."""
+    """An awaitable producer that waits until it is cancelled or released."""
 
     def __init__(self, *, stubborn=False):
         self.begun, self.ended = threading.Event(), threading.Event()
@@ -295,7 +296,7 @@ class Consumer:
     """Brings a tensor on a thread of its own."""
 
     def __init__(self, produce):
-        self.production, self.over, self.error = Production(), threading.Event(), None
+        self.production, self.over, self.error = ProducedTensors(), threading.Event(), None
         self.data = b""
 
         def body():
@@ -339,14 +340,14 @@ def test_stop_waits_for_an_awaitable_that_will_not_end():
 
 
 def test_stop_of_a_coroutine_that_has_not_begun():
-    """It is closed: nobody is told that it was never awaited."""
+    """It is closed, so Python does not warn that it was never awaited."""
     gate, held = threading.Event(), threading.Event()
 
     def hold():
         held.set()
         gate.wait(PATIENCE_SECONDS)
 
-    loop = engine_call(asyncio_loop)
+    loop = run_on_loop(asyncio_loop)
     loop.call_soon_threadsafe(hold)
     assert held.wait(PATIENCE_SECONDS)
     pending = Pending()
@@ -367,14 +368,14 @@ async def asyncio_loop():
 
 
 def test_after_a_stop_nothing_is_produced():
-    production = Production()
+    production = ProducedTensors()
     production.stop()
     with pytest.raises(Cancelled):
         produced(source_of(lambda: pytest.fail("produced")), production=production)
 
 
 def test_a_stop_inside_the_producer_leaves_its_coroutine_closed():
-    production = Production()
+    production = ProducedTensors()
 
     def produce():
         production.stop()
@@ -386,7 +387,7 @@ def test_a_stop_inside_the_producer_leaves_its_coroutine_closed():
 
 
 def test_a_stop_is_seen_between_rows():
-    production, made = Production(), []
+    production, made = ProducedTensors(), []
 
     def rows():
         for k in range(10):
@@ -417,7 +418,7 @@ def test_a_cancel_that_is_not_ours_is_a_failure(kind):
 
 
 def test_a_stop_is_seen_between_rows_that_come_after_the_last_one():
-    production = Production()
+    production = ProducedTensors()
 
     def rows():
         yield WHOLE
@@ -435,27 +436,27 @@ def test_a_stop_is_seen_between_rows_that_come_after_the_last_one():
 
 
 def test_tasks_return_and_raise():
-    assert EngineTask(lambda: awaited(3)).result() == 3
-    assert EngineTask(lambda: awaited(None)).result() is None
+    assert LoopTask(lambda: awaited(3)).result() == 3
+    assert LoopTask(lambda: awaited(None)).result() is None
 
     async def fail():
         raise OSError(5, "mine")
 
     with pytest.raises(OSError, match="mine"):
-        EngineTask(fail).result()
+        LoopTask(fail).result()
 
 
 def test_a_cancel_too_late_changes_nothing():
-    task = EngineTask(lambda: awaited(3))
+    task = LoopTask(lambda: awaited(3))
     assert task.result() == 3
     task.cancel()
-    engine_call(asyncio_loop)
+    run_on_loop(asyncio_loop)
     assert task.result() == 3
 
 
 def test_a_cancelled_task_says_so():
     pending = Pending()
-    task = EngineTask(pending.produce)
+    task = LoopTask(pending.produce)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         task.result()

@@ -1,4 +1,4 @@
-"""Saving as its users call it: what is on disk afterwards, and who can read it."""
+"""Saving as its users call it: what is on disk afterwards, and which programs can read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving where something is in the way: the interpreter's end, signals, readers, other savers, modes, odd targets."""
+"""Saving with obstacles: the interpreter's end, signals, readers, other savers, modes, odd targets."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_c116_what_is_neither(tmp_path, name):
 def test_c116_what_is_no_file_under_a_name_that_is_needed(tmp_path, make, keywords, taken):
     """Neither destroyed nor called a concurrent save."""
     make(tmp_path / f"{taken}.safetensors")
-    with pytest.raises(StorageError, match="no file"):
+    with pytest.raises(StorageError, match="not by a file"):
         stio.sync.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path, **keywords)
     assert not (tmp_path / f"{taken}.safetensors").is_file()
     assert os.listdir(tmp_path) == [f"{taken}.safetensors"]
@@ -258,8 +258,8 @@ def test_c116_a_filesystem_that_is_read_only(tmp_path, name):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user to be")
 @pytest.mark.parametrize("name", NAMES)
-def test_c116_a_directory_of_somebody_else(tmp_path, zygote, name):
-    """A user who may read and not write: refused, nothing changed."""
+def test_c116_a_directory_of_another_user(tmp_path, zygote, name):
+    """Its user may read and not write: the save is refused, and nothing is changed."""
     parent = fast_directory()
     if parent is None:
         pytest.skip("needs a directory that all may read")

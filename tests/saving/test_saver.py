@@ -1,4 +1,4 @@
-"""A saver in a training loop: snapshots, order, failures that nobody awaited, rotation, cancels."""
+"""A saver in a training loop: snapshots, order, failures that were not awaited, retention, cancels."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ async def test_staging_memory_is_reused(tmp_path):
         for step in range(4):
             await (await saver.save(generation(step), tmp_path / "x"))
             peak = saver._pool.peak_bytes
-            assert saver._pool._held_bytes == peak
-    assert saver._pool._held_bytes == 0
+            assert saver._pool.held_bytes == peak
+    assert saver._pool.held_bytes == 0
 
 
 # Several saves.
@@ -196,8 +196,8 @@ async def test_one_cancelled_in_line_does_not_let_the_next_overtake(tmp_path, ho
     require_equal(await stio.load(tmp_path / "x"), generation(3))
 
 
-async def test_a_place_of_ones_own_is_not_rotated(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"somebody else's")
+async def test_retention_leaves_a_destination_that_is_no_path(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"not the saver's")
     destinations = [MemoryDestination(path=str(tmp_path)), MemoryDestination(path="memory:")]
     async with stio.Saver(keep_last=1) as saver:
         for destination in destinations:
@@ -232,7 +232,7 @@ async def test_c113_the_next_save_raises(tmp_path, monkeypatch, caplog):
         monkeypatch.undo()
         with caplog.at_level(logging.ERROR, "stio"), pytest.raises(stio.StorageError):
             await saver.save(generation(2), tmp_path / "x")
-        assert "nobody waited" in caplog.text
+        assert "was not awaited" in caplog.text
         await saver.save(generation(3), tmp_path / "x")
     require_equal(await stio.load(tmp_path / "x"), generation(3))
 
@@ -242,7 +242,7 @@ async def test_c113_leaving_raises(tmp_path, monkeypatch, caplog):
     with pytest.raises(stio.StorageError):
         async with stio.Saver() as saver:
             await saver.save(generation(1), tmp_path / "x")
-    assert "nobody waited" in caplog.text
+    assert "was not awaited" in caplog.text
     with pytest.raises(stio.ClosedError):
         await saver.save(generation(2), tmp_path / "x")
     await saver.aclose()
@@ -254,7 +254,7 @@ async def test_c113_an_error_of_the_users_goes_first(tmp_path, monkeypatch, capl
         async with stio.Saver() as saver:
             await saver.save(generation(1), tmp_path / "x")
             raise KeyError("mine")
-    assert "nobody waited" in caplog.text
+    assert "was not awaited" in caplog.text
 
 
 async def test_leaving_drains_by_an_exception_too(tmp_path):
@@ -361,15 +361,15 @@ async def with_producer(directory):
     await stio.save({"a": stio.LazyTensor(torch.float32, (30,), produce)}, directory, durability="none")
 
 
-@pytest.mark.parametrize("way", [save_once, saver_twice, with_producer], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("call", [save_once, saver_twice, with_producer], ids=lambda call: call.__name__)
 @pytest.mark.parametrize("how", ["scope", "native", "resume", "rounds"])
-async def test_c95_a_cancel_at_every_await(tmp_path, anyio_backend, way, how):
-    await with_producer(tmp_path / "warm-up")  # starts the engine's loop
+async def test_c95_a_cancel_at_every_await(tmp_path, anyio_backend, call, how):
+    await with_producer(tmp_path / "warm-up")  # starts stio's event loop
     target = tmp_path / "out"
 
     def make():
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".stio")] == []
-        return way(target)
+        return call(target)
 
     if how == "scope":
         await cancelled_at_every_await(make)
@@ -381,7 +381,7 @@ async def test_c95_a_cancel_at_every_await(tmp_path, anyio_backend, way, how):
     assert sorted(path.name for path in tmp_path.iterdir()) in (["out", "warm-up"], ["warm-up"])
 
 
-# Rotation.
+# Retention.
 
 
 async def test_c122_keeps_the_newest_and_what_is_not_its_own(tmp_path):

@@ -17,6 +17,7 @@ from support import eventually, eventually_async, require_equal
 
 import stio
 import stio.sync
+from stio.runtime.blocking import run_blocking
 from stio.testing import MemoryDestination
 
 pytestmark = pytest.mark.anyio
@@ -91,7 +92,7 @@ async def test_a_cancel_too_late_does_not_hide_that_the_commit_is_uncertain(tmp_
             await eventually_async(begun.is_set)
             pending.cancel()
             go.set()
-    assert "nobody waited" in caplog.text
+    assert "was not awaited" in caplog.text
 
 
 async def test_a_cancelled_save_is_no_failure():
@@ -141,7 +142,7 @@ def test_a_saver_starts_afresh_in_a_forked_child(tmp_path):
 
 
 @pytest.mark.parametrize("length", [242, 255])
-def test_a_file_whose_name_leaves_no_room_for_a_manifests(tmp_path, length):
+def test_a_file_whose_name_is_too_long_for_a_manifest_beside_it(tmp_path, length):
     path = tmp_path / f"{'x' * (length - 12)}.safetensors"
     stio.sync.save({"a": torch.ones(3)}, path)
     require_equal(stio.sync.load(path), {"a": torch.ones(3)})
@@ -180,10 +181,10 @@ def test_c113_a_failure_of_a_saver_that_was_dropped_is_logged(caplog, dropped):
         destination.gate.set()
     else:
         destination.gate.set()
-        pending.join()
+        run_blocking(pending.ended())
         del saver, pending
-    assert eventually(lambda: gc.collect() >= 0 and "nobody waited" in caplog.text)
-    assert caplog.text.count("nobody waited") == 1
+    assert eventually(lambda: gc.collect() >= 0 and "was not awaited" in caplog.text)
+    assert caplog.text.count("was not awaited") == 1
 
 
 def test_c113_a_failure_is_logged_at_the_interpreters_end(zygote):
@@ -197,7 +198,7 @@ def test_c113_a_failure_is_logged_at_the_interpreters_end(zygote):
         """
     ended = zygote.run(code)
     assert ended.returncode == 0
-    assert ended.stderr.count("nobody waited") == 1
+    assert ended.stderr.count("was not awaited") == 1
 
 
 def test_c113_a_failure_that_was_told_is_not_logged_again(caplog):

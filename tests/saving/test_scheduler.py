@@ -15,9 +15,9 @@ import torch
 from support import PATIENCE_SECONDS, assorted, eventually, nothing_left, ramp, require_equal
 
 import stio.sync
-from stio.device.save_sources import LazyTensor, sources_of
+from stio.device.describe import LazyTensor, describe_tensors
 from stio.errors import NoSpaceError, StorageError
-from stio.runtime import memory
+from stio.runtime import memory, workers
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.operation import Cancelled, start_thread
 from stio.runtime.progress import ProgressEvent
@@ -43,7 +43,7 @@ class Saving:
     """A save of a plan to a destination, in this thread (`save`) or beside it (`start`, `end`)."""
 
     def __init__(self, tensors, *, blocks=None, max_shard_bytes=None, destination=None, **options):
-        self.plan = plan_writes(sources_of(tensors), max_shard_bytes=max_shard_bytes, block_bytes=BLOCK)
+        self.plan = plan_writes(describe_tensors(tensors), max_shard_bytes=max_shard_bytes, block_bytes=BLOCK)
         self.num_blocks = sum(len(shard.blocks) for shard in self.plan.shards)
         self.pool = StagingPool(None if blocks is None else blocks * BLOCK)
         self.pool.fit(BLOCK, memory.allocate)
@@ -65,19 +65,20 @@ class Saving:
             transaction = self.destination.begin(num_shards=len(self.plan.shards))
             self.run.write_to(transaction.create([shard.nbytes for shard in self.plan.shards]))
             self.digests = self.run.complete()
-            index = self.plan.index(transaction.shard_names) if transaction.wants_index else None
+            index = self.plan.index(transaction.shard_names) if transaction.takes_index else None
             transaction.commit(index=index)
         finally:
             self.run.stop()
             self.run.join()
             if transaction is not None:
-                transaction.abort()
+                transaction.roll_back()
             self.require_nothing_left()
         return self
 
     def require_nothing_left(self):
-        assert self.pool._held_bytes == len(self.pool._free) * BLOCK, "blocks are not back"
-        assert self.run._workers == 0
+        self.pool.clear()
+        assert self.pool.held_bytes == 0, "blocks are not back"
+        assert self.run._workers._num_working == 0
         assert self.run._sources == ()
         assert self.destination.num_open == self.destination.num_transactions == self.destination.num_waiting == 0
         assert self.destination.violations == []
@@ -114,7 +115,8 @@ def opened_after(gate):
 
 
 @pytest.fixture(autouse=True)
-def _clean():
+def _clean(monkeypatch):
+    monkeypatch.setattr(workers, "be_nice", lambda: None)  # with one priority, threads work in the order of their start
     with nothing_left():
         yield
 
@@ -132,7 +134,7 @@ def alone(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(save_module, "start_thread", refuse)
+    monkeypatch.setattr(workers, "start_thread", refuse)
 
 
 @contextmanager
@@ -247,7 +249,7 @@ def test_a_snapshot_does_not_wait_for_the_destination(tensors):
     made.require_nothing_left()
 
 
-def test_nobody_waits_for_the_snapshot_so_writing_comes_first(gate):
+def test_writing_comes_first_where_the_caller_waits_for_the_end(gate):
     """No more blocks are touched than are written at once and wait for that."""
     made = Saving({"t": pages(40)}, stage_first=False, destination=MemoryDestination(gate=gate))
     transaction = made.destination.begin(num_shards=1)
@@ -288,7 +290,9 @@ def test_p8_one_shard_is_written_while_the_next_is_staged(gate, stage_first):
 
 def test_two_saves_share_one_budget(gate):
     """The second waits for blocks of the first, and gets them."""
-    first = Saving({"t": pages(4)}, blocks=4, destination=MemoryDestination(gate=gate)).start()
+    first = Saving({"t": pages(4)}, blocks=4, destination=MemoryDestination(gate=gate))
+    first.require_nothing_left = lambda: None  # the second may hold blocks when the first ends
+    first.start()
     assert first.staged.wait(PATIENCE_SECONDS)
     first.destination.wait_for_writers(1)
     second = Saving({"t": pages(6)}, destination=MemoryDestination())
@@ -303,12 +307,14 @@ def test_two_saves_share_one_budget(gate):
     second.run.write_to(second.destination.begin(num_shards=1).create([second.plan.shards[0].nbytes]))
     second.run.complete()
     first.end()
+    del first.require_nothing_left
+    first.require_nothing_left()
     assert first.pool.peak_bytes == 4 * BLOCK
     assert second.num_staged == 1
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 2])
-def test_fewer_threads_than_wished_for_do_the_work_too(monkeypatch, allowed):
+def test_fewer_threads_do_the_work_too(monkeypatch, allowed):
     started = []
 
     def refuse(run, *, name):
@@ -317,7 +323,7 @@ def test_fewer_threads_than_wished_for_do_the_work_too(monkeypatch, allowed):
         started.append(name)
         start_thread(run, name=name)
 
-    monkeypatch.setattr(save_module, "start_thread", refuse)
+    monkeypatch.setattr(workers, "start_thread", refuse)
     made = Saving({"t": pages(7)}, blocks=3, hasher=hashlib.sha256).save()
     assert len(started) == allowed
     assert made.files == {"model.safetensors": checkpoint_bytes({"t": pages(7)}, FORMAT)}
@@ -326,7 +332,7 @@ def test_fewer_threads_than_wished_for_do_the_work_too(monkeypatch, allowed):
 # What it holds on to.
 
 
-def test_c111_tensors_are_let_go_once_they_are_staged(gate):
+def test_c111_tensors_are_released_once_they_are_staged(gate):
     tensors = {f"t{k}": pages(2, start=k) for k in range(3)}
     expected = checkpoint_bytes(tensors, FORMAT)
     alive = [weakref.ref(tensor) for tensor in tensors.values()]
@@ -338,7 +344,7 @@ def test_c111_tensors_are_let_go_once_they_are_staged(gate):
     assert made.staged.wait(PATIENCE_SECONDS)
     tensors["t0"].zero_()
     tensors.clear()
-    assert eventually(lambda: [tensor() for tensor in alive] == [None] * 3)  # a worker may be on its way out of a copy
+    assert eventually(lambda: [tensor() for tensor in alive] == [None] * 3)  # a worker may be returning from a copy
     made.run.write_to(transaction.create(sizes))
     gate.set()
     made.run.complete()
@@ -346,7 +352,7 @@ def test_c111_tensors_are_let_go_once_they_are_staged(gate):
     assert made.files == {"model.safetensors": expected}
 
 
-def test_a_run_that_was_stopped_lets_go_of_its_tensors():
+def test_a_run_that_was_stopped_releases_its_tensors():
     tensors = {"t": pages(8)}
     alive = weakref.ref(tensors["t"])
     made = Saving(tensors, blocks=2)
@@ -365,7 +371,7 @@ def test_a_run_does_not_keep_its_error():
     made = Saving({"t": pages(3)}, destination=MemoryDestination(fail_at=1))
     with pytest.raises(StorageError):
         made.save()
-    assert made.run._error is None
+    assert made.run._workers._error is None
 
 
 # Failures.
@@ -479,15 +485,15 @@ class Counting(MemoryDestination):
         super().__init__()
         self.steps = steps
 
-    def enter(self, write):
+    def start_write(self, write):
         self.steps()
-        return super().enter(write)
+        return super().start_write(write)
 
 
 @pytest.mark.parametrize("stage_first", [True, False])
 @pytest.mark.parametrize("hasher", [None, hashlib.sha256])
 def test_stop_at_every_copy_and_every_write(monkeypatch, stage_first, hasher):
-    """Counted together; the first number that nobody reaches ends the search."""
+    """Counted together; the first number that is not reached ends the search."""
     for number in itertools.count(1):
         steps = Steps(number)
         options = {"blocks": 3, "stage_first": stage_first, "hasher": hasher}

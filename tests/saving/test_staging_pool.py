@@ -1,4 +1,4 @@
-"""The staging pool: what it holds, what it keeps, and that the budget is never exceeded."""
+"""The staging pool: what it holds, what it uses again, and that the budget is never exceeded."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def test_used_blocks_are_given_out_again():
     pool.give_back(first)
     assert take(pool) is first
     pool.give_back(first)
-    pool.fit(PAGE_BYTES, memory.allocate)  # the same as before: kept
+    pool.fit(PAGE_BYTES, memory.allocate)  # the same as before: the blocks stay
     assert take(pool) is first
 
 
 def test_other_sizes_and_makers_start_anew():
     pool = made(4 * PAGE_BYTES)
-    kept = [take(pool), take(pool)]
-    for block in kept:
+    first = [take(pool), take(pool)]
+    for block in first:
         pool.give_back(block)
     pool.fit(2 * PAGE_BYTES, memory.allocate)
     blocks = [take(pool), take(pool), take(pool)]
@@ -122,7 +122,7 @@ def test_a_block_of_an_earlier_maker_is_not_given_out_again():
     assert take(pool) is None
 
 
-def test_clear_lets_go_of_what_is_not_in_use():
+def test_clear_releases_what_is_not_in_use():
     pool = made(2 * PAGE_BYTES)
     used, unused = take(pool), take(pool)
     pool.give_back(unused)
@@ -146,7 +146,7 @@ def test_a_block_that_cannot_be_made_costs_nothing():
     assert take(pool) is not None
 
 
-def test_who_waits_hears_of_a_block_that_is_back():
+def test_a_waiting_thread_is_notified_of_a_block_that_is_back():
     pool = made(PAGE_BYTES)
     block = take(pool)
     found, waiting = [], threading.Event()
@@ -170,8 +170,3 @@ def test_who_waits_hears_of_a_block_that_is_back():
 def test_a_budget_is_positive(budget):
     with pytest.raises(ValueError, match="positive"):
         StagingPool(budget)
-
-
-def test_blocks_are_whole_pages():
-    with pytest.raises(ValueError, match="whole pages"):
-        made(None, PAGE_BYTES + 8)

@@ -124,6 +124,7 @@ class Stream {
   }
 
   void run() {
+    pthread_setname_np(pthread_self(), "sim-stream");  // tests that count threads leave it out
     std::unique_lock lock(mutex_);
     while (true) {
       changed_.wait(lock, [&] { return !work_.empty(); });

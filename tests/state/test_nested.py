@@ -18,15 +18,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stio
-from stio.device.save_sources import LazyTensor
+from stio.device.describe import LazyTensor
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR
+from stio.runtime.blocking import run_blocking
 from stio.saving import nested
-from stio.saving.nested import flatten, flatten_blocking
+from stio.saving.nested import flatten
 
 
-def apart(state, **keywords):
-    tensors, keywords = flatten_blocking(state, keywords)
-    text = keywords["metadata"][STATE_KEY]
+def flattened(state, metadata=None):
+    return run_blocking(flatten(state, metadata))
+
+
+def apart(state, metadata=None):
+    tensors, metadata = flattened(state, metadata)
+    text = metadata[STATE_KEY]
     if text == POINTER:
         text = bytes(tensors[TREE_TENSOR].tolist()).decode()
     return tensors, json.loads(text)["nodes"]
@@ -82,14 +87,13 @@ def test_long_bytes_and_a_long_tree_are_tensors():
     assert tensors[TREE_TENSOR].dtype is torch.uint8
 
 
-def test_keywords_are_the_callers_own():
-    given_metadata = {"step": "3"}
-    keywords = {"metadata": given_metadata, "shared": "clone"}
-    _, out = flatten_blocking([1], keywords)
-    assert (list(out["metadata"]), out["shared"]) == (["step", STATE_KEY], "clone")
-    assert (keywords, given_metadata) == ({"metadata": {"step": "3"}, "shared": "clone"}, {"step": "3"})
+def test_metadata_are_the_callers_own():
+    given = {"step": "3"}
+    _, metadata = flattened([1], given)
+    assert list(metadata) == ["step", STATE_KEY]
+    assert given == {"step": "3"}
     with pytest.raises(ValueError, match="stio's own"):
-        flatten_blocking([1], {"metadata": {STATE_KEY: ""}})
+        flattened([1], {STATE_KEY: ""})
 
 
 # What is refused.
@@ -112,10 +116,10 @@ class Config:
 
 class Stubborn:
     def __reduce__(self):
-        raise AssertionError("nobody pickles")
+        raise AssertionError("pickled")
 
     def __repr__(self):
-        raise AssertionError("nobody prints either")
+        raise AssertionError("printed")
 
 
 REFUSED = {
@@ -151,9 +155,9 @@ REFUSED = {
 def test_other_types_are_refused_by_path(name):
     value, message = REFUSED[name]
     with pytest.raises(TypeError, match=rf"^state\['groups'\]\[1\]\[\(2, 'k'\)\] is a .*{message}"):
-        flatten_blocking({"groups": [0, {(2, "k"): value}]}, {})
+        flattened({"groups": [0, {(2, "k"): value}]})
     with pytest.raises(TypeError, match="^state is a"):
-        flatten_blocking(value, {})
+        flattened(value)
 
 
 BAD_KEYS = {
@@ -175,7 +179,7 @@ BAD_KEYS = {
 def test_other_keys_are_refused_by_path(name):
     key, message = BAD_KEYS[name]
     with pytest.raises(TypeError, match=rf"^state\['a'\]\[0\] has a key that .*{message}"):
-        flatten_blocking({"a": [{"fine": 1, key: 2}]}, {})
+        flattened({"a": [{"fine": 1, key: 2}]})
 
 
 def test_keys_in_too_many_tuples():
@@ -183,24 +187,24 @@ def test_keys_in_too_many_tuples():
     for _ in range(25):
         key = (key,)
     with pytest.raises(TypeError, match="too many tuples"):
-        flatten_blocking({key: 1}, {})
+        flattened({key: 1})
 
 
 @pytest.mark.parametrize("key", [float("nan"), (1, float("nan"))])
 def test_nan_is_no_key(key):
     with pytest.raises(ValueError, match=r"^state\['a'\]\[.*nan.*NaN is no key"):
-        flatten_blocking({"a": {key: 1}}, {})
+        flattened({"a": {key: 1}})
 
 
 def test_cycles_are_named():
     state = {"a": [1, {}]}
     state["a"][1]["back"] = state["a"]
     with pytest.raises(ValueError, match=r"^state\['a'\]\[1\]\['back'\] is a container that it stands in itself"):
-        flatten_blocking(state, {})
+        flattened(state)
     own = []
     own.append(own)
     with pytest.raises(ValueError, match=r"^state\[0\] is a container"):
-        flatten_blocking(own, {})
+        flattened(own)
 
 
 def test_one_container_in_two_places_is_no_cycle():
@@ -218,12 +222,11 @@ def test_depth_is_bounded_whatever_the_interpreters_limit():
     limit, ready = sys.getrecursionlimit(), []
     try:
         sys.setrecursionlimit(150)
-        tensors, keywords = flatten_blocking(nest(200), {})
-        ready.append((tensors, keywords))
+        ready.append(flattened(nest(200)))
         with pytest.raises(stio.LimitError, match=r"^state\[.*nested too deeply.*200"):
-            flatten_blocking(nest(201), {})
+            flattened(nest(201))
         with pytest.raises(stio.LimitError):
-            flatten_blocking(nest(100_000), {})
+            flattened(nest(100_000))
     finally:
         sys.setrecursionlimit(limit)
     assert ready
@@ -235,25 +238,25 @@ def test_a_state_that_counts_double_is_bounded(monkeypatch):
         state = [state, state]
     monkeypatch.setattr(nested, "Limits", lambda: stio.Limits(max_state_nodes=50_000))
     with pytest.raises(stio.LimitError, match=r"too many values.*each time.*50,000"):
-        flatten_blocking(state, {})
+        flattened(state)
 
 
 def test_long_names_are_bounded(monkeypatch):
     monkeypatch.setattr(nested, "MAX_HEADER_BYTES", 10_000)
     state = {"x" * 1000: [torch.ones(1)] * 20}
     with pytest.raises(stio.LimitError, match="names.*too long"):
-        flatten_blocking(state, {})
+        flattened(state)
 
 
 def test_long_values_are_bounded(monkeypatch):
     monkeypatch.setattr(nested, "Limits", lambda: stio.Limits(state_bytes=1000))
     with pytest.raises(stio.LimitError, match="at most 1,000 bytes"):
-        flatten_blocking(["x" * 1000], {})
+        flattened(["x" * 1000])
 
 
 def test_keys_that_would_not_be_read_are_not_written():
     with pytest.raises(stio.LimitError, match=r"^state\['a'\]: .*131,072"):
-        flatten_blocking({"a": dict.fromkeys(range(200_000))}, {})
+        flattened({"a": dict.fromkeys(range(200_000))})
 
 
 # In steps, on two threads.
@@ -263,7 +266,7 @@ def test_keys_that_would_not_be_read_are_not_written():
 @pytest.mark.parametrize("size", [10, 30_000])
 async def test_steps_give_what_one_go_gives(size):
     state = {"a": list(range(size)), "b": {k: [torch.ones(1), str(k)] for k in range(size // 10)}, "c": 1}
-    assert repr(await flatten(state, {})) == repr(flatten_blocking(state, {}))
+    assert repr(await flatten(state, None)) == repr(flattened(state))
 
 
 @pytest.mark.anyio
@@ -276,12 +279,12 @@ async def test_large_states_are_walked_elsewhere(monkeypatch):
             return super().advance(num_nodes)
 
     monkeypatch.setattr(nested, "_Walk", Watched)
-    await flatten(list(range(1000)), {})
+    await flatten(list(range(1000)), None)
     assert seen == {threading.get_ident()}
-    await flatten(list(range(10_000)), {})
+    await flatten(list(range(10_000)), None)
     assert len(seen) == 2
     with pytest.raises(TypeError, match=r"^state\[9999\]"):
-        await flatten([*range(9999), 1j], {})
+        await flatten([*range(9999), 1j], None)
 
 
 @pytest.mark.anyio
@@ -302,7 +305,7 @@ async def test_a_walk_can_be_cancelled(monkeypatch):
     with anyio.fail_after(20):
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as group:
-                group.start_soon(flatten, state, {})
+                group.start_soon(flatten, state, None)
                 await anyio.to_thread.run_sync(begun.wait)
                 scope.cancel()
     assert scope.cancelled_caught
@@ -330,5 +333,5 @@ def test_no_two_tensors_get_one_name(state):
         count += 1
         return torch.ones(1)
 
-    tensors, _ = flatten_blocking(fresh(state), {})
+    tensors, _ = flattened(fresh(state))
     assert len(tensors) == count

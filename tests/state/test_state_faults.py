@@ -45,16 +45,16 @@ BYTES = torch.uint8
 A, B = torch.ones(2), torch.arange(3)
 
 HOSTILE = {
-    "no such tensor": ([("tensor", "b")], {"a": A}, "not there.*found b"),
-    "no tensor at all": ([("tensor", "b")], {}, "not there"),
-    "a tensor nobody wants": ([("tensor", "a")], {"a": A, "b": B}, "belongs nowhere.*found b"),
-    "tensors without a place": ([1], {"a": A}, "belongs nowhere"),
-    "a tree nobody points at": ([1], {TREE_TENSOR: torch.zeros(2, dtype=BYTES)}, "belongs nowhere"),
-    "the tree as a leaf": ([("list", 1), ("tensor", TREE_TENSOR)], {"a": A}, "not there"),
+    "no such tensor": ([("tensor", "b")], {"a": A}, "does not exist.*found b"),
+    "no tensor at all": ([("tensor", "b")], {}, "does not exist"),
+    "a tensor too many": ([("tensor", "a")], {"a": A, "b": B}, "has no place.*found b"),
+    "tensors without a place": ([1], {"a": A}, "has no place"),
+    "a tree tensor without a pointer": ([1], {TREE_TENSOR: torch.zeros(2, dtype=BYTES)}, "has no place"),
+    "the tree as a leaf": ([("list", 1), ("tensor", TREE_TENSOR)], {"a": A}, "does not exist"),
     "bytes and a tensor": (
         [("list", 2), ("tensor", "a"), ("bytes_tensor", "a")],
         {"a": torch.zeros(1, dtype=BYTES)},
-        "bytes that are its own.*found a",
+        "holds bytes of the state.*found a",
     ),
     "parameter of integers": ([("parameter", "a")], {"a": B}, "cannot be a parameter.*int64"),
     "bytes of floats": ([("bytes_tensor", "a")], {"a": A}, "should hold bytes.*F32"),
@@ -93,14 +93,14 @@ async def test_aliases_that_lead_astray(tmp_path):
             await stio.load_state(hostile(path, nodes, {"a": A}, **{"stio.aliases": aliases}))
     found = await stio.load_state(hostile(path, nodes, {"a": A}, **{"stio.aliases": '{"b":"a"}'}))
     assert found[0] is found[1]
-    with pytest.raises(stio.FormatError, match="belongs nowhere.*found b"):
+    with pytest.raises(stio.FormatError, match="has no place.*found b"):
         await stio.load_state(hostile(path, [("tensor", "a")], {"a": A}, **{"stio.aliases": '{"b":"a"}'}))
 
 
 async def test_a_long_tree_that_names_itself(tmp_path):
     tree = encode_tree([("list", 2), ("tensor", TREE_TENSOR), "x" * 100])
     tensors = {TREE_TENSOR: torch.tensor(list(tree), dtype=BYTES)}
-    with pytest.raises(stio.FormatError, match="bytes that are its own.*/stio.state"):
+    with pytest.raises(stio.FormatError, match="holds bytes of the state.*/stio.state"):
         await stio.load_state(hostile(tmp_path / "s.safetensors", POINTER, tensors))
 
 

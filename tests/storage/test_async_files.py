@@ -1,4 +1,4 @@
-"""The way through aiofiles: the contract, and a whole load by it."""
+"""Files through aiofiles: the contract of a source, and a whole load by it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 import pytest
@@ -20,32 +19,36 @@ import torch
 import stio.sync
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, StorageError, TruncatedError, UnsafePathError
 from stio.runtime import memory
-from stio.runtime.event_loop import engine_call
-from stio.storage import async_files as portable
-from stio.storage.adapters import BlockingSource
-from stio.storage.async_files import PortableFile, PortableRoot
-from stio.storage.base import AsyncRoot, Root, Source
+from stio.runtime.event_loop import run_on_loop
+from stio.storage import async_files
+from stio.storage.async_files import AsyncFile, open_at
+from stio.storage.base import Root, Source
+from stio.storage.local import LocalRoot
 from stio.testing import SourceContract, write_checkpoint
 
-T = TypeVar("T")
 DATA = random.Random(4).randbytes(200_000)
 NAME = "model.safetensors"
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own descriptors and calls")
 
 
-class TestPortableFile(SourceContract):
+def root_of(directory: Path, *, follow_symlinks: bool = False) -> LocalRoot:
+    return LocalRoot(directory, follow_symlinks=follow_symlinks, open_at=open_at)
+
+
+class TestAsyncFile(SourceContract):
     def open(self, path: Path) -> Source:
-        return BlockingSource(engine_call(lambda: portable.open_file(str(path))))
+        return open_at(str(path), str(path), None)
 
 
-class TestPortableFileInPieces(SourceContract):
+class TestAsyncFileInPieces(SourceContract):
     @pytest.fixture(autouse=True)
     def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(portable, "PIECE_BYTES", 777)
+        monkeypatch.setattr(async_files, "PIECE_BYTES", 777)
 
     def open(self, path: Path) -> Source:
-        return BlockingSource(engine_call(lambda: PortableRoot(path.parent).open(path.name)))
+        with root_of(path.parent) as root:
+            return root.open(path.name)
 
 
 @pytest.fixture
@@ -56,46 +59,64 @@ def place(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.fixture
+def file(place: Path) -> AsyncFile:
+    path = str(place / NAME)
+    return open_at(path, path, None)
+
+
 def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def run(body: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    return asyncio.run(body())
-
-
-async def read(file: PortableFile, offset: int, nbytes: int) -> bytes:
+async def read(file: AsyncFile, offset: int, nbytes: int) -> bytes:
     region = memory.allocate(nbytes).sub(0, nbytes)
-    await file.read_into(offset, [region])
+    await file.read(offset, [region])
     return region.tobytes()
 
 
 def test_root(place: Path) -> None:
-    async def body() -> None:
-        async with PortableRoot(place) as root:
-            assert isinstance(root, AsyncRoot)
-            assert not isinstance(root, Root)
-            assert await root.listdir() == [NAME]
-            file = await root.open(NAME)
-            assert await read(file, 3, 1000) == DATA[3:1003]
-            await file.check_unchanged()
-            await file.aclose()
-            with pytest.raises(CheckpointNotFoundError):
-                await root.open("other")
-            with pytest.raises(StorageError, match="null"):
-                await root.open("a\0b", trusted=True)
+    with root_of(place) as root:
+        assert isinstance(root, Root)
+        assert root.listdir() == [NAME]
+        file = root.open(NAME)
+        assert isinstance(file, AsyncFile)
+        region = memory.allocate(1000).sub(0, 1000)
+        file.read_into(3, [region])
+        assert region.tobytes() == DATA[3:1003]
+        file.check_unchanged()
+        file.close()
         with pytest.raises(CheckpointNotFoundError):
-            await PortableRoot(place / "nowhere").listdir()
-        with pytest.raises(StorageError):
-            await PortableRoot(place / NAME).listdir()
+            root.open("other")
+        with pytest.raises(StorageError, match="null"):
+            root.open("a\0b", trusted=True)
+    with pytest.raises(CheckpointNotFoundError):
+        root_of(place / "nowhere")
+    with pytest.raises(StorageError):
+        root_of(place / NAME)
 
-    run(body)
+
+def test_root_without_directory_descriptors(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows: everything by its path."""
+    monkeypatch.setattr(os, "supports_dir_fd", set())
+    (place / "out").symlink_to("/etc/hostname")
+    with root_of(place) as root:
+        assert root.listdir() == [NAME, "out"]
+        root.open(NAME).close()
+        with pytest.raises(UnsafePathError):
+            root.open("out")
+        with pytest.raises(CheckpointNotFoundError):
+            root.open("other")
+    with pytest.raises(CheckpointNotFoundError):
+        root_of(place / "nowhere").listdir()
+    with pytest.raises(StorageError):
+        root_of(place / NAME).listdir()
 
 
 @linux
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", ["fifo", "directory", "device"])
-def test_b78_odd_files_never_hang(place: Path, kind: str) -> None:
+def test_b78_odd_files_never_hang(place: Path, file: AsyncFile, kind: str) -> None:
     path = place / "odd"
     if kind == "fifo":
         os.mkfifo(path)
@@ -103,86 +124,73 @@ def test_b78_odd_files_never_hang(place: Path, kind: str) -> None:
         path.mkdir()
     else:
         path.symlink_to("/dev/zero")
-
-    async def body() -> None:
+    with root_of(place, follow_symlinks=True) as root:
         before = num_descriptors()
         with pytest.raises(StorageError, match="not a regular file"):
-            await PortableRoot(place, follow_symlinks=True).open("odd")
+            root.open("odd")
         assert num_descriptors() == before
-
-    run(body)
+    file.close()
 
 
 def test_b77_links(place: Path) -> None:
     (place.parent / "secret").write_bytes(b"secret")
     (place / "out").symlink_to("../secret")
     (place / "in").symlink_to(NAME)
-
-    async def body() -> None:
-        root = PortableRoot(place)
+    with root_of(place) as root, root_of(place, follow_symlinks=True) as following:
         with pytest.raises(UnsafePathError):
-            await root.open("out")
-        for file in (
-            await root.open("in"),
-            await root.open("out", trusted=True),
-            await PortableRoot(place, follow_symlinks=True).open("out"),
-        ):
-            await file.aclose()
-
-    run(body)
+            root.open("out")
+        for file in (root.open("in"), root.open("out", trusted=True), following.open("out")):
+            file.close()
 
 
 @linux
-def test_handles_are_bounded_and_given_back(place: Path) -> None:
-    async def body() -> None:
-        file = await PortableRoot(place).open(NAME)
-        before = num_descriptors()
-        parts = await asyncio.gather(*(read(file, k * 1000, 1000) for k in range(100)))
-        assert b"".join(parts) == DATA[:100_000]
-        assert num_descriptors() <= before + portable.MAX_HANDLES - 1
-        await file.aclose()
-        await file.aclose()
-        assert num_descriptors() == before - 1
+def test_handles_are_bounded_and_given_back(file: AsyncFile) -> None:
+    before = num_descriptors()
 
-    run(body)
+    async def body() -> list[bytes]:
+        return list(await asyncio.gather(*(read(file, k * 1000, 1000) for k in range(100))))
+
+    assert b"".join(run_on_loop(body)) == DATA[:100_000]
+    assert num_descriptors() <= before + async_files.MAX_HANDLES - 1
+    file.close()
+    file.close()
+    assert num_descriptors() == before - 1
 
 
 @linux
 @pytest.mark.parametrize("trouble", ["replaced", "removed", "refused"])
 def test_c99_readers_share_where_no_further_handle_is_had(
-    place: Path, trouble: str, monkeypatch: pytest.MonkeyPatch
+    place: Path, file: AsyncFile, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another file at the path is never mixed in, and too few descriptors cost concurrency alone."""
+    before = num_descriptors()
+    if trouble == "replaced":
+        (place / "new").write_bytes(bytes(len(DATA)))
+        (place / "new").replace(place / NAME)
+    elif trouble == "removed":
+        (place / NAME).unlink()
+    else:
 
-    async def body() -> None:
-        file = await PortableRoot(place).open(NAME)
-        before = num_descriptors()
-        if trouble == "replaced":
-            (place / "new").write_bytes(bytes(len(DATA)))
-            (place / "new").replace(place / NAME)
-        elif trouble == "removed":
-            (place / NAME).unlink()
-        else:
+        def refuse(*_: object, **__: object) -> int:
+            raise OSError(errno.EMFILE, "no more of them")
 
-            def refuse(*_: object, **__: object) -> int:
-                raise OSError(errno.EMFILE, "no more of them")
+        monkeypatch.setattr(async_files.os, "open", refuse)
 
-            monkeypatch.setattr(portable.os, "open", refuse)
-        parts = await asyncio.gather(*(read(file, k * 1000, 1000) for k in range(20)))
-        assert b"".join(parts) == DATA[:20_000]
-        assert num_descriptors() == before
-        await file.check_unchanged()
-        await file.aclose()
+    async def body() -> list[bytes]:
+        return list(await asyncio.gather(*(read(file, k * 1000, 1000) for k in range(20))))
 
-    run(body)
+    assert b"".join(run_on_loop(body)) == DATA[:20_000]
+    assert num_descriptors() == before
+    file.check_unchanged()
+    file.close()
 
 
 class _Slow:
-    """A handle whose read is held in its thread until it is let go."""
+    """A handle whose read waits in its thread until `go_on` is set."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
-        self.inside, self.let_go = threading.Event(), threading.Event()
+        self.inside, self.go_on = threading.Event(), threading.Event()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -190,16 +198,15 @@ class _Slow:
     async def readinto(self, target: Any) -> int:
         def work() -> int:
             self.inside.set()
-            assert self.let_go.wait(30)
+            assert self.go_on.wait(30)
             return int(os.readv(self._file.fileno(), [target]))
 
         return await asyncio.to_thread(work)
 
 
 @pytest.mark.parametrize("kind", ["task", "scope"])
-def test_c95_cancel_waits_until_no_thread_writes(place: Path, kind: str) -> None:
+def test_c95_cancel_waits_until_no_thread_writes(file: AsyncFile, kind: str) -> None:
     async def body() -> None:
-        file = await PortableRoot(place).open(NAME)
         slow = file._first.file = _Slow(file._first.file)
         region = memory.allocate(1000).sub(0, 1000)
         scope = anyio.CancelScope()
@@ -208,7 +215,7 @@ def test_c95_cancel_waits_until_no_thread_writes(place: Path, kind: str) -> None
         async def reader() -> None:
             try:
                 with scope:
-                    await file.read_into(0, [region])
+                    await file.read(0, [region])
             finally:
                 ended.set()
 
@@ -222,18 +229,18 @@ def test_c95_cancel_waits_until_no_thread_writes(place: Path, kind: str) -> None
             for _ in range(5):
                 await asyncio.sleep(0)
             assert not ended.is_set()
-        slow.let_go.set()
+        slow.go_on.set()
         await asyncio.wait([task])
         assert task.cancelled() == (kind == "task")
         assert region.tobytes() == DATA[:1000]
         file._first.file = slow._file
         assert await read(file, 5, 10) == DATA[5:15]  # the handle is back, its position known
-        await file.aclose()
 
-    run(body)
+    run_on_loop(body)
+    file.close()
 
 
-def test_c89_disk_error(place: Path) -> None:
+def test_c89_disk_error(file: AsyncFile) -> None:
     class Broken:
         def __init__(self, file: Any) -> None:
             self._file = file
@@ -245,16 +252,15 @@ def test_c89_disk_error(place: Path) -> None:
             raise OSError(errno.EIO, "broken")
 
     async def body() -> None:
-        file = await PortableRoot(place).open(NAME)
         whole, file._first.file = file._first.file, Broken(file._first.file)
         with pytest.raises(StorageError) as caught:
             await read(file, 4096, 10)
         assert (caught.value.errno, caught.value.offset) == (errno.EIO, 4096)
         file._first.file = whole
         assert await read(file, 4096, 10) == DATA[4096:4106]
-        await file.aclose()
 
-    run(body)
+    run_on_loop(body)
+    file.close()
 
 
 # The whole load.
@@ -268,21 +274,22 @@ def tensors() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module", params=[1, 3])
 def checkpoint(request: Any, tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, torch.Tensor]) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("portable"), tensors, request.param)
+    return write_checkpoint(tmp_path_factory.mktemp("async"), tensors, request.param)
 
 
 @linux
 def test_load(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
-    stio.sync.load(PortableRoot(checkpoint))
-    before = num_descriptors()
-    loaded = stio.sync.load(PortableRoot(checkpoint), budget_bytes=1 << 20)  # many blocks, so many readers
+    with root_of(checkpoint) as root:
+        stio.sync.load(root)
+        before = num_descriptors()
+        loaded = stio.sync.load(root, budget_bytes=1 << 20)  # many blocks, so many readers
+        assert num_descriptors() == before
     assert set(loaded) == set(tensors)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
-    assert num_descriptors() == before
 
 
 def test_stream_and_slices(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
-    with stio.sync.open(PortableRoot(checkpoint), budget_bytes=1 << 20) as opened:
+    with root_of(checkpoint) as root, stio.sync.open(root, budget_bytes=1 << 20) as opened:
         assert torch.equal(opened.read("layer.7", (slice(10, 200, 3), slice(5, 9))), tensors["layer.7"][10:200:3, 5:9])
         assert torch.equal(opened.read("layer.8"), tensors["layer.8"])
         found = dict(opened.stream())
@@ -291,21 +298,22 @@ def test_stream_and_slices(checkpoint: Path, tensors: dict[str, torch.Tensor]) -
 
 
 def test_loads_at_the_same_time(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
-    with stio.sync.open(PortableRoot(checkpoint)) as opened, ThreadPoolExecutor(6) as pool:
+    with root_of(checkpoint) as root, stio.sync.open(root) as opened, ThreadPoolExecutor(6) as pool:
         for loaded in pool.map(lambda _: opened.load(), range(6)):
             assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.anyio
 async def test_async_face(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
-    loaded = await stio.load(PortableRoot(checkpoint), names=["layer.3"])
+    with root_of(checkpoint) as root:
+        loaded = await stio.load(root, names=["layer.3"])
     assert torch.equal(loaded["layer.3"], tensors["layer.3"])
 
 
 def test_c90_and_c91_in_a_load(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "x", {"t": torch.arange(100_000)})
     file = directory / NAME
-    with stio.sync.open(PortableRoot(directory)) as opened:
+    with root_of(directory) as root, stio.sync.open(root) as opened:
         data = file.read_bytes()
         file.write_bytes(data)
         os.utime(file, ns=(0, 0))

@@ -16,7 +16,7 @@ import pytest
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import allocate
 from stio.storage.base import Note
-from stio.storage.commit import recovery as janitor
+from stio.storage.commit import recovery
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.recovery import GarbageReport, collect_garbage
 from stio.storage.commit.transaction import LocalTransaction, begin_local
@@ -35,17 +35,17 @@ def content(tag: str, k: int) -> bytes:
 def fill(transaction: LocalTransaction, tag: str) -> None:
     """Create, write and finish all shards."""
     shards = [content(tag, k) for k in range(len(transaction.shard_names))]
-    for sink, data in zip(transaction.create([len(data) for data in shards]), shards, strict=True):
+    for writer, data in zip(transaction.create([len(data) for data in shards]), shards, strict=True):
         region = allocate(len(data))
         region.write(0, data)
-        sink.write_from(PAGE_BYTES, region.sub(PAGE_BYTES, len(data) - PAGE_BYTES))
-        sink.write_from(0, region.sub(0, PAGE_BYTES))
-        sink.finish()
+        writer.write_from(PAGE_BYTES, region.sub(PAGE_BYTES, len(data) - PAGE_BYTES))
+        writer.write_from(0, region.sub(0, PAGE_BYTES))
+        writer.finish()
 
 
 def index_of(transaction: LocalTransaction, tag: str) -> bytes | None:
     """Return an index over all shards if there is to be one."""
-    if not transaction.wants_index:
+    if not transaction.takes_index:
         return None
     names = {f"{tag}{k}": name for k, name in enumerate(transaction.shard_names)}
     return json.dumps({"metadata": {"tag": tag}, "weight_map": names}).encode()
@@ -60,7 +60,7 @@ def save(
         fill(transaction, tag)
         transaction.commit(index=index_of(transaction, tag), notes=notes)
     finally:
-        transaction.abort()
+        transaction.roll_back()
     return transaction
 
 
@@ -117,7 +117,7 @@ def require_clean(destination: Path, tags: Iterable[str | None]) -> None:
 def sweep(monkeypatch: pytest.MonkeyPatch, destination: Path) -> GarbageReport:
     """Collect garbage as if a minute had passed."""
     with monkeypatch.context() as patch:
-        patch.setattr(janitor, "_UNLOCKED_SECONDS", -1.0)
+        patch.setattr(recovery, "_UNLOCKED_SECONDS", -1.0)
         return collect_garbage(destination)
 
 
@@ -246,7 +246,7 @@ class System:
                         raise OSError(error_number, os.strerror(error_number))
                 if self.num_calls == kill_at and not kill_after:
                     self._die(name)
-                # Nobody cuts the power here, so nothing has to reach the disk.
+                # No power cut here, so nothing has to reach the disk.
                 result = None if name in drop or name in ("fsync", "sync_directory") else function(*args, **kwargs)
                 if name.startswith("open_"):
                     self._open.add(result)

@@ -24,7 +24,7 @@ from stio.errors import (
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.saving.options import Destination
-from stio.storage.base import Note, Root, Sink, Source, Transaction
+from stio.storage.base import FileWriter, Note, Root, Source, Transaction
 from stio.storage.local import LocalRoot
 from stio.testing import (
     FaultyRoot,
@@ -201,7 +201,7 @@ def region_of(data: bytes) -> memory.Region:
     return region.sub(0, len(data))
 
 
-def put(sink: Sink, data: bytes = SHARD) -> None:
+def put(sink: FileWriter, data: bytes = SHARD) -> None:
     """Write a file in two pieces, the second first."""
     sink.write_from(PAGE_BYTES, region_of(data[PAGE_BYTES:]))
     sink.write_from(0, region_of(data[:PAGE_BYTES]))
@@ -214,9 +214,9 @@ def publish(destination: MemoryDestination, num_shards: int = 1, data: bytes = S
     try:
         for sink in transaction.create([len(data)] * num_shards):
             put(sink, data)
-        transaction.commit(index=b"index" if transaction.wants_index else None)
+        transaction.commit(index=b"index" if transaction.takes_index else None)
     finally:
-        transaction.abort()
+        transaction.roll_back()
     return transaction
 
 
@@ -228,7 +228,7 @@ def test_saves_into_memory() -> None:
     destination = MemoryDestination()
     assert isinstance(destination, Destination)
     transaction = publish(destination)
-    assert (transaction.path, transaction.shard_names, transaction.wants_index) == (
+    assert (transaction.path, transaction.shard_names, transaction.takes_index) == (
         "memory:", ("model.safetensors",), False,
     )  # fmt: skip
     assert destination.files == {"model.safetensors": SHARD}
@@ -252,8 +252,8 @@ def test_names_are_a_directorys() -> None:
         destination.begin(num_shards=2, shard_names="hub")
     third = publish(destination, 2, shard_names="hub", commit="files")
     assert set(destination.files) == {"tokenizer.json", INDEX, *hub}
-    assert third.wants_index
-    assert publish(destination, 1).wants_index, "where an index was there is one again"
+    assert third.takes_index
+    assert publish(destination, 1).takes_index, "where an index was there is one again"
     assert len(destination.files) == 3
     require_ended(destination)
 
@@ -275,7 +275,7 @@ def test_c114_two_saves_at_once() -> None:
     first.commit(index=None)
     with pytest.raises(ConcurrentSaveError, match="memory"):
         second.commit(index=None)
-    second.abort()
+    second.roll_back()
     assert destination.num_commits == 1
     require_ended(destination)
 
@@ -337,23 +337,23 @@ def test_writes_wait_at_the_gate() -> None:
     require_ended(destination)
 
 
-def _across_the_end(transaction: Transaction, sink: Sink, destination: MemoryDestination) -> None:
+def _across_the_end(transaction: Transaction, sink: FileWriter, destination: MemoryDestination) -> None:
     destination.gate = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(sink.write_from, 0, region_of(SHARD))
         destination.wait_for_writers(1)
         try:
-            transaction.abort()
+            transaction.roll_back()
         finally:
             destination.gate.set()
             future.result()
 
 
-BREACHES: list[tuple[str, Callable[[Transaction, Sink, MemoryDestination], object]]] = [
+BREACHES: list[tuple[str, Callable[[Transaction, FileWriter, MemoryDestination], object]]] = [
     ("twice", lambda t, s, d: [s.write_from(0, region_of(SHARD[:PAGE_BYTES])) for _ in range(2)]),
     ("twice", lambda t, s, d: [s.write_from(k * PAGE_BYTES, region_of(SHARD[: 2 * PAGE_BYTES])) for k in (0, 1)]),
-    ("no page's border", lambda t, s, d: s.write_from(8, region_of(SHARD[:-8]))),
-    ("no page's border", lambda t, s, d: s.write_from(0, region_of(SHARD + b"x" * 8).sub(8, len(SHARD)))),
+    ("do not begin at a page", lambda t, s, d: s.write_from(8, region_of(SHARD[:-8]))),
+    ("do not begin at a page", lambda t, s, d: s.write_from(0, region_of(SHARD + b"x" * 8).sub(8, len(SHARD)))),
     ("inside a page", lambda t, s, d: s.write_from(0, region_of(SHARD[:100]))),
     ("which has", lambda t, s, d: s.write_from(0, region_of(SHARD + b"x"))),
     ("which has", lambda t, s, d: s.write_from(-PAGE_BYTES, region_of(SHARD))),
@@ -363,12 +363,12 @@ BREACHES: list[tuple[str, Callable[[Transaction, Sink, MemoryDestination], objec
     ("before model.safetensors is finished", lambda t, s, d: t.commit(index=None)),
     ("no index", lambda t, s, d: [put(s), t.commit(index=b"{}")]),
     ("committed after its end", lambda t, s, d: [put(s), t.commit(index=None), t.commit(index=None)]),
-    ("committed after its end", lambda t, s, d: [put(s), t.abort(), t.commit(index=None)]),
+    ("committed after its end", lambda t, s, d: [put(s), t.roll_back(), t.commit(index=None)]),
     ("created twice", lambda t, s, d: t.create([1])),
-    ("created after", lambda t, s, d: [t.abort(), t.create([1])]),
-    ("after the save's end", lambda t, s, d: [t.abort(), s.write_from(0, region_of(SHARD))]),
-    ("after the save's end", lambda t, s, d: [t.abort(), s.finish()]),
-    ("after the save's end", lambda t, s, d: [t.abort(), t.read_note("x")]),
+    ("created after", lambda t, s, d: [t.roll_back(), t.create([1])]),
+    ("after the save's end", lambda t, s, d: [t.roll_back(), s.write_from(0, region_of(SHARD))]),
+    ("after the save's end", lambda t, s, d: [t.roll_back(), s.finish()]),
+    ("after the save's end", lambda t, s, d: [t.roll_back(), t.read_note("x")]),
     ("aborted while", _across_the_end),
     ("2 files for 1 names", lambda t, s, d: d.begin(num_shards=1).create([1, 2])),
     ("without files", lambda t, s, d: d.begin(num_shards=1).commit(index=None)),
@@ -385,7 +385,7 @@ def _commit_two_without_index(destination: MemoryDestination) -> None:
 
 @pytest.mark.parametrize(("message", "breach"), BREACHES, ids=[f"{k}: {m}" for k, (m, _) in enumerate(BREACHES)])
 def test_breaches_of_the_contract(
-    message: str, breach: Callable[[Transaction, Sink, MemoryDestination], object]
+    message: str, breach: Callable[[Transaction, FileWriter, MemoryDestination], object]
 ) -> None:
     destination = MemoryDestination()
     transaction = destination.begin(num_shards=1)
@@ -397,12 +397,12 @@ def test_breaches_of_the_contract(
 
 def test_abort_is_idempotent_and_does_nothing_after_a_commit() -> None:
     destination = MemoryDestination()
-    publish(destination).abort()
+    publish(destination).roll_back()
     transaction = destination.begin(num_shards=1)
     transaction.create([5])
     assert (destination.num_open, destination.num_transactions) == (1, 1)
-    transaction.abort()
-    transaction.abort()
+    transaction.roll_back()
+    transaction.roll_back()
     assert destination.files == {"model.safetensors": SHARD}
     require_ended(destination)
 

@@ -1,9 +1,12 @@
-"""The hub's serialization helpers under a changed import: the same names, files and errors, saved and loaded by stio.
+"""The hub's serialization helpers, implemented by stio: the same names, files and errors.
 
     from stio.compat.huggingface_hub import load_torch_model, save_torch_model
 
-`huggingface_hub` itself is not needed. Saves are atomic and durable, and the old checkpoint goes after the new one is
-in place. The functions call each other through this module, so that replacing one replaces it for the others too.
+`huggingface_hub` itself is not needed. Saves are atomic and durable; the old checkpoint is removed after the new one is
+in place. The public functions call each other through this module, so that a patched one is used by the others too.
+
+`split` has the greedy split into files, `tensors` has sizes, storages and duplicates of tensors, `save` publishes files
+into a directory by the transaction of every save, `load` reads files and indices and fills models.
 """
 
 from __future__ import annotations
@@ -39,12 +42,13 @@ from stio.compat.huggingface_hub.split import (
 from stio.compat.huggingface_hub.tensors import (
     as_counted,
     discard_shared,
+    get_torch_storage_id,
+    get_torch_storage_size,
     require_contiguous,
-    storage_id,
-    storage_nbytes,
     tf_nbytes,
 )
 from stio.errors import CheckpointNotFoundError, printable
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 
 __all__ = [
     "StateDictSplit",
@@ -71,10 +75,8 @@ constants = SimpleNamespace(
     SAFETENSORS_WEIGHTS_FILE_PATTERN=SAFETENSORS_WEIGHTS_FILE_PATTERN,
     TF2_WEIGHTS_FILE_PATTERN=TF2_WEIGHTS_FILE_PATTERN,
 )
-"""Where the hub keeps these."""
+"""The names under which the hub has these constants."""
 
-_SUFFIX = ".safetensors"
-_INDEX_SUFFIX = ".index.json"
 _UNSAFE = (
     "pickles can run code when they are loaded: do not load them from sources that you do not trust. If you mean to "
     "share this model, we strongly recommend using safe serialization (safe_serialization=True)"
@@ -106,26 +108,13 @@ def split_tf_state_dict_into_shards(
     filename_pattern: str = TF2_WEIGHTS_FILE_PATTERN,
     max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> StateDictSplit:
-    """Split what has a `shape` and a `dtype` into files, each counted by the bits in its dtype's name."""
+    """Split objects with a `shape` and a `dtype` into files; a dtype's name has the bits of an element."""
     return split_state_dict_into_shards_factory(
         state_dict,
         max_shard_size=max_shard_size,
         filename_pattern=filename_pattern,
         get_storage_size=tf_nbytes,
     )
-
-
-def get_torch_storage_id(tensor: torch.Tensor) -> tuple[torch.device, int | tuple[Any, ...], int] | None:
-    """Return what is equal for tensors on one storage: device, address, size; None on meta.
-
-    The address is the local part's of a distributed tensor, and a nested tuple for a wrapper around others.
-    """
-    return storage_id(tensor)
-
-
-def get_torch_storage_size(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's storage: all of a distributed tensor, the sum of what a wrapper is around."""
-    return storage_nbytes(tensor)
 
 
 # Saving.
@@ -171,38 +160,38 @@ def save_torch_state_dict(
 ) -> None:
     """Save tensors into an existing directory, in shards with an index if they are larger than the maximum.
 
-    When it returns, the files are durable and in place, and what an older checkpoint of this pattern left is gone. If
-    it raises, the old checkpoint stands. The caller's dicts stay as they are.
+    When it returns, the files are durable and in place, and those of an older checkpoint of this pattern are removed.
+    If it raises, the old checkpoint stays. The caller's dicts do not change.
 
     Args:
         state_dict: Tensors by name.
         save_directory: The directory.
-        filename_pattern: Of the files' names; `model{suffix}.safetensors` or `pytorch_model{suffix}.bin`.
-        force_contiguous: Whether tensors in another layout are saved in the usual one, or refused.
+        filename_pattern: Pattern of the files' names; `model{suffix}.safetensors` or `pytorch_model{suffix}.bin`.
+        force_contiguous: Whether tensors in another layout are saved contiguously, or refused.
         max_shard_size: Most bytes in one file; see `parse_size_to_int`.
-        metadata: Text to store in the header, or in the index. Of tensors that share memory one name is saved, and each
-            dropped name recorded here, `dropped: kept`.
+        metadata: Text for the header, or for the index. Of names that share memory one is saved; each dropped name is
+            recorded here with the saved one, `dropped: saved`.
         safe_serialization: Whether to write safetensors; else pickles.
         is_main_process: Whether to remove the files of an older checkpoint; one process of several does that.
-        shared_tensors_to_discard: Names to drop rather than others that share their memory.
+        shared_tensors_to_discard: Names to drop if another name shares their memory.
 
     Raises:
         FileNotFoundError: There is no such directory.
-        ValueError: A pattern without `{suffix}`, no size, a tensor that cannot be saved (sparse, not contiguous).
-        RuntimeError: Of tensors that overlap none covers their storage; a tensor on meta.
+        ValueError: A pattern without `{suffix}`, a malformed size, a tensor that is sparse or not contiguous.
+        RuntimeError: Tensors overlap and none of them covers their storage; a tensor on meta.
         StorageError: The system refused.
     """
     if filename_pattern is None:
         filename_pattern = SAFETENSORS_WEIGHTS_FILE_PATTERN if safe_serialization else PYTORCH_WEIGHTS_FILE_PATTERN
     require_plain(filename_pattern)
     described: dict[str, Any] = dict(metadata or {})
-    counted = kept = dict(state_dict)
+    counted = remaining = dict(state_dict)
     if safe_serialization:
-        kept, dropped = discard_shared(kept, shared_tensors_to_discard or ())
+        remaining, dropped = discard_shared(remaining, shared_tensors_to_discard or ())
         described |= {name: other for name, other in dropped.items() if name not in described}
         if not force_contiguous:
-            require_contiguous(kept)
-        counted = {name: as_counted(tensor) for name, tensor in kept.items()}
+            require_contiguous(remaining)
+        counted = {name: as_counted(tensor) for name, tensor in remaining.items()}
     else:
         logger.warning(_UNSAFE)
     split = split_torch_state_dict_into_shards(
@@ -214,7 +203,7 @@ def save_torch_state_dict(
     if not files:
         place.clear()
     elif safe_serialization:
-        save_tensors(place, kept, files, described, index)
+        save_tensors(place, remaining, files, described, index)
     else:
         save_pickles(place, state_dict, files, index)
 
@@ -240,18 +229,18 @@ def load_torch_model(
         checkpoint_path: A file, or a directory.
         strict: Whether names must be the same on both sides. A name that is tied to a loaded one counts as loaded.
             The check comes last, so the model may have been changed when it fails.
-        safe: Whether safetensors files only are loaded, whatever they are called; else pickles are the fallback.
+        safe: Whether only safetensors files are loaded, under any name; else pickles are the fallback.
         weights_only: Whether pickles are read by torch's restricted unpickler.
         map_location: Device on which the tensors are made.
         mmap: Whether pickles are mapped.
-        filename_pattern: Whose index is looked for.
+        filename_pattern: Pattern of the files; its index is searched.
 
     Returns:
         Names that only the model has, and names that only the checkpoint has.
 
     Raises:
         FileNotFoundError: There is nothing at this path.
-        ValueError: It is no checkpoint, or a broken one.
+        ValueError: It is no checkpoint, or a malformed one.
         OSError: A file's metadata name another format; the system refused.
         RuntimeError: Names or shapes differ.
     """
@@ -260,7 +249,7 @@ def load_torch_model(
         raise CheckpointNotFoundError(f"Checkpoint path {printable(str(path))} does not exist")
     if not path.is_file():
         pattern = _choose_pattern(path, filename_pattern, safe=safe)
-        if (path / (pattern.format(suffix="") + _INDEX_SUFFIX)).is_file():
+        if (path / (pattern.format(suffix="") + INDEX_SUFFIX)).is_file():
             return _load_sharded_checkpoint(
                 model=model,
                 save_directory=path,
@@ -280,7 +269,7 @@ def load_torch_model(
 
 def _choose_pattern(path: Path, pattern: str | None, *, safe: bool) -> str:
     if pattern is None:
-        index = path / (SAFETENSORS_WEIGHTS_FILE_PATTERN.format(suffix="") + _INDEX_SUFFIX)
+        index = path / (SAFETENSORS_WEIGHTS_FILE_PATTERN.format(suffix="") + INDEX_SUFFIX)
         return SAFETENSORS_WEIGHTS_FILE_PATTERN if safe or index.is_file() else PYTORCH_WEIGHTS_FILE_PATTERN
     if safe and not _is_safetensors(pattern.format(suffix="")):
         raise ValueError(
@@ -304,9 +293,9 @@ def _load_sharded_checkpoint(
     """Load a sharded checkpoint into a model, one shard at a time; see `load_torch_model`."""
     whole = filename_pattern.format(suffix="")
     directory = os.fsdecode(save_directory)
-    weight_map = read_index(os.path.join(directory, whole + _INDEX_SUFFIX), Path(whole).suffix)
+    index = read_index(os.path.join(directory, whole + INDEX_SUFFIX), Path(whole).suffix)
     loaded: dict[str, None] = {}
-    for shard in dict.fromkeys(weight_map.values()):
+    for shard in index.shards:
         state_dict = load_state_dict_from_file(
             os.path.join(directory, shard),
             map_location="cpu" if map_location is None else map_location,
@@ -316,9 +305,9 @@ def _load_sharded_checkpoint(
         )
         loaded |= dict.fromkeys(state_dict)
         model.load_state_dict(state_dict, strict=False)
-        del state_dict  # before the next one comes
-    # What was loaded is what the shards held: the index is somebody's word only.
-    if unexpected := [name for name in loaded if name not in weight_map]:
+        del state_dict  # before the next one is loaded
+    # The shards decide which names were loaded: the index is only a claim.
+    if unexpected := [name for name in loaded if name not in index.weight_map]:
         logger.warning("the shards hold tensors that the index does not name: %s", printable(sorted(unexpected)))
     if strict:
         require_all(model, loaded)
@@ -341,14 +330,14 @@ def load_state_dict_from_file(
         map_location: Device on which the tensors are made.
         weights_only: Whether pickles are read by torch's restricted unpickler.
         mmap: Whether pickles are mapped.
-        safe: Whether the file is read as safetensors whatever it is called. Else its name decides.
+        safe: Whether the file is read as safetensors under any name. Else its name decides.
 
     Returns:
-        Tensors by name; for pickles whatever was pickled.
+        Tensors by name; for pickles any pickled value.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is no safetensors file (`FormatError`).
+        ValueError: It is not a safetensors file (`FormatError`).
         OSError: Its metadata name another format; the system refused.
     """
     path = os.fsdecode(checkpoint_file)
@@ -368,5 +357,5 @@ def load_state_dict_from_file(
 
 
 def _is_safetensors(filename: str | os.PathLike[str]) -> bool:
-    """Return whether a name is a safetensors file's; some systems do not tell upper from lower case."""
-    return os.fsdecode(filename).lower().endswith(_SUFFIX)
+    """Return whether a name is that of a safetensors file; some systems ignore case."""
+    return os.fsdecode(filename).lower().endswith(FILE_SUFFIX)

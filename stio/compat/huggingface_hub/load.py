@@ -1,22 +1,21 @@
-"""Loading by the hub's rules: one safetensors file without the faces' warnings, an index judged, ties of a module.
+"""Loads by the hub's rules: one safetensors file, the index of a sharded checkpoint, the tied names of a module.
 
-Nothing here unpickles. Tensors come by the same operations as any load of stio's.
+Nothing here unpickles. Tensors are read by the same operation as in any load of stio.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from stio.compat.huggingface_hub.tensors import covers_storage, is_wrapper, storage_id
+from stio.compat.huggingface_hub.tensors import covers_storage, get_torch_storage_id, is_wrapper
 from stio.errors import (
     AmbiguousCheckpointError,
     FormatError,
@@ -25,34 +24,22 @@ from stio.errors import (
     UnsafePathError,
     UnsupportedDtypeError,
     printable,
+    without_path,
 )
-from stio.format.header import PREFIX_BYTES, Header
-from stio.loading.body import collect
-from stio.loading.open import OpenCheckpoint, OpenOptions, open_checkpoint
-from stio.loading.options import Settings
-from stio.runtime.memory import allocate
+from stio.format.header import Header
+from stio.format.index import ShardIndex, parse_index
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
+from stio.loading.body import collect, start_reading
+from stio.loading.open import OpenCheckpoint
+from stio.loading.options import LoadOptions
 from stio.runtime.operation import Operation
-
-__all__ = [
-    "MAX_INDEX_BYTES",
-    "MapLocation",
-    "fill",
-    "load_safetensors",
-    "missing_and_unexpected",
-    "only_file",
-    "read_index",
-    "require_all",
-]
 
 logger = logging.getLogger("stio")
 
-MAX_INDEX_BYTES = 10 * 1024 * 1024
-"""Longest index: it is metadata."""
+_MAX_INDEX_BYTES = 10 * 1024 * 1024
+"""Longest index that the original reads: an index is metadata."""
 
-_SUFFIX = ".safetensors"
-_INDEX_SUFFIX = ".index.json"
 _FORMATS = ("pt", "mlx")
-_METADATA_KEY = "__metadata__"
 _BY_STIO = ("cpu", "cuda")
 """Devices that tensors are loaded to; to others they are moved from the CPU."""
 
@@ -66,18 +53,18 @@ def load_safetensors(path: str, map_location: MapLocation, *, safe: bool) -> dic
     Args:
         path: The file, whatever it is called.
         map_location: Device, its name, its index, or a mapping from `"cpu"` to one of them.
-        safe: Whether the caller insists on the format, so that what is wrong with the file is said in those terms.
+        safe: Whether the caller requires the format; then every error says that the file is not of this format.
 
     Raises:
-        FormatError: It is no such file.
-        StorageError: The metadata name no format that torch's weights come in; or the system refused.
-        UnsupportedDtypeError: torch has no type for a tensor's.
-        TypeError: A function as `map_location`: there are no storages for it to judge.
+        FormatError: The file is not of the format.
+        StorageError: The metadata name no format of torch's weights; or the system refused.
+        UnsupportedDtypeError: torch has no type for a tensor's dtype.
+        TypeError: A function as `map_location`: it would need storages, and there are none.
         RuntimeError: There is no such device.
     """
     try:
-        if path.endswith(_INDEX_SUFFIX):
-            raise FormatError("an index holds no tensors", path=path)  # stio's own loads would follow it
+        if path.endswith(INDEX_SUFFIX):
+            raise FormatError("an index holds no tensors", path=path)  # stio's own loads would load its shards
         return _load_file(path, map_location)
     except (FormatError, UnsupportedDtypeError) as error:
         if not safe:
@@ -91,18 +78,13 @@ def load_safetensors(path: str, map_location: MapLocation, *, safe: bool) -> dic
 def _load_file(path: str, map_location: MapLocation) -> dict[str, torch.Tensor]:
     device = _device(map_location)
     target = device if device.type in _BY_STIO else torch.device("cpu")
-    settings = Settings(device=target)
+    options = LoadOptions(device=target)
 
-    def body(operation: Operation[Any]) -> Callable[[], dict[str, torch.Tensor]]:
-        opened = open_checkpoint(path, OpenOptions(), check=operation.check)
-        try:
-            _require_format(opened, path)
-            return collect(operation, opened, None, settings.load_options())
-        finally:
-            opened.close()
+    def read(operation: Operation[Any], opened: OpenCheckpoint) -> Callable[[], dict[str, torch.Tensor]]:
+        _require_format(opened.headers[0], path)
+        return collect(operation, opened, None, options)
 
-    take = Operation(body, name="load", kind="load", about=path).start().result()
-    tensors = take()
+    tensors = start_reading(path, options, read).result()()
     return tensors if target == device else {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
@@ -120,11 +102,10 @@ def _device(map_location: MapLocation) -> torch.device:
     return device
 
 
-def _require_format(opened: OpenCheckpoint, path: str) -> None:
-    """Require that metadata, where a file has some, name a format that torch's weights come in."""
-    header = opened.headers[0]
+def _require_format(header: Header, path: str) -> None:
+    """Require that metadata, where a file has some, name a format of torch's weights."""
     found = header.metadata.get("format")
-    if found in _FORMATS or (not header.metadata and not _has_empty_metadata(opened, header)):
+    if found in _FORMATS or not header.has_metadata:
         return
     raise StorageError(
         "the file does not contain the valid metadata: it was not saved as weights for torch; save it by "
@@ -136,23 +117,13 @@ def _require_format(opened: OpenCheckpoint, path: str) -> None:
     )
 
 
-def _has_empty_metadata(opened: OpenCheckpoint, header: Header) -> bool:
-    """Return whether the header has metadata with nothing in them, which is not the same as none."""
-    region = allocate(header.data_start - PREFIX_BYTES)
-    opened.files[0].read_into(PREFIX_BYTES, [region.sub(0, region.nbytes)])
-    text = region.tobytes()
-    if _METADATA_KEY.encode() not in text:
-        return False
-    return json.loads(text).get(_METADATA_KEY) is not None
-
-
 def only_file(path: Path, *, safe: bool) -> Path:
-    """Return the only file of weights in a directory; pickles count where safetensors do not decide, if allowed.
+    """Return the only file of weights in a directory; without a single safetensors file, the only pickle if allowed.
 
     Raises:
         AmbiguousCheckpointError: There is none, or more.
     """
-    found = sorted(path.glob("*" + _SUFFIX))
+    found = sorted(path.glob("*" + FILE_SUFFIX))
     if len(found) != 1 and not safe:
         found = sorted(path.glob("*.bin"))
     if len(found) != 1:
@@ -164,48 +135,39 @@ def only_file(path: Path, *, safe: bool) -> Path:
     return found[0]
 
 
-def read_index(path: str, suffix: str) -> dict[str, str]:
-    """Return the map from tensor to shard of an index, each shard's name judged for every system.
+def read_index(path: str, suffix: str) -> ShardIndex:
+    """Read an index and check the names of its shards, by the rules of `stio.format.index`.
 
     Args:
         path: The index.
-        suffix: What the name of a shard ends in.
+        suffix: Required end of each shard's name.
 
     Raises:
-        IndexFormatError: It is too long, not JSON, or holds no such map; a shard's name ends otherwise.
+        IndexFormatError: It is too long, malformed, or a shard's name has another end.
         UnsafePathError: A shard's name leads out of the directory.
         OSError: The system refused.
     """
     with open(path, "rb") as file:
-        raw = file.read(MAX_INDEX_BYTES + 1)
-
-    def wrong(why: str) -> IndexFormatError:
-        return IndexFormatError(f"Invalid index file '{printable(path)}': {why}")
-
-    if len(raw) > MAX_INDEX_BYTES:
-        raise wrong(f"it is longer than {MAX_INDEX_BYTES} bytes")
+        raw = file.read(_MAX_INDEX_BYTES + 1)
+    where = f"index file '{printable(path)}'"
+    if len(raw) > _MAX_INDEX_BYTES:
+        raise IndexFormatError(f"Invalid {where}: it is longer than {_MAX_INDEX_BYTES} bytes")
     try:
-        index = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise wrong(f"it is not JSON: {printable(str(error))}") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict):
-        raise wrong("expected a JSON object with a 'weight_map' object")
-    if not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise wrong("all 'weight_map' values must be strings")
-    for shard in dict.fromkeys(weight_map.values()):
-        _check_shard(shard, suffix, path)
-    return weight_map
-
-
-def _check_shard(shard: str, suffix: str, path: str) -> None:
-    # Windows takes both slashes for separators, and has drives: what is safe there is safe everywhere.
-    parsed = PureWindowsPath(shard)
-    wrong = f"Invalid shard filename '{printable(shard)}' in index file '{printable(path)}'. "
-    if parsed.drive or parsed.root or ".." in parsed.parts or "\0" in shard:
-        raise UnsafePathError(f"{wrong}Shard filenames must be relative paths without '..' components")
-    if not shard.endswith(suffix):
-        raise IndexFormatError(f"{wrong}Expected '{suffix}' extension to match the index format")
+        index = parse_index(raw, path=path, suffix="")
+    except UnsafePathError as error:
+        raise UnsafePathError(
+            f"Invalid shard filename '{printable(error.found)}' in {where}. Shard filenames must be relative paths "
+            f"without '..' components: {error.message}"
+        ) from error
+    except IndexFormatError as error:
+        raise IndexFormatError(f"Invalid {where}: {without_path(error)}") from error
+    for shard in index.shards:
+        if not shard.endswith(suffix):
+            raise IndexFormatError(
+                f"Invalid shard filename '{printable(shard)}' in {where}. Expected '{suffix}' extension to match the "
+                "index format"
+            )
+    return index
 
 
 def missing_and_unexpected(model: nn.Module, loaded: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -215,20 +177,20 @@ def missing_and_unexpected(model: nn.Module, loaded: Iterable[str]) -> tuple[lis
 
 
 def fill(model: nn.Module, state_dict: Any, *, strict: bool) -> _IncompatibleKeys:
-    """Put all tensors into a model; what is tied to a loaded name counts as loaded."""
+    """Load all tensors into a model; a name that is tied to a loaded one counts as loaded."""
     by_tie = strict and isinstance(state_dict, Mapping) and bool(_tied(model, set(state_dict)))
     result: _IncompatibleKeys = model.load_state_dict(state_dict, strict=strict and not by_tie)
-    if by_tie:  # torch knows nothing of ties: its own check, and its own words, only where there are none
+    if by_tie:  # torch's own check does not know ties, so it runs only where there are none
         require_all(model, state_dict)
         return _IncompatibleKeys([], [])
     return result
 
 
 def require_all(model: nn.Module, loaded: Iterable[str]) -> None:
-    """Require that the loaded names are the model's; one that is tied to a loaded one is loaded with it.
+    """Require that the loaded names are those of the model; a name that is tied to a loaded one counts as loaded.
 
     Raises:
-        RuntimeError: They are not.
+        RuntimeError: Names are missing or unexpected.
     """
     loaded = set(loaded)
     missing, unexpected = missing_and_unexpected(model, loaded)
@@ -250,12 +212,12 @@ def _tied(model: nn.Module, loaded: set[str]) -> set[str]:
     if not missing:
         return set()
     filled = [tensor for name, tensor in tensors.items() if name in loaded and isinstance(tensor, torch.Tensor)]
-    same = {id(tensor) for tensor in filled}  # the only sign on meta
+    same = {id(tensor) for tensor in filled}  # on meta there is no address to compare
     storages = {_storage(tensor) for tensor in filled if not is_wrapper(tensor) and covers_storage(tensor)} - {None}
     return {name for name in missing if id(tensors[name]) in same or _storage(tensors[name]) in storages}
 
 
 def _storage(value: object) -> tuple[Any, ...] | None:
-    """Return what tells a storage from others, None where there is none."""
-    key = storage_id(value) if isinstance(value, torch.Tensor) else None
+    """Return a key of a value's storage, None if it has none."""
+    key = get_torch_storage_id(value) if isinstance(value, torch.Tensor) else None
     return key if key is not None and key[2] else None

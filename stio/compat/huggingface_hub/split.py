@@ -1,4 +1,4 @@
-"""How the hub splits tensors of any kind into files: sizes as it reads them, its greedy rule, names by a pattern."""
+"""The split of tensors of any kind into files, as in the hub: text to sizes, the greedy rule, names by a pattern."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ from stio.errors import printable
 from stio.format.naming import index_name
 from stio.format.sharding import parse_size, split_into_shards
 
-__all__ = [
-    "MAX_SHARD_SIZE",
-    "StateDictSplit",
-    "parse_size_to_int",
-    "require_plain",
-    "split_state_dict_into_shards_factory",
-]
-
 logger = logging.getLogger("stio")
 
 MAX_SHARD_SIZE = "5GB"
@@ -30,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass
 class StateDictSplit:
-    """How tensors are split into files."""
+    """The files of tensors that were split."""
 
     is_sharded: bool = field(init=False)
     """Whether there is more than one file."""
@@ -63,7 +55,7 @@ def parse_size_to_int(size_as_str: str) -> int:
     number, num_units = re.subn("(?i)[kmgt]i?b$", "", text)
     try:
         if 0 <= float(number) < 1 and (num_units or number.isdecimal()):
-            return 0  # no size to stio; to the hub, a shard for each tensor
+            return 0  # an error in stio; in the hub, a shard for each tensor
     except ValueError:
         if not num_units:
             raise ValueError(
@@ -91,12 +83,12 @@ def split_state_dict_into_shards_factory(
     Args:
         state_dict: Tensors by name.
         get_storage_size: Returns the bytes that a tensor takes.
-        filename_pattern: Of the files' names; `{suffix}` becomes empty or `-00001-of-00003`.
-        get_storage_id: Returns what is equal for tensors on one storage, None for a storage of its own.
+        filename_pattern: Pattern of the files' names; `{suffix}` becomes empty or `-00001-of-00003`.
+        get_storage_id: Returns a key that is equal for tensors on one storage, None for a storage of its own.
         max_shard_size: Most bytes in one file; see `parse_size_to_int`.
 
     Raises:
-        ValueError: A pattern without `{suffix}` (files would overwrite each other), or a size that is none.
+        ValueError: A pattern without `{suffix}` (files would overwrite each other), or a malformed size.
     """
     max_shard_bytes = _max_bytes(max_shard_size)
     require_suffix(filename_pattern)
@@ -137,6 +129,7 @@ def _max_bytes(size: int | str) -> int:
 
 
 def require_suffix(pattern: str) -> None:
+    """Require a pattern that gives each shard a name of its own."""
     try:
         distinct = pattern.format(suffix="-") != pattern.format(suffix="")
     except (KeyError, IndexError):

@@ -1,45 +1,34 @@
-"""Tensors as the hub's serializer sees them: which memory they are on, how large it is, which names to drop.
+"""Tensors in the terms of the hub's serializer: their storage, its size, which names to drop.
 
-Names whose tensors overlap on one storage are saved once: the first name among those that cover the storage stays.
-Which bytes a tensor touches comes from `device/sources.py`, as for any save; a tensor that shares nothing is saved
-whether or not it covers its storage.
+Of names whose tensors overlap on one storage, one is saved: the first of those that cover the storage. The bytes that a
+tensor uses come from `stio.device.describe`, as in any save. A tensor without overlap is saved whether or not it covers
+its storage.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from stio.device.copy_out import pending
-from stio.device.save_sources import sources_of
+from stio.device.describe import describe_tensors
+from stio.device.torch_private import conj_neg_bits
 from stio.errors import DeviceError, SharedTensorsError, printable
 from stio.format.sharding import TensorSource
-
-__all__ = [
-    "as_counted",
-    "covers_storage",
-    "discard_shared",
-    "is_wrapper",
-    "require_contiguous",
-    "storage_id",
-    "storage_nbytes",
-    "tf_nbytes",
-]
+from stio.format.shared import overlap_groups
 
 _DISTRIBUTED = "torch.distributed.tensor"
 _SHOWN_NAMES = 5
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
-    """Return whether it is a `DTensor`; who has one has imported the module, which is slow to import."""
+    """Return whether it is a `DTensor`. Its module is slow to import, and imported if there is such a tensor."""
     module = sys.modules.get(_DISTRIBUTED)
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -57,15 +46,18 @@ def _inner(tensor: Any) -> list[torch.Tensor] | None:
     return [getattr(tensor, name) for name in names]
 
 
-def storage_id(tensor: torch.Tensor) -> tuple[torch.device, int | tuple[Any, ...], int] | None:
-    """Return device, address and size of a tensor's storage; None on meta, where nobody can tell."""
+def get_torch_storage_id(tensor: torch.Tensor) -> tuple[torch.device, int | tuple[Any, ...], int] | None:
+    """Return a key that is equal for tensors on one storage: device, address, size; None on meta.
+
+    The address is that of the local part for a distributed tensor, and a nested tuple for a wrapper around others.
+    """
     if tensor.device.type == "meta":
         return None
-    return tensor.device, _address(tensor), storage_nbytes(tensor)
+    return tensor.device, _address(tensor), get_torch_storage_size(tensor)
 
 
 def _address(tensor: Any) -> int | tuple[Any, ...]:
-    """Return the address of a storage; of a wrapper the addresses of what it wraps, nested as they are."""
+    """Return the address of a storage; for a wrapper the addresses of the tensors in it, nested in the same way."""
     if _is_distributed(tensor):
         return int(tensor.to_local().untyped_storage().data_ptr())
     inner = _inner(tensor)
@@ -74,21 +66,21 @@ def _address(tensor: Any) -> int | tuple[Any, ...]:
     return int(tensor.untyped_storage().data_ptr())
 
 
-def storage_nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's storage: of all of a distributed tensor, of a wrapper the sum."""
+def get_torch_storage_size(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's storage: all of a distributed tensor, the sum over the tensors in a wrapper."""
     if _is_distributed(tensor):
         return int(tensor.nbytes)
     inner = _inner(tensor)
     if inner is not None:
-        return sum(map(storage_nbytes, inner))
+        return sum(map(get_torch_storage_size, inner))
     return tensor.untyped_storage().nbytes()
 
 
 def tf_nbytes(tensor: Any) -> int:
-    """Return the bytes of anything that has a `shape` and a `dtype`, by the number of bits in the dtype's name.
+    """Return the bytes of an object with a `shape` and a `dtype`, by the number of bits in the dtype's name.
 
     Raises:
-        ValueError: The name has none.
+        ValueError: The name has no number.
     """
     name = str(getattr(tensor.dtype, "name", tensor.dtype))
     found = re.search(r"[0-9]+", name)
@@ -114,17 +106,17 @@ def covers_storage(tensor: torch.Tensor) -> bool:
 
 
 def as_counted(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that counts as many bytes as a file will hold of this one, and shares them with no other."""
-    if covers_storage(tensor) and not any(pending(tensor)):
+    """Return a tensor whose storage has as many bytes as this one needs in a file, and is not shared."""
+    if covers_storage(tensor) and not any(conj_neg_bits(tensor)):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def require_contiguous(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse tensors that a file would hold in another layout than memory does.
+    """Require that all tensors have the layout of a file.
 
     Raises:
-        ValueError: There is one.
+        ValueError: A tensor is not contiguous.
     """
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
@@ -141,47 +133,32 @@ def discard_shared(
 
     Args:
         tensors: By name; not changed.
-        discard: Names that are not kept where another will do.
+        discard: Names to drop if another name can stand for them.
 
     Returns:
-        The tensors that are left, in their order; and for each dropped name the one that was kept for it.
+        The remaining tensors, in their order; and for each dropped name the name that stands for it.
 
     Raises:
         SharedTensorsError: None of several that overlap covers the storage.
         DeviceError: A tensor on meta.
-        TypeError: A value is no tensor, or one without memory of its own; a name is no text.
+        TypeError: A value is not a tensor, or a tensor without memory of its own; a name is not text.
         ValueError: A tensor that cannot be saved: sparse, nested, freed.
     """
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
             raise DeviceError(f"tensor {printable(name)!r} is on meta: it has no data to save")
     storages: defaultdict[Hashable, list[TensorSource]] = defaultdict(list)
-    for source in sources_of(tensors):
+    for source in describe_tensors(tensors):
         if source.storage_key is not None:
-            # What is still to be conjugated or negated is other numbers on the same memory: no duplicate.
-            storages[source.storage_key, pending(source.data)].append(source)
+            # With a pending conjugation or negation the same memory has other values: no duplicate.
+            storages[source.storage_key, conj_neg_bits(source.data)].append(source)
     dropped: dict[str, str] = {}
     for storage in storages.values():
-        for names in _overlapping(storage):
-            kept = _choose(names, tensors, discard)
-            dropped |= {name: kept for name in sorted(names) if name != kept}
-    return {name: tensor for name, tensor in tensors.items() if name not in dropped}, dropped
-
-
-def _overlapping(storage: Sequence[TensorSource]) -> Iterator[list[str]]:
-    """Yield the names of each set of two and more, on one storage, that hangs together by overlaps."""
-    names: list[str] = []
-    reach = 0
-    for source in sorted(storage, key=operator.attrgetter("span", "name")):
-        begin, end = source.span
-        if begin >= reach:
+        for names in overlap_groups((*source.span, source.name) for source in storage):
             if len(names) > 1:
-                yield names
-            names = []
-        names.append(source.name)
-        reach = max(reach, end)
-    if len(names) > 1:
-        yield names
+                chosen = _choose(names, tensors, discard)
+                dropped |= {name: chosen for name in sorted(names) if name != chosen}
+    return {name: tensor for name, tensor in tensors.items() if name not in dropped}, dropped
 
 
 def _choose(names: Sequence[str], tensors: Mapping[str, torch.Tensor], discard: Collection[str]) -> str:

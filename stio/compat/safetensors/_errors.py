@@ -1,7 +1,7 @@
-"""One error class, as the original has it, and how stio's own errors become it.
+"""The original's single error class, and the conversion of stio's errors to it.
 
-What was wrong with a file or a call is a `SafetensorError`, the original's phrase first and stio's details behind it.
-What the operating system refuses on reading is the `OSError` that Python has for it, as from `open`.
+A malformed file or a wrong call is a `SafetensorError`: the original's phrase, then stio's details. If the operating
+system refuses a read, the error is the `OSError` that `open` would raise.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from contextlib import contextmanager
 
 from stio.errors import CheckpointNotFoundError, LimitError, StioError, StorageError, TruncatedError, printable
 
-__all__ = ["SafetensorError", "UnsupportedDtypeError", "header_refused", "reading", "saving", "wrong_type"]
-
 
 class SafetensorError(Exception):
     """A file that breaks the format, or a call that cannot be answered."""
@@ -23,7 +21,7 @@ class SafetensorError(Exception):
 
 
 class UnsupportedDtypeError(SafetensorError, TypeError):
-    """The framework has no type for a tensor's dtype; numpy says TypeError to the same question."""
+    """The framework has no type for a tensor's dtype. numpy itself raises TypeError in that case."""
 
 
 def wrong_type(argument: str, value: object, expected: str) -> TypeError:
@@ -32,7 +30,7 @@ def wrong_type(argument: str, value: object, expected: str) -> TypeError:
 
 
 def header_refused(error: StioError, *, what: str = "deserializing header") -> SafetensorError:
-    """Return the error for a header that was refused, with the phrase that people's code looks for."""
+    """Return the error for a header that was refused, with the original's phrase, which programs compare."""
     if isinstance(error, TruncatedError) or error.message.startswith("bytes after the last tensor"):
         phrase = "incomplete metadata, file not fully covered"
     elif error.message.startswith("header: "):  # the scanner's
@@ -46,7 +44,7 @@ def header_refused(error: StioError, *, what: str = "deserializing header") -> S
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turn stio's errors inside the block into those that readers of a file expect."""
+    """Turn stio's errors inside the block into those of a read: `OSError` or `SafetensorError`."""
     try:
         yield
     except CheckpointNotFoundError as error:
@@ -68,7 +66,7 @@ def not_found(path: str) -> FileNotFoundError:
 
 @contextmanager
 def saving() -> Iterator[None]:
-    """Turn stio's errors inside the block into `SafetensorError`, as a writer's are."""
+    """Turn stio's errors inside the block into those of a write: `SafetensorError` for all."""
     try:
         yield
     except StorageError as error:

@@ -1,21 +1,21 @@
-"""One open file: its checked header, and its bytes as regions of memory.
+"""One open file: its checked header, its bytes as regions of memory, and what a framework makes of them.
 
 `mmap` maps the whole file privately; the mapping needs no descriptor and lives as long as an array over it. `pread`
-keeps the descriptor, for as long as the file or a slice of it is held, and reads exactly what is asked for. So does
-what loads to an accelerator.
+keeps the descriptor as long as the file or a slice of it is referenced, and reads exactly the requested bytes. A load
+to an accelerator keeps the descriptor too.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 
 from stio.compat.safetensors._errors import SafetensorError, header_refused, not_found, reading
-from stio.errors import StioError
+from stio.errors import LimitError, StioError
 from stio.format.header import PREFIX_BYTES, Header, header_nbytes, parse_header
 from stio.runtime import memory
 from stio.runtime.limits import HUGE_PAGE_BYTES
@@ -23,19 +23,20 @@ from stio.runtime.memory import Region
 from stio.storage.local import LocalFile, open_file
 from stio.storage.mapped import MappedFile
 
-__all__ = ["Backend", "File", "copied", "header_of"]
-
 Backend = Literal["mmap", "pread"]
 
 _FIRST_READ_BYTES = 16 << 10
-"""Holds the headers of some hundred tensors. Fresh memory is slow, so no more than that at once."""
+"""Holds the headers of some hundred tensors. Fresh memory is slow, so the first read is no longer than that."""
+
+_GROUP_BYTES = 8 << 20
+"""Neighbours up to this much together are read by one call, into one piece of memory."""
 
 
 def fresh(nbytes: int) -> Region:
-    """Return memory that nobody else uses, its content undefined.
+    """Return memory of its own, its content undefined.
 
-    What fills no huge page comes from the heap: that memory was mostly touched before (1 MiB read in 0.2 ms, 0.5 into
-    fresh pages), and a mapping for each of 70,000 tensors is more than a process may have.
+    A region smaller than a huge page comes from the heap: that memory was mostly touched before (1 MiB read in 0.2 ms,
+    0.5 into fresh pages), and a mapping for each of 70,000 tensors is more than a process may have.
     """
     if nbytes >= HUGE_PAGE_BYTES:
         return memory.allocate(nbytes)
@@ -52,49 +53,88 @@ def copied(data: bytes | bytearray | memoryview) -> Region:
     return region
 
 
-class _MetadataOnly(msgspec.Struct):
-    """The part of a header that tells an empty map from none."""
+def header_of(read: Callable[[int, int], bytes], *, file_bytes: int, path: str, what: str) -> Header:
+    """Return the checked header of a file.
 
-    text: dict[str, str] | None = msgspec.field(default=None, name="__metadata__")
-
-
-def _metadata_of(header: Header, raw: bytes) -> dict[str, str] | None:
-    """Return the text metadata: None where the file has none, an empty map where it has an empty one."""
-    if header.metadata or not (b"__metadata__" in raw or b"\\u" in raw):
-        return dict(header.metadata) or None
-    return msgspec.json.decode(raw, type=_MetadataOnly).text
-
-
-def header_of(prefix: bytes, *, file_bytes: int, path: str, what: str) -> int:
-    """Return the length of a header's JSON, in the words that the original has for what may be wrong with it.
+    Args:
+        read: Returns the file's bytes `[begin, end)`.
+        file_bytes: Size of the file.
+        path: File to name in errors.
+        what: What fails, for messages, in the words of the original.
 
     Raises:
-        SafetensorError: The file is too short, or the length cannot be.
+        SafetensorError: The file breaks the format; the message has the original's phrase for it.
     """
+    prefix = read(0, min(PREFIX_BYTES, file_bytes))
     try:
-        return header_nbytes(prefix, file_bytes=file_bytes, path=path)
+        nbytes = header_nbytes(prefix, file_bytes=file_bytes, path=path)
     except StioError as error:
+        phrase = "header too large" if isinstance(error, LimitError) else "invalid header length"
         if len(prefix) < PREFIX_BYTES:
             phrase = "header too small"
-        elif int.from_bytes(prefix[:PREFIX_BYTES], "little") > 100_000_000:
-            phrase = "header too large"
-        else:
-            phrase = "invalid header length"
         raise SafetensorError(f"Error while {what}: {phrase}: {error}") from error
+    text = read(PREFIX_BYTES, PREFIX_BYTES + nbytes)
+    try:
+        return parse_header(text, file_bytes=file_bytes, path=path, shard=path)
+    except StioError as error:
+        raise header_refused(error, what=what) from error
+
+
+class Framework(ABC):
+    """Makes a framework's tensors of a file's bytes."""
+
+    @abstractmethod
+    def make(self, region: Region, header: Header, rows: slice) -> dict[str, Any]:
+        """Return consecutive tensors of a file by name.
+
+        Args:
+            region: Memory that holds their bytes, from the first byte of the first one on; the tensors keep it alive.
+            header: The file's header.
+            rows: Their rows in it.
+        """
+
+    @abstractmethod
+    def make_part(self, file: File, row: int, index: Any) -> Any:
+        """Return `tensor[index]` of one tensor of a file; only the bytes of that part are read."""
+
+    def make_all(self, file: File) -> dict[str, Any]:
+        """Return all tensors of a file by name, in the order of their data."""
+        header = file.header
+        tensors: dict[str, Any] = {}
+        for rows in [slice(0, len(header))] if file.is_mapped else _groups(header.begins, header.ends):
+            tensors |= self.make(file.region_of(rows), header, rows)
+        return tensors
+
+
+def offsets_in(header: Header, rows: slice) -> list[int]:
+    """Return the first byte of each of consecutive tensors, relative to that of the first one."""
+    begins = header.begins[rows]
+    return [begin - begins[0] for begin in begins] if begins and begins[0] else begins
+
+
+def _groups(begins: Sequence[int], ends: Sequence[int]) -> Iterator[slice]:
+    """Yield runs of neighbours that are read together; a large tensor is a run of its own."""
+    first = 0
+    for row in range(len(begins)):
+        if row > first and ends[row] - begins[first] > _GROUP_BYTES:
+            yield slice(first, row)
+            first = row
+    if first < len(begins):
+        yield slice(first, len(begins))
 
 
 class File:
-    """An open file, its header read.
+    """An open file with its header.
 
     Args:
-        path: Where it is.
-        backend: How bytes become memory.
+        path: The file.
+        backend: `mmap` or `pread`; see the module.
         keep_open: Keep the descriptor of a mapped file too, for `source`.
 
     Raises:
-        FileNotFoundError: It does not exist.
+        FileNotFoundError: There is no such file.
         OSError: The system refuses (`PermissionError`, `IsADirectoryError`).
-        SafetensorError: It breaks the format.
+        SafetensorError: The file breaks the format.
     """
 
     def __init__(self, path: str, backend: Backend, *, keep_open: bool = False) -> None:
@@ -106,7 +146,7 @@ class File:
             file = open_file(path)
         self._file = file
         try:
-            self.header, self.metadata = self._parse(file)
+            self.header = self._read_header(file)
             self._mapped: Region | None = None
             if backend == "mmap":
                 with reading(path):
@@ -115,25 +155,22 @@ class File:
             if (backend == "mmap" and not keep_open) or not hasattr(self, "header"):
                 self.close()
 
-    def _parse(self, file: LocalFile) -> tuple[Header, dict[str, str] | None]:
+    def _read_header(self, file: LocalFile) -> Header:
         nbytes = file.identity.nbytes
         with reading(self.path):
-            raw = _read(file, 0, min(nbytes, _FIRST_READ_BYTES))
-        length = header_of(raw[:PREFIX_BYTES], file_bytes=nbytes, path=self.path, what="deserializing header")
-        end = PREFIX_BYTES + length
-        if end > len(raw):
+            first = _read(file, 0, min(nbytes, _FIRST_READ_BYTES))
+
+        def read(begin: int, end: int) -> bytes:
+            if end <= len(first):
+                return first[begin:end]
             with reading(self.path):
-                raw += _read(file, len(raw), end - len(raw))
-        text = raw[PREFIX_BYTES:end]
-        try:
-            header = parse_header(text, file_bytes=nbytes, path=self.path, shard=self.path)
-        except StioError as error:
-            raise header_refused(error) from error
-        return header, _metadata_of(header, text)
+                return first[begin:] + _read(file, len(first), end - len(first))
+
+        return header_of(read, file_bytes=nbytes, path=self.path, what="deserializing header")
 
     @property
     def is_mapped(self) -> bool:
-        """Whether regions are pieces of one mapping."""
+        """Whether regions are ranges of one mapping."""
         return self._mapped is not None
 
     @property
@@ -141,14 +178,19 @@ class File:
         """The open file.
 
         Raises:
-            SafetensorError: It was closed, or not kept open.
+            SafetensorError: It was closed, or `keep_open` is false.
         """
         if self._file is None:
             raise SafetensorError("File is closed")
         return self._file
 
+    def region_of(self, rows: slice) -> Region:
+        """Return the bytes of the tensors of consecutive rows; see `region`."""
+        begin = self.header.begins[rows.start] if rows.start < rows.stop else 0
+        return self.region(begin, self.header.ends[rows.stop - 1] - begin if rows.start < rows.stop else 0)
+
     def region(self, begin: int, nbytes: int) -> Region:
-        """Return the bytes `[begin, begin + nbytes)` of the data: of the mapping, or read into fresh memory."""
+        """Return the bytes `[begin, begin + nbytes)` of the data: a range of the mapping, or read into fresh memory."""
         start = self.header.data_start + begin
         if self._mapped is not None:
             return self._mapped.sub(start, nbytes)
@@ -157,7 +199,7 @@ class File:
         return region
 
     def gather(self, begin: int, starts: Sequence[int], chunk_bytes: int) -> Region:
-        """Return chunks of one tensor, read one behind the other into fresh memory (`pread` only).
+        """Return chunks of one tensor, read one after the other into fresh memory (`pread` only).
 
         Args:
             begin: First byte of the tensor in the data.
@@ -176,7 +218,7 @@ class File:
             file.read_into(offset, regions)
 
     def close(self) -> None:
-        """Give the descriptor back; a mapping stays with its arrays. Idempotent."""
+        """Close the descriptor; a mapping stays with its arrays. Idempotent."""
         file, self._file = self._file, None
         if file is not None:
             file.close()

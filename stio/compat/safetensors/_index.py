@@ -1,8 +1,8 @@
-"""Indices of slices, checked as the original checks them where it is not torch that does the indexing.
+"""Indices of slices, checked as in the original, for the cases in which torch does not do the indexing.
 
-It takes ints, slices, one Ellipsis and `[]`. An int or an explicit stop past the end is an error there, though numpy
-would cut the stop; code relies on it, so it stays one. Negative bounds, empty ranges and, for numpy, negative steps
-are not refused here: they give what numpy gives.
+The original takes ints, slices, one Ellipsis and `[]`. An int or an explicit stop past the end is an error there,
+although numpy would cut the stop; programs rely on it, so it is an error here. Negative bounds, empty ranges and, for
+numpy, negative steps are errors in the original; here they give numpy's result.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from typing import Any
 
 from stio.compat.safetensors._errors import SafetensorError
 
-__all__ = ["checked"]
-
 
 def checked(index: Any, shape: Sequence[int], *, negative_steps: bool) -> tuple[int | slice, ...]:
-    """Return an index with one int or slice for each dimension it speaks of, all of them in range.
+    """Return the index as one int or slice for each of its dimensions, all of them in range.
 
     Args:
-        index: What stood in the brackets.
+        index: The index as given in the brackets.
         shape: Dimensions of the tensor.
-        negative_steps: Whether slices may run backwards.
+        negative_steps: Whether slices may have negative steps.
 
     Raises:
-        SafetensorError: The index is of a kind that is not taken, or out of range.
+        SafetensorError: The index is of a kind that is not supported, or out of range.
     """
     if isinstance(index, list):
         if index:
@@ -77,7 +75,7 @@ def _slice(item: slice, size: int, negative_steps: bool) -> slice:
 
 
 def _past_the_end(term: int | slice, size: int) -> int | None:
-    """Return the row past the end that a term asks for, None if all it asks for is there."""
+    """Return the first row past the end that a term selects, None if there is none."""
     if isinstance(term, int):
         return term if term >= size else None
     if (term.step is not None and term.step < 0) or term.stop is None or term.stop <= size:

@@ -1,27 +1,24 @@
-"""`safe_open`: a file whose tensors are made when they are asked for.
+"""`safe_open`: a file whose tensors are made on request.
 
-The header is read and checked at once, in the caller's thread. A file that was left holds nothing any more; tensors
-and slices that came from it go on. torch is imported by the first file that is opened for it, so that numpy's users
-need not wait for it.
+The header is read and checked at once, in the caller's thread. After the `with` block the file object holds nothing;
+tensors and slices that came from it stay valid. torch is imported by the first file that is opened for it, so that
+users of numpy do not wait for that import.
 """
 
 from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, cast
+from typing import Any, Self, cast
 
 from stio.compat.safetensors._arrays import Arrays
 from stio.compat.safetensors._errors import SafetensorError, wrong_type
-from stio.compat.safetensors._file import Backend, File
-from stio.runtime.memory import Region
+from stio.compat.safetensors._file import Backend, File, Framework
 
-__all__ = ["PySafeSlice", "path_of", "safe_open"]
-
-_FRAMEWORKS: dict[str, Literal["torch", "numpy", "other"]] = {
+_FRAMEWORKS = {
     **dict.fromkeys(("pt", "torch", "pytorch"), "torch"),
     **dict.fromkeys(("np", "numpy"), "numpy"),
     **dict.fromkeys(("tf", "tensorflow", "jax", "flax", "mlx", "paddle"), "other"),
@@ -29,35 +26,12 @@ _FRAMEWORKS: dict[str, Literal["torch", "numpy", "other"]] = {
 
 _DEVICES = ("cuda", "musa", "npu", "xpu", "xla", "mlu", "hpu")
 
-_GROUP_BYTES = 8 << 20
-"""Neighbours up to this much together are read by one call, into one piece of memory."""
-
-
-class _Maker(Protocol):
-    """Makes a framework's tensors."""
-
-    def make(
-        self,
-        region: Region,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[tuple[int, ...]],
-        offsets: Sequence[int],
-    ) -> dict[str, Any]:
-        """Return whole tensors over a region, by name."""
-
-    def whole(self, file: File) -> dict[str, Any] | None:
-        """Return all tensors of a file; None where `make` is the way to them."""
-
-    def pick(self, file: File, row: int, index: Any) -> Any:
-        """Return a part of a tensor."""
-
 
 def path_of(filename: object) -> str:
     """Return a path as text.
 
     Raises:
-        TypeError: It is no `str` and no path of one.
+        TypeError: It is neither `str` nor a path object of `str`.
     """
     if not isinstance(filename, str | os.PathLike):
         raise TypeError(
@@ -69,28 +43,27 @@ def path_of(filename: object) -> str:
     return path
 
 
-def _maker(framework: object, device: str | int) -> Callable[[], _Maker]:
-    """Return what makes the maker, once the file has been found."""
-    if not isinstance(framework, str):
-        raise wrong_type("framework", framework, "str")
-    kind = _FRAMEWORKS.get(framework)
+def _framework(name: object, device: str | int) -> Callable[[], Framework]:
+    """Return a function that makes the framework; it is called once the file is open, since it may import torch."""
+    if not isinstance(name, str):
+        raise wrong_type("framework", name, "str")
+    kind = _FRAMEWORKS.get(name)
     if kind is None:
-        raise SafetensorError(f"framework {framework} is invalid")
+        raise SafetensorError(f"framework {name} is invalid")
     if kind == "other":
-        raise SafetensorError(f"framework {framework} is not supported here: open the file for 'np', and convert")
+        raise SafetensorError(f"framework {name} is not supported here: open the file for 'np', and convert")
     if kind == "numpy":
         return lambda: Arrays(device)
-    if device == "cpu":
-        return lambda: cast(_Maker, import_module("stio.compat.safetensors._tensors").Tensors(device))
-    return lambda: cast(_Maker, import_module("stio.compat.safetensors._onto").Onto(device))
+    module, kind = ("_tensors", "Tensors") if device == "cpu" else ("_accelerator", "AcceleratorTensors")
+    return lambda: cast(Framework, getattr(import_module(f"stio.compat.safetensors.{module}"), kind)(device))
 
 
 def _device(device: object) -> str | int:
     """Return a device as torch's `to` takes it; `"cpu"` for the host.
 
     Raises:
-        SafetensorError: It is none, or not spelled as one.
-        ValueError: Its number is none.
+        SafetensorError: It is no device, or malformed.
+        ValueError: Its number is malformed.
     """
     if device is None:
         return "cpu"
@@ -113,13 +86,13 @@ def _device(device: object) -> str | int:
 
 
 class PySafeSlice:
-    """One tensor of a file, parts of which are read by indexing it. Made by `safe_open.get_slice`."""
+    """One tensor of a file; indexing it reads a part. Made by `safe_open.get_slice`."""
 
     __module__ = "stio.compat.safetensors"
-    __slots__ = ("_file", "_maker", "_row")
+    __slots__ = ("_file", "_framework", "_row")
 
-    def __init__(self, file: File, maker: _Maker, row: int) -> None:
-        self._file, self._maker, self._row = file, maker, row
+    def __init__(self, file: File, framework: Framework, row: int) -> None:
+        self._file, self._framework, self._row = file, framework, row
 
     def get_shape(self) -> list[int]:
         """Return the tensor's dimensions, as the file has them."""
@@ -130,18 +103,18 @@ class PySafeSlice:
         return self._file.header.dtypes[self._row]
 
     def __getitem__(self, index: Any) -> Any:
-        return self._maker.pick(self._file, self._row, index)
+        return self._framework.make_part(self._file, self._row, index)
 
 
-class safe_open:  # noqa: N801 -- the name that people import
+class safe_open:  # noqa: N801 -- the original's name
     """Open a file and get its tensors by name. A context manager.
 
     Args:
         filename: The file.
-        framework: `"pt"` (`"torch"`, `"pytorch"`) or `"np"` (`"numpy"`). Others are not served.
-        device: Where torch's tensors shall be: `"cpu"`, `"cuda:1"`, a number, a `torch.device`.
-        backend: `"mmap"`: tensors lie on a private mapping of the file, read when they are touched. `"pread"`: on
-            memory of their own, read at once.
+        framework: `"pt"` (`"torch"`, `"pytorch"`) or `"np"` (`"numpy"`). Others are not supported.
+        device: Device of torch's tensors: `"cpu"`, `"cuda:1"`, a number, a `torch.device`.
+        backend: `"mmap"`: tensors lie on a private mapping of the file; a page is read when it is first used.
+            `"pread"`: tensors have memory of their own, read at once.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -151,7 +124,7 @@ class safe_open:  # noqa: N801 -- the name that people import
     """
 
     __module__ = "stio.compat.safetensors"
-    __slots__ = ("_file", "_maker")
+    __slots__ = ("_file", "_framework")
 
     def __init__(
         self,
@@ -163,13 +136,13 @@ class safe_open:  # noqa: N801 -- the name that people import
     ) -> None:
         self._file: File | None = None
         path = path_of(filename)
-        make = _maker(framework, device := _device(device))
+        make = _framework(framework, device := _device(device))
         if not isinstance(backend, str):
             raise wrong_type("backend", backend, "str")
         if backend not in ("mmap", "pread"):
             raise SafetensorError(f'backend "{backend}" is invalid (expected one of: "mmap", "pread")')
         file = File(path, cast(Backend, backend), keep_open=device != "cpu")
-        self._maker = make()
+        self._framework = make()
         self._file = file
 
     def _opened(self) -> File:
@@ -187,56 +160,37 @@ class safe_open:  # noqa: N801 -- the name that people import
 
     def metadata(self) -> dict[str, str] | None:
         """Return the file's text metadata, None if it has none."""
-        found = self._opened().metadata
-        return None if found is None else dict(found)
+        header = self._opened().header
+        return dict(header.metadata) if header.has_metadata else None
 
     def get_tensor(self, name: str) -> Any:
-        """Return a tensor. It lives on after the file is left.
+        """Return a tensor. It stays valid after the file is closed.
 
         Raises:
-            SafetensorError: There is none of this name, the framework has no type for it, or the file was left.
+            SafetensorError: There is no such name, the framework has no such type, or the file was closed.
         """
         file = self._opened()
         row = _row(file, name)
-        header = file.header
-        begin, end = header.begins[row], header.ends[row]
-        region = file.region(begin, end - begin)
-        return self._maker.make(region, [name], [header.dtypes[row]], [header.shapes[row]], [0])[name]
+        rows = slice(row, row + 1)
+        return self._framework.make(file.region_of(rows), file.header, rows)[name]
 
     def get_tensors(self) -> dict[str, Any]:
         """Return all tensors by name, in the order of their data.
 
         Raises:
-            SafetensorError: The framework has no type for one of them, or the file was left.
+            SafetensorError: The framework has no type for one of them, or the file was closed.
             OSError: The system refuses.
         """
-        file = self._opened()
-        header = file.header
-        whole = self._maker.whole(file)
-        if whole is not None:
-            return whole
-        tensors: dict[str, Any] = {}
-        for rows in [slice(0, len(header))] if file.is_mapped else _groups(header.begins, header.ends):
-            begins = header.begins[rows]
-            start = begins[0] if begins else 0
-            nbytes = header.ends[rows][-1] - start if begins else 0
-            tensors |= self._maker.make(
-                file.region(start, nbytes),
-                header.names[rows],
-                header.dtypes[rows],
-                header.shapes[rows],
-                [begin - start for begin in begins],
-            )
-        return tensors
+        return self._framework.make_all(self._opened())
 
     def get_slice(self, name: str) -> PySafeSlice:
-        """Return a tensor to be read in parts, by indexing it.
+        """Return a tensor of which parts are read by indexing it.
 
         Raises:
-            SafetensorError: There is none of this name, or the file was left.
+            SafetensorError: There is no such name, or the file was closed.
         """
         file = self._opened()
-        return PySafeSlice(file, self._maker, _row(file, name))
+        return PySafeSlice(file, self._framework, _row(file, name))
 
     def __enter__(self) -> Self:
         return self
@@ -244,7 +198,7 @@ class safe_open:  # noqa: N801 -- the name that people import
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file = None  # closed when no slice, and no read on another thread, holds it any more
+        self._file = None  # closed when the last slice, or read on another thread, has released it
 
 
 class _safe_open_handle(safe_open):  # noqa: N801 -- the original's name
@@ -261,7 +215,7 @@ class _safe_open_handle(safe_open):  # noqa: N801 -- the original's name
     __slots__ = ()
 
     def __init__(self, f: Any, framework: str, device: str | int | None = "cpu", *, backend: str = "mmap") -> None:
-        _ = f.fileno  # what is no file says so
+        _ = f.fileno  # an object that is no file raises its own error
         super().__init__(f.name, framework, device, backend=backend)
 
 
@@ -272,14 +226,3 @@ def _row(file: File, name: str) -> int:
         return file.header.index_of(name)
     except KeyError:
         raise SafetensorError(f"File does not contain tensor {name}") from None
-
-
-def _groups(begins: Sequence[int], ends: Sequence[int]) -> Iterator[slice]:
-    """Yield runs of neighbours that are read together; a large tensor is a run of its own."""
-    first = 0
-    for row in range(len(begins)):
-        if row > first and ends[row] - begins[first] > _GROUP_BYTES:
-            yield slice(first, row)
-            first = row
-    if first < len(begins):
-        yield slice(first, len(begins))

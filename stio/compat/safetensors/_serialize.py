@@ -1,36 +1,29 @@
 """Raw tensors to the bytes of a file and back, without torch: `TensorSpec`, `serialize`, `deserialize`.
 
-Data are copied once, straight into the bytes that are returned. `serialize_file` goes the way of all of stio's saves,
-which needs torch and imports it then.
+Data are copied once, directly into the bytes that are returned. `serialize_file` uses stio's save (`_write.py`), which
+needs torch and imports it then.
 """
 
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, SupportsIndex
 
-from stio.compat.safetensors._errors import SafetensorError, header_refused, saving, wrong_type
+from stio.compat.safetensors._errors import SafetensorError, saving, wrong_type
 from stio.compat.safetensors._file import header_of
 from stio.compat.safetensors._open import path_of
-from stio.compat.safetensors._spec import TensorSpec
-from stio.errors import FormatError, StioError, printable
-from stio.format.dtypes import tensor_nbytes
-from stio.format.header import PREFIX_BYTES, Header, parse_header
+from stio.errors import FormatError, printable
+from stio.format.dtypes import LIBRARY_NAMES, U64_MAX, tensor_nbytes
+from stio.format.header import METADATA_KEY, Header
 from stio.format.header_build import build_header
 from stio.runtime.memory import Region
 
-__all__ = [
-    "checked_metadata",
-    "checked_name",
-    "deserialize",
-    "new_bytes",
-    "parsed",
-    "serialize",
-    "serialize_file",
-]
+_FORMAT_NAMES = {library_name: name for name, library_name in LIBRARY_NAMES.items()}
+"""The format's name for each name of numpy and torch."""
 
 _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
@@ -38,18 +31,98 @@ _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize
 _address_of_bytes = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyBytes_AsString", ctypes.pythonapi))
 
 
-def checked_name(name: object) -> str:
-    """Return a tensor's name if it can be saved and found again.
+def unknown_dtype(dtype: str) -> SafetensorError:
+    """Return the error for a dtype that the format does not have."""
+    return SafetensorError(f'Unknown dtype "{printable(dtype)}". Supported dtypes: {", ".join(_FORMAT_NAMES)}')
+
+
+def _unsigned(argument: str, value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"argument '{argument}': '{type(value).__name__}' object cannot be interpreted as an integer"
+        ) from None
+    if number < 0:
+        raise OverflowError("can't convert negative int to unsigned")
+    if number > U64_MAX:
+        raise OverflowError("int too big to convert")
+    return number
+
+
+class TensorSpec:
+    """Dtype, shape and address of a tensor's contiguous bytes. The caller must keep the memory alive and in place.
+
+    Args:
+        dtype: Name in numpy and torch, such as `"float32"`.
+        shape: Dimensions; for packed F4 as torch counts, the last one is doubled here.
+        data_ptr: Address of the first byte.
+        data_len: Number of bytes.
 
     Raises:
-        TypeError: It is no text.
+        SafetensorError: The format has no such dtype.
+        TypeError: A value of a wrong type.
+        OverflowError: A number that is negative or above 64 bits.
+    """
+
+    __module__ = "stio.compat.safetensors"
+    __slots__ = ("_data_len", "_data_ptr", "_dtype", "_shape")
+
+    def __init__(
+        self, *, dtype: str, shape: Sequence[SupportsIndex], data_ptr: SupportsIndex, data_len: SupportsIndex
+    ) -> None:
+        if not isinstance(dtype, str):
+            raise wrong_type("dtype", dtype, "str")
+        if dtype not in _FORMAT_NAMES:
+            raise unknown_dtype(dtype)
+        if isinstance(shape, str | bytes) or not hasattr(shape, "__len__"):
+            raise wrong_type("shape", shape, "Sequence")
+        self._dtype = _FORMAT_NAMES[dtype]
+        self._shape = [_unsigned("shape", size) for size in shape]
+        if self._dtype == "F4" and self._shape:
+            self._shape[-1] *= 2
+        self._data_ptr = _unsigned("data_ptr", data_ptr)
+        self._data_len = _unsigned("data_len", data_len)
+
+    @property
+    def dtype(self) -> str:
+        """Dtype as the format spells it."""
+        return self._dtype
+
+    @property
+    def shape(self) -> list[int]:
+        """Dimensions as in a header."""
+        return list(self._shape)
+
+    @property
+    def data_ptr(self) -> int:
+        """Address of the first byte."""
+        return self._data_ptr
+
+    @property
+    def data_len(self) -> int:
+        """Number of bytes."""
+        return self._data_len
+
+    def __repr__(self) -> str:
+        return (
+            f"TensorSpec(dtype='{self._dtype}', shape={self._shape}, data_ptr={self._data_ptr}, "
+            f"data_len={self._data_len})"
+        )
+
+
+def checked_name(name: object) -> str:
+    """Return a tensor's name if it can be saved and read again.
+
+    Raises:
+        TypeError: It is not text.
         UnicodeEncodeError: It holds half of a surrogate pair.
-        SafetensorError: It is the one that the metadata have, or holds NUL.
+        SafetensorError: It is the name of the metadata, or holds NUL.
     """
     if not isinstance(name, str):
         raise wrong_type("tensor_dict", name, "str")
     name.encode()
-    if name == "__metadata__" or "\0" in name:
+    if name == METADATA_KEY or "\0" in name:
         reason = "the format keeps its metadata there" if "\0" not in name else "readers cannot take a NUL"
         raise SafetensorError(f"Error while serializing: a tensor cannot have the name {printable(name)!r}: {reason}")
     return name
@@ -59,7 +132,7 @@ def checked_metadata(metadata: object) -> dict[str, str] | None:
     """Return a copy of text metadata.
 
     Raises:
-        TypeError: It is no dict of text.
+        TypeError: It is not a dict of text.
         UnicodeEncodeError: A key or value holds half of a surrogate pair.
     """
     if metadata is None:
@@ -77,7 +150,7 @@ def checked_specs(tensor_dict: object) -> dict[str, TensorSpec]:
     """Return a copy of the argument of `serialize`.
 
     Raises:
-        TypeError: It is no dict of names to `TensorSpec`.
+        TypeError: It is not a dict from names to `TensorSpec`.
         SafetensorError: A name that cannot be used, or a size that does not fit its shape.
     """
     if not isinstance(tensor_dict, dict):
@@ -105,7 +178,7 @@ def checked_specs(tensor_dict: object) -> dict[str, TensorSpec]:
 
 
 def new_bytes(header: bytes, data_bytes: int) -> tuple[bytes, Region]:
-    """Return bytes that begin with a header, and the region behind it, which the caller has to fill at once."""
+    """Return bytes that begin with a header, and the region after it, which the caller must fill at once."""
     result: bytes = _new_bytes(None, len(header) + data_bytes)
     address = _address_of_bytes(result)
     ctypes.memmove(address, header, len(header))
@@ -120,7 +193,7 @@ def header_for(
     """Return the bytes before the data and the order of the data; see `build_header`.
 
     Raises:
-        SafetensorError: A header that cannot be.
+        SafetensorError: No valid header has these entries.
     """
     with saving():
         return build_header(entries, metadata)
@@ -130,8 +203,8 @@ def serialize(tensor_dict: dict[str, TensorSpec], metadata: dict[str, str] | Non
     """Return the bytes of a file.
 
     Args:
-        tensor_dict: What to put into it; the memory stays where it is meanwhile.
-        metadata: Text to put into its header. None leaves it out, an empty dict does not.
+        tensor_dict: Tensors by name; their memory must not move during the call.
+        metadata: Text for the header. An empty dict is written too, None is not.
 
     Raises:
         SafetensorError: A tensor whose size does not fit its shape, or a name that cannot be used.
@@ -158,12 +231,12 @@ def serialize_file(
     """Write a file, atomically and durably.
 
     Args:
-        tensor_dict: What to put into it; the memory stays as it is meanwhile.
-        filename: Where. Its directory exists; what stands there is replaced in one step and keeps its mode.
-        metadata: Text to put into its header. None leaves it out, an empty dict does not.
+        tensor_dict: Tensors by name; their memory must not change during the call.
+        filename: The file. Its directory must exist; an existing file is replaced in one step and keeps its mode.
+        metadata: Text for the header. An empty dict is written too, None is not.
 
     Raises:
-        SafetensorError: As `serialize`; or the system refuses, and the old file stands.
+        SafetensorError: As `serialize`; or the system refuses, and the old file stays.
         TypeError: A value of a wrong type.
     """
     specs, path, text = checked_specs(tensor_dict), path_of(filename), checked_metadata(metadata)
@@ -174,22 +247,16 @@ def parsed(data: bytes) -> Header:
     """Return the checked header of a whole file's bytes.
 
     Raises:
-        TypeError: It is no `bytes`.
-        SafetensorError: It breaks the format.
+        TypeError: The argument is not `bytes`.
+        SafetensorError: The header breaks the format.
     """
     if not isinstance(data, bytes):
         raise wrong_type("bytes", data, "bytes")
-    length = header_of(data[:PREFIX_BYTES], file_bytes=len(data), path="bytes", what="deserializing")
-    try:
-        return parse_header(
-            data[PREFIX_BYTES : PREFIX_BYTES + length], file_bytes=len(data), path="bytes", shard="bytes"
-        )
-    except StioError as error:
-        raise header_refused(error, what="deserializing") from error
+    return header_of(lambda begin, end: data[begin:end], file_bytes=len(data), path="bytes", what="deserializing")
 
 
 def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """Return what a whole file's bytes hold, in the order of the data.
+    """Return the tensors in the bytes of a whole file, in the order of the data.
 
     Args:
         bytes: The file.
@@ -198,8 +265,8 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
         Names, each with its `shape` (a list), `dtype` (as the format spells it) and `data` (a copy, `bytearray`).
 
     Raises:
-        SafetensorError: It breaks the format.
-        TypeError: It is no `bytes`.
+        SafetensorError: The bytes break the format.
+        TypeError: The argument is not `bytes`.
     """
     header = parsed(bytes)
     view = memoryview(bytes)[header.data_start :]

@@ -1,18 +1,17 @@
-"""Which tensors of a state dict lie on the same memory, and which names to save of those that do.
+"""Which tensors of a state dict share memory, and which of their names to save.
 
-Tensors are neighbours if device, storage address and storage size agree; among neighbours those overlap whose ranges
-of addresses do. Ranges are compared with the furthest end so far, so that a small tensor inside a large one hides no
-third.
+Tensors lie on the same storage if its device, address and size agree. Of these, tensors overlap if their ranges of
+addresses do (`stio.format.shared.overlap_groups`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
-__all__ = ["end_ptr", "find_shared_tensors", "is_complete", "remove_duplicate_names", "storage_ptr", "storage_size"]
+from stio.format.shared import overlap_groups
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -28,7 +27,7 @@ def storage_size(tensor: torch.Tensor) -> int:
 
 
 def end_ptr(tensor: torch.Tensor) -> int:
-    """Return the address behind the tensor's last element, whatever its strides."""
+    """Return the address after the tensor's last element, for any strides."""
     start = tensor.data_ptr()
     if not tensor.numel():
         return start
@@ -48,20 +47,13 @@ def find_shared_tensors(tensors: Tensors) -> list[set[str]]:
         address, nbytes = storage_ptr(tensor), storage_size(tensor)
         if address and nbytes:
             on_storage[tensor.device, address, nbytes].add(name)
-    return [group for names in on_storage.values() for group in _overlapping(names, tensors)]
-
-
-def _overlapping(names: set[str], tensors: Tensors) -> list[set[str]]:
-    if len(names) == 1:
-        return [names]
-    areas = sorted((tensors[name].data_ptr(), end_ptr(tensors[name]), name) for name in names)
-    groups: list[set[str]] = []
-    furthest = -1
-    for start, end, name in areas:
-        if start >= furthest:
-            groups.append(set())
-        groups[-1].add(name)
-        furthest = max(furthest, end)
+    groups = []
+    for names in on_storage.values():
+        if len(names) == 1:
+            groups.append(names)
+        else:
+            areas = [(tensors[name].data_ptr(), end_ptr(tensors[name]), name) for name in names]
+            groups += [set(group) for group in overlap_groups(areas)]
     return groups
 
 
@@ -76,18 +68,18 @@ def remove_duplicate_names(
     preferred_names: Iterable[str] | None = None,
     discard_names: Iterable[str] | None = None,
 ) -> dict[str, list[str]]:
-    """Return, for each name that is kept of several on one memory, the names to leave out.
+    """Return, for each group of names on the same memory, the name to save and the names to leave out.
 
-    Kept is, of those that cover the storage: the first by name of the preferred ones; else of those that are not to be
-    discarded; else of all.
+    The name to save is the first of those that cover the storage and are preferred; else of those that cover it and are
+    not to be discarded; else of those that cover it.
 
     Args:
         tensors: By name.
         preferred_names: Names that a file has already.
-        discard_names: Names rather not to be kept.
+        discard_names: Names to avoid.
 
     Raises:
-        RuntimeError: None of them covers its storage.
+        RuntimeError: No name of a group covers its storage.
     """
     preferred, discarded = set(preferred_names or ()), set(discard_names or ())
     to_remove: defaultdict[str, list[str]] = defaultdict(list)
@@ -99,11 +91,7 @@ def remove_duplicate_names(
                 f"saving amongst: {names}. None is covering the entire storage. Refusing to save/load the model since "
                 "you could be storing much more memory than needed; clone what is a part of something larger."
             )
-        kept = _first_of(complete & preferred, complete - discarded, complete)
-        for name in sorted(names - {kept}):
-            to_remove[kept].append(name)
+        saved = min(complete & preferred or complete - discarded or complete)
+        for name in sorted(names - {saved}):
+            to_remove[saved].append(name)
     return to_remove
-
-
-def _first_of(*choices: Collection[str]) -> str:
-    return min(next(choice for choice in choices if choice))

@@ -1,7 +1,7 @@
-"""Files by the one way of all saves: staged beside the destination, synced, renamed over it.
+"""Files of the safetensors drop-in, written by an ordinary save: staged beside the destination, synced, renamed.
 
-Raw memory takes the same way as tensors of bytes; the plan puts the true dtypes and shapes into the header. The header
-is the one that the original writes: no metadata unless the caller gave some.
+Raw memory is saved as tensors of bytes; the plan puts the true dtypes and shapes into the header. The header is the one
+that the original library writes: no metadata unless the caller gives some.
 """
 
 from __future__ import annotations
@@ -9,29 +9,26 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from stio.compat.safetensors._errors import SafetensorError, saving
-from stio.compat.safetensors._spec import TensorSpec
+from stio.compat.safetensors._serialize import TensorSpec
 from stio.device.tensors import tensors_in
 from stio.format.sharding import TensorSource
-from stio.runtime.limits import DEFAULT_BUDGET_BYTES
+from stio.runtime.blocking import run_blocking
 from stio.runtime.memory import Region
 from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
 from stio.saving.plan import WritePlan, plan_files
-from stio.saving.staging_pool import StagingPool
 from stio.storage.commit.target import OneFile
-
-__all__ = ["bytes_at", "write_specs", "write_tensors"]
 
 
 def bytes_at(address: int, nbytes: int) -> torch.Tensor:
-    """Return somebody else's memory as a tensor of bytes."""
+    """Return memory of the caller as a tensor of bytes `[nbytes]`, without a copy; the caller keeps it allocated."""
     owner = (ctypes.c_char * max(nbytes, 1)).from_address(address) if nbytes else None
     return tensors_in(Region(address, nbytes, owner), [""], ["U8"], [(nbytes,)], [0])[""]
 
@@ -40,19 +37,26 @@ def write_specs(specs: Mapping[str, TensorSpec], path: str, metadata: Mapping[st
     """Write raw memory to a file.
 
     Args:
-        specs: What and where, checked.
+        specs: Dtype, shape and address of each tensor, checked.
         path: The file.
         metadata: Text for the header.
 
     Raises:
-        SafetensorError: The system refuses, or the header cannot be.
+        SafetensorError: The system refused, or there is no valid header for these tensors.
     """
     tensors = {name: bytes_at(spec.data_ptr, spec.data_len) for name, spec in specs.items()}
-    _write(tensors, path, partial(_plan, specs=specs, metadata=metadata))
+
+    def plan(sources: Sequence[TensorSource], block_bytes: int) -> WritePlan:
+        true = [
+            replace(source, dtype=specs[source.name].dtype, shape=tuple(specs[source.name].shape)) for source in sources
+        ]
+        return plan_files(true, block_bytes, metadata=metadata)
+
+    _write(tensors, path, plan)
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: str, metadata: Mapping[str, str] | None) -> None:
-    """Write tensors to a file, the numbers that they show.
+    """Write tensors to a file: their values, also of views that are conjugated or negated.
 
     Args:
         tensors: By name, checked.
@@ -60,37 +64,17 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: str, metadata: Mapp
         metadata: Text for the header.
 
     Raises:
-        SafetensorError: The system refuses, or the header cannot be.
+        SafetensorError: The system refused, or there is no valid header for these tensors.
     """
-    _write(tensors, path, partial(_plan, specs={}, metadata=metadata))
+    _write(tensors, path, partial(plan_files, metadata=metadata))
 
 
-def _plan(
-    sources: Sequence[TensorSource],
-    *,
-    block_bytes: int,
-    specs: Mapping[str, TensorSpec],
-    metadata: Mapping[str, str] | None,
-) -> WritePlan:
-    """Plan one file with all tensors; where there are specs, their dtypes and shapes are the true ones."""
-    if specs:
-        sources = [
-            replace(source, dtype=specs[source.name].dtype, shape=tuple(specs[source.name].shape)) for source in sources
-        ]
-    return plan_files(sources, [([source.name for source in sources], metadata)], block_bytes=block_bytes)
-
-
-def _write(tensors: Mapping[str, torch.Tensor], path: str, planner: partial[WritePlan]) -> None:
-    # stio makes missing directories. A caller of this function expects an error, and looks at a typo by it.
+def _write(
+    tensors: Mapping[str, torch.Tensor], path: str, planner: Callable[[Sequence[TensorSource], int], WritePlan]
+) -> None:
+    # stio makes missing directories. The original raises an error, by which its callers find a wrong path.
     if not os.path.isdir(os.path.dirname(path) or ".") or not path:
         reason = f"{os.strerror(errno.ENOENT)} (os error {errno.ENOENT})"
         raise SafetensorError(f'Error while serializing: I/O error: {reason} at path "{path}"')
     with saving():
-        PendingSave(
-            tensors,
-            OneFile(path),
-            SaveOptions(),
-            pool=StagingPool(DEFAULT_BUDGET_BYTES),
-            stage_first=False,
-            planner=planner,
-        ).complete_blocking()
+        run_blocking(PendingSave(tensors, OneFile(path), SaveOptions(), planner=planner).complete())

@@ -1,6 +1,6 @@
-"""`safetensors.numpy`, on stio: save and load dicts of arrays.
+"""`safetensors.numpy`, implemented by stio: save and load dicts of arrays.
 
-Arrays are saved as the numbers that they show, whatever their strides and byte order. Loading needs no torch.
+The values of an array are saved, for any strides and byte order. Loading needs no torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import numpy as np
 
 from stio.compat.safetensors._arrays import NUMPY_TYPES, numpy_dtype
 from stio.compat.safetensors._open import safe_open
-from stio.compat.safetensors._serialize import deserialize, serialize, serialize_file
-from stio.compat.safetensors._spec import TensorSpec
+from stio.compat.safetensors._serialize import TensorSpec, deserialize, serialize, serialize_file
 
 __all__ = ["load", "load_file", "save", "save_file"]
 
@@ -29,12 +28,12 @@ def save(tensor_dict: dict[str, Array], metadata: dict[str, str] | None = None) 
 
     Args:
         tensor_dict: Arrays by name.
-        metadata: Text to put into the header.
+        metadata: Text for the header.
 
     Raises:
         SafetensorError: A dtype or name that the format does not have.
-        AttributeError: A value that is no array.
-        TypeError: A name or metadata that are no text.
+        AttributeError: A value that is not an array.
+        TypeError: A name or metadata that are not text.
     """
     keep_alive: list[Array] = []
     return serialize(_flatten(tensor_dict, keep_alive), metadata=metadata)
@@ -43,16 +42,16 @@ def save(tensor_dict: dict[str, Array], metadata: dict[str, str] | None = None) 
 def save_file(
     tensor_dict: dict[str, Array], filename: str | os.PathLike[str], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write arrays to a file, atomically and durably. They must not change meanwhile.
+    """Write arrays to a file, atomically and durably. They must not change during the call.
 
     Args:
         tensor_dict: Arrays by name.
-        filename: Where; see `serialize_file`.
-        metadata: Text to put into the header.
+        filename: The file; see `serialize_file`.
+        metadata: Text for the header.
 
     Raises:
-        SafetensorError: A dtype or name that the format does not have; or the system refuses, and the old file stands.
-        AttributeError: A value that is no array.
+        SafetensorError: A dtype or name that the format does not have; or the system refuses, and the old file stays.
+        AttributeError: A value that is not an array.
         TypeError: A name, metadata or path of a wrong type.
     """
     keep_alive: list[Array] = []
@@ -63,8 +62,8 @@ def load(data: bytes) -> dict[str, Array]:
     """Return the arrays in the bytes of a file, on memory of their own.
 
     Raises:
-        SafetensorError: They break the format, or numpy has no type for a dtype.
-        TypeError: They are no `bytes`.
+        SafetensorError: The bytes break the format, or numpy has no type for a dtype.
+        TypeError: The argument is not `bytes`.
     """
     return _view2np(deserialize(data))
 
@@ -86,7 +85,7 @@ def load_file(filename: str | os.PathLike[str], *, backend: str = "mmap") -> dic
 
 
 def _flatten(tensor_dict: Mapping[str, Array], keep_alive_buffer: list[Array]) -> dict[str, TensorSpec]:
-    """Return where the arrays' bytes are; what had to be copied for that goes into the second argument."""
+    """Return the arrays as raw memory, and append each array that owns it to the second argument."""
     specs = {}
     for name, value in tensor_dict.items():
         little = _is_little_endian(value)
@@ -112,7 +111,7 @@ def _getdtype(dtype_str: str) -> np.dtype[Any]:
 
 
 def _view2np(safeview: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Array]:
-    """Return arrays over what `deserialize` returns."""
+    """Return arrays over the result of `deserialize`."""
     return {
         name: np.frombuffer(entry["data"], dtype=numpy_dtype(entry["dtype"])).reshape(entry["shape"])
         for name, entry in safeview

@@ -1,7 +1,7 @@
-"""`safetensors.torch`, on stio: save and load dicts of tensors, and modules.
+"""`safetensors.torch`, implemented by stio: save and load dicts of tensors, and modules.
 
-Tensors are checked before anything is written, with the original's errors. Those that pass are saved as the numbers
-that they show: a pending conjugation or negation is done. Loaded ones have storages of exactly their bytes.
+Tensors are checked before anything is written, with the original's errors. Their values are saved: a pending
+conjugation or negation is applied. Each loaded tensor has a storage of exactly its bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import torch
 from stio.compat.safetensors._errors import SafetensorError, saving
 from stio.compat.safetensors._file import copied
 from stio.compat.safetensors._open import path_of, safe_open
-from stio.compat.safetensors._serialize import checked_metadata, checked_name, header_for, new_bytes, parsed
+from stio.compat.safetensors._serialize import (
+    checked_metadata,
+    checked_name,
+    header_for,
+    new_bytes,
+    parsed,
+    unknown_dtype,
+)
 from stio.compat.safetensors._shared import (
     end_ptr,
     find_shared_tensors,
@@ -24,15 +31,15 @@ from stio.compat.safetensors._shared import (
     storage_ptr,
     storage_size,
 )
-from stio.compat.safetensors._spec import unknown_dtype
-from stio.compat.safetensors._tensors import Tensors
+from stio.compat.safetensors._tensors import Tensors, require_torch_dtypes
 from stio.compat.safetensors._write import write_tensors
-from stio.device.save_sources import copy_out, sources_of
-from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES
+from stio.device.copy_out import copy_out
+from stio.device.describe import describe_tensors
+from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, tensors_in
 
 __all__ = ["load", "load_file", "load_model", "save", "save_file", "save_model", "storage_ptr", "storage_size"]
 
-# Names of the original that other libraries use though they begin with an underscore.
+# Names of the original that other libraries use although they begin with an underscore.
 _end_ptr = end_ptr
 _find_shared_tensors = find_shared_tensors
 _is_complete = is_complete
@@ -45,19 +52,19 @@ def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = Non
     """Return the bytes of a file.
 
     Args:
-        tensors: By name; contiguous and dense, none on another's memory.
-        metadata: Text to put into the header.
+        tensors: By name; contiguous, dense, and without shared memory.
+        metadata: Text for the header.
 
     Raises:
-        ValueError: No dict of tensors, or one that is sparse or not contiguous.
+        ValueError: Not a dict of tensors, or a tensor that is sparse or not contiguous.
         RuntimeError: Tensors share memory, or one is on meta.
         SafetensorError: A dtype or name that the format does not have.
-        TypeError: A name or metadata that are no text.
+        TypeError: A name or metadata that are not text.
     """
     _evaluate_tensors_for_save(tensors)
     text = checked_metadata(metadata)
     with saving():
-        sources = {source.name: source for source in sources_of(tensors)}
+        sources = {source.name: source for source in describe_tensors(tensors)}
     header, order = header_for(((name, source.dtype, source.shape) for name, source in sources.items()), text)
     result, target = new_bytes(header, sum(source.nbytes for source in sources.values()))
     copies, at = [], 0
@@ -75,18 +82,18 @@ def save_file(
     filename: str | os.PathLike[str],
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Write tensors to a file, atomically and durably. They must not change meanwhile.
+    """Write tensors to a file, atomically and durably. They must not change during the call.
 
     Args:
-        tensors: By name; contiguous and dense, none on another's memory.
-        filename: Where. Its directory exists; what stands there is replaced in one step and keeps its mode, a link is
-            followed.
-        metadata: Text to put into the header.
+        tensors: By name; contiguous, dense, and without shared memory.
+        filename: The file. Its directory must exist; an existing file is replaced in one step and keeps its mode, and
+            a link is followed.
+        metadata: Text for the header.
 
     Raises:
-        ValueError: No dict of tensors, or one that is sparse or not contiguous.
+        ValueError: Not a dict of tensors, or a tensor that is sparse or not contiguous.
         RuntimeError: Tensors share memory, or one is on meta.
-        SafetensorError: A dtype or name that the format does not have; or the system refuses, and the old file stands.
+        SafetensorError: A dtype or name that the format does not have; or the system refuses, and the old file stays.
         TypeError: A name, metadata or path of a wrong type.
     """
     _evaluate_tensors_for_save(tensors)
@@ -97,12 +104,12 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
     """Return the tensors in the bytes of a file, on memory of their own.
 
     Raises:
-        SafetensorError: They break the format, or torch has no type for a dtype.
-        TypeError: They are no `bytes`.
+        SafetensorError: The bytes break the format, or torch has no type for a dtype.
+        TypeError: The argument is not `bytes`.
     """
     header = parsed(data)
     region = copied(memoryview(data)[header.data_start :])
-    return Tensors("cpu").make(region, header.names, header.dtypes, header.shapes, header.begins)
+    return Tensors("cpu").make(region, header, slice(0, len(header)))
 
 
 def load_file(
@@ -112,7 +119,7 @@ def load_file(
 
     Args:
         filename: The file.
-        device: Where they shall be.
+        device: Device of the tensors.
         backend: See `safe_open`.
 
     Raises:
@@ -130,9 +137,9 @@ def save_model(
     metadata: dict[str, str] | None = None,
     force_contiguous: bool = True,
 ) -> None:
-    """Write a module's tensors to a file; of several names for one memory the first that covers it.
+    """Write a module's tensors to a file; of several names for the same memory, the first that covers it.
 
-    The header's metadata say of each name that is left out which one has its data.
+    The header's metadata map each name that is left out to the name that has its data.
 
     Args:
         model: The module.
@@ -141,16 +148,16 @@ def save_model(
         force_contiguous: Copy tensors that are not contiguous; otherwise they are an error.
 
     Raises:
-        RuntimeError: Shared memory that no tensor covers.
+        RuntimeError: Tensors share memory, and none of them covers it.
         ValueError: A tensor that cannot be saved as it is.
         SafetensorError: See `save_file`.
     """
     tensors = dict(model.state_dict())
     text = checked_metadata(metadata)
-    for kept, names in remove_duplicate_names(tensors).items():
+    for saved, names in remove_duplicate_names(tensors).items():
         text = {} if text is None else text
         for name in names:
-            text.setdefault(name, kept)
+            text.setdefault(name, saved)
             del tensors[name]
     if force_contiguous:
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -174,9 +181,9 @@ def load_model(
 
     Args:
         model: The module.
-        filename: The file, as `save_model` writes it: of names on one memory any one may stand for all.
+        filename: The file, as `save_model` writes it: of several names for the same memory, one is enough.
         strict: Whether names that are missing, or too many, are an error.
-        device: Where tensors are put on their way.
+        device: Device to which tensors are loaded first.
         backend: See `safe_open`.
 
     Returns:
@@ -192,7 +199,9 @@ def load_model(
     result = model.load_state_dict(tensors, strict=False)
     missing, unexpected = set(result.missing_keys), list(result.unexpected_keys)
     for names in duplicates.values():
-        unexpected += [name for name in names if name not in missing]  # two in the file for one memory of the module
+        unexpected += [
+            name for name in names if name not in missing
+        ]  # the file has two names for the same memory of the module
         missing -= set(names)
     if strict and (missing or unexpected):
         lines = [f"Error(s) in loading state_dict for {type(model).__name__}:"]
@@ -204,7 +213,7 @@ def load_model(
 
 
 def _evaluate_tensors_for_save(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise for what `save` and `save_file` say that they do."""
+    """Raise the errors that `save` and `save_file` document."""
     if not isinstance(tensors, dict):
         raise ValueError(f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}")
     sparse = []
@@ -252,10 +261,12 @@ def _getdtype(dtype_str: str) -> torch.dtype:
 
 
 def _view2torch(safeview: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, torch.Tensor]:
-    """Return tensors of what `deserialize` returns, on copies of the data."""
+    """Return tensors for the result of `deserialize`, on copies of the data."""
     tensors: dict[str, torch.Tensor] = {}
     for name, entry in safeview:
-        tensors |= Tensors("cpu").make(copied(entry["data"]), [name], [entry["dtype"]], [tuple(entry["shape"])], [0])
+        dtypes, shapes = [entry["dtype"]], [tuple(entry["shape"])]
+        require_torch_dtypes(dtypes, shapes)
+        tensors |= tensors_in(copied(entry["data"]), [name], dtypes, shapes, [0])
     return tensors
 
 

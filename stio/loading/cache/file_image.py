@@ -1,9 +1,10 @@
-"""Files kept in host memory: which of their bytes are there, who brings the others, and where they lie.
+"""The image of a file in host memory: which bytes are present, which reader reads the others, and their addresses.
 
-An `Image` is one file: segments of memory, made when they are first needed, and chunks that are missing, coming or
-there. Whoever needs a missing chunk claims it and reads it into its place; who needs one that is coming waits. So loads
-that run together read each byte once, and one that fails or is cancelled leaves its chunks to the others. Which files
-are kept, and for how long, a `FileCache` decides (`stio.HostCache`); a load holds what it uses (`CachedFile`).
+A `FileImage` is one file: segments of memory, allocated when they are first needed, and chunks that are missing, being
+read or present. A reader claims missing chunks and reads them into their place; others that need them wait. So loads
+that run together read each byte once. If a load fails or is cancelled, its claimed chunks become missing again, and
+another load reads them. A `FileCache` decides which files are held, and for how long (`stio.HostCache`). A load holds
+each image that it uses by a `CachedFile`.
 """
 
 from __future__ import annotations
@@ -18,32 +19,30 @@ from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
 from stio.storage.base import Source
 
-__all__ = ["CHUNK_BYTES", "SEGMENT_BYTES", "CachedFile", "FileCache", "Image"]
-
 CHUNK_BYTES = 2 << 20
-"""What is claimed at least. Neighbouring blocks share a chunk at most, and the second to come waits for it."""
+"""Unit of a claim. Neighbouring blocks share one chunk at most, and the second reader waits for it."""
 
 SEGMENT_BYTES = 64 << 20
-"""Memory is made in pieces of this size: a power of two, since torch rounds what it pins up to one, and as long as a
-cancel may take, since pinning cannot be interrupted (0.1 s per GB)."""
+"""Memory is allocated in pieces of this size. A power of two, since torch rounds pinned memory up to one. Not larger,
+since a cancel cannot interrupt the pinning (0.1 s per GB)."""
 
-_MISSING, _COMING, _THERE = 0, 1, 2
+_MISSING, _CLAIMED, _PRESENT = 0, 1, 2
 _LOOK_SECONDS = 0.05
 
 
-class Image:
+class FileImage:
     """The bytes of one file, at their file offsets. Thread-safe.
 
     Args:
         nbytes: Size of the file.
-        allocate: Makes memory; raises `MemoryError` where there is none.
+        allocate: Allocates a number of bytes; raises `MemoryError` if the host has too little memory.
     """
 
     def __init__(self, nbytes: int, allocate: Callable[[int], Region]) -> None:
         self.nbytes = nbytes
         """Size of the file."""
         self.failed = False
-        """Whether there was no memory for all of it."""
+        """Whether an allocation failed: there was no memory for the whole file."""
         self._allocate = allocate
         self._starts = _segment_starts(nbytes)
         self._segments: list[Region | None] = [None] * (len(self._starts) - 1)
@@ -53,54 +52,58 @@ class Image:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing of it is there."""
-        return _THERE not in self._chunks
+        """Whether no chunk is present."""
+        return _PRESENT not in self._chunks
 
     @property
     def allocated_bytes(self) -> int:
-        """Memory that was made for it so far."""
+        """Size of the memory that is allocated for it, in bytes."""
         return sum(segment.nbytes for segment in self._segments if segment is not None)
 
     def claim(self, begin: int, end: int, stopped: Callable[[], bool]) -> range:
-        """Return the next bytes that the caller must read for `[begin, end)` to be there; empty once all is.
+        """Claim the next missing bytes of `[begin, end)`, which the caller must read; empty if all are present.
 
-        Waits while somebody else reads. What was claimed must be told of by `landed`, and what is left by `give_up`.
+        Waits while other readers read the missing bytes. The caller reports the bytes that it has read by
+        `mark_present`, and the rest of the claim by `mark_missing`.
+
+        Returns:
+            File offsets of the claim, half-open.
 
         Raises:
-            Cancelled: `stopped()` came first.
-            MemoryError: There is no memory for what is missing.
+            Cancelled: `stopped()` was true first.
+            MemoryError: There is no memory for the missing bytes.
         """
         first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
         with self._changed:
             while not stopped():
                 at = self._chunks.find(_MISSING, first, last)
-                if at < 0 and self._chunks.find(_COMING, first, last) < 0:
+                if at < 0 and self._chunks.find(_CLAIMED, first, last) < 0:
                     return range(0)
                 if self.failed:
-                    raise MemoryError("there is no memory to keep the file in")
+                    raise MemoryError("there is no memory for the file")
                 if at >= 0:
                     stop = at
                     while stop < last and self._chunks[stop] == _MISSING:
-                        self._chunks[stop] = _COMING
+                        self._chunks[stop] = _CLAIMED
                         stop += 1
                     return range(at * CHUNK_BYTES, min(stop * CHUNK_BYTES, self.nbytes))
                 self._changed.wait(_LOOK_SECONDS)  # `stopped` does not notify
         raise Cancelled
 
-    def landed(self, begin: int, end: int) -> None:
-        """Say that `[begin, end)` of what was claimed is there; `begin` is where the claim began."""
-        self._mark(begin, end if end == self.nbytes else end // CHUNK_BYTES * CHUNK_BYTES, _THERE)
+    def mark_present(self, begin: int, end: int) -> None:
+        """Report that `[begin, end)` of a claim is present; `begin` is the start of the claim."""
+        self._mark(begin, end if end == self.nbytes else end // CHUNK_BYTES * CHUNK_BYTES, _PRESENT)
 
-    def give_up(self, begin: int, end: int) -> None:
-        """Say that the rest of what was claimed, from `begin` on, will not come."""
+    def mark_missing(self, begin: int, end: int) -> None:
+        """Release the rest of a claim, `[begin, end)`, which will not be read."""
         if begin < end:
             self._mark(begin // CHUNK_BYTES * CHUNK_BYTES, end, _MISSING)
 
     def regions(self, begin: int, nbytes: int) -> list[Region]:
-        """Return the memory of `[begin, begin + nbytes)`, piece by piece, making what is not there yet.
+        """Return the memory of `[begin, begin + nbytes)`, one region for each segment; allocates missing segments.
 
         Raises:
-            MemoryError: There is none; all who need more of it hear the same.
+            MemoryError: The host has too little memory; every later call that must allocate raises it too.
         """
         found = []
         k = bisect_right(self._starts, begin) - 1
@@ -112,7 +115,7 @@ class Image:
         return found
 
     def clear(self) -> None:
-        """Let go of the memory. Nobody holds the image any more."""
+        """Free the memory. No load may hold the image."""
         self._segments = []
 
     def _segment(self, k: int) -> Region:
@@ -140,7 +143,7 @@ class Image:
 
 
 def _segment_starts(nbytes: int) -> list[int]:
-    """Return where segments begin, and the end: whole ones, then ever smaller powers of two, down to a page."""
+    """Return the offsets of the segments, and the end: whole segments, then smaller powers of two, down to a page."""
     starts, size = [0], SEGMENT_BYTES
     while starts[-1] < nbytes:
         left = nbytes - starts[-1]
@@ -151,20 +154,20 @@ def _segment_starts(nbytes: int) -> list[int]:
 
 
 class CachedFile:
-    """One load's hold on an image, which stays as it is until it is released (or dropped).
+    """The hold of one load on an image. The image stays unchanged until the hold is released or deleted.
 
     Args:
         image: The image.
-        release: Called once.
+        release: Called once, when the hold is released.
     """
 
-    def __init__(self, image: Image, release: Callable[[], None]) -> None:
+    def __init__(self, image: FileImage, release: Callable[[], None]) -> None:
         self.image = image
         """The image."""
         self._release: Callable[[], None] | None = release
 
     def release(self) -> None:
-        """Let go of it: nothing reads it any more. Idempotent."""
+        """Release the hold: the load must not read the image after this call. Idempotent."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -175,11 +178,13 @@ class CachedFile:
 
 @runtime_checkable
 class FileCache(Protocol):
-    """What decides which files are kept."""
+    """Decides which files are held in memory."""
 
     def hold(self, files: Sequence[tuple[Source, int]]) -> Sequence[CachedFile | None]:
-        """Return, for each file, its image, or None where it is to be read as it is. May block for some milliseconds.
+        """Return a hold on the image of each file; None for a file to be read without the cache.
+
+        May block for some milliseconds.
 
         Args:
-            files: Open files, each with the number of its bytes that are wanted.
+            files: Open files, each with the number of its bytes that the load reads.
         """

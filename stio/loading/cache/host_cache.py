@@ -1,8 +1,8 @@
 """`HostCache`: checkpoints in host memory, so that the next load of them reads no disk.
 
-What is kept is known by its identity: device, inode, size and times of change of the file that was opened; memory is
-pinned where there is an accelerator. Loads come by `hold` (`stio.loading.prepare`), a prefetch is a load without tensors.
-Which file is there and which goes is the shelf's part (`stio.loading.cache.entries`).
+A file is identified by device, inode, size and times of change, as it was opened; memory is pinned where there is an
+accelerator. Loads call `hold` (`stio.loading.prepare`); a prefetch is a load without tensors. `entries.py` decides
+which files are held and which are evicted.
 """
 
 from __future__ import annotations
@@ -13,51 +13,40 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self
 
 import torch
 
-from stio.device.base import current_device, numbered, resolve_device
-from stio.device.copy_out import has_streams
-from stio.device.cuda import TorchAccelerator
-from stio.loading.cache.entries import CacheEntries, CacheStats, Wanted
-from stio.loading.cache.file_image import CachedFile, Image
-from stio.loading.open import open_checkpoint
-from stio.loading.options import Settings, SourceLike
+from stio.device.base import current_device, resolve_device, with_current_index
+from stio.device.cuda import TorchAccelerator, has_streams
+from stio.format.naming import INDEX_SUFFIX
+from stio.loading.body import carry_out, open_source
+from stio.loading.cache.entries import CacheEntries, CacheStats, RequestedFile
+from stio.loading.cache.file_image import CachedFile, FileImage
+from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.prepare import prepare_prefetch
 from stio.runtime import memory
-from stio.runtime.limits import Limits
+from stio.runtime.limits import Limits, check_budget_bytes
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation, start_thread
 from stio.runtime.process import after_fork_in_child
-from stio.runtime.progress import Progress, progress_callback
+from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
-from stio.storage.base import AsyncRoot, Root, Source
-
-__all__ = ["CacheStats", "HostCache", "HostCacheBase", "PrefetchKeywords"]
+from stio.storage.base import Root, Source
 
 logger = logging.getLogger("stio")
 
 _TICK_SECONDS = 0.05
-"""The clock of a filesystem ticks every 1 to 10 ms: within one tick a file may change twice and look the same."""
+"""The clock of a filesystem advances every 1 to 10 ms. If a file changes twice in between, its times do not show it."""
 
 _CLEAR_HERE_BYTES = 128 << 20
-"""Giving more than this back takes milliseconds, for which an event loop should not stand still."""
-
-
-class PrefetchKeywords(TypedDict, total=False):
-    """Keywords of `HostCache.prefetch`; they mean what they mean to `stio.open`."""
-
-    strict: bool
-    limits: Limits | None
-    follow_symlinks: bool
-    progress: Progress
-    trace: Trace | None
+"""To free more than this takes milliseconds, and an event loop should not be blocked for so long."""
 
 
 class _Memory:
-    """Makes memory, pinned for an accelerator; which one it is, is looked at when that is first asked.
+    """Allocates memory, pinned for an accelerator; the device is examined at the first use.
 
     Args:
         device: What `torch.device` takes, or `"auto"`.
@@ -70,11 +59,11 @@ class _Memory:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a driver knows of it."""
+        """Whether the memory is pinned; False until the device was examined."""
         return self._make not in (None, memory.allocate)
 
     def resolve(self) -> Callable[[int], Region]:
-        """Return what makes it.
+        """Return the allocator.
 
         Raises:
             DeviceError: There is no such device.
@@ -87,68 +76,107 @@ class _Memory:
             return self._make
 
     def allocate(self, nbytes: int) -> Region:
-        """Return memory.
+        """Return new memory.
 
         Raises:
-            MemoryError: There is none.
+            MemoryError: The host has too little memory.
         """
         try:
             return self.resolve()(nbytes)
         except MemoryError:
-            logger.warning("there is no host memory for the cache: what it cannot keep is read without it")
+            logger.warning("too little host memory for the cache: files that it cannot hold are read without it")
             raise
 
 
-class HostCacheBase:
-    """All of a cache but the waiting, in which the faces differ.
+class HostCache:
+    """Holds files of checkpoints in host memory, for loads with `cache=`.
+
+    A load uses the files in the cache. A file that it reads is added if the load reads at least half of it. Copies to
+    an accelerator run directly from pinned memory. Tensors on the CPU are copies too, so no tensor depends on the
+    cache. An entry is one file; a file without an inode (in a storage of your own) is not held.
 
     Args:
-        budget_bytes: See `HostCache`.
-        device: See `HostCache`.
+        budget_bytes: Most bytes of files that are held. A file that does not fit, since it is larger or loads under
+            way use the rest, is read without the cache.
+        device: Device of the loads: `"auto"` (the accelerator, if there is one), or a device as `torch.device` takes
+            it. Memory is pinned for an accelerator, plain for the CPU. The device is examined when the first file is
+            read. Released pinned memory stays in the allocator of torch, which uses it for the next pinned memory.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `budget_bytes` is not positive.
     """
 
     def __init__(self, budget_bytes: int, *, device: str | int | torch.device = "auto") -> None:
-        if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool):
-            raise TypeError(f"budget_bytes takes a number of bytes, not {budget_bytes!r}")
-        if budget_bytes <= 0:
-            raise ValueError(f"budget_bytes must be positive, not {budget_bytes}")
+        check_budget_bytes(budget_bytes)
         if not isinstance(device, str | int | torch.device):
             raise TypeError(f"device= takes a device of torch's or 'auto', not {device!r}")
         self._budget_bytes = budget_bytes
-        self._device: str | int | torch.device = numbered(device, current_device())
+        self._device: str | int | torch.device = with_current_index(device, current_device())
         self._begin()
         _caches.add(self)
 
     def _begin(self) -> None:
         self._memory = _Memory(self._device)
-        self._shelf = CacheEntries(self._budget_bytes, self._memory.allocate)
+        self._entries = CacheEntries(self._budget_bytes, self._memory.allocate)
         self._operations: weakref.WeakSet[Operation[None]] = weakref.WeakSet()
 
-    def stats(self) -> CacheStats:
-        """Return what it holds, and what it did so far."""
-        return self._shelf.stats()
-
-    def evict(self, source: SourceLike | None = None) -> int:
-        """Let go of files that no load uses now. More than 128 MiB is given back on a thread, a little later.
+    async def prefetch(
+        self,
+        source: SourceLike,
+        *,
+        strict: bool = True,
+        limits: Limits | None = None,
+        follow_symlinks: bool = False,
+        progress: Progress = None,
+        trace: Trace | None = None,
+    ) -> None:
+        """Read all files of a checkpoint into the cache. After a cancel the parts that were read stay in the cache.
 
         Args:
-            source: A file; or a directory, or an index in it, for all that was kept from below. All by default.
+            source: See `stio.load`.
+            strict: See `stio.load`.
+            limits: See `stio.load`.
+            follow_symlinks: See `stio.load`.
+            progress: See `stio.load`.
+            trace: See `stio.load`.
+
+        Raises:
+            NoSpaceError: The checkpoint is larger than the budget, or than the part that loads under way do not use.
+            MemoryError: The host has too little memory.
+            ClosedError: The cache was closed.
+            StioError: See `stio.load`.
+        """
+        options = LoadOptions(
+            strict=strict, limits=limits, follow_symlinks=follow_symlinks, progress=progress, trace=trace
+        )
+        await self._start_prefetch(source, options).wait()
+
+    def stats(self) -> CacheStats:
+        """Return the present contents in numbers, and counters since the cache was made."""
+        return self._entries.stats()
+
+    def evict(self, source: SourceLike | None = None) -> int:
+        """Evict files that no load uses now. More than 128 MiB is freed on a thread, after this call.
+
+        Args:
+            source: A file; or a directory, or an index in it, for all files below it. None: all files.
 
         Returns:
-            Their size in bytes.
+            Size of the evicted files, in bytes.
         """
         place = None if source is None else _place_of(source)
-        return _give_back(self._shelf.evict(lambda label: place is None or _is_below(label, place)))
+        return _free(self._entries.evict(lambda label: place is None or _is_below(label, place)))
 
     def close(self) -> None:
-        """End prefetches, let go of everything, refuse further use. Idempotent.
+        """Cancel prefetches and evict all files; further use raises `ClosedError`. Idempotent; does not wait.
 
-        Loads under way go on; what they use is given back when they have ended.
+        Loads under way continue; the memory that they use is freed when they have ended.
         """
-        images = self._shelf.close()
+        images = self._entries.close()
         for operation in list(self._operations):
             operation.cancel()
-        _give_back(images)
+        _free(images)
 
     def __enter__(self) -> Self:
         return self
@@ -158,66 +186,6 @@ class HostCacheBase:
     ) -> None:
         self.close()
 
-    def hold(self, files: Sequence[tuple[Source, int]]) -> Sequence[CachedFile | None]:
-        """Return what is kept of a load's files, for the engine; see `stio.loading.cache.file_image.FileCache`."""
-        return self._shelf.hold(self._wanted(files))
-
-    def _wanted(self, files: Sequence[tuple[Source, int]]) -> list[Wanted]:
-        self._memory.resolve()
-        _wait_for_tick([file for file, _ in files])
-        return [Wanted(file, _label(file.path), nbytes) for file, nbytes in files]
-
-    def _start_prefetch(self, source: SourceLike, keywords: PrefetchKeywords) -> Operation[None]:
-        settings = Settings(**keywords)
-
-        def body(operation: Operation[None]) -> None:
-            opened = open_checkpoint(source, settings.open_options(), check=operation.check)
-            try:
-                wanted = self._wanted([(file, file.identity.nbytes) for file in opened.files])
-                kept = [one for one in self._shelf.hold(wanted, every=opened.path) if one is not None]
-                progress = progress_callback(settings.progress)
-                transfer = prepare_prefetch(opened, kept, progress=progress, trace=settings.trace)
-                operation.on_cancel(transfer.run.stop)
-                transfer.carry_out()
-            finally:
-                opened.close()
-
-        self._shelf.require_open()
-        operation = Operation(body, name="prefetch")
-        self._operations.add(operation)
-        return operation.start()
-
-
-class HostCache(HostCacheBase):
-    """Keeps files of checkpoints in host memory, for loads with `cache=`.
-
-    A load takes from it what is there, and leaves there what it reads, if that is at least half of a file. To an
-    accelerator copies run straight out of pinned memory; tensors on the CPU are copies too: what a tensor holds never
-    depends on the cache. Entries are files; those without an inode (a storage of one's own) are not kept.
-
-    Args:
-        budget_bytes: Most bytes of files that are kept. A file for which there is no room, since it is larger or loads
-            under way use the rest, is read without the cache.
-        device: Where loads will go: `"auto"` (the accelerator, if there is one), or a device. Memory is pinned for an
-            accelerator, plain for the CPU. The device is looked at when the first file comes. Pinned memory that is let
-            go of stays with torch, which gives it out again when it next pins.
-    """
-
-    async def prefetch(self, source: SourceLike, **keywords: Unpack[PrefetchKeywords]) -> None:
-        """Bring all files of a checkpoint. A cancel leaves what was read there.
-
-        Args:
-            source: See `stio.load`.
-            **keywords: See `PrefetchKeywords`.
-
-        Raises:
-            NoSpaceError: It is larger than the budget, or than what loads under way leave of it.
-            MemoryError: The host has too little memory.
-            ClosedError: The cache was closed.
-            StioError: See `stio.load`.
-        """
-        await self._start_prefetch(source, keywords).wait()
-
     async def __aenter__(self) -> Self:
         return self
 
@@ -226,16 +194,37 @@ class HostCache(HostCacheBase):
     ) -> None:
         self.close()
 
+    def hold(self, files: Sequence[tuple[Source, int]]) -> Sequence[CachedFile | None]:
+        """Return holds on the images of a load's files, for the scheduler; see `FileCache`."""
+        return self._entries.hold(self._requested(files))
+
+    def _requested(self, files: Sequence[tuple[Source, int]]) -> list[RequestedFile]:
+        self._memory.resolve()
+        _wait_for_tick([file for file, _ in files])
+        return [RequestedFile(file, _label(file.path), nbytes) for file, nbytes in files]
+
+    def _start_prefetch(self, source: SourceLike, settings: LoadOptions) -> Operation[None]:
+        def body(operation: Operation[None]) -> None:
+            with closing(open_source(operation, source, settings)) as opened:
+                requested = self._requested([(file, file.identity.nbytes) for file in opened.files])
+                held = [one for one in self._entries.hold(requested, every=opened.path) if one is not None]
+                carry_out(operation, prepare_prefetch(opened, held, settings))
+
+        self._entries.require_open()
+        operation = Operation(body, name="prefetch")
+        self._operations.add(operation)
+        return operation.start()
+
 
 def _place_of(source: SourceLike) -> str:
-    path = source.path if isinstance(source, Root | AsyncRoot) else os.fsdecode(source)
-    if path.endswith(".index.json"):
+    path = source.path if isinstance(source, Root) else os.fsdecode(source)
+    if path.endswith(INDEX_SUFFIX):
         path = os.path.dirname(path) or "."
     return os.path.realpath(path) if os.path.isdir(path) else _label(path)
 
 
 def _label(path: str) -> str:
-    """Return where a file stands; a link of its own is not followed: what it leads to has a name that nobody uses."""
+    """Return a file's path with its directory resolved. The file itself may be a link, which is not followed."""
     folder, name = os.path.split(path)
     return os.path.join(os.path.realpath(folder), name)
 
@@ -245,15 +234,15 @@ def _is_below(label: str, place: str) -> bool:
 
 
 def _wait_for_tick(files: Sequence[Source]) -> None:
-    """Wait until a further change of the files would show in their times of change."""
+    """Wait until a further change of the files would change their times."""
     youngest = max((file.identity.ctime_ns for file in files), default=0)
     left = youngest / 1e9 + _TICK_SECONDS - time.time()
     if left > 0:
         time.sleep(min(left, _TICK_SECONDS))
 
 
-def _give_back(images: list[Image]) -> int:
-    """Clear images, many bytes on a thread; return their size."""
+def _free(images: list[FileImage]) -> int:
+    """Free images, many bytes on a thread; return their size in bytes."""
     nbytes = sum(image.nbytes for image in images)
 
     def clear() -> None:
@@ -272,16 +261,16 @@ def _give_back(images: list[Image]) -> int:
 
 # Fork.
 
-_caches: weakref.WeakSet[HostCacheBase] = weakref.WeakSet()
-_graveyard: list[Any] = []
+_caches: weakref.WeakSet[HostCache] = weakref.WeakSet()
+_never_freed: list[Any] = []
 
 
 @after_fork_in_child
 def _forget_parent() -> None:
-    """Start afresh in a forked child: what fills the parent's images is not here."""
+    """Empty all caches in a forked child: the threads that fill the parent's images are not there."""
     for cache in _caches:
-        images = cache._shelf.abandon()
-        if cache._memory.is_pinned:  # never freed here: the driver that pinned it does not know this process
-            _graveyard.append(images)
-        if not cache._shelf.is_closed:
+        images = cache._entries.abandon()
+        if cache._memory.is_pinned:  # never freed here: it was pinned for the parent process
+            _never_freed.append(images)
+        if not cache._entries.is_closed:
             cache._begin()

@@ -1,8 +1,8 @@
-"""Warm starts, for people: a module on `meta` whose forward may start while its parameters are still being loaded.
+"""`warm_start` and `WarmStart`: a module on `meta` whose forward may run while its parameters are loaded.
 
-On entering the block, names, shapes and dtypes are compared, buffers are loaded, and parameters become ones that
-wait (`stio.loading.warm_start.parameter`). Then the load goes on beside the block (`stio.loading.warm_start.load`), on threads of the engine's: it
-needs nothing of a loop whose thread a forward blocks. What both faces share stands here too.
+On entering the block, names, shapes and dtypes are compared, buffers are loaded, and parameters become placeholders
+(`parameter.py`). Then the load runs beside the block (`load.py`), on threads of stio's own, so it continues while a
+forward blocks the thread of the event loop.
 """
 
 from __future__ import annotations
@@ -12,186 +12,148 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from stio.device.base import LoadedGroup
-from stio.device.placement import Placement
+from stio.device.placement import Placement, resolve_placement
 from stio.errors import ClosedError
-from stio.loading.body import gather, verify
-from stio.loading.module import Into, LoadReport
-from stio.loading.open import OpenCheckpoint, open_checkpoint
-from stio.loading.options import Keywords, Settings, SourceLike
-from stio.loading.targets import LoadOptions
+from stio.loading.body import gather, open_source, verify
+from stio.loading.cache.file_image import FileCache
+from stio.loading.module import LoadReport, ModuleTarget
+from stio.loading.open import OpenCheckpoint
+from stio.loading.options import DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.warm_start.load import WarmStartLoad
-from stio.loading.warm_start.match import Fit, in_order, install_buffers, require_fit, revive
-from stio.runtime.operation import Operation
+from stio.loading.warm_start.match import Match, in_order, place_buffers, require_supported, restore_ended
+from stio.runtime.blocking import runs_blocking
+from stio.runtime.limits import Limits
+from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import collection_paused
 from stio.runtime.process import switch_interval as shortened
-from stio.runtime.trace import traced
-
-__all__ = ["WarmStart", "WarmStartBase", "warm_start"]
+from stio.runtime.progress import Progress
+from stio.runtime.trace import Trace
 
 
 def warm_start(
-    module: nn.Module, source: SourceLike, *, order: Iterable[str] | None = None, **keywords: Unpack[Keywords]
+    module: nn.Module,
+    source: SourceLike,
+    *,
+    order: Iterable[str] | None = None,
+    device: DevicesLike = "cpu",
+    dtype: torch.dtype | None = None,
+    memory: Memory = "auto",
+    budget_bytes: int | None = None,
+    strict: bool = True,
+    limits: Limits | None = None,
+    verify: bool = False,
+    follow_symlinks: bool = False,
+    progress: Progress = None,
+    cache: FileCache | None = None,
+    trace: Trace | None = None,
+    switch_interval: float | None = None,
 ) -> WarmStart:
     """Load a module on `meta` while its forward may run already.
 
         async with stio.warm_start(module, "model/", device="cuda") as warm:
             out = module(x)      # each submodule waits for its own parameters only
-            await warm.done()    # everything is there
+            await warm.done()    # all parameters are loaded
 
-    A parameter waits, in the thread that uses it, at its first use on whatever path, and is the real one from then
-    on: the same object, which optimizers and tied modules may hold. Its shape, dtype and device are known at once. A
-    wait moves the submodule to the front and what comes behind it next, so a forward finds its own order.
-    `state_dict()`, `deepcopy`, `pickle` and conversions wait for all that they touch. Tracing, CUDA graphs and
-    transforms that look below torch's Python functions are refused until `done()`.
+    The first use of a parameter, by any function, waits in the thread that uses it. From then on the parameter is the
+    real one. It is the same object, so optimizers and tied modules may hold it. Its shape, dtype and device are correct
+    from the start. A wait moves the submodule to the front of the load, then the submodules behind it, so the load
+    follows the order of the forward. `state_dict()`, `deepcopy`, `pickle` and conversions wait for all parameters that
+    they use. Until `done()`, an error is raised by tracing, CUDA graphs and transforms below torch's Python functions.
 
-    Leaving the block waits until all is there. If an exception or a cancel leaves it, the load ends, and using a
-    parameter that has not come raises `ClosedError`; another warm start or `load_into(assign=True)` may fill it.
+    Leaving the block waits until all parameters are loaded. If an exception or a cancel leaves it, the load ends, and
+    the use of a parameter that is not loaded raises `ClosedError`; another warm start or `load_into(assign=True)` may
+    fill it.
 
     Args:
-        module: Its parameters are on `meta`, except for those that the checkpoint does not hold. Buffers are real
-            when the block begins, on the device; so the checkpoint must hold those that are on `meta`.
-        source: See `load`.
-        order: Names of parameters or submodules in the order in which a forward uses them; else the module's own.
-        **keywords: See `Keywords`. Without `dtype` parameters have the module's dtype. With `strict=False`
-            parameters that the checkpoint lacks may not be used before `done()`, and are on `meta` after it.
+        module: Its parameters are on `meta`, except for those that the checkpoint does not hold. Inside the block all
+            buffers are real and on the device, so the checkpoint must hold those that are on `meta`.
+        source: See `stio.load`.
+        order: Names of parameters or submodules in the order in which a forward uses them. None: the module's order.
+        device: Device of the parameters, a single one; see `stio.load`.
+        dtype: Cast floating parameters to it. None: the module's dtypes.
+        memory: See `stio.load`.
+        budget_bytes: See `stio.load`.
+        strict: Module and checkpoint must hold the same names. With False, parameters that the checkpoint lacks may
+            not be used before `done()`, and are on `meta` after it.
+        limits: See `stio.load`.
+        verify: See `stio.load`.
+        follow_symlinks: See `stio.load`.
+        progress: See `stio.load`.
+        cache: See `stio.load`.
+        trace: See `stio.load`.
+        switch_interval: See `stio.load`.
 
     Raises:
         ValueError: On entering the block: `device=` names more than one device.
         WarmStartError: The module shards, replicates or compiles its parameters, or they are lazy.
         MismatchError: On entering the block: module and checkpoint differ.
-        TensorNotFoundError: On entering the block: `order` names what the module has not.
-        StioError: On entering the block, by `done()` or on leaving; see `load`. A use of a parameter raises
-            `ClosedError` then, with the error as its cause.
+        TensorNotFoundError: On entering the block: `order` has a name that the module does not have.
+        StioError: On entering the block, by `done()` or on leaving; see `stio.load`. A use of a parameter then raises
+            `ClosedError`, with the error as its cause.
     """
-    return WarmStart(module, source, Settings(**keywords), order)
+    options = LoadOptions(
+        device=device,
+        dtype=dtype,
+        memory=memory,
+        budget_bytes=budget_bytes,
+        strict=strict,
+        limits=limits,
+        verify=verify,
+        follow_symlinks=follow_symlinks,
+        progress=progress,
+        cache=cache,
+        trace=trace,
+        switch_interval=switch_interval,
+    )
+    return WarmStart(module, source, options, order)
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """What is there when the block may begin."""
+    """Result of the work before the block."""
 
-    filling: WarmStartLoad
-    """The load, not begun yet; the parameters wait for it."""
-    fit: Fit
-    """How module and checkpoint go together."""
+    load: WarmStartLoad
+    """The load of the placeholders, not started yet."""
+    match: Match
+    """The tensors that module and checkpoint have in common."""
     buffers: tuple[LoadedGroup, ...]
-    """Loaded buffers, not handed over yet."""
+    """Loaded buffers, not yet passed to the stream of the caller's thread."""
     device: torch.device
-    """Where the module will be."""
+    """Device of the parameters and buffers."""
 
 
-class WarmStartBase:
-    """What the faces share: all but the waiting.
+class WarmStart:
+    """A warm start under way, made by `async with stio.warm_start(...)`.
 
     Args:
         module: The target.
         source: The checkpoint.
-        settings: Keywords.
+        settings: Options of the load.
         order: See `warm_start`.
     """
 
-    def __init__(self, module: nn.Module, source: SourceLike, settings: Settings, order: Iterable[str] | None) -> None:
-        require_fit(module)
+    def __init__(
+        self, module: nn.Module, source: SourceLike, settings: LoadOptions, order: Iterable[str] | None
+    ) -> None:
+        require_supported(module)
         self._module: nn.Module | None = module
         self._source = source
         self._settings = settings
         self._order = order
-        self._filling: WarmStartLoad | None = None
+        self._load: WarmStartLoad | None = None
         self._report = LoadReport((), ())
-
-    def _begin(self) -> Operation[_Ready]:
-        """Begin what is to be done before the block."""
-        module, self._module = self._module, None  # whoever keeps us must not keep it
-        if module is None:
-            raise RuntimeError("a warm start is entered once; make another one")
-        revive(module)
-        into = Into(module, fills=True)
-        names = in_order(list(into.sources), self._order)
-
-        def body(operation: Operation[Any]) -> _Ready:
-            with shortened(self._settings.switch_interval):
-                return self._prepare(operation, module, into, names)
-
-        return Operation(body, name="open", discard=lambda ready: ready.filling.abandon()).start()
-
-    def _prepare(self, operation: Operation[Any], module: nn.Module, into: Into, names: list[str]) -> _Ready:
-        require_fit(module)  # it may have changed since it was given to us
-        settings = self._settings
-        options = settings.load_options()
-        target = options.device
-        if isinstance(target, Placement):
-            raise ValueError("a warm start has one device; place a module on several by load_into(..., assign=True)")
-        with traced(settings.trace, "open"):
-            opened = open_checkpoint(
-                self._source, replace(settings.open_options(), strict=False), check=operation.check
-            )
-        try:
-            fit = Fit.of(module, into, names, opened, dtype=settings.dtype, strict=settings.strict)
-            verify(opened, settings, operation)
-            options = replace(options, dtype=fit.casts or None, prompt=True)
-            buffers = _load_buffers(operation, opened, fit, options)
-            operation.check()
-            device = target if isinstance(target, torch.device) else target.device
-            filling = WarmStartLoad(opened, options, device, settings.switch_interval)
-            with collection_paused(len(fit.wishes)):
-                filling.adopt(module, fit.wishes)
-        except BaseException:
-            opened.discard()
-            raise
-        return _Ready(filling, fit, buffers, device)
-
-    def _go_on(self, module: nn.Module, ready: _Ready) -> None:
-        """Finish what is to be done before the block, on the caller's thread and stream, and begin the load."""
-        try:
-            tensors: dict[str, torch.Tensor] = {}
-            for landed in ready.buffers:
-                tensors |= landed.take()
-            install_buffers(module, ready.fit.buffers, tensors, ready.device)
-            ready.filling.operation.start()
-        except BaseException:
-            ready.filling.abandon()
-            raise
-        self._filling = ready.filling
-        self._report = ready.fit.report
-
-    @property
-    def _load(self) -> WarmStartLoad:
-        if self._filling is None:
-            raise ClosedError("the warm start has not begun; use it inside its `with` block", path=str(self._source))
-        return self._filling
-
-    def _outcome(self) -> LoadReport:
-        self._load.operation.outcome()
-        self._load.settle()
-        return self._report
-
-
-def _load_buffers(
-    operation: Operation[Any], opened: OpenCheckpoint, fit: Fit, options: LoadOptions
-) -> tuple[LoadedGroup, ...]:
-    if not fit.buffers:
-        return ()
-    names = list(dict.fromkeys(fit.buffers.values()))
-    loaded = gather(operation, opened, names, replace(options, progress=None, prompt=False))
-    for landed in loaded:
-        landed.wait()  # here and on the host, casts too: a forward may run on any stream
-    return tuple(loaded)
-
-
-class WarmStart(WarmStartBase):
-    """A warm start under way. Get one by `async with stio.warm_start(...)`."""
 
     async def __aenter__(self) -> Self:
         module = self._module
         ready = await self._begin().wait()
         assert module is not None
-        self._go_on(module, ready)
+        self._start_load(module, ready)
         return self
 
     async def __aexit__(
@@ -201,33 +163,111 @@ class WarmStart(WarmStartBase):
             try:
                 await self.done()
             except BaseException:
-                with suppress(asyncio.CancelledError):  # the exception at hand goes first
+                with suppress(asyncio.CancelledError):  # the first exception is raised
                     await self.aclose()
                 raise
-        elif isinstance(error, GeneratorExit):
-            self._load.operation.cancel()  # the coroutine is thrown away, it must not wait any more
+        elif isinstance(error, GeneratorExit) and not runs_blocking():
+            self._begun.operation.cancel()  # a coroutine that is closed must not wait again
         else:
             with suppress(asyncio.CancelledError):
                 await self.aclose()
 
     async def done(self) -> LoadReport:
-        """Wait until all parameters are there; a cancel ends the wait alone.
+        """Wait until all parameters are loaded. A cancel ends the wait, and not the load.
 
         Returns:
-            The names that are missing or unexpected (only with `strict=False` are there any).
+            The names that are missing or unexpected; there are none with `strict=True`.
 
         Raises:
-            ClosedError: The load was ended before that.
-            StioError: What it failed with.
+            ClosedError: The load was cancelled, or the block was not entered.
+            StioError: The error of the load.
         """
-        load = self._load
+        load = self._begun
         await load.notifier.wait_for(lambda: load.operation.done)
         return self._outcome()
 
     async def aclose(self) -> None:
-        """End the load, if it has not ended, and wait until nothing of it is left. Idempotent."""
-        if self._filling is not None:
-            try:
-                await self._filling.operation.aclose()
-            finally:
-                self._filling.close()
+        """Cancel the load if it runs, and wait until its threads have ended. Idempotent.
+
+        After that, the use of a parameter that is not loaded raises `ClosedError`.
+        """
+        if self._load is None:
+            return
+        try:
+            await close_all([self._load.operation])
+        finally:
+            self._load.close()
+
+    def _begin(self) -> Operation[_Ready]:
+        """Start the work before the block."""
+        module, self._module = self._module, None  # a reference to the warm start must not hold the module
+        if module is None:
+            raise RuntimeError("a warm start cannot be entered twice; make another one")
+        restore_ended(module)
+        into = ModuleTarget(module, fills=True)
+        names = in_order(list(into.sources), self._order)
+
+        def body(operation: Operation[Any]) -> _Ready:
+            with shortened(self._settings.switch_interval):
+                return self._prepare(operation, module, into, names)
+
+        return Operation(body, name="open", discard=lambda ready: ready.load.abandon()).start()
+
+    def _prepare(self, operation: Operation[Any], module: nn.Module, into: ModuleTarget, names: list[str]) -> _Ready:
+        require_supported(module)  # it may have changed since the constructor
+        settings = self._settings
+        target = resolve_placement(settings.device)
+        if isinstance(target, Placement):
+            raise ValueError("a warm start has one device; place a module on several by load_into(..., assign=True)")
+        opened = open_source(operation, self._source, settings, strict=False)
+        try:
+            match = Match.of(module, into, names, opened, dtype=settings.dtype, strict=settings.strict)
+            verify(operation, opened, settings)
+            options = replace(settings, dtype=None)  # `casts` has the dtype of each tensor that is cast
+            buffers = _load_buffers(operation, opened, match, options)
+            operation.check()
+            device = target if isinstance(target, torch.device) else target.device
+            load = WarmStartLoad(opened, options, match.casts or None, device)
+            with collection_paused(len(match.parameters)):
+                load.make_placeholders(module, match.parameters)
+        except BaseException:
+            opened.discard()
+            raise
+        return _Ready(load, match, buffers, device)
+
+    def _start_load(self, module: nn.Module, ready: _Ready) -> None:
+        """Place the buffers, on the caller's thread and stream, and start the load."""
+        try:
+            tensors: dict[str, torch.Tensor] = {}
+            for group in ready.buffers:
+                tensors |= group.take()
+            place_buffers(module, ready.match.buffers, tensors, ready.device)
+            ready.load.operation.start()
+        except BaseException:
+            ready.load.abandon()
+            raise
+        self._load = ready.load
+        self._report = ready.match.report
+
+    @property
+    def _begun(self) -> WarmStartLoad:
+        if self._load is None:
+            raise ClosedError("the warm start is not entered; use it inside its `with` block", path=str(self._source))
+        return self._load
+
+    def _outcome(self) -> LoadReport:
+        self._begun.operation.outcome()
+        self._begun.restore_unfilled()
+        return self._report
+
+
+def _load_buffers(
+    operation: Operation[Any], opened: OpenCheckpoint, match: Match, options: LoadOptions
+) -> tuple[LoadedGroup, ...]:
+    if not match.buffers:
+        return ()
+    names = list(dict.fromkeys(match.buffers.values()))
+    loaded = gather(operation, opened, names, replace(options, progress=None), casts=match.casts or None)
+    for group in loaded:
+        group.wait()  # on the host, for casts too: a forward may run on any stream
+    return tuple(loaded)

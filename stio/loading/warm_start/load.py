@@ -1,10 +1,10 @@
-"""The load of a warm start: fills parameters as their groups come, in the order in which they are waited for.
+"""The load of a warm start: fills placeholder parameters as their groups arrive, in the order in which they are used.
 
-Groups are read in the order that was given, small ones, so that the first are there early. Who waits for a parameter
-moves its submodule to the front and turns the order: from there on first, as a forward goes on from where it is.
-Workers fill parameters themselves, so nothing waits for the thread of a loop that a forward blocks. Before a
-submodule's own parameters are there, a hook holds its forward: custom kernels and `autograd.Function` take
-parameters where no class of theirs is asked. The hooks go with the last parameter, all of them with the load's end.
+Groups are small, so that the first ones arrive early, and are read in the given order. A use that waits for a parameter
+moves its submodule to the front, and then the submodules behind it, since the forward uses them next. Workers fill the
+parameters, so no fill waits for the thread of an event loop that a forward blocks. Until a submodule's own parameters
+are filled, a hook blocks its forward: custom kernels and `autograd.Function` use parameters without regard to their
+class. A hook is removed when the submodule's last parameter is filled, and all hooks at the end of the load.
 """
 
 from __future__ import annotations
@@ -20,44 +20,43 @@ from torch.jit._trace import is_tracing
 from torch.utils.hooks import RemovableHandle
 
 from stio.device.base import LoadedGroup
+from stio.device.tensors import Casts
 from stio.errors import ClosedError, TensorNotFoundError, WarmStartError, printable
 from stio.loading.open import OpenCheckpoint
+from stio.loading.options import LoadOptions
 from stio.loading.plan import Group, ReadPlan
 from stio.loading.prepare import prepare
 from stio.loading.scheduler import LoadScheduler
-from stio.loading.targets import LoadOptions
-from stio.loading.warm_start.parameter import Slot
+from stio.loading.warm_start.parameter import Placeholder
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation
 from stio.runtime.process import switch_interval as shortened
-
-__all__ = ["Awaited", "WarmStartLoad"]
 
 _is_tracing: Callable[[], bool] = is_tracing  # torch leaves it untyped
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
-    """One parameter that shall wait for its data."""
+class MatchedParameter:
+    """One parameter of the module, and its data in the checkpoint."""
 
     parameter: nn.Parameter
     """The parameter, on `meta`."""
     name: str
-    """What the module calls it."""
+    """Name of the parameter in the module."""
     source: str | None
-    """What the checkpoint calls its data; None if it has none."""
+    """Name of its data in the checkpoint; None if the checkpoint has no data for it."""
     dtype: torch.dtype
-    """What it shall be of."""
+    """Dtype of the filled parameter."""
 
 
 @dataclass(slots=True)
 class _Owner:
-    """A submodule and what its forward waits for."""
+    """A submodule and the placeholders that its forward needs."""
 
-    slots: list[Slot]
-    """Its own parameters that will come."""
-    left: set[Slot]
-    """Those that have not."""
+    placeholders: list[Placeholder]
+    """Its own parameters that have data in the checkpoint."""
+    left: set[Placeholder]
+    """Those that are not filled yet."""
     handle: RemovableHandle | None = None
     """Its hook."""
 
@@ -69,18 +68,18 @@ class _Order:
     groups: list[int] = field(default_factory=list)
     """Indices in the plan."""
     at: dict[int, int] = field(default_factory=dict)
-    """Where in `groups` each is."""
+    """Position of each group in `groups`."""
     group_of: dict[str, int] = field(default_factory=dict)
-    """By the checkpoint's names."""
+    """Group of each name in the checkpoint."""
 
     @classmethod
     def of(cls, plan: ReadPlan, names: Sequence[str]) -> _Order:
-        """Order a plan's groups by the first of their names."""
+        """Return a plan's groups in the order of the first of their names."""
         group_of = {name: group.index for group in plan.groups for name in group.names}
         groups = list(dict.fromkeys(group_of[name] for name in names))
         return cls(groups, {group: k for k, group in enumerate(groups)}, group_of)
 
-    def onward_from(self, names: Sequence[str]) -> list[int]:
+    def starting_with(self, names: Sequence[str]) -> list[int]:
         """Return the groups with these names first, then those behind the first of them, then those before it."""
         first = [self.group_of[name] for name in names]
         start = self.at[first[0]]
@@ -88,80 +87,83 @@ class _Order:
 
 
 class WarmStartLoad:
-    """One load into parameters that wait; their `Gate`.
+    """One load into placeholder parameters.
 
     Args:
         opened: The checkpoint; closed when the load has ended.
-        options: How to load.
-        device: Where the parameters will be.
-        switch_interval: Seconds, see `Settings`.
+        options: Options of the load.
+        casts: Dtypes to cast to, by the checkpoint's names; instead of `options.dtype`.
+        device: Device of the parameters.
     """
 
-    def __init__(
-        self, opened: OpenCheckpoint, options: LoadOptions, device: torch.device, switch_interval: float | None
-    ) -> None:
+    def __init__(self, opened: OpenCheckpoint, options: LoadOptions, casts: Casts | None, device: torch.device) -> None:
         self._opened = opened
         self._path = opened.path
         self._options = options
+        self._casts = casts
         self._device = device
-        self._switch_interval = switch_interval
-        self._slots: list[Slot] = []
-        self._by_source: dict[str, list[Slot]] = {}
-        self._owners: dict[Slot, list[_Owner]] = {}
+        self._placeholders: list[Placeholder] = []
+        self._by_source: dict[str, list[Placeholder]] = {}
+        self._owners: dict[Placeholder, list[_Owner]] = {}
         self._encoders: list[nn.TransformerEncoder] = []
-        self._leaving = threading.Lock()
+        self._lock = threading.Lock()  # for `_owners`, `_encoders` and `_placeholders`
         self._abandoned = False
         self._run: LoadScheduler | None = None
         self._order = _Order()
-        self._wanted: list[str] = []
+        self._needed: list[str] = []
         self._process = os.getpid()
         self.notifier = Notifier()
-        """Rung when parameters were filled, and at the end."""
+        """Notified when parameters were filled, and at the end."""
         self.operation: Operation[None] = Operation(
             self._body, name="warm_start", kind="load", about=opened.path, notifier=self.notifier
         )
-        """The load; not begun yet."""
+        """The load; not started by the constructor."""
 
     # The module.
 
-    def adopt(self, module: nn.Module, wishes: Sequence[Awaited]) -> None:
-        """Let a module's parameters wait from here on: all of them or, after an error, none."""
+    def make_placeholders(self, module: nn.Module, parameters: Sequence[MatchedParameter]) -> None:
+        """Make placeholders of a module's parameters: of all of them or, after an error, of none."""
         try:
-            for wish in wishes:
-                slot = Slot(
-                    wish.parameter,
-                    name=wish.name,
-                    source=wish.source,
-                    dtype=wish.dtype,
+            for found in parameters:
+                placeholder = Placeholder(
+                    found.parameter,
+                    name=found.name,
+                    source=found.source,
+                    dtype=found.dtype,
                     device=self._device,
-                    gate=self,
+                    wait=self.wait,
+                    has_ended=self.has_ended,
                 )
-                self._slots.append(slot)
-                if wish.source is not None:
-                    self._by_source.setdefault(wish.source, []).append(slot)
+                self._placeholders.append(placeholder)
+                if found.source is not None:
+                    self._by_source.setdefault(found.source, []).append(placeholder)
             self._attach(module)
         except BaseException:
             self.abandon()
             raise
 
     def _attach(self, module: nn.Module) -> None:
-        slot_of = {id(slot.parameter): slot for slots in self._by_source.values() for slot in slots}
+        placeholder_of = {
+            id(placeholder.parameter): placeholder
+            for placeholders in self._by_source.values()
+            for placeholder in placeholders
+        }
         for part in module.modules():
-            own = [slot_of[id(p)] for p in part._parameters.values() if id(p) in slot_of]
+            own = [placeholder_of[id(p)] for p in part._parameters.values() if id(p) in placeholder_of]
             if own:
                 owner = _Owner(own, set(own))
-                for slot in own:
-                    self._owners.setdefault(slot, []).append(owner)
+                for placeholder in own:
+                    self._owners.setdefault(placeholder, []).append(owner)
                 owner.handle = part.register_forward_pre_hook(_waits(self, own), prepend=True)
             if isinstance(part, nn.TransformerEncoder) and getattr(part, "use_nested_tensor", False):
-                # It looks at its first layer alone before it makes a nested tensor, which only the fast path of the
-                # layers takes; one that waits takes the other.
+                # It checks its first layer only before it makes a nested tensor. The fast path of the layers alone
+                # accepts such a tensor, and a layer with placeholders uses the other path.
                 part.use_nested_tensor = False
                 self._encoders.append(part)
 
     def _detach(self) -> None:
-        """Take everything off the module that is not a parameter of it. Idempotent."""
-        with self._leaving:
+        """Remove hooks and settings from the module. Idempotent."""
+        with self._lock:
             owners, self._owners = self._owners, {}
             encoders, self._encoders = self._encoders, []
         for owner in [owner for owners_of_one in owners.values() for owner in owners_of_one]:
@@ -171,102 +173,111 @@ class WarmStartLoad:
             encoder.use_nested_tensor = True
 
     def abandon(self) -> None:
-        """Undo `adopt`; nothing was begun."""
+        """Undo `make_placeholders`; the operation was not started."""
         self._abandoned = True
         self.notifier.notify()
         self._detach()
-        for slot in self._slots:
-            slot.restore()
-        self._slots, self._by_source = [], {}
+        for placeholder in self._placeholders:
+            placeholder.restore()
+        self._placeholders, self._by_source = [], {}
         self._opened.discard()
 
     def close(self) -> None:
-        """Let go of module and files, which the load does at its end, if it never came so far as to begin."""
+        """Release module and files, as the end of the load does, if the operation was never started."""
         if not self.operation.running:
-            self._finish()
+            self._release_all()
 
-    def _finish(self) -> None:
+    def _release_all(self) -> None:
         self._run = None
         self._detach()
-        for slot in self._slots:
-            if slot.filled:
-                slot.release()
-        self._slots, self._by_source = [slot for slot in self._slots if not slot.filled], {}
+        for placeholder in self._placeholders:
+            if placeholder.filled:
+                placeholder.release()
+        self._placeholders, self._by_source = (
+            [placeholder for placeholder in self._placeholders if not placeholder.filled],
+            {},
+        )
         self._opened.discard()
 
-    def settle(self) -> None:
-        """Leave what the checkpoint lacks, which strict=False let pass, on `meta` as it was. Idempotent."""
-        with self._leaving:
-            slots, self._slots = self._slots, []
-        for slot in slots:
-            slot.restore()
+    def restore_unfilled(self) -> None:
+        """Restore parameters that the checkpoint lacks (strict=False) to plain ones on `meta`. Idempotent."""
+        with self._lock:
+            placeholders, self._placeholders = self._placeholders, []
+        for placeholder in placeholders:
+            placeholder.restore()
 
     # The load.
 
     def _body(self, operation: Operation[None]) -> None:
         try:
-            with shortened(self._switch_interval):
-                transfer = prepare(self._opened, list(self._by_source), self._options, deliver=self._deliver)
-                self._order = _Order.of(transfer.plan, list(self._by_source))
-                transfer.run.arrange(self._order.groups)
-                self._run = transfer.run
-                self._hurry()  # for those who waited before there was a run
-                operation.on_cancel(transfer.run.stop)
-                transfer.carry_out()
+            with shortened(self._options.switch_interval):
+                names = list(self._by_source)
+                scheduler = prepare(
+                    self._opened, names, self._options, casts=self._casts, prompt=True, deliver=self._deliver
+                )
+                self._order = _Order.of(scheduler.plan, names)
+                scheduler.arrange(self._order.groups)
+                self._run = scheduler
+                self._reorder()  # for uses that started to wait before there was a scheduler
+                operation.on_cancel(scheduler.stop)
+                scheduler.run()
         finally:
-            self._finish()
+            self._release_all()
 
-    def _deliver(self, group: Group, landed: LoadedGroup) -> None:
+    def _deliver(self, _: Group, group: LoadedGroup) -> None:
         """Fill a group's parameters (called by workers)."""
-        landed.wait()  # on the host: other streams than this thread's may use them next
-        for name, tensor in landed.take().items():
+        group.wait()  # on the host: other streams than this thread's may use them next
+        for name, tensor in group.take().items():
             first, *others = self._by_source[name]
-            for slot in others:  # names that are tied in the checkpoint and not in the module
-                self._fill(slot, _twin(tensor, slot.dtype))
+            for placeholder in others:  # names that are tied in the checkpoint and not in the module
+                self._fill(placeholder, _copy_as(tensor, placeholder.dtype))
             self._fill(first, tensor)
         self.notifier.notify()
 
-    def _fill(self, slot: Slot, tensor: torch.Tensor) -> None:
-        """Fill one; a hook goes before its module's last parameter comes, so that no copy of the module has it."""
-        with self._leaving:
-            for owner in self._owners.get(slot, ()):
-                owner.left.discard(slot)
+    def _fill(self, placeholder: Placeholder, tensor: torch.Tensor) -> None:
+        """Fill one. The hook of its module is removed before the last fill, so no copy of it has the hook."""
+        with self._lock:
+            for owner in self._owners.get(placeholder, ()):
+                owner.left.discard(placeholder)
                 if not owner.left and owner.handle is not None:
                     owner.handle.remove()
                     owner.handle = None
-        slot.fill(tensor)
+        placeholder.fill(tensor)
 
-    # Waiting.
+    # Called by uses of parameters.
 
-    @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether no more parameters will be filled."""
         return self._abandoned or self.operation.done
 
-    def wait(self, slots: Sequence[Slot]) -> None:
+    def wait(self, placeholders: Sequence[Placeholder]) -> None:
         """Block until these are filled.
 
         Raises:
-            ClosedError: They never will be: the load failed, or was ended.
+            ClosedError: They will not be filled: the load failed or was cancelled.
             TensorNotFoundError: The checkpoint has no data for one of them.
-            WarmStartError: What runs here would keep what the parameter is now.
+            WarmStartError: A trace or a CUDA graph would capture the placeholder.
         """
-        for slot in slots:
-            if slot.source is None:
+        for placeholder in placeholders:
+            if placeholder.source is None:
                 raise TensorNotFoundError(
-                    "the checkpoint has no data for this parameter, which strict=False let pass",
+                    "the checkpoint has no data for this parameter, which strict=False allows",
                     path=self._path,
-                    found=slot.name,
+                    found=placeholder.name,
                 )
-        if all(slot.filled for slot in slots):
+        if all(placeholder.filled for placeholder in placeholders):
             return
         self._require_ordinary()
-        self._wanted = [slot.source for slot in slots if slot.source is not None and not slot.filled]
-        self._hurry()
-        self.notifier.wait_for_blocking(lambda: self.ended or all(slot.filled for slot in slots))
-        for slot in slots:
-            if not slot.filled:
-                raise self._refusal(slot)
+        self._needed = [
+            placeholder.source
+            for placeholder in placeholders
+            if placeholder.source is not None and not placeholder.filled
+        ]
+        self._reorder()
+        self.notifier.block_until(lambda: self.has_ended() or all(placeholder.filled for placeholder in placeholders))
+        for placeholder in placeholders:
+            if not placeholder.filled:
+                raise self._error_for(placeholder)
 
     def _require_ordinary(self) -> None:
         what = ""
@@ -275,48 +286,48 @@ class WarmStartLoad:
         elif self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             what = "a CUDA graph"
         if what:
-            raise WarmStartError(f"{what} would capture parameters that are not there yet; capture after `done()`")
+            raise WarmStartError(f"{what} would capture parameters that are not loaded yet; capture after `done()`")
 
-    def _hurry(self) -> None:
-        """Have read next what is waited for, its submodule, and what comes behind that."""
-        run, wanted = self._run, self._wanted
-        if run is None or not wanted or self.ended:
+    def _reorder(self) -> None:
+        """Read the needed parameters next, then those of their submodules, then the following ones in the order."""
+        run, needed = self._run, self._needed
+        if run is None or not needed or self.has_ended():
             return
         own = [
             sibling.source
-            for name in wanted
-            for slot in self._by_source.get(name, ())
-            for owner in self._owners.get(slot, ())
-            for sibling in owner.slots
+            for name in needed
+            for placeholder in self._by_source.get(name, ())
+            for owner in self._owners.get(placeholder, ())
+            for sibling in owner.placeholders
             if sibling.source is not None
         ]
-        run.arrange(self._order.onward_from([*wanted, *own]))
+        run.arrange(self._order.starting_with([*needed, *own]))
 
-    def _refusal(self, slot: Slot) -> ClosedError:
-        name, failure = printable(slot.name), self.operation.failure
+    def _error_for(self, placeholder: Placeholder) -> ClosedError:
+        name, failure = printable(placeholder.name), self.operation.failure
         if os.getpid() != self._process:
             return ClosedError(
-                f"{name} never comes in a forked child: the parent's warm start loads it", path=self._path
+                f"{name} is not loaded in a forked child: the parent's warm start loads it", path=self._path
             )
         if failure is None:
-            return ClosedError(f"{name} never came: the warm start was ended before that", path=self._path)
-        error = ClosedError(f"{name} never came: the warm start failed: {failure}", path=self._path)
+            return ClosedError(f"{name} was not loaded: the warm start ended before that", path=self._path)
+        error = ClosedError(f"{name} was not loaded: the warm start failed: {failure}", path=self._path)
         error.__cause__ = failure
         return error
 
 
-def _waits(filling: WarmStartLoad, slots: Sequence[Slot]) -> Callable[[nn.Module, object], None]:
-    """Return a hook. A plain function: copies of a module would copy what a method belongs to."""
+def _waits(load: WarmStartLoad, placeholders: Sequence[Placeholder]) -> Callable[[nn.Module, object], None]:
+    """Return a hook. It is a plain function: a copy of the module would copy the object of a bound method too."""
 
     def wait_for_parameters(module: nn.Module, inputs: object) -> None:
-        # If you are sent here by torch.jit.script: it must not compile what is not there yet; script after `done()`.
-        if left := [slot for slot in slots if not slot.filled]:
-            filling.wait(left)
+        # torch.jit.script fails here on purpose: parameters without data must not be compiled; script after `done()`.
+        if left := [placeholder for placeholder in placeholders if not placeholder.filled]:
+            load.wait(left)
 
     return wait_for_parameters
 
 
-def _twin(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _copy_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     twin = tensor.to(dtype, copy=True)
     if twin.device.type != "cpu":
         torch.accelerator.current_stream(twin.device).synchronize()

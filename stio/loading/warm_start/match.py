@@ -1,7 +1,7 @@
-"""Which of a module's tensors a warm start fills, with what, and which modules it refuses.
+"""Compares a module with a checkpoint for a warm start, and rejects modules that cannot have placeholders.
 
-Everything is decided from names, shapes and dtypes before the first tensor is read. Parameters wait, buffers do
-not: they are loaded before the caller's block begins, since a buffer on `meta` would be computed with unnoticed.
+All decisions follow from names, shapes and dtypes, before the first tensor is read. Parameters become placeholders.
+Buffers are loaded before the caller's block: a computation with a buffer on `meta` would raise no error.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from torch.nn.parameter import is_lazy
 from stio.device.tensors import TORCH_DTYPES, cast, require_dtypes
 from stio.errors import MismatchError, TensorNotFoundError, WarmStartError, printable
 from stio.format.header import TensorInfo
-from stio.loading.module import Into, LoadReport, listed
+from stio.loading.module import LoadReport, ModuleTarget, listed
 from stio.loading.open import OpenCheckpoint
-from stio.loading.warm_start.load import Awaited
-from stio.loading.warm_start.parameter import Waiting, slot_of
-
-__all__ = ["Fit", "in_order", "install_buffers", "require_fit", "revive"]
+from stio.loading.warm_start.load import MatchedParameter
+from stio.loading.warm_start.parameter import PlaceholderParameter, placeholder_of
 
 _FOREIGN = {
     "torch.distributed": "it shards or replicates its parameters",
@@ -29,14 +27,14 @@ _FOREIGN = {
     "torch._dynamo": "it is compiled",
     "torch.jit": "it is compiled, and its parameters are not Python's",
 }
-"""Homes of classes that take parameters into their own hands, and what to say of them."""
+"""Python modules whose classes handle parameters themselves, with the reason in the error."""
 
 
-def require_fit(module: nn.Module) -> None:
-    """Raise for what cannot wait.
+def require_supported(module: nn.Module) -> None:
+    """Raise for modules whose parameters cannot be placeholders.
 
     Raises:
-        WarmStartError: A part of the module, or a parameter, that takes uses of parameters into its own hands.
+        WarmStartError: A part of the module, or a parameter, that handles uses of parameters itself.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"warm_start takes a module, not {type(module).__name__}")
@@ -44,7 +42,7 @@ def require_fit(module: nn.Module) -> None:
     for name, part in module.named_modules():
         kind = type(part)
         if kind not in reasons:
-            reasons[kind] = next((why for home, why in _FOREIGN.items() if _comes_from(kind, home)), "")
+            reasons[kind] = next((why for package, why in _FOREIGN.items() if _is_from(kind, package)), "")
         why = reasons[kind]
         if not why and getattr(part, "_compiled_call_impl", None) is not None:
             why = _FOREIGN["torch._dynamo"]
@@ -55,12 +53,12 @@ def require_fit(module: nn.Module) -> None:
                 "warm-start the plain module, and wrap or compile it after `done()`"
             )
     for name, tensor in _all_tensors(module):
-        if why := _strange(tensor):
+        if why := _unsupported(tensor):
             raise WarmStartError(f"{printable(name)} cannot be warm-started, {why}")
 
 
-def _comes_from(kind: type[nn.Module], home: str) -> bool:
-    return any(f"{base.__module__}.".startswith(f"{home}.") for base in kind.__mro__)
+def _is_from(kind: type[nn.Module], package: str) -> bool:
+    return any(f"{base.__module__}.".startswith(f"{package}.") for base in kind.__mro__)
 
 
 def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,37 +66,42 @@ def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _strange(tensor: torch.Tensor) -> str:
+def _unsupported(tensor: torch.Tensor) -> str:
+    """Return why a warm start cannot fill this tensor; empty if it can."""
     kind = type(tensor)
-    if isinstance(tensor, Waiting):
-        slot = slot_of(tensor)
-        return "" if slot is None or slot.gate.ended else "another warm start has not filled it yet"
+    if isinstance(tensor, PlaceholderParameter):
+        placeholder = placeholder_of(tensor)
+        return "" if placeholder is None or placeholder.has_ended() else "another warm start has not filled it yet"
     if is_lazy(tensor):
-        return "it is lazy: let the module find out its shapes first, with an input on 'meta'"
+        return "it is lazy: first set its shapes by a forward with an input on 'meta'"
     plain = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     if isinstance(tensor, nn.Parameter):
         plain = plain and kind.__torch_function__ is nn.Parameter.__torch_function__
     if tensor.is_meta and not plain:
-        return f"its class {kind.__name__} has a mind of its own; warm-start the module before you convert it"
+        return f"its class {kind.__name__} handles its uses itself; warm-start the module before the conversion"
     return ""
 
 
-def revive(module: nn.Module) -> None:
-    """Make what an earlier warm start left without data a plain parameter on `meta` again."""
+def restore_ended(module: nn.Module) -> None:
+    """Restore parameters that an earlier warm start left without data to plain ones on `meta`."""
     for parameter in module.parameters():
-        if isinstance(parameter, Waiting) and (slot := slot_of(parameter)) is not None and slot.gate.ended:
-            slot.restore()
+        if (
+            isinstance(parameter, PlaceholderParameter)
+            and (placeholder := placeholder_of(parameter)) is not None
+            and placeholder.has_ended()
+        ):
+            placeholder.restore()
 
 
 def in_order(names: Sequence[str], order: Iterable[str] | None) -> list[str]:
-    """Return names in the caller's order; what that does not mention comes last, as it stands in the module.
+    """Return names in the caller's order; names that it does not mention come last, in the module's order.
 
     Args:
         names: The module's, in its own order.
-        order: Names of tensors and of submodules, which stand for all that is in them.
+        order: Names of tensors, and of submodules for all tensors in them.
 
     Raises:
-        TensorNotFoundError: `order` names nothing of the module's.
+        TensorNotFoundError: `order` has a name that the module does not have.
     """
     if order is None:
         return list(names)
@@ -108,60 +111,60 @@ def in_order(names: Sequence[str], order: Iterable[str] | None) -> list[str]:
         for k in range(1, len(parts) + 1):
             below.setdefault(".".join(parts[:k]), []).append(name)
     found: dict[str, None] = {}
-    for wish in [order] if isinstance(order, str) else order:
-        if wish not in below:
-            raise TensorNotFoundError("order= takes names of the module's parameters and submodules", found=wish)
-        found |= dict.fromkeys(below[wish])
+    for item in [order] if isinstance(order, str) else order:
+        if item not in below:
+            raise TensorNotFoundError("order= takes names of the module's parameters and submodules", found=item)
+        found |= dict.fromkeys(below[item])
     return [*found, *(name for name in names if name not in found)]
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """How a module and a checkpoint go together."""
+class Match:
+    """The tensors that a module and a checkpoint have in common."""
 
     report: LoadReport
-    """What differs."""
-    wishes: tuple[Awaited, ...]
-    """The parameters that wait, in the order in which they are read."""
+    """Names that only one of them has."""
+    parameters: tuple[MatchedParameter, ...]
+    """The parameters to be filled, in the order in which they are read."""
     buffers: Mapping[int, str]
-    """By the id of a buffer, the checkpoint's name of its data."""
+    """Name of the data in the checkpoint, by the id of the buffer."""
     casts: Mapping[str, torch.dtype]
-    """By the checkpoint's name, what to cast to."""
+    """Dtype to cast to, by the checkpoint's name."""
 
     @classmethod
     def of(
         cls,
         module: nn.Module,
-        into: Into,
+        into: ModuleTarget,
         names: Sequence[str],
         opened: OpenCheckpoint,
         *,
         dtype: torch.dtype | None,
         strict: bool,
-    ) -> Fit:
+    ) -> Match:
         """Compare a module with a checkpoint; reads nothing.
 
         Args:
             module: The target.
             into: Its tensors.
-            names: Their names in the order in which they are wanted.
+            names: Their names in the order in which they are read.
             opened: The checkpoint.
-            dtype: Cast floating tensors to it; others, and all without it, go to the module's dtype.
+            dtype: Cast floating tensors to it. Others are cast to the module's dtype. None: all are.
             strict: Missing or unexpected names are an error.
 
         Raises:
-            MismatchError: They do not go together.
+            MismatchError: Module and checkpoint differ.
             UnsupportedDtypeError: torch has no such dtype, or no such cast.
         """
         infos = {name: header.info(name) for header in opened.headers for name in header.names}
         _, report = into.match(infos, opened.aliases, strict=strict, path=opened.path)
-        wishes: list[Awaited] = []
+        parameters: list[MatchedParameter] = []
         buffers: dict[int, str] = {}
         casts: dict[str, torch.dtype] = {}
         seen: set[int] = set()
         registered = {id(buffer) for buffer in module.buffers()}
         sources = into.sources
-        with_data: dict[int, str] = {}  # of tied names, the first that has data brings it
+        with_data: dict[int, str] = {}  # of tied names, the first that has data is the source
         for name in names:
             if sources[name][0] in infos:
                 with_data.setdefault(id(sources[name][1]), name)
@@ -171,32 +174,34 @@ class Fit:
             final = _final_dtype(name, infos[source], target, dtype, opened.path)
             casts.setdefault(source, final)
             if isinstance(target, nn.Parameter):
-                wishes.append(Awaited(target, name, source, final))
+                parameters.append(MatchedParameter(target, name, source, final))
             elif id(target) in registered:
                 buffers[id(target)] = source
             else:
                 raise MismatchError(
-                    "state_dict() shows what is neither parameter nor buffer", path=opened.path, found=name
+                    "state_dict() has an entry that is neither parameter nor buffer", path=opened.path, found=name
                 )
-        _require_meta(module, wishes, seen, opened.path)
-        wishes += [
-            Awaited(parameter, name, None, parameter.dtype)
+        _require_meta(module, parameters, seen, opened.path)
+        parameters += [
+            MatchedParameter(parameter, name, None, parameter.dtype)
             for name, parameter in module.named_parameters()
             if parameter.is_meta and id(parameter) not in seen
         ]
         casts = {name: final for name, final in casts.items() if final != TORCH_DTYPES[infos[name].dtype]}
-        return cls(report, tuple(wishes), buffers, casts)
+        return cls(report, tuple(parameters), buffers, casts)
 
 
-def _final_dtype(name: str, info: TensorInfo, target: torch.Tensor, wish: torch.dtype | None, path: str) -> torch.dtype:
+def _final_dtype(
+    name: str, info: TensorInfo, target: torch.Tensor, cast_to: torch.dtype | None, path: str
+) -> torch.dtype:
     require_dtypes([info.dtype], path=path)
     own = TORCH_DTYPES[info.dtype]
-    final = wish if wish is not None and own.is_floating_point else target.dtype
+    final = cast_to if cast_to is not None and own.is_floating_point else target.dtype
     if final != own:
-        cast(name, torch.empty(1, dtype=own), final)  # it raises now what it would raise when all is under way
+        cast(name, torch.empty(1, dtype=own), final)  # an error of the cast is raised now, and not during the load
     if target.requires_grad and not (final.is_floating_point or final.is_complex):
         raise MismatchError(
-            "the parameter wants a gradient, which this dtype cannot have",
+            "the parameter requires a gradient, and this dtype cannot have one",
             path=path,
             expected="floating",
             found=f"{final} for {name}",
@@ -204,28 +209,28 @@ def _final_dtype(name: str, info: TensorInfo, target: torch.Tensor, wish: torch.
     return final
 
 
-def _require_meta(module: nn.Module, wishes: Sequence[Awaited], seen: set[int], path: str) -> None:
-    """Parameters must be on `meta`, or have nothing in the checkpoint; buffers must not be left there."""
-    if real := tuple(wish.name for wish in wishes if not wish.parameter.is_meta):
+def _require_meta(module: nn.Module, parameters: Sequence[MatchedParameter], seen: set[int], path: str) -> None:
+    """Require that all parameters to fill are on `meta`, and that no buffer stays there."""
+    if real := tuple(matched.name for matched in parameters if not matched.parameter.is_meta):
         raise MismatchError(
-            f"these parameters have data already, a warm start fills those on 'meta'; load_into copies: {listed(real)}",
+            f"these parameters have data, a warm start fills those on 'meta'; load_into copies: {listed(real)}",
             path=path,
         )
     left = tuple(name for name, buffer in module.named_buffers() if buffer.is_meta and id(buffer) not in seen)
     if left:
         raise MismatchError(
-            "the checkpoint does not hold these buffers, and a forward would compute with what is on 'meta'; make them "
-            f"on a device: {listed(left)}",
+            "the checkpoint does not hold these buffers, and a forward would compute without their data; make them on "
+            f"a device and not on 'meta': {listed(left)}",
             path=path,
         )
 
 
-def install_buffers(
+def place_buffers(
     module: nn.Module, buffers: Mapping[int, str], tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> None:
-    """Put loaded buffers in place, and all others on the device too.
+    """Put loaded buffers into the module, and move all others to the device.
 
-    What is on the right device already is copied into, so that whoever holds it sees the new values.
+    If a buffer is on the device already, the values are copied into it, so that other references to it have them too.
     """
     made: dict[int, torch.Tensor] = {}
     used: set[str] = set()

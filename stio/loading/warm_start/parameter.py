@@ -1,10 +1,10 @@
-"""Parameters that wait for their data: on `meta` until it has come, then the real ones, the same objects.
+"""Placeholder parameters: on `meta` until their data is loaded, then the real parameters, the same objects.
 
-A parameter that waits is of the class `Waiting`. Its `__torch_function__` sees every use from Python, on whatever
-path (functional, fused, tied), and holds it until the data is there; questions that need no data are answered at
-once. Its `__torch_dispatch__` sees what reaches it from below (functorch, jit, C++) and refuses it: there it could not
-become another tensor unnoticed, and torch 2.13 computes garbage from meta operands on the CPU, without an error.
-To fill one, the tensor is swapped in first and the class follows: who sees the plain class sees data.
+A parameter without data has the class `PlaceholderParameter`. torch calls its `__torch_function__` for every use from
+Python (functional, fused, tied), which blocks until the data is loaded; uses that need no data return at once. torch
+calls its `__torch_dispatch__` for uses from below Python (functorch, jit, C++), which raises an error: there the
+parameter cannot be replaced any more, and torch 2.13 computes garbage from meta operands on the CPU, without an error.
+A fill swaps the tensor first and sets the class after that: a parameter of a plain class always has data.
 """
 
 from __future__ import annotations
@@ -12,43 +12,33 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
 
 from stio.errors import WarmStartError, printable
 
-__all__ = ["Gate", "Slot", "Waiting", "slot_of"]
+_ATTRIBUTE = "_stio_placeholder"
 
-_SLOT = "_stio_slot"
-
-# torch.utils.swap_tensors does this too, but class first (another thread would compute with a plain parameter on meta),
-# and refuses parameters with weak references (those of nn.LSTM have some), which stay right: the object is the same.
+# torch.utils.swap_tensors does this too, but it sets the class first (another thread would compute with a plain
+# parameter on meta), and raises an error for parameters with weak references (those of nn.LSTM have some). Such
+# references stay valid here: the object is the same.
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 
 
-class Gate(Protocol):
-    """Where uses wait: one warm start."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether no more slots will be filled."""
-
-    def wait(self, slots: Sequence[Slot]) -> None:
-        """Block until these are filled, or raise because one will never be."""
-
-
-class Slot:
-    """One parameter that waits, from here on until it is filled or restored.
+class Placeholder:
+    """One parameter without data, from its construction until it is filled or restored.
 
     Args:
-        parameter: The parameter; it becomes `Waiting`.
-        name: What the module calls it.
-        source: What the checkpoint calls its data; None if it has none.
-        dtype: What it will be of, and says it is.
-        device: Where it will be, and says it is.
-        gate: Where its uses wait.
+        parameter: The parameter; its class becomes `PlaceholderParameter`.
+        name: Name of the parameter in the module.
+        source: Name of its data in the checkpoint; None if the checkpoint has no data for it.
+        dtype: Dtype of the filled parameter; the placeholder reports it too.
+        device: Device of the filled parameter; the placeholder reports it too.
+        wait: Called by each use, with all placeholders of one load that the use needs. Blocks until they are filled;
+            raises an error if one of them will not be filled.
+        has_ended: Whether no more placeholders of its load will be filled.
     """
 
     def __init__(
@@ -59,100 +49,103 @@ class Slot:
         source: str | None,
         dtype: torch.dtype,
         device: torch.device,
-        gate: Gate,
+        wait: Callable[[Sequence[Placeholder]], None],
+        has_ended: Callable[[], bool],
     ) -> None:
         self.parameter = parameter
         self.name = name
         self.source = source
         self.dtype = dtype
         self.device = device
-        self.gate = gate
+        self.wait = wait
+        self.has_ended = has_ended
         self.filled = False
-        """True from the moment on in which the parameter is the real one."""
+        """Whether the parameter is the real one."""
         self._kind = type(parameter)
         shell = torch.empty(parameter.shape, dtype=dtype, device="meta")
-        # Made as `Waiting`, it gets the key by which torch asks `__torch_dispatch__`.
-        self._other: nn.Parameter = torch.Tensor._make_subclass(Waiting, shell, parameter.requires_grad)
-        parameter.__class__ = Waiting
+        # Made as this class it gets the dispatch key by which torch calls `__torch_dispatch__`.
+        self._other: nn.Parameter = torch.Tensor._make_subclass(PlaceholderParameter, shell, parameter.requires_grad)
+        parameter.__class__ = PlaceholderParameter
         try:
             _swap(parameter, self._other)  # which now holds the parameter's own tensor on meta
         except BaseException:
             parameter.__class__ = self._kind
             raise
-        setattr(parameter, _SLOT, self)
+        setattr(parameter, _ATTRIBUTE, self)
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Make the parameter real: with this tensor's memory, and with what it has of its own otherwise."""
+        """Make the parameter real: it gets the memory of this tensor; its other attributes are unchanged."""
         parameter = self.parameter
         with torch._C.DisableTorchFunctionSubclass():
-            wants_gradient = parameter.requires_grad
-            real: Any = nn.Parameter(tensor, requires_grad=wants_gradient)
-            # It takes over what the parameter was: C++ may still hold on to that, and must go on to be refused.
-            setattr(real, _SLOT, self)
-            real.__class__ = Waiting
+            requires_grad = parameter.requires_grad
+            real: Any = nn.Parameter(tensor, requires_grad=requires_grad)
+            # `real` gets the old tensor. C++ may still hold a reference to that, and its use must raise an error.
+            setattr(real, _ATTRIBUTE, self)
+            real.__class__ = PlaceholderParameter
             _swap(parameter, real)
             parameter.__class__ = self._kind
-            if real.requires_grad != wants_gradient:  # set by another thread meanwhile
+            if real.requires_grad != requires_grad:  # another thread has set it in between
                 parameter.requires_grad_(real.requires_grad)
             _renew_hooks(parameter)
-            if wants_gradient and real._use_count() > 1:
-                # `autograd.Function.apply` asks no class, and notes where gradients go before its forward waits.
-                real.register_post_accumulate_grad_hook(_pass_on(weakref.ref(parameter)))
-        # Another thread may be about to ask what was `Waiting` a moment ago: it lives until the warm start is over.
+            if requires_grad and real._use_count() > 1:
+                # `autograd.Function.apply` ignores the class, and records the target of gradients before its forward
+                # waits.
+                real.register_post_accumulate_grad_hook(_forward_gradient(weakref.ref(parameter)))
+        # Another thread may still use the object of the old class, so it exists until the warm start has ended.
         self._other = real
         self.filled = True
-        delattr(parameter, _SLOT)
+        delattr(parameter, _ATTRIBUTE)
 
     def release(self) -> None:
-        """Let go of a parameter that was filled: whoever still holds on to what it was must not hold its memory."""
+        """Drop the references to a filled parameter: a reference to its old tensor must not hold its memory."""
         del self.parameter, self._other
 
     def restore(self) -> None:
-        """Make the parameter what it was before: on `meta`, and waiting for nobody."""
+        """Undo the constructor: the parameter becomes a plain one on `meta` again."""
         parameter = self.parameter
         with torch._C.DisableTorchFunctionSubclass():
             self._other.requires_grad_(parameter.requires_grad)
             _swap(parameter, self._other)
         parameter.__class__ = self._kind
-        delattr(parameter, _SLOT)
+        delattr(parameter, _ATTRIBUTE)
 
 
 def _renew_hooks(parameter: nn.Parameter) -> None:
-    """Hooks for gradients stay with the object, but torch reads them from the tensor inside."""
+    """Set the gradient hooks again: they are attributes of the object, but torch reads them from the tensor inside."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if hooks := getattr(parameter, name, None):
             setattr(parameter, name, hooks)
 
 
-def _pass_on(parameter: weakref.ref[nn.Parameter]) -> Callable[[torch.Tensor], None]:
-    """Return a hook that gives a gradient for what a parameter was to the parameter."""
+def _forward_gradient(parameter: weakref.ref[nn.Parameter]) -> Callable[[torch.Tensor], None]:
+    """Return a hook that moves a gradient of the old tensor to the parameter."""
 
-    def pass_on(other: torch.Tensor) -> None:
+    def forward_gradient(other: torch.Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             gradient, other.grad = other.grad, None
         owner = parameter()
         if owner is not None and gradient is not None:
             owner.grad = gradient if owner.grad is None else owner.grad + gradient
 
-    return pass_on
+    return forward_gradient
 
 
-class Waiting(nn.Parameter):
-    """A parameter without data; see the file's strategy. Nobody makes one: parameters become it."""
+class PlaceholderParameter(nn.Parameter):
+    """A parameter without data; see the module's docstring. `Placeholder` sets this class; none is constructed."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Hold a use from Python until the data is there, then let it go on with the real parameter."""
+        """Block a use from Python until the data is loaded, then run it with the real parameter."""
         kwargs = kwargs or {}
-        slots = list(dict.fromkeys(_slots_in((args, kwargs))))
-        if slots and func not in _ANSWERED:
-            if func in _OF_THE_DEVICE:
-                return _OF_THE_DEVICE[func](slots[0].device)
-            _wait(slots)
-            if left := list(_slots_in((args, kwargs))):  # what a parameter was, kept by C++ and wrapped again
-                raise _too_deep(func, left)
+        placeholders = list(dict.fromkeys(_placeholders_in((args, kwargs))))
+        if placeholders and func not in _NEED_NO_DATA:
+            if func in _DEVICE_QUERIES:
+                return _DEVICE_QUERIES[func](placeholders[0].device)
+            _wait(placeholders)
+            if left := list(_placeholders_in((args, kwargs))):  # the old tensor, which C++ held and wrapped again
+                raise _use_error(func, left)
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -161,57 +154,58 @@ class Waiting(nn.Parameter):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stubs show a function where a class method is meant
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuse a use from below Python, where it is too late to wait.
+        """Raise an error for a use from below Python, where it is too late to wait.
 
         Raises:
             WarmStartError: Always.
         """
-        raise _too_deep(func, _slots_in((args, kwargs)))
+        raise _use_error(func, _placeholders_in((args, kwargs)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _wait(list(_slots_in(self)))
+        _wait(list(_placeholders_in(self)))
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        _wait(list(_slots_in(self)))
+        _wait(list(_placeholders_in(self)))
         return self.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter's
-        slot = slot_of(self)
-        if slot is None:
-            return "Parameter whose data has come this moment"
-        what = "has no data" if slot.gate.ended else "waits for its data"
-        return f"Parameter {printable(slot.name)} {what}: {list(self.shape)}, {slot.dtype}, {slot.device}"
+        placeholder = placeholder_of(self)
+        if placeholder is None:
+            return "Parameter that another thread has just filled"
+        what = "has no data" if placeholder.has_ended() else "waits for its data"
+        name = printable(placeholder.name)
+        return f"Parameter {name} {what}: {list(self.shape)}, {placeholder.dtype}, {placeholder.device}"
 
 
-def slot_of(parameter: Waiting) -> Slot | None:
-    """Return where a parameter waits; None if its data came a moment ago."""
-    return vars(parameter).get(_SLOT)
+def placeholder_of(parameter: PlaceholderParameter) -> Placeholder | None:
+    """Return the placeholder of a parameter; None if it has just been filled."""
+    return vars(parameter).get(_ATTRIBUTE)
 
 
-def _slots_in(value: Any) -> Iterator[Slot]:
-    """Yield the slots of all parameters that still wait in nested arguments."""
-    if isinstance(value, Waiting):
-        if (slot := slot_of(value)) is not None:
-            yield slot
+def _placeholders_in(value: Any) -> Iterator[Placeholder]:
+    """Yield the placeholders of all parameters without data in nested arguments."""
+    if isinstance(value, PlaceholderParameter):
+        if (placeholder := placeholder_of(value)) is not None:
+            yield placeholder
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _slots_in(item)
+            yield from _placeholders_in(item)
     elif isinstance(value, dict):
-        yield from _slots_in(list(value.values()))
+        yield from _placeholders_in(list(value.values()))
 
 
-def _too_deep(func: Any, slots: Iterable[Slot]) -> WarmStartError:
-    names = ", ".join(printable(slot.name) for slot in dict.fromkeys(slots)) or "a parameter"
+def _use_error(func: Any, placeholders: Iterable[Placeholder]) -> WarmStartError:
+    names = ", ".join(printable(placeholder.name) for placeholder in dict.fromkeys(placeholders)) or "a parameter"
     return WarmStartError(
-        f"{func} came to {names} below torch's Python functions, or through what was captured before the data was "
-        "there; trace, script and transform the module after `done()`"
+        f"{func} uses {names} below torch's Python functions, or by a graph that was captured before the data was "
+        "loaded; trace, script and transform the module after `done()`"
     )
 
 
-def _wait(slots: Sequence[Slot]) -> None:
-    for gate in dict.fromkeys(slot.gate for slot in slots):
-        gate.wait([slot for slot in slots if slot.gate is gate])
+def _wait(placeholders: Sequence[Placeholder]) -> None:
+    for wait in dict.fromkeys(placeholder.wait for placeholder in placeholders):  # one for each load
+        wait([placeholder for placeholder in placeholders if placeholder.wait == wait])
 
 
 def _getters(*names: str) -> list[Any]:
@@ -222,7 +216,7 @@ _METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous"),
     *("is_floating_point", "is_complex", "is_signed", "is_inference", "requires_grad_", "__len__", "__hash__"),
 )
-_ANSWERED = frozenset(
+_NEED_NO_DATA = frozenset(
     [
         *_getters("shape", "dtype", "layout", "ndim", "itemsize", "nbytes", "is_meta", "is_sparse", "is_quantized"),
         *_getters("is_nested", "is_mkldnn", "requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad", "output_nr"),
@@ -232,13 +226,13 @@ _ANSWERED = frozenset(
         *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
     ]
 )
-"""What is known of a parameter without its data. None of it lets go of the GIL, so none runs while it is swapped."""
+"""Uses that need no data. None of them releases the GIL, so none runs while a parameter is swapped."""
 
-_OF_THE_DEVICE: dict[Any, Callable[[torch.device], Any]] = dict(
+_DEVICE_QUERIES: dict[Any, Callable[[torch.device], Any]] = dict(
     zip(
         _getters("device", "is_cpu", "is_cuda"),
         (lambda device: device, lambda device: device.type == "cpu", lambda device: device.type == "cuda"),
         strict=True,
     )
 )
-"""Where a parameter will be: `x.to(weight.device)` must not send x to `meta`."""
+"""Uses that return the device of the filled parameter: `x.to(weight.device)` must not send x to `meta`."""

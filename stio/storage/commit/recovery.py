@@ -1,8 +1,8 @@
-"""Who owns a staging directory, and what becomes of one whose owner died.
+"""Recovery: finds staging directories with a dead owner, and rolls their saves forward or back.
 
-A save works in `.stio-<id>`, and holds a lock on a file in it for as long as it lives. On a filesystem of this
-machine a free lock means a dead owner: its save is finished or undone by its record, the directory renamed to
-`.stio-trash-<id>` and deleted. Elsewhere locks may not reach other machines, so age has to speak too.
+A save works in `.stio-<id>` and holds a lock on a file in it until it ends. On a filesystem of this machine a
+free lock means a dead owner: the save is rolled forward or back by its journal record, then the directory is renamed to
+`.stio-trash-<id>` and deleted. On other filesystems locks may not reach other machines: there the age decides too.
 """
 
 from __future__ import annotations
@@ -14,129 +14,132 @@ import re
 import socket
 import stat
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass
+from operator import add
 
 from stio.errors import CheckpointNotFoundError, ConcurrentSaveError
 from stio.storage.checks import refused
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.journal import (
-    FILES_NAME,
-    MAX_INDEX_BYTES,
     JournalRecord,
-    digest_of,
-    finish,
+    clean_up,
     is_committed,
     read_record,
-    read_small,
     replace_files,
     roll_back,
 )
-from stio.storage.commit.staging_dir import LOCK_NAME, PREFIX, TRASH, boot_id, is_same, locked, to_trash
+from stio.storage.commit.small_files import MAX_INDEX_BYTES, closing, digest_of, read_small
+from stio.storage.commit.staging_dir import (
+    DELETED_PREFIX,
+    FILES_NAME,
+    LOCK_NAME,
+    STAGING_PREFIX,
+    boot_id,
+    directory_lock,
+    is_same,
+    rename_for_deletion,
+)
 from stio.storage.local import is_local
-
-__all__ = ["MAX_AGE_SECONDS", "GarbageReport", "collect_garbage", "reclaim"]
 
 logger = logging.getLogger("stio")
 
 MAX_AGE_SECONDS = 24 * 3600.0
-"""Where locks cannot be trusted, a staging directory is given up after this long."""
+"""On filesystems whose locks prove nothing, the owner of an older staging directory counts as dead."""
 
 _STAGING_NAME = re.compile(r"\.stio-[0-9a-f]{8,32}")
 _UNLOCKED_SECONDS = 60.0
-"""A directory comes before the lock in it; so long it may take."""
+"""A staging directory is made before the lock in it; a running owner needs less time than this between the two."""
 
 _MAX_LOCK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class GarbageReport:
-    """What a janitor did in the directories that it was sent to."""
+    """Result of a recovery in the directories of a destination: their paths."""
 
     finished: tuple[str, ...] = ()
-    """Staging directories whose save had committed; what was left to do is done."""
+    """Staging directories whose save had committed and was rolled forward."""
     undone: tuple[str, ...] = ()
-    """Staging directories whose save had not committed; what it had begun is undone."""
+    """Staging directories whose save had not committed and was rolled back."""
     kept: tuple[str, ...] = ()
-    """Staging directories that somebody works in, or may work in, or that could not be removed."""
+    """Staging directories whose owner runs or may run, or that could not be removed."""
     removed: tuple[str, ...] = ()
-    """Directories that another janitor had done with, and not deleted to the end."""
+    """Directories whose deletion an earlier process had started."""
 
     def __add__(self, other: GarbageReport) -> GarbageReport:
-        return GarbageReport(
-            self.finished + other.finished,
-            self.undone + other.undone,
-            self.kept + other.kept,
-            self.removed + other.removed,
-        )
+        return GarbageReport(*map(add, astuple(self), astuple(other)))
 
 
 def collect_garbage(
     path: str | os.PathLike[str], *, max_age_seconds: float = MAX_AGE_SECONDS, dry_run: bool = False
 ) -> GarbageReport:
-    """Finish or undo saves whose process died, and remove what they left.
+    """Complete or roll back saves whose process died, and remove their files.
 
-    Every save does that where it works; this is for places that none comes back to. Saves that are under way are
-    left alone. Blocks.
+    Every save does this in the directory where it works; this function is for a directory without further saves. Saves
+    under way are not changed. Blocks.
 
     Args:
-        path: A destination of saves. Both places are looked at in which a save to it works: itself and its parent.
-        max_age_seconds: On filesystems whose locks do not tell whether an owner lives (NFS, FUSE and the like),
-            younger staging directories are left alone.
-        dry_run: Change nothing; the report says what would be done as things stand.
+        path: A destination of saves. A save works in the destination or in its parent; both are searched.
+        max_age_seconds: On filesystems whose locks do not show whether an owner runs (NFS, FUSE and similar ones),
+            younger staging directories are not changed.
+        dry_run: Change nothing; the report has what would be done now.
+
+    Returns:
+        Paths of the staging directories, by what was done with them.
 
     Raises:
-        CheckpointNotFoundError: There is neither such a destination nor its parent.
+        CheckpointNotFoundError: Neither the destination nor its parent exists.
+        StorageError: The destination exists, but cannot be opened.
     """
     where = os.path.realpath(os.fsdecode(path))
-    report, seen = GarbageReport(), 0
+    report, num_opened = GarbageReport(), 0
     for directory in (where, os.path.dirname(where)):
         try:
-            fd = calls.open_directory(directory)
+            opened = calls.open_directory(directory)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
             if directory != where:
-                continue  # a parent that may not be listed, where nothing was staged by us either
+                continue  # this process may not list the parent, so no save of it could work there
             raise refused("opening the directory", directory, error) from error
-        seen += 1
-        try:
-            report += reclaim(fd, directory, max_age_seconds=max_age_seconds, dry_run=dry_run)
-        finally:
-            calls.close(fd)
-    if not seen:
+        num_opened += 1
+        with closing(opened) as fd:
+            report += recover(fd, directory, max_age_seconds=max_age_seconds, dry_run=dry_run)
+    if not num_opened:
         raise CheckpointNotFoundError("there is no such destination", path=where)
     return report
 
 
-def reclaim(
+def recover(
     home_fd: int, path: str, *, max_age_seconds: float = MAX_AGE_SECONDS, dry_run: bool = False
 ) -> GarbageReport:
-    """Clean one directory; see `collect_garbage`. Where that is not possible it is left as it is, without an error.
+    """Clean up one directory; see `collect_garbage`. A directory that cannot be removed stays, without an error.
 
     Args:
-        home_fd: The directory, opened by the caller for itself (its lock is taken).
+        home_fd: The directory, by a descriptor that the caller alone uses (its lock is taken).
         path: Name for messages.
-        max_age_seconds: Age from which on a lock that cannot be trusted is not asked any more.
+        max_age_seconds: See `collect_garbage`.
         dry_run: Change nothing.
     """
     report = GarbageReport()
     try:
-        # Trash first: it may have the name that what comes after it is to get.
-        names = sorted((name for name in os.listdir(home_fd) if name.startswith(PREFIX)), key=_is_no_trash)
+        names = [name for name in os.listdir(home_fd) if name.startswith(STAGING_PREFIX)]
     except OSError:
         return report
-    for name in names:
+    # Interrupted deletions come first: one of them may have the name that a staging directory gets next.
+    for name in sorted(names, key=lambda name: not name.startswith(DELETED_PREFIX)):
         where = os.path.join(path, name)
-        if name.startswith(TRASH):
+        if name.startswith(DELETED_PREFIX):
             if not dry_run:
                 calls.remove_tree(name, dir_fd=home_fd)
-            is_kept = not dry_run and calls.exists(name, dir_fd=home_fd)
-            report += GarbageReport(**{"kept" if is_kept else "removed": (where,)})
+            is_left = not dry_run and calls.exists(name, dir_fd=home_fd)
+            report += GarbageReport(**{"kept" if is_left else "removed": (where,)})
         elif _STAGING_NAME.fullmatch(name):
             try:
-                outcome = _reclaim_one(home_fd, name, path, max_age_seconds, dry_run)
+                outcome = _recover_one(home_fd, name, path, max_age_seconds, dry_run)
             except (OSError, ConcurrentSaveError) as error:
-                # A read-only directory among them: whoever can write there will clean it.
+                # A read-only directory too: a process that can write there will clean it up.
                 logger.debug("%s is left alone: %s", where, error)
                 outcome = "kept"
             if outcome is not None:
@@ -144,72 +147,63 @@ def reclaim(
     return report
 
 
-def _is_no_trash(name: str) -> bool:
-    return not name.startswith(TRASH)
-
-
-def _reclaim_one(home_fd: int, name: str, path: str, max_age_seconds: float, dry_run: bool) -> str | None:
-    """Finish or undo one save if its owner is dead; return which, None if another janitor did."""
-    fds: list[int] = []
-    held = None
-    try:
+def _recover_one(home_fd: int, name: str, path: str, max_age_seconds: float, dry_run: bool) -> str | None:
+    """Roll one save forward or back if its owner is dead; return what was done, None if another recovery did it."""
+    with ExitStack() as stack:
         try:
-            fds.append(fd := calls.open_directory(name, dir_fd=home_fd))
-            if not _may_speak(home_fd, fd):
+            fd = stack.enter_context(closing(calls.open_directory(name, dir_fd=home_fd)))
+            if not _is_trusted(home_fd, fd):
                 return "kept"
             lock = _open_lock(fd, may_create=not dry_run)
         except FileNotFoundError:
             return None
         if lock is None:
             return "kept"
-        fds.append(lock)
+        stack.callback(calls.close, lock)
         held = calls.try_lock(lock)
-        if held is False or not ((held and is_local(lock)) or _is_forsaken(lock, max_age_seconds)):
+        if held:
+            stack.callback(calls.unlock, lock)
+        if held is False or not ((held and is_local(lock)) or _is_expired(lock, max_age_seconds)):
             return "kept"
         if not is_same(home_fd, name, fd):
             return None
         if dry_run:
-            return "finished" if _goes_forward(home_fd, read_record(fd)) else "undone"
-        with locked(home_fd, path):
-            outcome = _settle(home_fd, fd)
-            trash = to_trash(home_fd, name)
-        calls.remove_tree(trash, dir_fd=home_fd)
+            return "finished" if _is_forward(home_fd, read_record(fd)) else "undone"
+        with directory_lock(home_fd, path):
+            outcome = _roll(home_fd, fd)
+            deleted = rename_for_deletion(home_fd, name)
+        calls.remove_tree(deleted, dir_fd=home_fd)
         return outcome
-    finally:
-        if held:
-            calls.unlock(fds[-1])
-        for fd in reversed(fds):
-            calls.close(fd)
 
 
-def _may_speak(home_fd: int, fd: int) -> bool:
-    """Return whether a staging directory's record may say what is to be deleted beside it.
+def _is_trusted(home_fd: int, fd: int) -> bool:
+    """Return whether the record of a staging directory may decide what is deleted beside it.
 
-    In a directory such as /tmp everybody makes what he likes, and deletes his own only: somebody else's record there
-    would borrow our rights.
+    In a directory such as /tmp every user may create files, and may delete only files of that user. There, the record
+    of another user would cause deletions with the rights of this process.
     """
     home = os.fstat(home_fd)
     return not home.st_mode & stat.S_ISVTX or os.fstat(fd).st_uid in (os.geteuid(), home.st_uid)
 
 
 def _open_lock(fd: int, *, may_create: bool) -> int | None:
-    """Open a staging directory's lock; None if its owner may be about to create it."""
+    """Open the lock of a staging directory; None if its owner may be about to create it."""
     try:
         return calls.open_file(LOCK_NAME, os.O_RDWR, dir_fd=fd)
     except FileNotFoundError:
         if time.time() - os.fstat(fd).st_mtime < _UNLOCKED_SECONDS:
             return None
     if not may_create:
-        return calls.open_directory(".", dir_fd=fd)  # stands for it: an owner that has no lock by now is dead
+        return calls.open_directory(".", dir_fd=fd)  # in place of the lock: an owner that has made none by now is dead
     try:
-        # Created here, so that an owner that is this slow finds it taken and goes elsewhere.
+        # Created here: if the owner is only slow, it finds that the lock exists, and makes another staging directory.
         return calls.open_file(LOCK_NAME, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=fd)
     except FileExistsError:
         return None
 
 
-def _is_forsaken(lock_fd: int, max_age_seconds: float) -> bool:
-    """Return whether age alone says that an owner is dead: nobody else can be asked."""
+def _is_expired(lock_fd: int, max_age_seconds: float) -> bool:
+    """Return whether an owner counts as dead by the age of its lock; for filesystems whose locks prove nothing."""
     found = os.fstat(lock_fd)
     if time.time() - found.st_mtime < max_age_seconds:
         return False
@@ -217,43 +211,38 @@ def _is_forsaken(lock_fd: int, max_age_seconds: float) -> bool:
         owner = json.loads(os.pread(lock_fd, _MAX_LOCK_BYTES, 0))
         if (owner["host"], owner["boot"]) != (socket.gethostname(), boot_id()):
             return True
-        os.kill(int(owner["pid"]), 0)  # signal 0 only asks whether there is such a process
-    except ProcessLookupError:
-        return True
+        os.kill(int(owner["pid"]), 0)  # signal 0 only checks whether there is such a process
     except PermissionError:
-        return False  # it lives, as another user's
-    except (ValueError, TypeError, KeyError, OverflowError):
+        return False  # it runs, as a process of another user
+    except (ProcessLookupError, ValueError, TypeError, KeyError, OverflowError):
         return True
     return False
 
 
-def _goes_forward(home_fd: int, intent: JournalRecord | None) -> bool:
-    """Return whether a dead save is to be finished, not undone."""
-    if intent is None:
+def _is_forward(home_fd: int, record: JournalRecord | None) -> bool:
+    """Return whether a dead save is to be rolled forward."""
+    if record is None:
         return False
-    if is_committed(home_fd, intent):
+    if is_committed(home_fd, record):
         return True
-    # Forward only over the very checkpoint that it had begun to replace: where locks do not reach, somebody may have
-    # saved since.
+    # Forward only over the checkpoint that it had started to replace: without locks between machines, another save
+    # may have published one since.
     return (
-        intent.commit == "files" and digest_of(read_small(home_fd, intent.last, MAX_INDEX_BYTES)) == intent.old_sha256
+        record.commit == "files" and digest_of(read_small(home_fd, record.last, MAX_INDEX_BYTES)) == record.old_sha256
     )
 
 
-def _settle(home_fd: int, fd: int) -> str:
-    """Roll a dead save forward if it had committed, else back."""
-    intent = read_record(fd)
-    if intent is None:
+def _roll(home_fd: int, fd: int) -> str:
+    """Roll a dead save forward if it had committed, otherwise back; return the name of the report's field."""
+    record = read_record(fd)
+    if record is None:
         return "undone"  # nothing was visible yet
-    if not _goes_forward(home_fd, intent):
-        roll_back(home_fd, fd, intent, durable=True)
+    if not _is_forward(home_fd, record):
+        roll_back(home_fd, fd, record, durable=True)
         return "undone"
-    if intent.commit == "files":
-        files_fd = calls.open_directory(FILES_NAME, dir_fd=fd)
-        try:
-            replace_files(home_fd, fd, files_fd, intent, durable=True)
-        finally:
-            calls.close(files_fd)
-    calls.sync_directory(home_fd)  # the commit's own sync may be what its owner died before
-    finish(home_fd, fd, intent, durable=True)
+    if record.commit == "files":
+        with closing(calls.open_directory(FILES_NAME, dir_fd=fd)) as files_fd:
+            replace_files(home_fd, fd, files_fd, record, durable=True)
+    calls.sync_directory(home_fd)  # its owner may have died before the commit's own sync
+    clean_up(home_fd, fd, record, durable=True)
     return "finished"

@@ -1,11 +1,15 @@
-"""A save's staging directory, the lock that says that its owner lives, and the lock of a directory that is changed."""
+"""The staging directory of a save and its lock, and the lock of the directory that a save changes.
+
+A save works in `.stio-<id>` and holds a lock on the file `lock` in it until it ends: by a free lock, recovery
+recognises a dead save. The other lock is on the destination's directory. It is held only while that directory is
+changed.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -14,28 +18,28 @@ from typing import Self
 
 from stio.errors import ConcurrentSaveError
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.journal import FILES_NAME
-
-__all__ = ["LOCK_NAME", "PREFIX", "TRASH", "Staging", "boot_id", "is_same", "locked", "to_trash"]
+from stio.storage.commit.small_files import status_at
 
 logger = logging.getLogger("stio")
 
-PREFIX = ".stio-"
-"""A staging directory's name begins so, and ends in the save's id."""
+STAGING_PREFIX = ".stio-"
+"""Prefix of a staging directory's name; the rest is the save's id."""
 
-TRASH = ".stio-trash-"
-"""Begin of its name once there is nothing to do but to delete it."""
+DELETED_PREFIX = ".stio-trash-"
+"""Prefix of the name of a directory whose deletion has started."""
 
 LOCK_NAME = "lock"
-"""File in it whose lock its owner holds."""
+"""File in a staging directory; its owner holds the lock on it."""
 
-_ID_BYTES = 5
-_ATTEMPTS = 8
-_PATIENCE_SECONDS = 60.0
+FILES_NAME = "new"
+"""Directory in a staging directory for the new files."""
+
+LOCK_TIMEOUT_SECONDS = 60.0
+"""Seconds that a save or a recovery waits for the lock of the destination's directory."""
 
 
 def boot_id() -> str:
-    """Return what tells this start of the machine from others, empty where it does not say."""
+    """Return the id of this start of the machine, empty if the system has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -44,26 +48,26 @@ def boot_id() -> str:
 
 
 @contextmanager
-def locked(dir_fd: int, path: str, *, patience_seconds: float = _PATIENCE_SECONDS) -> Iterator[None]:
-    """Hold a directory's lock, which saves and janitors take for the moment in which they change it.
+def directory_lock(dir_fd: int, path: str) -> Iterator[None]:
+    """Hold the lock of a directory, which saves and recovery hold while they change it.
 
-    Where there are no locks the block runs without one; whoever changes something compares first anyway.
+    Where locks do not exist the block runs without one: each change compares first, with and without a lock.
 
     Args:
-        dir_fd: The directory, opened by the caller for itself.
+        dir_fd: The directory, by a descriptor that the caller alone uses.
         path: Name for messages.
-        patience_seconds: How long to wait for whoever has it.
 
     Raises:
-        ConcurrentSaveError: It was not to be had.
+        ConcurrentSaveError: Another process held the lock for `LOCK_TIMEOUT_SECONDS`.
     """
-    deadline, pause = time.monotonic() + patience_seconds, 0.001
+    deadline, pause = time.monotonic() + LOCK_TIMEOUT_SECONDS, 0.001
     while calls.try_lock(dir_fd) is False:
         if time.monotonic() >= deadline:
             raise ConcurrentSaveError(
-                f"another save has been publishing here for {patience_seconds:.0f} s; this one was given up", path=path
+                f"another save has been publishing here for {LOCK_TIMEOUT_SECONDS:.0f} s; this one was rolled back",
+                path=path,
             )
-        time.sleep(pause)  # not a blocking flock: nothing could end its wait
+        time.sleep(pause)  # no blocking flock: its wait cannot be interrupted
         pause = min(2 * pause, 0.05)
     try:
         yield
@@ -71,12 +75,12 @@ def locked(dir_fd: int, path: str, *, patience_seconds: float = _PATIENCE_SECOND
         calls.unlock(dir_fd)
 
 
-class Staging:
-    """One save's staging directory and the lock on it. Made by `create`.
+class StagingDirectory:
+    """The staging directory of one save, and the lock on it. Made by `create`.
 
     Args:
-        home_fd: The directory that it stands in, kept open by the caller.
-        save_id: Its name's end.
+        home_fd: The directory that holds it; the caller keeps it open.
+        save_id: End of its name.
         fd: The directory itself.
         files_fd: The directory in it for the new files.
         lock_fd: The file whose lock is held.
@@ -90,28 +94,24 @@ class Staging:
         self._lock_fd = lock_fd
 
     @classmethod
-    def create(cls, home_fd: int) -> Self:
-        """Make a staging directory under a name of its own.
+    def create(cls, home_fd: int, save_id: str) -> Self | None:
+        """Make a staging directory and lock it.
+
+        Args:
+            home_fd: The directory that will hold it; the caller keeps it open.
+            save_id: Random; end of its name.
+
+        Returns:
+            None if the name is taken, or if a recovery took the directory before it was locked.
 
         Raises:
-            OSError: The system refused.
+            OSError: The operating system reported an error.
         """
-        for _ in range(_ATTEMPTS):
-            save_id = secrets.token_hex(_ID_BYTES)
-            name = PREFIX + save_id
-            try:
-                calls.make_directory(name, dir_fd=home_fd, mode=0o700)
-            except FileExistsError:
-                continue
-            staging = cls._own(home_fd, save_id)
-            if staging is not None:
-                return staging
-        raise OSError(f"no staging directory in {_ATTEMPTS} attempts")
-
-    @classmethod
-    def _own(cls, home_fd: int, save_id: str) -> Self | None:
-        """Lock a new directory; None if a janitor was there first."""
-        name = PREFIX + save_id
+        name = STAGING_PREFIX + save_id
+        try:
+            calls.make_directory(name, dir_fd=home_fd, mode=0o700)
+        except FileExistsError:
+            return None
         fds: list[int] = []
         try:
             fds.append(fd := calls.open_directory(name, dir_fd=home_fd))
@@ -121,9 +121,9 @@ class Staging:
                 calls.write_bytes(lock, json.dumps(owner).encode(), 0)
                 calls.make_directory(FILES_NAME, dir_fd=fd)
                 fds.append(files := calls.open_directory(FILES_NAME, dir_fd=fd))
-                owned = cls(home_fd, save_id, fd=fd, files_fd=files, lock_fd=lock)
+                created = cls(home_fd, save_id, fd=fd, files_fd=files, lock_fd=lock)
                 fds.clear()
-                return owned
+                return created
         except (FileExistsError, FileNotFoundError):
             pass
         except BaseException:
@@ -135,17 +135,18 @@ class Staging:
         return None
 
     def remove(self) -> None:
-        """Remove the directory with all that is in it, as far as that goes, and let go of it. Never raises."""
+        """Remove the directory and its content as far as possible, and close it. Never raises."""
         try:
-            calls.remove_tree(to_trash(self._home_fd, PREFIX + self.save_id), dir_fd=self._home_fd)
+            name = rename_for_deletion(self._home_fd, STAGING_PREFIX + self.save_id)
+            calls.remove_tree(name, dir_fd=self._home_fd)
         except FileNotFoundError:
-            pass  # somebody has removed it, or all of the destination
+            pass  # another program has removed it, or all of the destination
         except OSError as error:
-            logger.warning("a staging directory stays behind, for the next save or `stio gc` to remove: %s", error)
+            logger.warning("a staging directory is left, the next save here or `stio gc` removes it: %s", error)
         self.release()
 
     def release(self) -> None:
-        """Let go of the directory and leave it to the next janitor. Idempotent."""
+        """Close the directory and release its lock; the next recovery handles it. Idempotent."""
         fds, self.fd, self.files_fd, self._lock_fd = (self.files_fd, self.fd, self._lock_fd), -1, -1, -1
         if fds[-1] >= 0:
             calls.unlock(fds[-1])
@@ -155,21 +156,18 @@ class Staging:
 
 
 def is_same(dir_fd: int, name: str, fd: int) -> bool:
-    """Return whether a name still is the directory that was opened."""
-    try:
-        found, opened = os.stat(name, dir_fd=dir_fd, follow_symlinks=False), os.fstat(fd)
-    except FileNotFoundError:
-        return False
-    return (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino)
+    """Return whether a name in a directory still is that of an open directory."""
+    found = status_at(dir_fd, name)
+    return found is not None and os.path.samestat(found, os.fstat(fd))
 
 
-def to_trash(home_fd: int, name: str) -> str:
-    """Give a staging directory the name of one that is only to be deleted; return it.
+def rename_for_deletion(home_fd: int, name: str) -> str:
+    """Rename a directory to a name with `DELETED_PREFIX`, before it is deleted; return the new name.
 
     Raises:
-        OSError: The system refused.
+        OSError: The operating system reported an error.
     """
-    # Before anything is deleted: a directory that is half deleted must not be taken for a save that can be finished.
-    trash = TRASH + name.removeprefix(PREFIX)
-    calls.rename(name, trash, source_fd=home_fd, target_fd=home_fd)
-    return trash
+    # Before any file is deleted: recovery must not roll a half-deleted staging directory forward.
+    deleted = DELETED_PREFIX + name.removeprefix(STAGING_PREFIX)
+    calls.rename(name, deleted, source_fd=home_fd, target_fd=home_fd)
+    return deleted

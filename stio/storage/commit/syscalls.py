@@ -1,8 +1,8 @@
-"""The system calls that a save makes, all of them: whatever changes a disk goes through this module's functions.
+"""All system calls of a save: every change of a disk goes through a function of this module.
 
-So a test can stand between a save and the system: count the calls, let the n-th fail, or keep a log and ask what a
-power cut would have left. What a system lacks (`renameat2`, `fallocate`, `sync_file_range`, `flock`) is looked up here
-and has its fallback here. All functions block, drop the GIL while they do, and raise plain `OSError`.
+So a test can replace them: count the calls, let the n-th fail, or log them and derive the state after a power cut.
+Functions that not every system has (`renameat2`, `fallocate`, `sync_file_range`, `flock`) are looked up here and have
+their fallback here. All functions block, release the GIL, and raise plain `OSError`.
 """
 
 from __future__ import annotations
@@ -12,31 +12,12 @@ import errno
 import os
 import shutil
 import sys
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 from stio.runtime.memory import libc
-
-__all__ = [
-    "close",
-    "exists",
-    "fchmod",
-    "fsync",
-    "make_directory",
-    "open_directory",
-    "open_file",
-    "remove_tree",
-    "rename",
-    "rename_new",
-    "reserve",
-    "start_writeback",
-    "sync_directory",
-    "try_lock",
-    "unlink",
-    "unlock",
-    "write",
-    "write_bytes",
-]
+from stio.storage.local import function_of
 
 fcntl: ModuleType | None
 try:
@@ -52,25 +33,12 @@ _SYNC_FILE_RANGE_WRITE = 2
 _NOT_SUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 
-def _function(names: tuple[str, ...], *argtypes: Any) -> Any:
-    # Where `off_t` has 32 bits (glibc on 32-bit machines), only the name with 64 takes large offsets.
-    for name in names:
-        function = getattr(libc, name, None)
-        if function is not None:
-            function.argtypes = argtypes
-            function.restype = ctypes.c_ssize_t if name.startswith("pwrite") else ctypes.c_int
-            return function
-    return None
-
-
-_LINUX = sys.platform == "linux"
-_INT, _OFFSET = ctypes.c_int, ctypes.c_int64
-_pwrite: Any = _function(("pwrite64", "pwrite"), _INT, ctypes.c_void_p, ctypes.c_size_t, _OFFSET)
-_fallocate: Any = _function(("fallocate64", "fallocate"), _INT, _INT, _OFFSET, _OFFSET) if _LINUX else None
-_sync_file_range: Any = _function(("sync_file_range",), _INT, _OFFSET, _OFFSET, ctypes.c_uint) if _LINUX else None
-_renameat2: Any = (
-    _function(("renameat2",), _INT, ctypes.c_char_p, _INT, ctypes.c_char_p, ctypes.c_uint) if _LINUX else None
-)
+_INT, _UINT, _TEXT, _OFFSET = ctypes.c_int, ctypes.c_uint, ctypes.c_char_p, ctypes.c_int64
+_linux = libc if sys.platform == "linux" else None
+_pwrite: Any = function_of(libc, "pwrite", ctypes.c_ssize_t, _INT, ctypes.c_void_p, ctypes.c_size_t, _OFFSET)
+_fallocate: Any = function_of(_linux, "fallocate", _INT, _INT, _INT, _OFFSET, _OFFSET)
+_sync_file_range: Any = function_of(_linux, "sync_file_range", _INT, _INT, _OFFSET, _OFFSET, _UINT)
+_renameat2: Any = function_of(_linux, "renameat2", _INT, _INT, _TEXT, _INT, _TEXT, _UINT)
 
 
 def _check(result: int, *names: str) -> int:
@@ -81,7 +49,7 @@ def _check(result: int, *names: str) -> int:
 
 
 def open_directory(name: str, *, dir_fd: int | None = None) -> int:
-    """Open a directory; a link is followed only where there is no `dir_fd`, that is where the caller named it."""
+    """Open a directory; a link is followed only without `dir_fd`, where the path comes from the caller."""
     return os.open(name, _DIRECTORY_FLAGS | (0 if dir_fd is None else getattr(os, "O_NOFOLLOW", 0)), dir_fd=dir_fd)
 
 
@@ -91,31 +59,29 @@ def open_file(name: str, flags: int, *, dir_fd: int, mode: int = 0o666) -> int:
 
 
 def close(fd: int) -> None:
-    """Give a descriptor back. What it could report, an `fsync` before it has reported."""
-    try:
+    """Close a descriptor. An error is ignored: the `fsync` before has reported it."""
+    with suppress(OSError):
         os.close(fd)
-    except OSError:
-        pass
 
 
 def make_directory(name: str, *, dir_fd: int | None = None, mode: int = 0o777) -> None:
-    """Make a directory, its mode under the umask."""
+    """Make a directory; its mode is limited by the umask."""
     os.mkdir(name, mode, dir_fd=dir_fd)
 
 
 def rename(source: str, target: str, *, source_fd: int, target_fd: int) -> None:
-    """Rename from one directory into another, over what has that name there."""
+    """Rename from one directory into another, and replace an entry of that name there."""
     os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
 
 
 def rename_new(source: str, target: str, *, source_fd: int, target_fd: int, is_directory: bool = False) -> None:
-    """Rename from one directory into another, where nothing may have that name.
+    """Rename from one directory into another; raise an error if the name is in use there.
 
-    Where the filesystem has no such rename, a file is linked to its new name first, which refuses too; a directory
-    is renamed plainly, which replaces an empty directory at most.
+    If the filesystem has no such rename, a file is linked to its new name first, which raises the same error; a
+    directory is renamed plainly, which replaces at most an empty directory.
 
     Raises:
-        FileExistsError: Something has the name (for a directory perhaps ENOTEMPTY or ENOTDIR instead).
+        FileExistsError: The name is in use (for a directory perhaps ENOTEMPTY or ENOTDIR instead).
     """
     if _renameat2 is not None:
         names = os.fsencode(source), os.fsencode(target)
@@ -129,7 +95,7 @@ def rename_new(source: str, target: str, *, source_fd: int, target_fd: int, is_d
         except FileExistsError:
             raise
         except OSError:
-            # No hard links either (FAT, some FUSE). The caller holds the directory's lock: look, then rename.
+            # No hard links either (FAT, some FUSE). The caller holds the directory's lock: compare, then rename.
             if exists(target, dir_fd=target_fd):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from None
         else:
@@ -139,7 +105,7 @@ def rename_new(source: str, target: str, *, source_fd: int, target_fd: int, is_d
 
 
 def exists(name: str, *, dir_fd: int) -> bool:
-    """Return whether there is such a name, a link that leads nowhere too."""
+    """Return whether the name is in use, also by a link that leads to nothing."""
     try:
         os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -148,12 +114,12 @@ def exists(name: str, *, dir_fd: int) -> bool:
 
 
 def unlink(name: str, *, dir_fd: int) -> None:
-    """Remove a file's name; of a link the link."""
+    """Remove a file; of a link, the link itself."""
     os.unlink(name, dir_fd=dir_fd)
 
 
 def remove_tree(name: str, *, dir_fd: int) -> None:
-    """Remove a directory and what is in it, as far as that goes; follows no link and raises nothing."""
+    """Remove a directory with its content as far as possible; follows no link and raises nothing."""
     shutil.rmtree(name, ignore_errors=True, dir_fd=dir_fd)
 
 
@@ -161,15 +127,15 @@ def fsync(fd: int) -> None:
     """Make a file's content durable."""
     if fcntl is not None and hasattr(fcntl, "F_FULLFSYNC"):
         try:
-            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # macOS: its fsync leaves the bytes in the drive's cache
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # macOS: fsync alone leaves the bytes in the drive's cache
             return
-        except OSError:  # not every filesystem there has it
+        except OSError:  # not every filesystem of macOS has it
             pass
     os.fsync(fd)
 
 
 def sync_directory(fd: int) -> None:
-    """Make a directory's names durable; where the filesystem has no such call (SMB, some FUSE), do nothing."""
+    """Make the names in a directory durable; if the filesystem has no such call (SMB, some FUSE), do nothing."""
     try:
         os.fsync(fd)
     except OSError as error:
@@ -178,17 +144,15 @@ def sync_directory(fd: int) -> None:
 
 
 def fchmod(fd: int, mode: int) -> None:
-    """Set a file's mode; a filesystem without modes may refuse, and nothing is lost by that."""
-    try:
+    """Set the mode of a file; an error is ignored: some filesystems have no modes."""
+    with suppress(OSError, AttributeError):
         os.fchmod(fd, mode)
-    except (OSError, AttributeError):
-        pass
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Set a file's size, and reserve its space where that is possible.
+    """Set the size of a file, and reserve its space if that is possible.
 
-    By `fallocate(2)` itself: `posix_fallocate` of glibc writes zeros where the filesystem cannot.
+    Not by `posix_fallocate`: glibc's writes zeros if the filesystem cannot reserve.
     """
     if nbytes and _fallocate is not None:
         while _fallocate(fd, 0, 0, nbytes) < 0:
@@ -203,23 +167,23 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 def write(fd: int, address: int, nbytes: int, offset: int) -> int:
-    """Write memory at an offset; return how many bytes were taken, perhaps fewer."""
+    """Write memory at an offset; return how many bytes were written, perhaps fewer."""
     return _check(_pwrite(fd, address, min(nbytes, _WRITE_MAX_BYTES), offset))
 
 
 def write_bytes(fd: int, data: bytes, offset: int) -> int:
-    """Write a small file's bytes at an offset; return how many were taken, perhaps fewer."""
+    """Write bytes at an offset; return how many were written, perhaps fewer."""
     return os.pwrite(fd, data, offset)
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Let the kernel begin to write a range back now, and not all of it at the `fsync`; advice."""
+    """Advise the kernel to start to write a range to the disk now, and not all of it at the `fsync`."""
     if _sync_file_range is not None:
         _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def try_lock(fd: int) -> bool | None:
-    """Take the lock of an open file without waiting: True, False if another has it, None if there are no locks here."""
+    """Take the lock of an open file without waiting: True; False if another holds it; None if there are no locks."""
     if fcntl is None:
         return None
     try:
@@ -232,9 +196,7 @@ def try_lock(fd: int) -> bool | None:
 
 
 def unlock(fd: int) -> None:
-    """Give the lock back, for copies of the descriptor in forked children too."""
+    """Release the lock, also for copies of the descriptor in forked children."""
     if fcntl is not None:
-        try:
+        with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
-        except OSError:
-            pass

@@ -1,44 +1,29 @@
-"""What stands at a save's destination, and what follows from it: where to stage, which names, which step commits."""
+"""Describes the destination of a save, and plans from it the names of the new files and the step that commits."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from stio.errors import StioError, StorageError
 from stio.format.index import parse_index
-from stio.format.naming import index_name, is_checkpoint_file, shard_name
+from stio.format.naming import FILE_SUFFIX, index_name, is_checkpoint_file, shard_name
 from stio.runtime.limits import Limits
 from stio.storage.base import Identity
 from stio.storage.checks import identity_of, refused
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.journal import MAX_INDEX_BYTES, digest_of, read_small
+from stio.storage.commit.small_files import MAX_INDEX_BYTES, digest_of, file_at, mode_at, read_small, status_at
 from stio.storage.local import is_local
-
-__all__ = [
-    "Destination",
-    "ExistingCheckpoint",
-    "Names",
-    "OneFile",
-    "choose_names",
-    "identity_at",
-    "is_one_file",
-    "look",
-    "make_parents",
-    "mode_at",
-    "require_files",
-    "resolve",
-]
-
-_SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class OneFile:
-    """A path as the drop-ins take it: one file whatever its name ends in, and of savers at once the last one wins."""
+    """A path of the drop-ins: one file under any name. Of several saves at once, the last one replaces the others."""
 
     path: str
     """The path."""
@@ -49,37 +34,37 @@ class OneFile:
 
 def is_one_file(destination: str | os.PathLike[str]) -> bool:
     """Return whether a destination means one file, and not a directory."""
-    return isinstance(destination, OneFile) or os.fsdecode(destination).endswith(_SUFFIX)
+    return isinstance(destination, OneFile) or os.fsdecode(destination).endswith(FILE_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
-    """A save's destination, links followed."""
+class SaveTarget:
+    """The destination of a save, links followed."""
 
     path: str
-    """As the caller gave it."""
+    """The path as the caller passed it."""
     kind: Literal["file", "fresh", "update"]
-    """One file; a directory that is not there yet; one that is."""
+    """One file; a directory that does not exist yet; one that exists."""
     home: str
-    """Directory in which the save works: the destination itself if it is there, else what holds it."""
+    """Directory in which the save works: the destination itself if it exists, else its parent."""
     name: str
     """Name in `home` of the file or the fresh directory; empty for an update."""
 
     @property
     def real(self) -> str:
-        """The place itself: absolute, links followed."""
+        """The destination's path: absolute, links followed."""
         return os.path.join(self.home, self.name) if self.name else self.home
 
 
-def resolve(destination: str | os.PathLike[str]) -> Destination:
-    """Find out what a path means as a destination.
+def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
+    """Return what a path means as a destination.
 
     Args:
-        destination: A file if it ends in `.safetensors` or is a `OneFile`, else a directory. Links are followed; what
-            a dangling one leads to is created.
+        destination: A file if it ends in `.safetensors` or is a `OneFile`, else a directory. Links are followed; where
+            one leads to nothing, the file or directory is created there.
 
     Raises:
-        StorageError: Something else stands there, or the system refuses to look.
+        StorageError: Something of another kind has this path, or the operating system reported an error.
     """
     path = os.fsdecode(destination)
 
@@ -100,24 +85,20 @@ def resolve(destination: str | os.PathLike[str]) -> Destination:
         raise wrong(errno.EINVAL, f"the destination is neither a file nor a directory: {stat.filemode(mode)}")
     if is_one_file(destination):
         if stat.S_ISDIR(mode):
-            raise wrong(
-                errno.EISDIR, f"a directory stands where the file shall be; a name ending in {_SUFFIX} means one file"
-            )
-        return Destination(path, "file", parent, name)
+            raise wrong(errno.EISDIR, f"the destination is a directory; a name ending in {FILE_SUFFIX} means one file")
+        return SaveTarget(path, "file", parent, name)
     if stat.S_ISREG(mode):
-        raise wrong(
-            errno.ENOTDIR, f"a file stands where the directory shall be; a name that means one file ends in {_SUFFIX}"
-        )
-    return Destination(path, "update", real, "") if mode else Destination(path, "fresh", parent, name)
+        raise wrong(errno.ENOTDIR, f"the destination is a file; a name that means one file ends in {FILE_SUFFIX}")
+    return SaveTarget(path, "update", real, "") if mode else SaveTarget(path, "fresh", parent, name)
 
 
 def make_parents(directory: str, *, durable: bool) -> None:
-    """Make a directory and its missing parents, and make their names durable, and its own if it was there.
+    """Make a directory and its missing parents, and make their names durable; also its own name if it existed.
 
-    They stay if the save fails: another one may have begun in them.
+    They stay if the save fails: another save may work in them.
 
     Raises:
-        OSError: The system refused.
+        OSError: The operating system reported an error.
     """
     missing = []
     while not os.path.isdir(directory):
@@ -125,7 +106,7 @@ def make_parents(directory: str, *, durable: bool) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory)
         directory, name = os.path.split(directory)
         missing.append(name)
-    if not missing:  # perhaps made a moment ago by the caller, who did not sync
+    if not missing:  # the caller may have made it a moment ago, without a sync
         directory = os.path.dirname(directory)
     try:
         fd = calls.open_directory(directory)
@@ -138,10 +119,8 @@ def make_parents(directory: str, *, durable: bool) -> None:
             calls.sync_directory(fd)
         while missing:
             name = missing.pop()
-            try:
+            with suppress(FileExistsError):  # another save has just made it, and may not have synced it yet
                 calls.make_directory(name, dir_fd=fd)
-            except FileExistsError:
-                pass  # made by another save meanwhile, whose sync may be still to come
             if durable:
                 calls.sync_directory(fd)
             below = calls.open_directory(name, dir_fd=fd)
@@ -153,14 +132,14 @@ def make_parents(directory: str, *, durable: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ExistingCheckpoint:
-    """The checkpoint that stands at a destination."""
+    """The checkpoint at a destination before the save."""
 
     index: str | None = None
-    """Name that an index has or would have here; None for one file, and for a fresh directory."""
+    """Name that an index has or would have there; None for one file and for a fresh directory."""
     index_sha256: str | None = None
-    """Of the index' content; None where there is none."""
+    """SHA-256 of the index's content; None if there is none."""
     files: dict[str, Identity] = field(default_factory=dict)
-    """Its files of tensors: those that the index names, and those of a name that a checkpoint's file has."""
+    """Its files of tensors: those that the index names, and those with the name of a checkpoint's file."""
     index_mode: int | None = None
     """Mode of the index."""
     shard_mode: int | None = None
@@ -168,138 +147,134 @@ class ExistingCheckpoint:
 
 
 def identity_at(dir_fd: int, name: str) -> Identity | None:
-    """Return the identity of a regular file or link, None if there is none of this name.
+    """Return the identity of a regular file or a link, None if there is neither of this name.
 
     Raises:
-        OSError: The system did not say.
+        OSError: The operating system reported an error.
     """
-    try:
-        found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
+    found = file_at(dir_fd, name)
+    if found is None:
         return None
     identity = identity_of(found)
-    # Some FUSE filesystems number their files anew at each look.
+    # Some FUSE filesystems assign a new inode at each call.
     return identity if is_local(dir_fd) else Identity(0, 0, identity.nbytes, identity.mtime_ns)
 
 
-def look(home_fd: int, destination: Destination, pattern: str) -> ExistingCheckpoint:
-    """Look at the checkpoint that a save will replace.
+def describe_existing(home_fd: int, target: SaveTarget, pattern: str) -> ExistingCheckpoint:
+    """Describe the checkpoint that a save will replace.
 
     Args:
-        home_fd: `destination.home`, open.
-        destination: Where the save goes.
-        pattern: Of the files' names.
+        home_fd: `target.home`, open.
+        target: The save's destination.
+        pattern: Pattern of the files' names.
 
     Raises:
-        OSError: The system refused.
+        OSError: The operating system reported an error.
     """
-    if destination.kind == "fresh":
+    if target.kind == "fresh":
         return ExistingCheckpoint()
-    if destination.kind == "file":
-        identity = identity_at(home_fd, destination.name)
-        found = {destination.name: identity} if identity else {}
-        return ExistingCheckpoint(files=found, shard_mode=mode_at(home_fd, destination.name))
+    if target.kind == "file":
+        identity = identity_at(home_fd, target.name)
+        found = {target.name: identity} if identity else {}
+        return ExistingCheckpoint(files=found, shard_mode=mode_at(home_fd, target.name))
     index = index_name(pattern)
-    raw = read_small(home_fd, index, MAX_INDEX_BYTES, where=destination.path)
+    raw = read_small(home_fd, index, MAX_INDEX_BYTES, where=target.path)
     shards: tuple[str, ...] = ()
     if raw is not None:
-        try:
+        with suppress(StioError):
+            # A broken checkpoint may be replaced; its files are recognised by their names
             shards = parse_index(raw, path=index, limits=Limits(header_bytes=MAX_INDEX_BYTES)).shards
-        except StioError:
-            pass  # a broken checkpoint may be saved over; its files are known by their names
-    # Only files of this very directory: what an index names below it stays, for nobody else here would look there.
+    # Only files of this directory. A file below it that an index names stays: recovery would not find it there.
     names = [*shards, *(name for name in sorted(os.listdir(home_fd)) if is_checkpoint_file(name, pattern))]
-    files = {
-        name: identity
-        for name in dict.fromkeys(names)
-        if name != index and "/" not in name and (identity := identity_at(home_fd, name)) is not None
-    }
-    modes = (mode for name in files if (mode := mode_at(home_fd, name)) is not None)
+    return existing_checkpoint(home_fd, index, raw, [name for name in names if name != index and "/" not in name])
+
+
+def existing_checkpoint(home_fd: int, index: str, raw: bytes | None, names: Iterable[str]) -> ExistingCheckpoint:
+    """Return the checkpoint in a directory.
+
+    Args:
+        home_fd: The directory, open.
+        index: Name of its index.
+        raw: Content of its index, None if there is none.
+        names: Names of its files of tensors; those that do not exist are left out.
+
+    Raises:
+        OSError: The operating system reported an error.
+    """
+    files = {name: found for name in dict.fromkeys(names) if (found := identity_at(home_fd, name)) is not None}
+    modes = (mode for name in files if name != index and (mode := mode_at(home_fd, name)) is not None)
     return ExistingCheckpoint(index, digest_of(raw), files, mode_at(home_fd, index), next(modes, None))
 
 
-def mode_at(dir_fd: int, name: str) -> int | None:
-    """Return the mode of a file, None if there is none of this name.
-
-    Raises:
-        OSError: The system did not say.
-    """
-    try:
-        return stat.S_IMODE(os.stat(name, dir_fd=dir_fd).st_mode) & 0o777
-    except FileNotFoundError:
-        return None
-
-
 @dataclass(frozen=True, slots=True)
-class Names:
-    """What a save writes, and which step publishes it."""
+class CommitPlan:
+    """The files that a save writes and replaces, and the step that publishes them."""
 
-    commit: Literal["directory", "file", "index", "files"]
-    """The rename of the directory, of the only file, of the index, or the record of an intent."""
+    commit: Literal["directory", "replacement", "file", "index", "files"]
+    """The rename of a fresh directory; of a directory in the place of another; of the only file; of the index; or the
+    journal's record, after which the files are replaced one by one."""
     shards: tuple[str, ...]
-    """Names of the shards, in order."""
+    """Names of the shards, in order; none where other libraries write a directory's files."""
     index: str | None
-    """Name of the index, None where there is none."""
+    """Name of the index, None if there is none."""
+    existing: ExistingCheckpoint = field(default_factory=ExistingCheckpoint)
+    """The checkpoint at the destination before the save."""
+
+
+CommitPolicy: TypeAlias = Callable[[int, str], CommitPlan]
+"""Makes a save's plan from the descriptor of `SaveTarget.home` and the save's id. It changes nothing, and raises
+`ValueError`, `StorageError` or `OSError` if the save is not possible. `begin_local` has one, and so has the
+drop-in for the hub."""
 
 
 def choose_names(
-    destination: Destination,
-    standing: ExistingCheckpoint,
+    target: SaveTarget,
+    existing: ExistingCheckpoint,
     *,
     num_shards: int,
     pattern: str,
     shard_names: Literal["auto", "hub"],
     commit: Literal["index", "files"],
     save_id: str,
-) -> Names:
-    """Decide what the new files are called and how they are published; see `begin_local`.
+) -> CommitPlan:
+    """Choose the names of the new files and the step that publishes them; pure.
 
     Raises:
-        ValueError: The hub's names are wanted where shards stand, and `commit="files"` is not.
+        ValueError: The hub's names would be those of existing shards, and `commit="files"` was not given.
     """
-    if destination.kind == "file":
-        return Names("file", (destination.name,), None)
+    if target.kind == "file":
+        return CommitPlan("file", (target.name,), None, existing)
     index = index_name(pattern)
     hub = tuple(shard_name(pattern, k, num_shards) for k in range(num_shards))
-    if destination.kind == "fresh":
-        return Names("directory", hub, index if num_shards > 1 else None)
-    has_index = standing.index_sha256 is not None
-    if not has_index and (num_shards == 1 or not standing.files):
-        return Names("index", hub, index) if num_shards > 1 else Names("file", hub, None)
-    # A checkpoint with an index, or one that is about to get one. With an index there is always an index again, so
-    # that whoever goes by it cannot take the wrong files.
+    if target.kind == "fresh":
+        return CommitPlan("directory", hub, index if num_shards > 1 else None, existing)
+    has_index = existing.index_sha256 is not None
+    if not has_index and (num_shards == 1 or not existing.files):
+        if num_shards > 1:
+            return CommitPlan("index", hub, index, existing)
+        return CommitPlan("file", hub, None, existing)
+    # A checkpoint that has an index, or gets one now. If there was an index the new checkpoint has one too; otherwise a
+    # reader could load the wrong files.
     if shard_names == "auto":
-        names = (shard_name(pattern, k, num_shards, save_id=save_id) for k in range(num_shards))
-        return Names("index", tuple(names), index)
+        names = tuple(shard_name(pattern, k, num_shards, save_id=save_id) for k in range(num_shards))
+        return CommitPlan("index", names, index, existing)
     if commit != "files":
         raise ValueError(
-            f'{destination.path}: a checkpoint stands here; shard_names="hub" would replace its files one by one. '
-            'Allow that by commit="files" (its documentation says what it means), or save to a fresh directory'
+            f'{target.path}: the directory holds a checkpoint; shard_names="hub" would replace its files one by one. '
+            'Allow that by commit="files" (see its documentation), or save to a fresh directory'
         )
-    # Where no name is taken, nothing has to be replaced one by one after all.
-    return Names("files" if set(hub) & standing.files.keys() else "index", hub, index)
+    # If no name is in use, no file has to be replaced.
+    return CommitPlan("files" if set(hub) & existing.files.keys() else "index", hub, index, existing)
 
 
-def require_files(home_fd: int, destination: Destination, names: Names) -> None:
-    """Require that whatever has the name of a new file is a file or a link itself, so that it may be replaced.
-
-    Raises:
-        StorageError: It is a directory, a pipe or the like.
-        OSError: The system did not say.
-    """
-    if destination.kind == "fresh":
-        return
-    for name in names.shards:
-        try:
-            mode = os.stat(name, dir_fd=home_fd, follow_symlinks=False).st_mode
-        except FileNotFoundError:
-            continue
-        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+def require_replaceable(home_fd: int, target: SaveTarget, names: tuple[str, ...]) -> None:
+    """Require that an existing entry with the name of a new file is a file or a link, so that it may be replaced."""
+    for name in names:
+        found = status_at(home_fd, name)
+        if found is not None and not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
             raise StorageError(
-                "what stands here under a name that the save needs is no file",
-                path=os.path.join(destination.path, name),
-                errno=errno.EISDIR if stat.S_ISDIR(mode) else errno.EEXIST,
-                found=stat.filemode(mode),
+                "a name that the save needs is in use, and not by a file",
+                path=os.path.join(target.path, name),
+                errno=errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EEXIST,
+                found=stat.filemode(found.st_mode),
             )

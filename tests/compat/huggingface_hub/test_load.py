@@ -295,11 +295,13 @@ def test_a_missing_shard(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        '{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}',
+        '{"weight_map": {"a": "b//x.safetensors"}}',
         *["null", "[1, 2]", '{"foo": 1}', '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', "", "{", "\ufeff{}"],
         '{"weight_map": ' + "[" * 100_000,
         '{"weight_map": {"a": ' + "1" * 5000 + "}}",
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_a_broken_index(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX).write_text(text)
@@ -319,7 +321,10 @@ def test_a_long_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "shard",
-    ["/tmp/x", "\\x", "C:x", "C:\\x", "\\\\server\\share\\x", "../x", "..\\x", "a/../../x", "a:b", "x\0"],
+    [
+        *("/tmp/x", "\\x", "C:x", "C:\\x", "\\\\server\\share\\x", "../x", "..\\x", "a/../../x", "a:b", "x\0"),
+        *("a\\x", "./x", "a/.. /x", "%2e%2e/x", "x\n", "s3://bucket/x"),
+    ],
 )
 def test_unsafe_shards(tmp_path: Path, shard: str) -> None:
     write_index(tmp_path, {"a": shard + ".safetensors"})

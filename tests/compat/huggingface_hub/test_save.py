@@ -187,7 +187,7 @@ def test_nothing_in_no_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("most", ["5GB", 16])
 def test_stios_own_generation_is_replaced_whole(tmp_path: Path, most: Any) -> None:
-    """Shards that are named by a save's id are nobody's once their index is gone."""
+    """Shards that are named by a save's id would never be removed once their index is gone."""
     for value in (1, 2):  # the second one's shards have names of their own
         sync.save(state(value=value), tmp_path, max_shard_size=16, hash="sha256")
     assert any(len(name) > len("model-00001-of-00003.safetensors") for name in names_in(tmp_path) if "-of-" in name)

@@ -1,4 +1,4 @@
-"""OLMo's nested state: both ways with a reader and a writer as OLMo has them, nothing run, old files used when missing."""
+"""OLMo's nested state: read and written against OLMo's own reader and writer, nothing run, old files used if new ones are missing."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from stio.compat.safetensors import numpy as in_numpy
 from stio.compat.safetensors import torch as in_torch
 from stio.errors import StorageError
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.publish import Publisher
 from stio.storage.commit.target import OneFile, is_one_file, resolve
+from stio.storage.commit.transaction import LocalTransaction
 
 T = torch.arange(4.0)
 A = np.arange(4, dtype=np.float32)
@@ -393,7 +393,7 @@ def test_one_file_is_a_destination_of_its_own(tmp_path: Path) -> None:
     assert os.fspath(OneFile("x")) == "x"
     assert resolve(OneFile(str(tmp_path / "x"))).kind == "file"
     assert resolve(tmp_path / "x").kind == "fresh"
-    with pytest.raises(StorageError, match="directory stands"):
+    with pytest.raises(StorageError, match="is a directory"):
         resolve(OneFile(str(tmp_path)))
 
 
@@ -404,20 +404,20 @@ def test_a_writer_that_is_overtaken_wins(
     """However often it is: here each time that it comes to publish."""
     path = tmp_path / "f"
     in_torch.save_file({"a": T}, path)
-    plain = Publisher.publish
+    plain = LocalTransaction.commit
 
-    def overtaken(self: Publisher, *args: Any) -> None:
+    def overtaken(self: LocalTransaction, **keywords: Any) -> None:
         if between == "another save":
             with monkeypatch.context() as undone:
-                undone.setattr(Publisher, "publish", plain)
+                undone.setattr(LocalTransaction, "commit", plain)
                 in_torch.save_file({"a": T + 1}, path)
         elif between == "another program":
             path.write_bytes(b"other")
         else:
             path.unlink()
-        plain(self, *args)
+        plain(self, **keywords)
 
-    monkeypatch.setattr(Publisher, "publish", overtaken)
+    monkeypatch.setattr(LocalTransaction, "commit", overtaken)
     in_torch.save_file({"a": T + 2}, path)
     assert torch.equal(in_torch.load_file(path)["a"], T + 2)
     assert os.listdir(tmp_path) == ["f"]

@@ -13,9 +13,9 @@ import pytest
 from support import eventually
 
 from stio.errors import StorageError
-from stio.loading.cache.file_image import CHUNK_BYTES, SEGMENT_BYTES, CachedFile, Image
+from stio.loading.cache.file_image import CHUNK_BYTES, SEGMENT_BYTES, CachedFile, FileImage
 from stio.loading.plan import GAP, Block
-from stio.loading.readers import CachedFileReader
+from stio.loading.readers import CachedBlockReader
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
@@ -69,11 +69,11 @@ class CountingSource:
         pass
 
 
-def kept(image: Image) -> CachedFile:
+def hold(image: FileImage) -> CachedFile:
     return CachedFile(image, lambda: None)
 
 
-def bytes_of(image: Image, begin: int, nbytes: int) -> bytes:
+def bytes_of(image: FileImage, begin: int, nbytes: int) -> bytes:
     return b"".join(region.tobytes() for region in image.regions(begin, nbytes))
 
 
@@ -91,7 +91,7 @@ def test_segments_are_powers_of_two_and_waste_less_than_a_page(nbytes: int) -> N
         sizes.append(size)
         return Region(0, size)
 
-    image = Image(nbytes, allocate)
+    image = FileImage(nbytes, allocate)
     assert image.allocated_bytes == 0
     regions = image.regions(0, nbytes)
     assert sum(region.nbytes for region in regions) == nbytes
@@ -104,7 +104,7 @@ def test_segments_are_powers_of_two_and_waste_less_than_a_page(nbytes: int) -> N
 
 
 def test_regions_lie_where_their_bytes_do() -> None:
-    image = Image(130 * MIB, memory.allocate)
+    image = FileImage(130 * MIB, memory.allocate)
     for begin, nbytes in [(0, 1), (63 * MIB, 3 * MIB), (64 * MIB, 10), (127 * MIB, 3 * MIB), (5, 129 * MIB)]:
         [first, *_] = image.regions(begin, nbytes)
         first.write(0, begin.to_bytes(8, "little")[: first.nbytes])
@@ -112,7 +112,7 @@ def test_regions_lie_where_their_bytes_do() -> None:
     assert sum(region.nbytes for region in image.regions(5, 129 * MIB)) == 129 * MIB
 
 
-def test_memory_that_is_not_there_is_told_to_everybody() -> None:
+def test_missing_memory_is_an_error_for_all_readers() -> None:
     calls = 0
 
     def allocate(size: int) -> Region:
@@ -124,48 +124,48 @@ def test_memory_that_is_not_there_is_told_to_everybody() -> None:
 
     data = bytes(100) * MIB
     source = CountingSource(data)
-    image = Image(len(data), allocate)
-    reader = CachedFileReader(source, kept(image))
-    assert reader.bring(Block(0, 0, 2 * MIB, 0), never)
-    assert not reader.bring(Block(0, 66 * MIB, 2 * MIB, 0), never)
+    image = FileImage(len(data), allocate)
+    reader = CachedBlockReader(source, hold(image))
+    assert reader.fill_image(Block(0, 0, 2 * MIB, 0), never)
+    assert not reader.fill_image(Block(0, 66 * MIB, 2 * MIB, 0), never)
     assert image.failed
-    assert reader.bring(Block(0, 0, 2 * MIB, 0), never)  # what is there is there
-    assert not reader.bring(Block(0, 4 * MIB, 2 * MIB, 0), never)
+    assert reader.fill_image(Block(0, 0, 2 * MIB, 0), never)  # what is there is there
+    assert not reader.fill_image(Block(0, 4 * MIB, 2 * MIB, 0), never)
     target = memory.allocate(2 * MIB)
     reader.read(COMPACT, Block(0, 66 * MIB, 2 * MIB, 0), target, 0, never)  # as without an image
     assert target.tobytes()[: 2 * MIB] == data[66 * MIB : 68 * MIB]
-    assert reader.lend(Block(0, 66 * MIB, 2 * MIB, 0), never) is None
+    assert reader.cached_regions(Block(0, 66 * MIB, 2 * MIB, 0), never) is None
 
 
 # Chunks.
 
 
 def test_what_is_missing_is_claimed_once() -> None:
-    image = Image(7 * CHUNK_BYTES - 5, memory.allocate)
+    image = FileImage(7 * CHUNK_BYTES - 5, memory.allocate)
     assert image.is_empty
     assert image.claim(CHUNK_BYTES + 3, 3 * CHUNK_BYTES + 1, never) == range(CHUNK_BYTES, 4 * CHUNK_BYTES)
     assert image.claim(0, 6 * CHUNK_BYTES, never) == range(CHUNK_BYTES)
     assert image.claim(0, 6 * CHUNK_BYTES, never) == range(4 * CHUNK_BYTES, 6 * CHUNK_BYTES)
     assert image.claim(6 * CHUNK_BYTES, image.nbytes, never) == range(6 * CHUNK_BYTES, image.nbytes)
-    image.landed(6 * CHUNK_BYTES, image.nbytes)
+    image.mark_present(6 * CHUNK_BYTES, image.nbytes)
     assert not image.claim(6 * CHUNK_BYTES, image.nbytes, never)
     assert not image.is_empty
 
 
 def test_pieces_land_as_far_as_they_fill_chunks() -> None:
-    image = Image(4 * CHUNK_BYTES, memory.allocate)
+    image = FileImage(4 * CHUNK_BYTES, memory.allocate)
     claimed = image.claim(0, image.nbytes, never)
-    image.landed(0, CHUNK_BYTES + 5)
+    image.mark_present(0, CHUNK_BYTES + 5)
     assert not image.claim(0, CHUNK_BYTES, never)
-    image.give_up(CHUNK_BYTES + 5, claimed.stop)
+    image.mark_missing(CHUNK_BYTES + 5, claimed.stop)
     assert image.claim(0, image.nbytes, never) == range(CHUNK_BYTES, image.nbytes)
 
 
 def test_a_whole_claim_that_landed_leaves_nothing_to_give_up() -> None:
-    image = Image(CHUNK_BYTES + 100, memory.allocate)
+    image = FileImage(CHUNK_BYTES + 100, memory.allocate)
     claimed = image.claim(0, image.nbytes, never)
-    image.landed(0, claimed.stop)
-    image.give_up(claimed.stop, claimed.stop)
+    image.mark_present(0, claimed.stop)
+    image.mark_missing(claimed.stop, claimed.stop)
     assert not image.claim(0, image.nbytes, never)
 
 
@@ -174,7 +174,7 @@ def test_whoever_needs_what_is_coming_waits(end: str) -> None:
     def allocate(size: int) -> Region:
         raise MemoryError
 
-    image = Image(3 * CHUNK_BYTES, allocate)
+    image = FileImage(3 * CHUNK_BYTES, allocate)
     image.claim(CHUNK_BYTES, 2 * CHUNK_BYTES, never)
     stopped = threading.Event()
     entered = threading.Event()
@@ -188,10 +188,10 @@ def test_whoever_needs_what_is_coming_waits(end: str) -> None:
         assert entered.wait(5)
         assert not waiter.done()
         if end == "landed":
-            image.landed(CHUNK_BYTES, 2 * CHUNK_BYTES)
+            image.mark_present(CHUNK_BYTES, 2 * CHUNK_BYTES)
             assert not waiter.result(5)
         elif end == "given up":
-            image.give_up(CHUNK_BYTES, 2 * CHUNK_BYTES)
+            image.mark_missing(CHUNK_BYTES, 2 * CHUNK_BYTES)
             assert waiter.result(5) == range(CHUNK_BYTES, 2 * CHUNK_BYTES)
         elif end == "stopped":
             stopped.set()
@@ -210,17 +210,17 @@ def test_many_readers_read_each_byte_once(fail: tuple[int, ...]) -> None:
     chance = random.Random(3)
     data = chance.randbytes(9 * CHUNK_BYTES + 777)
     source = CountingSource(data, fail)
-    image = Image(len(data), memory.allocate)
+    image = FileImage(len(data), memory.allocate)
     failed: list[int] = []
 
     def work(seed: int) -> None:
         mine = random.Random(seed)
-        reader = CachedFileReader(source, kept(image))
+        reader = CachedBlockReader(source, hold(image))
         for _ in range(12):
             begin = mine.randrange(len(data))
             nbytes = mine.randint(1, min(4 * CHUNK_BYTES, len(data) - begin))
             try:
-                lent = reader.lend(Block(0, begin, nbytes, 0), never)
+                lent = reader.cached_regions(Block(0, begin, nbytes, 0), never)
             except StorageError:
                 failed.append(seed)
                 continue
@@ -231,10 +231,10 @@ def test_many_readers_read_each_byte_once(fail: tuple[int, ...]) -> None:
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(6)))
     assert len(failed) == len([k for k in fail if k <= source.num_reads])
-    reader = CachedFileReader(source, kept(image))
+    reader = CachedBlockReader(source, hold(image))
     while True:
         try:
-            assert reader.bring(Block(0, 0, len(data), 0), never)
+            assert reader.fill_image(Block(0, 0, len(data), 0), never)
             break
         except StorageError:
             continue
@@ -245,13 +245,13 @@ def test_many_readers_read_each_byte_once(fail: tuple[int, ...]) -> None:
 def test_a_stop_between_pieces_leaves_the_rest_to_others() -> None:
     data = random.Random(5).randbytes(6 * CHUNK_BYTES)
     source = CountingSource(data)
-    image = Image(len(data), memory.allocate)
-    reader = CachedFileReader(source, kept(image))
+    image = FileImage(len(data), memory.allocate)
+    reader = CachedBlockReader(source, hold(image))
     reader._pacer.piece_bytes = CHUNK_BYTES
     with pytest.raises(Cancelled):
-        reader.bring(Block(0, 0, len(data), 0), lambda: source.num_reads >= 2)
+        reader.fill_image(Block(0, 0, len(data), 0), lambda: source.num_reads >= 2)
     assert source.num_reads == 2
-    assert CachedFileReader(source, kept(image)).bring(Block(0, 0, len(data), 0), never)
+    assert CachedBlockReader(source, hold(image)).fill_image(Block(0, 0, len(data), 0), never)
     assert bytes_of(image, 0, len(data)) == data
     assert set(source.counts) == {1}
 
@@ -261,9 +261,9 @@ def test_a_stop_between_pieces_leaves_the_rest_to_others() -> None:
 
 def test_scattered_blocks_are_gathered_not_lent() -> None:
     data = random.Random(7).randbytes(CHUNK_BYTES + 50)
-    reader = CachedFileReader(CountingSource(data), kept(Image(len(data), memory.allocate)))
+    reader = CachedBlockReader(CountingSource(data), hold(FileImage(len(data), memory.allocate)))
     block = Block(0, 10, 30, 100, scatter=((100, 5), (GAP, 10), (105, 15)))
-    assert reader.lend(block, never) is None
+    assert reader.cached_regions(block, never) is None
     target = memory.allocate(20)
     reader.read(COMPACT, block, target.sub(0, 20), 100, never)
     assert target.tobytes()[:20] == data[10:15] + data[25:40]
@@ -271,8 +271,8 @@ def test_scattered_blocks_are_gathered_not_lent() -> None:
 
 def test_a_dense_block_is_lent_piece_by_piece() -> None:
     data = random.Random(8).randbytes(PAGE_BYTES) * (SEGMENT_BYTES // PAGE_BYTES + 3)
-    reader = CachedFileReader(CountingSource(data), kept(Image(len(data), memory.allocate)))
-    lent = reader.lend(Block(0, SEGMENT_BYTES - 10, 2 * PAGE_BYTES, 4096), never)
+    reader = CachedBlockReader(CountingSource(data), hold(FileImage(len(data), memory.allocate)))
+    lent = reader.cached_regions(Block(0, SEGMENT_BYTES - 10, 2 * PAGE_BYTES, 4096), never)
     assert lent is not None
     assert [(at, region.nbytes) for at, region in lent][:2] == [(4096, 10), (4106, 2 * PAGE_BYTES - 10)]
     assert b"".join(region.tobytes() for _, region in lent) == data[SEGMENT_BYTES - 10 :][: 2 * PAGE_BYTES]
@@ -280,7 +280,7 @@ def test_a_dense_block_is_lent_piece_by_piece() -> None:
 
 def test_a_hold_is_released_once_and_by_being_dropped() -> None:
     released: list[int] = []
-    image = Image(1, memory.allocate)
+    image = FileImage(1, memory.allocate)
     hold = CachedFile(image, lambda: released.append(1))
     hold.release()
     hold.release()

@@ -22,6 +22,7 @@ import stio.loading.cache.host_cache
 import stio.sync
 from stio.errors import ClosedError, DeviceError, NoSpaceError, StorageError
 from stio.loading.cache.host_cache import _TICK_SECONDS, _Memory, _wait_for_tick
+from stio.runtime.limits import PAGE_BYTES
 from stio.storage.base import Identity
 from stio.testing import FakeDevice, MemoryRoot, checkpoint_files
 
@@ -209,7 +210,7 @@ def test_both_kinds_of_load_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert asked == [1, 1]
 
 
-def test_a_file_that_changes_while_it_is_kept(shared: Path, tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_cached(shared: Path, tmp_path: Path) -> None:
     """The load that saw it raises, as any load does; what it left is never used."""
     path = tmp_path / "m.safetensors"
     save_file({"w": ramp(1000)}, path)
@@ -356,7 +357,7 @@ def test_wrong_keywords_of_loads(shared: Path) -> None:
         stio.sync.HostCache(1).prefetch(shared / "nothing")
 
 
-def test_files_without_an_inode_are_not_kept(tensors: Tensors) -> None:
+def test_files_without_an_inode_are_not_cached(tensors: Tensors) -> None:
     cache, root = stio.sync.HostCache(64 * MIB), MemoryRoot(checkpoint_files(tensors))
     other = MemoryRoot(
         checkpoint_files(

@@ -180,7 +180,7 @@ def test_no_memory(shared: Path, tensors: Tensors, device: Any, refuse: int, cap
     recorder = recorded(cache, refuse=refuse)
     with caplog.at_level(logging.WARNING, "stio"):
         require_equal(stio.sync.load(shared, cache=cache, device=device), tensors)
-    assert [record.message for record in caplog.records if "no host memory" in record.message]
+    assert [record.message for record in caplog.records if "too little host memory" in record.message]
     assert cache.stats().entries == 2  # the file that it was refused for is gone
     require_equal(stio.sync.load(shared, cache=cache, device=device), tensors)
     assert cache.stats().entries == 3
@@ -228,7 +228,7 @@ def test_c100_a_forked_child_begins_afresh(zygote: Zygote, shared: Path) -> None
         busy = threading.Thread(target=stio.sync.load, args=(root,), kwargs={"cache": cache})
         busy.start()
         root.wait_for_readers(1)
-        cache._shelf._lock.acquire()
+        cache._entries._lock.acquire()
         child = os.fork()
         if not child:
             try:
@@ -242,7 +242,7 @@ def test_c100_a_forked_child_begins_afresh(zygote: Zygote, shared: Path) -> None
                 traceback.print_exc()
             finally:
                 os._exit(1)
-        cache._shelf._lock.release()
+        cache._entries._lock.release()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         gate.set()
         busy.join()

@@ -12,34 +12,40 @@ import torch
 from torch import nn
 
 from stio.errors import ClosedError, WarmStartError
-from stio.loading.warm_start.parameter import Slot, Waiting, slot_of
+from stio.loading.warm_start.parameter import Placeholder, PlaceholderParameter, placeholder_of
 
 
-class FakeGate:
-    """Lets nobody through, or fills whoever comes."""
+class FakeLoad:
+    """Refuses every use, or fills the placeholder."""
 
     def __init__(self, data=None):
         self.data = data
         self.asked = []
 
-    @property
-    def ended(self):
+    def has_ended(self):
         return self.data is None
 
-    def wait(self, slots):
-        self.asked += slots
-        for slot in slots:
+    def wait(self, placeholders):
+        self.asked += placeholders
+        for placeholder in placeholders:
             if self.data is None:
                 raise ClosedError("closed")
-            if not slot.filled:
+            if not placeholder.filled:
                 with torch.inference_mode(False):  # as a worker's thread is, which is what fills
-                    slot.fill(self.data.clone())
+                    placeholder.fill(self.data.clone())
 
 
-def waiting(gate, shape=(4,), kind=nn.Parameter, **keywords):
+def waiting(load, shape=(4,), kind=nn.Parameter, **keywords):
     parameter = kind(torch.empty(shape, device="meta"))
-    made = {"name": "p", "source": "p", "dtype": torch.float32, "device": torch.device("cpu"), "gate": gate}
-    return parameter, Slot(parameter, **(made | keywords))
+    made = {
+        "name": "p",
+        "source": "p",
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "wait": load.wait,
+        "has_ended": load.has_ended,
+    }
+    return parameter, Placeholder(parameter, **(made | keywords))
 
 
 DATA = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -61,7 +67,7 @@ ARGUMENTS = [(), (1,), (2.0,), (0, 1), (torch.ones(4),), (torch.float16,), ("cpu
 @pytest.mark.parametrize("name", NAMES)
 def test_no_attribute_or_method_gives_anything_that_needs_data(name):
     """Answered without a tensor, refused, or a wrong call: never a result on `meta`."""
-    parameter, _ = waiting(FakeGate())
+    parameter, _ = waiting(FakeLoad())
     try:
         value = getattr(parameter, name)
     except (ClosedError, AttributeError):
@@ -78,7 +84,7 @@ def test_no_attribute_or_method_gives_anything_that_needs_data(name):
             continue  # a wrong call, for this method
         found = result if isinstance(result, tuple | list) else [result]
         assert not any(isinstance(item, torch.Tensor) and item is not parameter for item in found), (name, arguments)
-    assert isinstance(parameter, Waiting)
+    assert isinstance(parameter, PlaceholderParameter)
 
 
 FUNCTIONS = {
@@ -101,22 +107,22 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_refuse_what_has_no_data(name):
-    parameter, _ = waiting(FakeGate())
+    parameter, _ = waiting(FakeLoad())
     with torch.no_grad(), pytest.raises(ClosedError):
         FUNCTIONS[name](parameter)
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_filled_by_its_first_use(mode):
-    gate = FakeGate(DATA)
-    parameter, slot = waiting(gate)
+    load = FakeLoad(DATA)
+    parameter, placeholder = waiting(load)
     with mode():
         assert torch.equal(parameter * 2, DATA * 2)
     assert type(parameter) is nn.Parameter
     assert parameter.is_leaf
     assert parameter.requires_grad
     assert vars(parameter) == {}
-    assert gate.asked == [slot]
+    assert load.asked == [placeholder]
     (parameter * 2).sum().backward()
     assert torch.equal(parameter.grad, torch.full((4,), 2.0))
     with torch.no_grad():
@@ -125,28 +131,28 @@ def test_filled_by_its_first_use(mode):
 
 
 def test_gates_are_asked_for_all_of_theirs_at_once():
-    gates = FakeGate(DATA), FakeGate(DATA)
-    made = [waiting(gate) for gate in (*gates, gates[0])]
+    loads = FakeLoad(DATA), FakeLoad(DATA)
+    made = [waiting(load) for load in (*loads, loads[0])]
     torch.stack([parameter for parameter, _ in made])
-    slots = [slot for _, slot in made]
-    assert gates[0].asked == [slots[0], slots[2]]
-    assert gates[1].asked == [slots[1]]
+    placeholders = [placeholder for _, placeholder in made]
+    assert loads[0].asked == [placeholders[0], placeholders[2]]
+    assert loads[1].asked == [placeholders[1]]
 
 
 def test_a_filled_parameter_and_its_gradient_belong_together():
     """requires_grad is what it was set to while it waited."""
     for wants in (True, False):
-        parameter, slot = waiting(FakeGate(DATA))
+        parameter, placeholder = waiting(FakeLoad(DATA))
         parameter.requires_grad_(wants)
-        slot.fill(DATA.clone())
+        placeholder.fill(DATA.clone())
         assert parameter.requires_grad is wants
 
 
 def test_restored():
-    parameter, slot = waiting(FakeGate(), dtype=torch.float16)
+    parameter, placeholder = waiting(FakeLoad(), dtype=torch.float16)
     assert parameter.dtype == torch.float16
     parameter.requires_grad_(False)
-    slot.restore()
+    placeholder.restore()
     assert type(parameter) is nn.Parameter
     assert parameter.device.type == "meta"
     assert parameter.dtype == torch.float32
@@ -155,29 +161,29 @@ def test_restored():
     assert (parameter + 1).is_meta
 
 
-def test_what_cpp_kept_is_refused_for_ever():
-    """A scripted module has the tensor of before in a slot of its own; it must not compute with it when all is there."""
-    gate = FakeGate(DATA)
-    parameter, slot = waiting(gate)
+def test_a_use_by_cpp_always_raises_an_error():
+    """A scripted module has the tensor of before in a placeholder of its own; it must not compute with it when all is there."""
+    load = FakeLoad(DATA)
+    parameter, placeholder = waiting(load)
     kept = torch._C._functorch._wrap_for_grad  # only here to say so: the wrapper is refused when it is used
     assert callable(kept)
-    with pytest.raises(WarmStartError, match=r"came to p .*done\(\)"):
+    with pytest.raises(WarmStartError, match=r"uses p .*done\(\)"):
         torch.vmap(lambda x: x * 2)(parameter)
-    slot.fill(DATA.clone())
+    placeholder.fill(DATA.clone())
     assert torch.equal(torch.vmap(lambda x: x * 2)(parameter), DATA * 2)
     with pytest.raises(WarmStartError, match="captured before"):
-        slot._other + 1
-    assert slot._other.shape == (4,)
+        placeholder._other + 1
+    assert placeholder._other.shape == (4,)
 
 
 def test_a_filled_slot_holds_no_memory():
-    parameter, slot = waiting(FakeGate(DATA))
-    slot.fill(DATA.clone())
-    slot.release()
+    parameter, placeholder = waiting(FakeLoad(DATA))
+    placeholder.fill(DATA.clone())
+    placeholder.release()
     reference = weakref.ref(parameter)
     del parameter
     assert reference() is None
-    del slot
+    del placeholder
     gc.collect()
 
 
@@ -186,22 +192,22 @@ def test_a_kind_that_cannot_change_is_left_as_it_was():
         __slots__ = ("x",)
 
     with pytest.raises(TypeError):
-        waiting(FakeGate(), kind=Rigid)
+        waiting(FakeLoad(), kind=Rigid)
     kept = []
 
     def keep(data):
         kept.append(nn.Parameter(data))
         return kept[-1]
 
-    parameter, slot = waiting(FakeGate(), kind=keep)
-    assert slot_of(parameter) is slot
-    assert slot.parameter is kept[0]
+    parameter, placeholder = waiting(FakeLoad(), kind=keep)
+    assert placeholder_of(parameter) is placeholder
+    assert placeholder.parameter is kept[0]
 
 
-def test_nobody_sees_a_plain_parameter_without_data():
+def test_no_plain_parameter_without_data_is_visible():
     """While one thread fills, others look: the class is plain only when the data is there."""
     wrong, stop = [], threading.Event()
-    shown = [waiting(FakeGate(DATA))[0]]
+    shown = [waiting(FakeLoad(DATA))[0]]
 
     def look():
         while not stop.is_set():
@@ -213,8 +219,8 @@ def test_nobody_sees_a_plain_parameter_without_data():
     for thread in threads:
         thread.start()
     for _ in range(300):
-        shown[0], slot = waiting(FakeGate(DATA))
-        slot.fill(DATA.clone())
+        shown[0], placeholder = waiting(FakeLoad(DATA))
+        placeholder.fill(DATA.clone())
     stop.set()
     for thread in threads:
         thread.join()
@@ -227,6 +233,6 @@ def test_a_subclass_that_asks_first(recwarn):
     class Nosy(torch.Tensor):
         pass
 
-    parameter, _ = waiting(FakeGate())
+    parameter, _ = waiting(FakeLoad())
     with pytest.raises((ClosedError, WarmStartError)):
         DATA.as_subclass(Nosy) * parameter

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import HookedRoot, eventually, eventually_async, nothing_left, ramp, require_equal, save_file, save_sharded
 from torch import nn
-from warm import TOKENS, Net, alike, held, in_thread, made, on_meta, saved
+from warm import TOKENS, Net, alike, held, in_thread, load_of, made, on_meta, saved
 
 import stio
 from stio import sync
@@ -169,7 +169,7 @@ async def test_execution_order(tmp_path, order):
     async with stio.warm_start(module, root, memory="copy", **given) as warm:
         for k in reversed(range(8)):
             with in_thread(module[k], x) as running:
-                assert eventually(lambda: warm._filling.notifier._wakers or running.over.is_set())
+                assert eventually(lambda: load_of(warm).notifier._wakers or running.over.is_set())
                 dam.open(size // 4)  # in the module's own order the first round would not do
             assert torch.equal(running.outcome(), real[k](x))
         dam.open()
@@ -180,7 +180,7 @@ async def test_order_takes_parameters_and_submodules(directory):
     module, root = on_meta(Net), HookedRoot(directory)
     root.hook = dam = Dam(4096)  # the buffers: the list is given up when the last parameter is there
     async with stio.warm_start(module, root, order=["norm", "attention.in_proj_weight", "head.weight"]) as warm:
-        assert list(warm._filling._by_source)[:4] == [
+        assert list(load_of(warm)._by_source)[:4] == [
             "norm.weight",
             "norm.bias",
             "attention.in_proj_weight",
@@ -189,7 +189,7 @@ async def test_order_takes_parameters_and_submodules(directory):
         dam.open()
     root.hook = dam = Dam(4096)
     async with stio.warm_start(on_meta(Net), root, order="norm") as warm:
-        assert next(iter(warm._filling._by_source)) == "norm.weight"
+        assert next(iter(load_of(warm)._by_source)) == "norm.weight"
         dam.open()
     root.close()
     module = on_meta(Net)
@@ -249,7 +249,7 @@ async def test_real_parameters(tmp_path, directory):
     """What has data already is refused if the checkpoint has some too, and left alone if not."""
     module = on_meta(Net)
     module.norm = nn.LayerNorm(8)
-    await refused(module, directory, MismatchError, r"data already.*load_into copies: norm.weight, norm.bias")
+    await refused(module, directory, MismatchError, r"have data.*load_into copies: norm.weight, norm.bias")
     module = on_meta(Net)
     module.adapter = nn.Linear(2, 2)
     before = module.adapter.weight.detach().clone()
@@ -273,7 +273,7 @@ async def test_real_buffers_are_copied_into(directory):
         assert torch.equal(steps, torch.arange(1.0, 4.0))
 
 
-async def test_buffers_that_nobody_fills_are_refused(tmp_path, directory):
+async def test_buffers_without_data_are_an_error(tmp_path, directory):
     with torch.device("meta"):
         module = Net()
     await refused(module, directory, MismatchError, "on 'meta'.*hidden")
@@ -301,7 +301,7 @@ async def test_casts(tmp_path):
 async def test_dtypes_that_cannot_be(tmp_path):
     save_file({"weight": ramp(4, 3), "bias": ramp(4)}, tmp_path / "m.safetensors")
     module = nn.Linear(3, 4, device="meta")
-    await refused(module, tmp_path, MismatchError, "wants a gradient", dtype=torch.int32)
+    await refused(module, tmp_path, MismatchError, "requires a gradient", dtype=torch.int32)
     require_untouched(module)
     fours = {"weight": torch.zeros(4, 2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "bias": ramp(4)}
     save_file(fours, tmp_path / "4" / "m.safetensors")
@@ -419,7 +419,7 @@ async def test_it_is_entered_once(directory):
     async with warm:
         pass
     await warm.aclose()
-    with pytest.raises(RuntimeError, match="entered once"):
+    with pytest.raises(RuntimeError, match="entered twice"):
         async with warm:
             pass
 

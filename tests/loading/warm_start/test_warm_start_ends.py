@@ -25,12 +25,12 @@ from support import (
     require_equal,
 )
 from torch import nn
-from warm import TOKENS, Held, Net, alike, held, in_thread, made, on_meta, saved
+from warm import TOKENS, Held, Net, alike, held, in_thread, load_of, made, on_meta, saved
 
 import stio
 from stio import sync
 from stio.errors import ClosedError, MismatchError, StorageError
-from stio.loading.warm_start.parameter import Waiting
+from stio.loading.warm_start.parameter import PlaceholderParameter
 
 pytestmark = pytest.mark.anyio
 
@@ -82,7 +82,7 @@ async def test_a_failed_load_fails_the_forward(tmp_path):
                 assert eventually(load.waiters)
                 load.gate.opened.set()
             assert isinstance(running.error, ClosedError)
-            assert "scale never came: the warm start failed: disk: the disk is gone" in str(running.error)
+            assert "scale was not loaded: the warm start failed: disk: the disk is gone" in str(running.error)
             assert isinstance(running.error.__cause__, StorageError)
             require_refusing(load.module, "failed: disk")
             with pytest.raises(StorageError):
@@ -109,7 +109,7 @@ async def test_a_read_that_fails(tmp_path, n):
         async with stio.warm_start(module, root, memory="copy"):
             assert n > 1
     for name, parameter in module.named_parameters():
-        if type(parameter) is Waiting:
+        if type(parameter) is PlaceholderParameter:
             with pytest.raises(ClosedError, match="mine"):
                 parameter + 1
         elif not parameter.is_meta:
@@ -164,7 +164,7 @@ def leave_early(load, warm=None):
     warm = warm or load.warm
 
     def open_late():  # the block's end waits for reads under way
-        assert eventually(lambda: warm._filling is not None and warm._filling.operation.cancelled)
+        assert eventually(lambda: load_of(warm) is not None and load_of(warm).operation.cancelled)
         load.gate.opened.set()
 
     with in_thread(open_late):
@@ -183,7 +183,7 @@ def ended(tmp_path):
 
 
 async def test_what_has_not_come_refuses(ended):
-    require_refusing(ended.module, "the warm start was ended before that")
+    require_refusing(ended.module, "the warm start ended before that")
     with pytest.raises(ClosedError):
         ended.warm.done()
     ended.warm.close()
@@ -338,16 +338,16 @@ def test_a_keyboard_interrupt_in_a_waiting_forward(tmp_path):
     load = Held(Net, tmp_path)
 
     def interrupt():
-        assert eventually(lambda: load.warm._filling is not None and load.waiters())
+        assert eventually(lambda: load_of(load.warm) is not None and load.waiters())
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        assert eventually(lambda: load.warm._filling.operation.cancelled)
+        assert eventually(lambda: load_of(load.warm).operation.cancelled)
         load.gate.opened.set()
 
     with in_thread(interrupt):
         with pytest.raises(KeyboardInterrupt):
             with load.warm:
                 load.module(TOKENS)
-    require_refusing(load.module, "was ended")
+    require_refusing(load.module, "warm start ended")
     load.root.close()
 
 

@@ -488,7 +488,7 @@ REFUSED = {
     "compiled": (lambda: torch.compile(nn.Linear(2, 2, device="meta"), backend="eager"), "compiled"),
     "compiled in place": (compiled_in_place, "compiled"),
     "replicated": (lambda: nn.Sequential(nn.DataParallel(nn.Linear(2, 2))), "replicates"),
-    "a class of its own": (meta_subclass, "mind of its own"),
+    "a class of its own": (meta_subclass, "handles its uses itself"),
 }
 
 

@@ -20,10 +20,11 @@ import pytest
 from stio.errors import NoSpaceError, StorageError
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region, allocate
-from stio.storage.base import Sink
-from stio.storage.commit import file_writer as sink
+from stio.storage.base import FileWriter
+from stio.storage.commit import file_writer
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.file_writer import LocalSink, create_sinks, put
+from stio.storage.commit.file_writer import LocalFileWriter, create_files
+from stio.storage.commit.small_files import write_small
 
 DATA = random.Random(1).randbytes(3 * PAGE_BYTES + 777)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own calls")
@@ -36,9 +37,9 @@ def place(tmp_path: Path) -> Iterator[int]:
     os.close(fd)
 
 
-def create(place: int, *files: tuple[str, int], mode: int | None = None, durable: bool = True) -> list[LocalSink]:
+def create(place: int, *files: tuple[str, int], mode: int | None = None, durable: bool = True) -> list[LocalFileWriter]:
     where = [f"final/{name}" for name, _ in files]
-    return create_sinks(place, files, path="final", where=where, mode=mode, durable=durable)
+    return create_files(place, files, path="final", where=where, mode=mode, durable=durable)
 
 
 def region_of(data: bytes) -> Region:
@@ -47,8 +48,8 @@ def region_of(data: bytes) -> Region:
     return region.sub(0, len(data))
 
 
-def write_all(sink: LocalSink, data: bytes = DATA) -> None:
-    sink.write_from(0, region_of(data))
+def write_all(writer: LocalFileWriter, data: bytes = DATA) -> None:
+    writer.write_from(0, region_of(data))
 
 
 def num_descriptors() -> int:
@@ -58,8 +59,8 @@ def num_descriptors() -> int:
 def test_file_has_its_bytes_and_its_space_beforehand(place: int, tmp_path: Path) -> None:
     before = num_descriptors()
     (one,) = create(place, ("a", len(DATA)))
-    assert isinstance(one, LocalSink) and one.path == "final/a"
-    contract: Sink = one
+    assert isinstance(one, LocalFileWriter) and one.path == "final/a"
+    contract: FileWriter = one
     assert num_descriptors() == before, "hundreds of shards are created before the first is written"
     found = os.stat(tmp_path / "a")
     assert found.st_size == len(DATA)
@@ -197,8 +198,8 @@ def test_c98_direct_io_refused(place: int, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_large_buffered_writes_begin_to_be_written_back(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sink, "_O_DIRECT", 0)
-    monkeypatch.setattr(sink, "_WRITEBACK_BYTES", 3 * PAGE_BYTES)
+    monkeypatch.setattr(file_writer, "_O_DIRECT", 0)
+    monkeypatch.setattr(file_writer, "_WRITEBACK_BYTES", 3 * PAGE_BYTES)
     ranges: list[tuple[int, int]] = []
     monkeypatch.setattr(calls, "start_writeback", lambda fd, offset, nbytes: ranges.append((offset, nbytes)))
     (one,) = create(place, ("a", len(DATA)))
@@ -220,12 +221,12 @@ def test_c104_short_writes_go_on(place: int, tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(calls, "write", write)
     if step % PAGE_BYTES:
-        monkeypatch.setattr(sink, "_O_DIRECT", 0)
+        monkeypatch.setattr(file_writer, "_O_DIRECT", 0)
     (one,) = create(place, ("a", len(DATA)))
     write_all(one)
     one.finish()
     assert (tmp_path / "a").read_bytes() == DATA
-    put(place, "note", b"x" * 100)
+    write_small(place, "note", b"x" * 100)
     assert (tmp_path / "note").read_bytes() == b"x" * 100
 
 
@@ -256,7 +257,7 @@ def test_a_write_of_nothing_is_an_error(place: int, monkeypatch: pytest.MonkeyPa
     with pytest.raises(StorageError):
         write_all(one)
     with pytest.raises(OSError, match="no bytes"):
-        put(place, "note", b"x")
+        write_small(place, "note", b"x")
 
 
 # Failures.
@@ -291,14 +292,16 @@ def test_c106_failed_fsync_is_final(place: int, monkeypatch: pytest.MonkeyPatch)
         raise OSError(errno.EIO, "")
 
     monkeypatch.setattr(calls, "fsync", fsync)
-    with pytest.raises(StorageError, match="not to be trusted") as caught:
+    with pytest.raises(StorageError, match="not reliable") as caught:
         one.finish()
     assert caught.value.errno == errno.EIO and not one.finished
     assert num_descriptors() == before
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_c103_no_room_is_known_before_the_first_byte(place: int, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_c103_missing_space_is_known_before_the_first_byte(
+    place: int, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     real, sizes = calls.reserve, []
 
     def reserve(fd: int, nbytes: int) -> None:
@@ -323,7 +326,7 @@ def test_c103_where_nothing_can_be_reserved_the_count_decides(place: int, monkey
     monkeypatch.setattr(calls, "_fallocate", refuse)
     create(place, ("a", 10_000))
     with pytest.raises(NoSpaceError):
-        create(place, ("b", sink.free_bytes(place) + 1))
+        create(place, ("b", file_writer.free_bytes(place) + 1))
 
 
 def test_c103_nothing_is_reserved_of_what_cannot_fit(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +343,7 @@ def test_c103_nothing_is_reserved_of_what_cannot_fit(place: int, monkeypatch: py
 def test_c103_a_filesystem_that_counts_nothing(place: int, monkeypatch: pytest.MonkeyPatch, reserves: bool) -> None:
     """ramfs reports zeros, and so do some of those in user space."""
     counts = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
-    monkeypatch.setattr(sink.os, "fstatvfs", lambda _: counts)
+    monkeypatch.setattr(file_writer.os, "fstatvfs", lambda _: counts)
     if not reserves:
         monkeypatch.setattr(calls, "_fallocate", None)
     (one,) = create(place, ("a", len(DATA)))
@@ -381,11 +384,11 @@ def test_c103_file_size_limit(tmp_path: Path) -> None:
         import os, resource, sys
         from stio.errors import NoSpaceError
         from stio.storage.commit import syscalls as calls
-        from stio.storage.commit.file_writer import create_sinks
+        from stio.storage.commit.file_writer import create_files
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         fd = calls.open_directory(sys.argv[1])
         try:
-            create_sinks(fd, [("a", 2 << 20)], path="p", where=["p/a"], mode=None, durable=True)
+            create_files(fd, [("a", 2 << 20)], path="p", where=["p/a"], mode=None, durable=True)
         except NoSpaceError as error:
             print(error.errno, error.needed_bytes)
         """

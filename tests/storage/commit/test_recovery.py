@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 
 from stio.errors import CheckpointNotFoundError
-from stio.storage.commit import recovery as janitor
-from stio.storage.commit import staging_dir as staging
+from stio.storage.commit import recovery
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.journal import JournalRecord, read_record
-from stio.storage.commit.recovery import GarbageReport, collect_garbage, reclaim
+from stio.storage.commit.recovery import GarbageReport, collect_garbage, recover
 from stio.storage.commit.transaction import begin_local
 from tests.storage.transactions import (
     CHANGES,
@@ -89,7 +88,7 @@ def test_c108_killed_at_every_call(
 
 
 @changes
-def test_c108_janitor_killed_at_every_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+def test_c108_recovery_killed_at_every_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
     """The one who cleans may die as well, after any death of the one before."""
     num_calls = 0
     while die(monkeypatch, change, change.prepare(tmp_path / f"count-{num_calls}"), num_calls + 1) is not None:
@@ -346,7 +345,7 @@ def test_live_save_is_left_alone(tmp_path: Path) -> None:
     (mine,) = staged_in(tmp_path / "c")
     for _ in range(2):
         assert collect_garbage(tmp_path / "c", max_age_seconds=0) == GarbageReport(kept=(str(mine),))
-    begin_local(tmp_path / "c", num_shards=2).abort()
+    begin_local(tmp_path / "c", num_shards=2).roll_back()
     fill(transaction, "new")
     transaction.commit(index=index_of(transaction, "new"))
     require_clean(tmp_path / "c", ["new"])
@@ -379,29 +378,27 @@ def test_directory_without_a_lock_is_young_first(tmp_path: Path) -> None:
 
 
 def test_creator_that_loses_the_race_takes_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fd = calls.open_directory(str(tmp_path))
-    monkeypatch.setattr(janitor, "_UNLOCKED_SECONDS", -1.0)
+    monkeypatch.setattr(recovery, "_UNLOCKED_SECONDS", -1.0)
     for name in ("make_directory", "open_directory", "open_file", "try_lock"):
         real, met = getattr(calls, name), []
 
-        def with_a_janitor_after(
+        def with_a_recovery_after(
             *args: Any, real: Callable[..., Any] = real, met: list[int] = met, **kwargs: Any
         ) -> Any:
             result = real(*args, **kwargs)
-            if not met:
+            if not met and (kwargs or real.__name__ == "try_lock"):  # a directory without `dir_fd` is the home
                 met.append(1)
                 collect_garbage(tmp_path)
             return result
 
         with monkeypatch.context() as patch:
-            patch.setattr(staging.calls, name, with_a_janitor_after)
-            owned = staging.Staging.create(fd)
-        assert (tmp_path / f".stio-{owned.save_id}" / "lock").exists()
-        assert len(staged_in(tmp_path)) == 1
-        owned.remove()
-        owned.release()
+            patch.setattr(calls, name, with_a_recovery_after)
+            transaction = begin_local(tmp_path, num_shards=1)
+        assert met
+        (staged,) = staged_in(tmp_path)
+        assert (staged / "lock").exists() and str(staged / "new") == transaction.files_path
+        transaction.roll_back()
         assert not staged_in(tmp_path)
-    os.close(fd)
 
 
 @pytest.mark.parametrize("locks", [True, False])
@@ -411,7 +408,7 @@ def test_where_locks_cannot_be_trusted_age_decides(
     place = abandoned(monkeypatch, tmp_path)
     (left,) = staged_in(place)
     if locks:
-        monkeypatch.setattr(janitor, "is_local", lambda fd: False)
+        monkeypatch.setattr(recovery, "is_local", lambda fd: False)
     else:
         monkeypatch.setattr(calls, "try_lock", lambda fd: None)
     assert collect_garbage(place).kept == (str(left),)
@@ -419,23 +416,23 @@ def test_where_locks_cannot_be_trusted_age_decides(
     owner = json.loads((left / "lock").read_text())
     assert owner["pid"] == os.getpid() and set(owner) == {"pid", "boot", "host", "time"}
     for change in ({"pid": 2**22 + 1}, {"boot": "another"}, {"host": "another"}):
-        assert not janitor_leaves(left, {**owner, **change}, monkeypatch, collect=False)
+        assert not recovery_leaves(left, {**owner, **change}, monkeypatch, collect=False)
     (left / "lock").write_text("{}")
     assert collect_garbage(place, max_age_seconds=3600).kept == (str(left),)
     assert collect_garbage(place, max_age_seconds=0).undone == (str(left),)
     require_clean(place, ["old"])
 
 
-def janitor_leaves(left: Path, owner: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, collect: bool) -> bool:
+def recovery_leaves(left: Path, owner: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, collect: bool) -> bool:
     (left / "lock").write_text(json.dumps(owner))
     fd = os.open(left / "lock", os.O_RDWR)
     try:
-        return not janitor._is_forsaken(fd, 0.0)
+        return not recovery._is_expired(fd, 0.0)
     finally:
         os.close(fd)
 
 
-def test_two_janitors_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_recoveries_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(15, 75, 4):
         place = tmp_path / str(n)
         save(place / "c", "old", 2)
@@ -527,7 +524,7 @@ def test_record_of_another_version_is_left(tmp_path: Path, monkeypatch: pytest.M
     assert read(tmp_path / "c") == "old"
 
 
-def test_files_that_somebody_took_into_use_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_another_program_uses_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "c"
     save(place, "old", 2)
     n, moved = 20, []
@@ -545,7 +542,7 @@ def test_files_that_somebody_took_into_use_stay(tmp_path: Path, monkeypatch: pyt
 
 
 def test_replacement_does_not_go_on_over_a_newer_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where locks do not reach, another save may come between the death and the janitor."""
+    """Where locks do not reach, another save may come between the death and the recovery."""
     count = 0
     for n in range(30, 200):
         destination = FILES_CHANGE.prepare(tmp_path / str(n))
@@ -553,7 +550,7 @@ def test_replacement_does_not_go_on_over_a_newer_checkpoint(tmp_path: Path, monk
             break
         (destination / NOTE).unlink(missing_ok=True)
         with monkeypatch.context() as patch:
-            patch.setattr("stio.storage.commit.transaction.reclaim", lambda *_: None)
+            patch.setattr("stio.storage.commit.transaction.recover", lambda *_: None)
             save(destination, "newer", 2)
         count += bool(staged_in(destination))
         sweep(monkeypatch, destination)
@@ -584,7 +581,7 @@ def test_directory_that_cannot_be_listed_is_silent(tmp_path: Path, monkeypatch: 
 
     fd = calls.open_directory(str(tmp_path))
     monkeypatch.setattr(os, "listdir", refuse)
-    assert reclaim(fd, str(tmp_path)) == GarbageReport()
+    assert recover(fd, str(tmp_path)) == GarbageReport()
     os.close(fd)
 
 

@@ -1,4 +1,4 @@
-"""Whose word a janitor takes for what is to be deleted, where everybody may leave a staging directory."""
+"""Which records recovery trusts, where every user may leave a staging directory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stio.storage.commit.journal import JournalRecord, Stamp, stamp_of
+from stio.storage.commit.journal import JournalRecord
 from stio.storage.commit.recovery import collect_garbage
+from stio.storage.commit.small_files import Stamp, stamp_of
 
 pytestmark = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs another user to be")
 
@@ -45,7 +46,7 @@ def forged(place: Path) -> Path:
 @pytest.mark.parametrize(
     ("mode", "owner", "obeyed"), [(0o1777, NOBODY, False), (0o1777, 0, True), (0o777, NOBODY, True)]
 )
-def test_a_record_of_somebody_else_in_a_directory_such_as_tmp(tmp_path, mode, owner, obeyed):
+def test_a_record_of_another_user_in_a_directory_such_as_tmp(tmp_path, mode, owner, obeyed):
     place = tmp_path / "shared"
     place.mkdir()
     staging = forged(place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import logging
 import os
 import stat
@@ -13,14 +14,16 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import stio.sync
 from stio.errors import CommitUncertainError, ConcurrentSaveError, NoSpaceError, StioError, StorageError
 from stio.storage.base import Note, Transaction
-from stio.storage.commit import staging_dir as staging
+from stio.storage.commit import staging_dir, target
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit import target as destination
 from stio.storage.commit.transaction import begin_local
 from tests.storage.transactions import (
     CHANGES,
@@ -63,7 +66,7 @@ def num_descriptors() -> int:
 
 
 @changes
-def test_every_way_ends_with_the_new_checkpoint(tmp_path: Path, change: Change) -> None:
+def test_every_commit_ends_with_the_new_checkpoint(tmp_path: Path, change: Change) -> None:
     destination = change.prepare(tmp_path / "place")
     require_clean(destination, [change.old])
     before = num_descriptors()
@@ -114,7 +117,7 @@ def test_shards_beside_old_ones_carry_the_saves_id(tmp_path: Path) -> None:
     second = save(tmp_path / "c", "newer", 1)
     assert len({*first.shard_names, *second.shard_names}) == 3
     assert not any(name.startswith("model-0000") for name in first.shard_names)
-    assert first.wants_index and second.wants_index
+    assert first.takes_index and second.takes_index
     assert names_in(tmp_path / "c") == {INDEX, *second.shard_names}
 
 
@@ -212,9 +215,9 @@ def test_interrupted_replacement_is_said_and_finished_by_the_next_save(
 
     with monkeypatch.context() as patch:
         patch.setattr(calls, "rename", rename)
-        with pytest.raises(CommitUncertainError, match="goes on with it"):
+        with pytest.raises(CommitUncertainError, match="completes it"):
             FILES_CHANGE.carry_out(destination)
-    begin_local(destination, num_shards=2).abort()
+    begin_local(destination, num_shards=2).roll_back()
     require_clean(destination, ["new"])
 
 
@@ -354,15 +357,26 @@ def test_c116_parent_is_read_only(tmp_path: Path) -> None:
     [
         ("x.safetensors", {"num_shards": 2}, "one file"),
         ("c", {"num_shards": 0}, "at least one"),
-        ("c", {"num_shards": 1, "filename_pattern": "model.safetensors"}, "suffix"),
-        ("c", {"num_shards": 1, "shard_names": "other"}, "shard_names"),
-        ("c", {"num_shards": 1, "commit": "never"}, "commit"),
-        ("c", {"num_shards": 1, "durability": "some"}, "durability"),
     ],
 )
 def test_wrong_arguments(tmp_path: Path, name: str, options: dict[str, object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         begin_local(tmp_path / name, **options)  # type: ignore[arg-type]
+    assert not names_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"filename_pattern": "model.safetensors"}, "suffix"),
+        ({"shard_names": "other"}, "shard_names"),
+        ({"commit": "never"}, "commit"),
+        ({"durability": "some"}, "durability"),
+    ],
+)
+def test_wrong_keywords_of_a_save(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        stio.sync.save({"a": torch.ones(1)}, tmp_path / "c", **options)
     assert not names_in(tmp_path)
 
 
@@ -377,7 +391,7 @@ def test_wrong_order_of_calls_is_refused_and_ends_nothing(tmp_path: Path) -> Non
         transaction.create([1, 1])
     with pytest.raises(ValueError, match="index is missing"):
         transaction.commit(index=None)
-    with pytest.raises(ValueError, match="no directory"):
+    with pytest.raises(ValueError, match="must not contain a directory"):
         transaction.commit(index=b"{}", notes=[Note("../x", None, None)])
     transaction.commit(index=index_of(transaction, "new"))
     require_clean(tmp_path / "c", ["new"])
@@ -456,7 +470,7 @@ def test_large_and_odd_notes_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("../x", "", "a/b", "a\0"):
         with pytest.raises(ValueError):
             transaction.read_note(name)
-    transaction.abort()
+    transaction.roll_back()
     assert begin_local(tmp_path / "fresh", num_shards=1).read_note(NOTE) is None
 
 
@@ -465,7 +479,7 @@ def test_large_and_odd_notes_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 @changes
 @pytest.mark.parametrize("stage", ["begun", "created", "written", "finished"])
-def test_c110_abort_leaves_nothing(tmp_path: Path, change: Change, stage: str) -> None:
+def test_c110_roll_back_leaves_nothing(tmp_path: Path, change: Change, stage: str) -> None:
     destination = change.prepare(tmp_path / "place")
     before = num_descriptors()
     transaction = begin_local(destination, num_shards=change.new_shards, **change.options)
@@ -475,18 +489,18 @@ def test_c110_abort_leaves_nothing(tmp_path: Path, change: Change, stage: str) -
         transaction.create([100] * change.new_shards)[0]._opened()
     if stage == "finished":
         fill(transaction, "new")
-    transaction.abort()
-    transaction.abort()
+    transaction.roll_back()
+    transaction.roll_back()
     require_clean(destination, [change.old])
     assert num_descriptors() == before
 
 
-def test_c103_no_room_leaves_nothing(tmp_path: Path) -> None:
+def test_c103_missing_space_leaves_nothing(tmp_path: Path) -> None:
     save(tmp_path / "c", "old", 2)
     transaction = begin_local(tmp_path / "c", num_shards=2)
     with pytest.raises(NoSpaceError):
         transaction.create([1000, 1 << 50])
-    transaction.abort()
+    transaction.roll_back()
     require_clean(tmp_path / "c", ["old"])
 
 
@@ -503,7 +517,7 @@ def test_c114_the_first_to_commit_wins(tmp_path: Path, change: Change) -> None:
     one.commit(index=index_of(one, "new"), notes=[note("new")] if change.notes else [])
     with pytest.raises(ConcurrentSaveError):
         two.commit(index=index_of(two, "other"), notes=[note("other")])
-    two.abort()
+    two.roll_back()
     require_clean(destination, ["new"])
 
 
@@ -559,7 +573,7 @@ def test_c114_threads_at_one_destination(tmp_path: Path, change: Change) -> None
         except ConcurrentSaveError:
             return "lost"
         finally:
-            transaction.abort()
+            transaction.roll_back()
         return f"t{k}"
 
     with ThreadPoolExecutor(4) as pool:
@@ -619,7 +633,7 @@ def test_saves_to_different_files_of_a_directory_do_not_meet(tmp_path: Path) -> 
 
 def test_directory_that_stays_locked_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "c", "old", 2)
-    monkeypatch.setattr(staging.locked.__wrapped__, "__kwdefaults__", {"patience_seconds": 0.0})
+    monkeypatch.setattr(staging_dir, "LOCK_TIMEOUT_SECONDS", 0.0)
     fd = calls.open_directory(str(tmp_path / "c"))
     try:
         assert calls.try_lock(fd)
@@ -634,12 +648,12 @@ def test_directory_that_stays_locked_is_given_up(tmp_path: Path, monkeypatch: py
 
 
 @changes
-def test_every_way_on_a_plain_system(tmp_path: Path, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_commit_on_a_plain_system(tmp_path: Path, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_renameat2", "_fallocate", "_sync_file_range"):
         monkeypatch.setattr(calls, name, None)
     monkeypatch.setattr(calls, "fcntl", None)
-    monkeypatch.setattr(destination, "is_local", lambda fd: False)
-    test_every_way_ends_with_the_new_checkpoint(tmp_path, change)
+    monkeypatch.setattr(target, "is_local", lambda fd: False)
+    test_every_commit_ends_with_the_new_checkpoint(tmp_path, change)
 
 
 def test_rename_new_refuses_on_every_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -673,7 +687,10 @@ def test_rename_new_refuses_on_every_system(tmp_path: Path, monkeypatch: pytest.
 
 def test_all_calls_are_known() -> None:
     """A call that no test stands before would be a hole in what follows."""
-    assert sorted(FALLIBLE + INFALLIBLE) == sorted(calls.__all__)
+    functions = [
+        name for name, one in inspect.getmembers(calls, inspect.isfunction) if one.__module__ == calls.__name__
+    ]
+    assert sorted(FALLIBLE + INFALLIBLE) == [name for name in functions if not name.startswith("_")]
 
 
 def outcome_of(change: Change, destination: Path) -> str:
@@ -757,7 +774,7 @@ def test_c107_old_shards_stay_while_the_commit_is_uncertain(tmp_path: Path, monk
             save(tmp_path / "c", "new", 2)
         assert caught.value.errno == errno.EIO
         assert set(old.shard_names) < names_in(tmp_path / "c")
-        assert sweep(monkeypatch, tmp_path / "c").kept, "a janitor waits until it is certain"
+        assert sweep(monkeypatch, tmp_path / "c").kept, "a recovery waits until it is certain"
         assert set(old.shard_names) < names_in(tmp_path / "c")
     assert len(sweep(monkeypatch, tmp_path / "c").finished) == 1
     require_clean(tmp_path / "c", ["new"])

@@ -1,0 +1,54 @@
+"""torch tensors on an accelerator: whole files by stio's loads, single tensors by torch's own copy.
+
+A load of stio reads ahead into pinned memory while the device copies. torch itself copies to, or refuses, devices that
+stio's loads do not serve: torch has no streams for them, or they are not there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stio.compat.safetensors._errors import reading
+from stio.compat.safetensors._file import File
+from stio.compat.safetensors._tensors import Tensors, require_torch_dtypes
+from stio.device.base import Target, resolve_device
+from stio.device.cuda import has_streams
+from stio.errors import DeviceError, DeviceMemoryError
+from stio.loading.body import collect
+from stio.loading.open import OpenCheckpoint
+from stio.loading.options import LoadOptions
+from stio.runtime.operation import Operation
+
+
+class AcceleratorTensors(Tensors):
+    """Makes torch tensors on an accelerator; see `Framework`."""
+
+    def make_all(self, file: File) -> dict[str, torch.Tensor]:
+        """Return all tensors of a file by name, in the order of their data.
+
+        Raises:
+            torch.OutOfMemoryError: The device is full, as torch's own copy would say.
+        """
+        target = served(self._device)
+        if target is None:
+            return super().make_all(file)
+        header = file.header
+        require_torch_dtypes(header.dtypes, header.shapes)
+        # Aliases, which stio keeps under a metadata key of its own, are not tensors of this format: none are passed.
+        opened = OpenCheckpoint(file.path, [file.source], [header], header.metadata, {})
+        options = LoadOptions(device=target)
+        operation = Operation(lambda operation: collect(operation, opened, None, options), name="load")
+        with reading(file.path):
+            try:
+                return operation.start().result()()
+            except DeviceMemoryError as error:
+                raise torch.OutOfMemoryError(str(error)) from error
+
+
+def served(device: str | int) -> Target | None:
+    """Return the device if stio's loads copy to it, else None."""
+    try:
+        resolved = resolve_device(device)
+    except DeviceError:
+        return None
+    return resolved if resolved.type != "cpu" and has_streams(resolved) else None

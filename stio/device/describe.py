@@ -1,0 +1,197 @@
+"""Describes tensors that are to be saved, for the plan of a save, and refuses those that cannot be saved.
+
+For each tensor only calls of torch are made that keep the GIL: taking it again costs up to 5 ms beside a busy Python
+thread. `copy_out` copies the bytes later.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from stio.device.copy_out import PLAIN
+from stio.device.cuda import has_streams
+from stio.device.tensors import FORMAT_DTYPES
+from stio.device.torch_private import conj_neg_bits, without_torch_function
+from stio.errors import DeviceError, FormatError, UnsupportedDtypeError, printable
+from stio.format.dtypes import tensor_nbytes
+from stio.format.sharding import TensorSource
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is produced while it is saved, so that it needs memory during its save only.
+
+    Args:
+        dtype: Its dtype.
+        shape: Its shape in torch.
+        produce: Called once, without arguments, on a thread of stio. Returns the tensor, an awaitable of it (awaited on
+            stio's event loop), or an iterator of tensors that are consecutive rows of it, `[rows, ...]`.
+
+    Raises:
+        TypeError: Not a dtype, not a callable, or a dimension that is no integer.
+        ValueError: A negative dimension.
+    """
+
+    dtype: torch.dtype
+    """Dtype of what is produced."""
+    shape: Sequence[int]
+    """Its shape in torch, stored as a tuple."""
+    produce: Callable[[], Any]
+    """Returns the tensor, an awaitable of it, or an iterator of its rows."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, not {printable(self.dtype)}")
+        if not callable(self.produce):
+            raise TypeError(f"produce must be callable, not a {type(self.produce).__name__}")
+        shape = tuple(operator.index(size) for size in self.shape)
+        if any(size < 0 for size in shape):
+            raise ValueError(f"a shape has no negative dimensions: {list(shape)}")
+        object.__setattr__(self, "shape", shape)
+
+
+def describe_tensors(tensors: Mapping[str, torch.Tensor | LazyTensor]) -> list[TensorSource]:
+    """Describe tensors for the plan of a save, in the order of the mapping. Copies nothing and waits for no device.
+
+    Parameters, views, expanded, transposed, conjugated and negated tensors are saved by their values. So are subclasses
+    that only override torch's functions.
+
+    Args:
+        tensors: Name to tensor. They must stay unchanged until their bytes have been copied.
+
+    Raises:
+        TypeError: A name is no string; a value is no tensor, or a tensor without memory of its own (distributed, fake,
+            a wrapper of other tensors).
+        ValueError: A tensor has no data in the usual layout: sparse, nested, on meta, freed or not initialized.
+        UnsupportedDtypeError: The format has no such dtype.
+        DeviceError: torch cannot copy from this kind of device in the background.
+    """
+    sources = []
+    devices: set[torch.device] = set()
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise TypeError(f"tensors are saved by name, and a name is a string, not {printable(name)}")
+        if isinstance(tensor, LazyTensor):
+            sources.append(_lazy_source(name, tensor))
+            continue
+        if type(tensor) not in PLAIN:
+            tensor = _plain_tensor(name, tensor)
+        if not tensor.is_cpu and tensor.device not in devices:
+            _require_streams(name, tensor)
+            devices.add(tensor.device)
+        sources.append(_source(name, tensor))
+    return sources
+
+
+def _source(name: str, tensor: torch.Tensor) -> TensorSource:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        what = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        hint = "save its parts" if tensor.is_nested else "call to_dense() first, or save its parts"
+        raise ValueError(f"tensor {printable(name)!r} is {what}, and the format knows dense ones only: {hint}")
+    kind = tensor.dtype
+    dtype, item = FORMAT_DTYPES.get(kind) or _format_dtype(name, kind), kind.itemsize
+    sizes, nbytes = tuple(tensor.shape), tensor.nbytes
+    shape = _format_shape(name, sizes) if dtype == "F4" else sizes
+    if not nbytes:
+        return TensorSource(
+            name=name, dtype=dtype, shape=shape, nbytes=0, storage_key=None, span=(0, 0), layout=None, data=tensor
+        )
+    begin = int(tensor.storage_offset()) * item
+    strides: tuple[int, ...] | None = None  # those of the shape
+    end = begin + nbytes
+    if not tensor.is_contiguous():
+        strides = tensor.stride()
+        end = begin + item
+        for size, stride in zip(sizes, strides, strict=True):
+            end += (size - 1) * stride * item
+        if 1 in sizes:  # a dimension of one element has any stride
+            strides = tuple(stride if size != 1 else 0 for size, stride in zip(sizes, strides, strict=True))
+    storage = tensor.untyped_storage()
+    address, held = storage.data_ptr(), storage.nbytes()
+    if end > held or not address:
+        raise ValueError(
+            f"tensor {printable(name)!r} has no data: its memory was freed or shrunk (sharded training does that); "
+            "gather it first"
+        )
+    return TensorSource(
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        nbytes=nbytes,
+        storage_key=(None if tensor.is_cpu else tensor.device, address, held),
+        span=(begin, end),
+        layout=(strides, conj_neg_bits(tensor)),
+        data=tensor,
+    )
+
+
+def _lazy_source(name: str, lazy: LazyTensor) -> TensorSource:
+    dtype = _format_dtype(name, lazy.dtype)
+    sizes = tuple(lazy.shape)
+    shape = _format_shape(name, sizes) if dtype == "F4" else sizes
+    try:
+        nbytes = tensor_nbytes(dtype, shape)
+    except FormatError as error:  # the caller's shape, not a file's
+        raise ValueError(f"tensor {printable(name)!r}: {error}") from None
+    return TensorSource(
+        name=name, dtype=dtype, shape=shape, nbytes=nbytes, storage_key=None, span=(0, nbytes), layout=None, data=lazy
+    )
+
+
+def _format_dtype(name: str, dtype: torch.dtype) -> str:
+    found = FORMAT_DTYPES.get(dtype)
+    if found is None:
+        raise UnsupportedDtypeError(
+            f"tensor {printable(name)!r}: the safetensors format has no such dtype; convert it first, or save its "
+            "parts (real and imaginary, integers and scales)",
+            expected=f"one of {', '.join(sorted(str(known).removeprefix('torch.') for known in FORMAT_DTYPES))}",
+            found=str(dtype),
+        )
+    return found
+
+
+def _format_shape(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the format's shape of packed F4: two elements of the format are one of torch."""
+    if not sizes:
+        raise ValueError(f"tensor {printable(name)!r} is one pair of F4 without a dimension; reshape it to [1]")
+    return (*sizes[:-1], sizes[-1] * 2)
+
+
+def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
+    """Return a plain tensor over the memory of an instance of a subclass.
+
+    Raises:
+        TypeError: It is no tensor, or has no memory of its own.
+        ValueError: It has not been initialized.
+    """
+    shown, kind = printable(name), type(tensor).__name__
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{shown!r} is no tensor but a {kind}; save_state takes nested state and plain values")
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        raise ValueError(f"tensor {shown!r} is a lazy parameter without data; run the module once, then save")
+    # A subclass that torch dispatches to Python has its values elsewhere: only a shard of them is here, or nothing.
+    if getattr(type(tensor), "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"tensor {shown!r} is a {kind}, which has no memory of its own to save; gather it into a plain tensor "
+            "first (full_tensor(), dequantize() or its parts)"
+        )
+    with without_torch_function():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def _require_streams(name: str, tensor: torch.Tensor) -> None:
+    device = tensor.device
+    if device.type == "meta":
+        raise ValueError(f"tensor {printable(name)!r} is on meta: it has no data to save")
+    if not has_streams(device):
+        raise DeviceError(
+            f"tensor {printable(name)!r}: torch has no streams for this kind of device; move it to the CPU first",
+            expected="cpu, cuda, or another device with streams",
+            found=str(device),
+        )
