@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from stio import errors
+
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
@@ -66,69 +68,40 @@ if TYPE_CHECKING:
     from stio.state import load_state as load_state
     from stio.state import save_state as save_state
 
-_HOMES = {
-    "AmbiguousCheckpointError": "stio.errors",
-    "CacheStats": "stio.loading.cache.entries",
-    "ChangedDuringReadError": "stio.errors",
-    "Checkpoint": "stio.loading.api",
-    "CheckpointNotFoundError": "stio.errors",
-    "ClosedError": "stio.errors",
-    "CommitUncertainError": "stio.errors",
-    "ConcurrentSaveError": "stio.errors",
-    "DeviceError": "stio.errors",
-    "DeviceMemoryError": "stio.errors",
-    "FormatError": "stio.errors",
-    "HostCache": "stio.loading.cache.host_cache",
-    "IndexFormatError": "stio.errors",
-    "IntegrityError": "stio.errors",
-    "LazyTensor": "stio.device.describe",
-    "LimitError": "stio.errors",
-    "Limits": "stio.runtime.limits",
-    "LoadOptions": "stio.loading.options",
-    "LoadReport": "stio.loading.module",
-    "MismatchError": "stio.errors",
-    "NoSpaceError": "stio.errors",
-    "PendingSave": "stio.saving.pending",
-    "ProgressEvent": "stio.runtime.progress",
-    "SaveInProgressError": "stio.errors",
-    "SaveOptions": "stio.saving.options",
-    "SaveResult": "stio.saving.options",
-    "Saver": "stio.saving.api",
-    "SharedTensorsError": "stio.errors",
-    "SliceError": "stio.errors",
-    "Span": "stio.runtime.spans",
-    "Stats": "stio.runtime.stats",
-    "StioError": "stio.errors",
-    "StorageError": "stio.errors",
-    "Stream": "stio.loading.api",
-    "TensorInfo": "stio.format.header",
-    "TensorNotFoundError": "stio.errors",
-    "Trace": "stio.runtime.trace",
-    "TruncatedError": "stio.errors",
-    "UnsafePathError": "stio.errors",
-    "UnsupportedDtypeError": "stio.errors",
-    "WarmStart": "stio.loading.warm_start.api",
-    "WarmStartError": "stio.errors",
-    "convert": "stio.conversion.api",
-    "load": "stio.loading.api",
-    "load_into": "stio.loading.api",
-    "load_state": "stio.state",
-    "open": "stio.loading.api",
-    "save": "stio.saving.api",
-    "save_state": "stio.state",
-    "stats": "stio.runtime.stats",
-    "warm_start": "stio.loading.warm_start.api",
+_NAMES = {
+    "stio.conversion.api": "convert",
+    "stio.device.describe": "LazyTensor",
+    "stio.format.header": "TensorInfo",
+    "stio.loading.api": "Checkpoint Stream load load_into open",
+    "stio.loading.cache.entries": "CacheStats",
+    "stio.loading.cache.host_cache": "HostCache",
+    "stio.loading.module": "LoadReport",
+    "stio.loading.options": "LoadOptions",
+    "stio.loading.warm_start.api": "WarmStart warm_start",
+    "stio.runtime.limits": "Limits",
+    "stio.runtime.progress": "ProgressEvent",
+    "stio.runtime.spans": "Span",
+    "stio.runtime.stats": "Stats stats",
+    "stio.runtime.trace": "Trace",
+    "stio.saving.api": "Saver save",
+    "stio.saving.options": "SaveOptions SaveResult",
+    "stio.saving.pending": "PendingSave",
+    "stio.state": "load_state save_state",
+    "stio.errors": " ".join(errors.__all__),
 }
+"""Public names by the module that defines them."""
+
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [  # noqa: PLE0604  # the table is the one list of names; a test compares it with the imports above
     "__version__",
     "sync",
-    *_HOMES,
+    *sorted(_HOMES),
 ]
 
 
 def _adopt(home: str) -> None:
-    """Take in all public names of one home, so that they say `stio.X` and find each other here."""
+    """Import all public names of one module, so that their `repr` says `stio.X` and their annotations resolve here."""
     module = import_module(home)
     for name, place in _HOMES.items():
         if place == home:

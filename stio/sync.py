@@ -181,7 +181,7 @@ class Stream(_Twin, Iterator[tuple[str, torch.Tensor]]):
 
     def __next__(self) -> tuple[str, torch.Tensor]:
         with self._turn:
-            pair = run_blocking(self._twin.take())
+            pair = run_blocking(self._twin._take())
         if pair is None:
             raise StopIteration
         return pair  # type: ignore[no-any-return]  # `_twin` is untyped

@@ -1,4 +1,4 @@
-"""OLMo's nested state in safetensors files, for a changed import.
+"""OLMo's nested state in safetensors files: OLMo's functions under another import.
 
     from stio.compat.olmo import load_state_dict, safetensors_file_to_state_dict, state_dict_to_safetensors_file
 
@@ -74,7 +74,7 @@ def state_dict_to_safetensors_file(
 
     Args:
         state_dict: Dicts in dicts. Keys are text, numbers, bytes, None, or tuples of these; values are tensors, or
-            anything that can be pickled. Reading back other than plain values takes `trust_pickle=True`.
+            anything that can be pickled. Values that are not plain are loaded with `trust_pickle=True` only.
         filename: Ends in `.safetensors`.
         format: "olmo", which OLMo reads; or "stio", without any pickle, which this module and `stio.load_state` read.
             `stio.save_state` lists the types that "stio" saves; types, order and ties are restored.
@@ -149,7 +149,7 @@ def safetensors_file_to_state_dict(
         filename: The file.
         map_location: Device of the tensors; the CPU by default.
         trust_pickle: Unpickle values that are not plain, such as numpy's random state. **That can run any code in the
-            file**, so a warning names the first such key before.
+            file**, so a warning with the first such key precedes it.
 
     Raises:
         CheckpointNotFoundError: There is no such file.

@@ -6,25 +6,26 @@ submission, events), `group_memory.py` (the memory of a group on the device) and
 dtypes, casts). Saves use `describe.py` (what can be saved of a tensor) and `copy_out.py` (its bytes into host memory).
 `placement.py` finds the device of each tensor. `torch_private.py` has torch's private names that loads and saves use.
 
-Lifetimes on an accelerator. A copy is queued now and done later. Until then the device reads and writes memory that no
-Python code uses any more. These rules keep that memory valid:
+Lifetimes on an accelerator. A copy is queued first and done later. Until it is done, the device reads and writes memory
+that no Python code uses any more. These rules keep that memory valid:
 
 1. Slots. The device reads a slot (pinned host memory) until the event behind its copies has passed; only then it is
    filled again. If the event fails, the device may still read the slot: it is held until the queue is closed, and never
    filled again. Slots must be pinned, because copies from other memory are slow and block the host. The image of a
    cached file is read in the same way: a load releases it when its copy queues are closed.
 2. The memory of a group. One stream, the copy stream of the device, allocates it, writes it and casts it. The allocator
-   may return freed memory at once for later work on that stream, which comes behind the copies. That is not enough for
+   may return freed memory at once for later work on that stream, which is behind the copies. That is not enough for
    work that is in no stream: a disk that writes by GPUDirect Storage, or a call that returns. So a new slot on the
    device waits for an event on the host. And `close` waits for all events before it frees the memory of groups under
    way: a cancelled load returns when no copy touches its buffers (P4).
 3. The consumer uses another stream. `Accelerator.hand_over` lets that stream wait for the group's events. It also calls
    `record_stream`: without it the allocator would return freed memory to the copy stream, and the next load would write
-   there, while the consumer's stream still reads. It runs on the consumer's thread, whose current stream counts.
-4. Small tensors share an allocation, though each has a storage of its own. The allocator knows the allocation only, so
-   `hand_over` gets that too (`GroupMemory.shared`). A user's own `record_stream` on a small tensor has no effect.
+   there, while the consumer's stream still reads. It runs on the consumer's thread, because it uses
+   the thread's current stream.
+4. Small tensors share an allocation, though each has its own storage. The allocator has a record of the allocation
+   only, so `hand_over` gets that too (`GroupMemory.shared`). A user's `record_stream` on a small tensor has no effect.
 5. Saves. A copy out of a tensor is queued behind an event on the caller's stream (`Readiness`), on a stream of its own.
    The save holds the tensor until the event behind the copy has passed.
 
-All events of a group are waited for, not only the last one, because each event tells whether its own copies failed.
+All events of a group are waited for, not only the last one, because each event reports the failure of its own copies.
 """

@@ -1,8 +1,8 @@
 """The interface of a device: host memory to read into, memory on the device, and copies between them in order.
 
 An `Accelerator` is one load's use of a device. Workers fill its staging memory, and it copies from there. A group of
-tensors (`LoadedGroup`) goes to the consumer with the events behind its copies: the consumer's stream waits for them,
-the host does not. Besides that: which device a name like "auto" or "cuda" means.
+tensors (`LoadedGroup`) is passed to the consumer with the events behind its copies: the consumer's stream waits for
+them, the host does not. This module also resolves names of devices such as "auto" and "cuda".
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Accelerator(Protocol):
 
 
 Target: TypeAlias = torch.device | Accelerator
-"""Where tensors go: the CPU or an accelerator of torch, with its index; or an object of the caller (tests)."""
+"""Device of tensors: the CPU or an accelerator of torch, with its index; or an object of the caller (tests)."""
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ def current_device() -> torch.device | None:
     """Return the calling thread's current accelerator; None where torch has not initialized one.
 
     Each thread has its own (`torch.cuda.set_device`), and loads run on other threads, where it is device 0. Before the
-    initialization no device was chosen. It takes long, so it is not started to find this out.
+    initialization no device was chosen. Initialization takes long, so this function does not start it.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
@@ -112,7 +112,7 @@ def current_device() -> torch.device | None:
 
 
 def with_current_index(device: Any, current: torch.device | None) -> Any:
-    """Return `current` for `"auto"` and for its type without an index; any other device as it is."""
+    """Return `current` for `"auto"` and for its type without an index; any other device unchanged."""
     if current is None or isinstance(device, Accelerator):
         return device
     if device == "auto":
@@ -128,7 +128,7 @@ def resolve_device(device: Any) -> torch.device:
     """Return the device for `"auto"`, a name, an index or a `torch.device`; its index is set.
 
     Raises:
-        DeviceError: torch knows no such device, or it is not there.
+        DeviceError: torch has no such device, or this machine does not.
     """
     if device == "auto":
         device = _available_accelerator() or "cpu"

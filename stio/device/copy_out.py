@@ -1,7 +1,7 @@
 """Copies bytes of tensors into host memory, for any layout and any device.
 
 No temporary is as large as a tensor. Contiguous memory is copied by address, other layouts part by part, each part
-straight to its place. Copies from a device run on a stream of their own, and are waited for once.
+directly to its target. Copies from a device run on their own stream, and are waited for once.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ class Readiness:
         return stream
 
     def staging_allocator(self) -> Callable[[int], Region]:
-        """Return what allocates staging memory for copies of the tensors: pinned where one of them is on a device.
+        """Return the allocator of staging memory for copies of the tensors: pinned where one of them is on a device.
 
-        Equal devices get an equal function, so a pool can compare functions to see whether its memory serves.
+        Equal devices get an equal function, so a pool can compare functions to decide whether its memory fits.
         """
         return next(map(_pinned, self._by_device), memory.allocate)
 
 
 def _accelerator_of(tensor: object) -> torch.device | None:
-    """Return the device that a tensor's bytes are copied from; None for the CPU, and for what cannot be saved."""
+    """Return the device that a tensor's bytes are copied from; None for the CPU, and if it cannot be saved."""
     if not isinstance(tensor, torch.Tensor) or (type(tensor) in PLAIN and tensor.is_cpu):
         return None
     with without_torch_function():
@@ -138,7 +138,7 @@ def copy_out(copies: Sequence[Copy], ready: Readiness | None = None) -> None:
 
 
 def copy_small(parts: Iterable[tuple[torch.Tensor, int, int, int]], target: Region) -> list[Copy]:
-    """Copy what is short and contiguous on the host; return the other copies, for `copy_out`.
+    """Copy the parts that are short and contiguous on the host; return the other copies, for `copy_out`.
 
     A region and a list entry for each of 60,000 tensors cost more than the copies, and start the garbage collector.
 
@@ -172,12 +172,12 @@ def _copy_on_cpu(tensor: torch.Tensor, start: int, region: Region) -> None:
         source, begin, end = _elements(tensor, start, region)
         target = bytes_of(region).view(source.dtype)
         for part, at in _parts(source, begin, end):
-            # Straight to its place. Numbers are moved as integers, so that no NaN changes.
+            # Directly to the target. Numbers are moved as integers, so that no NaN changes.
             _copy_part(target[at : at + part.numel()].view(part.shape), part)
 
 
 def _copy_part(target: torch.Tensor, part: torch.Tensor) -> None:
-    """Copy into a contiguous tensor; in tiles where the elements of a row lie on different cache lines."""
+    """Copy into a contiguous tensor; in tiles where the elements of a row are on different cache lines."""
     far = part.dim() > 1 and part.stride(-1) * part.itemsize >= _CACHE_LINE_BYTES
     if not far or part.size(-1) < 2 * _TILE_COLUMNS:
         target.copy_(part)
@@ -229,7 +229,7 @@ def _queue_copies(device: torch.device, copies: Sequence[Copy], ready: Readiness
             for tensor, start, region in copies:
                 if tensor.is_contiguous() and not any(conj_neg_bits(tensor)):
                     targets.append(bytes_of(region))
-                    # Not view(-1): one element may have a stride of anything, and then cannot be seen as bytes.
+                    # Not view(-1): a tensor of one element may have any stride, and then has no view as bytes.
                     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
                     parts.append(flat[start : start + region.nbytes])
                 else:

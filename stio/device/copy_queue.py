@@ -1,7 +1,7 @@
 """The copy queue of one device, and the slots of staging memory that its copies read.
 
-A worker takes a slot, fills it and puts its copies in the queue. One worker at a time submits. It takes along what the
-other workers have put there meanwhile: one call of the device and one event for all of it. A slot is free again when
+A worker takes a slot, fills it and puts its copies in the queue. One worker at a time submits. It submits all copies
+that are in the queue, also those of other workers, with one call of the device and one event. A slot is free again when
 the event behind its copies has passed; the host waits for copies only when it needs a slot, and at the end.
 
 The queue reports blocks, not the read path that put them there: a submission contains blocks of any file of the load.
@@ -29,7 +29,7 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, slots=True)
 class _Filled(Generic[B]):
-    """A block whose copies are not submitted yet."""
+    """A block with copies that are not submitted yet."""
 
     block: B
     memory: GroupMemory
@@ -57,7 +57,7 @@ class CopyQueue(Generic[B]):
         slot_bytes: Size of a slot; no block is larger.
         num_slots: Most slots; each is allocated when it is first needed.
         allocate: Allocates a slot; by default the accelerator's staging memory.
-        trace: Where spans of copies go. A span ends when the host has seen the event, so it is an upper bound.
+        trace: Records spans of copies. A span ends when the host has seen the event, so it is an upper bound.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class CopyQueue(Generic[B]):
         """Size of all slots that are allocated, or being allocated."""
         self._allocate_slot = allocate or accelerator.staging
         self._trace = trace
-        # One lock for slots and submissions: a worker without a slot waits for whichever comes first, a slot that is
-        # released or a submission whose event it can wait for.
+        # One lock for slots and submissions: a worker without a slot waits for a slot that is released or for a
+        # submission with an event to wait for, for the first of the two.
         self._changed = threading.Condition()
         self._num_unallocated = num_slots
         self._is_allocating_ahead = False
@@ -131,7 +131,7 @@ class CopyQueue(Generic[B]):
         """Allocate slots on another thread, one after the other, before workers need them; return at once.
 
         Pinning takes as long as reading (0.1 s per GB), and the driver does one at a time. Workers use the slots that
-        are there, and allocate those beyond `num_slots` themselves. A failure is raised by `acquire`.
+        are allocated, and allocate those beyond `num_slots` themselves. A failure is raised by `acquire`.
 
         Args:
             start: Runs a function on a thread.
@@ -165,9 +165,9 @@ class CopyQueue(Generic[B]):
     def submit(self, on_submitted: Callable[[B], None]) -> None:
         """Submit all copies that were put; report their blocks, whichever threads put them.
 
-        Returns at once while another thread is submitting. That thread goes on until nothing is left, so each thread
+        Returns at once while another thread is submitting. That thread continues until nothing is left, so each thread
         calls this after its `put`. Beside a busy Python thread each call of the device may wait a switch interval;
-        workers that wait for a turn to make one of their own would read nothing meanwhile.
+        workers that waited to submit their own copies would read nothing during that time.
 
         Args:
             on_submitted: Called with each block, on this thread, when the event behind its copies is noted in its
@@ -251,7 +251,7 @@ class CopyQueue(Generic[B]):
             with self._changed:
                 self._drop_free()
                 self.held_bytes -= self.slot_bytes * len(self._lost)
-                self._lost.clear()  # the allocator that pinned them waits for the copies that it knows of
+                self._lost.clear()  # the allocator that pinned them waits for the copies in its record
 
     def _submit_batch(self) -> list[B]:
         """Submit all copies that were put, with one event behind them; return their blocks.

@@ -1,8 +1,8 @@
 """The accelerator of torch: CUDA, and the other kinds that have torch's generic streams (ROCm, XPU).
 
-There is one copy stream for each device. Memory is allocated under that stream, so the allocator knows where it is
-written. The consumer's stream waits for the event behind the copies; the host never does. Staging memory is pinned by
-torch's host allocator, which rounds up to powers of two and holds freed memory for the next load.
+There is one copy stream for each device. Memory is allocated under that stream, so the allocator has a record
+of the stream that writes it. The consumer's stream waits for the event behind the copies; the host never does. Staging
+memory is pinned by torch's host allocator, which rounds up to powers of two and holds freed memory for the next load.
 
 Every call of the driver is made with the target as the thread's current device. In a new thread device 0 is current;
 to query an event or to leave a stream there creates a context on it, half a gigabyte of a device that the load does
@@ -53,7 +53,7 @@ class TorchEvent:
     Args:
         module: torch's module of the device's kind.
         device: The device, its index resolved.
-        stream: The event stands behind everything that is queued there now.
+        stream: The event is behind all work that is queued there now.
     """
 
     def __init__(self, module: Any, device: torch.device, stream: Any) -> None:
@@ -83,7 +83,7 @@ class TorchEvent:
 
 @contextmanager
 def on_stream(module: Any, device: torch.device, stream: Any) -> Iterator[None]:
-    """Return a context in which torch's work goes to a stream of the device; it creates no other device's context."""
+    """Return a context in which torch's work is queued on this stream; it creates no other device's context."""
     with module.device(device), module.stream(stream):
         yield
 
@@ -95,7 +95,7 @@ _copy_streams: dict[torch.device, tuple[Any, Any]] = {}
 def _copy_stream(module: Any, device: torch.device) -> Any:
     """Return the process's copy stream of a device.
 
-    torch's allocator keeps freed memory for the stream that it was allocated under. With a stream for each load, a
+    torch's allocator reserves freed memory for the stream that it was allocated under. With a stream for each load, a
     model that replaces another one could not use its memory, and the device would be full.
     """
     with _creating_stream:  # `functools.cache` would let two first loads create one each
@@ -121,7 +121,7 @@ class TorchAccelerator:
         device: The device, its index resolved.
 
     Raises:
-        DeviceError: torch serves this kind of device without streams (MPS), or the device does not answer.
+        DeviceError: torch has no streams for this kind of device (MPS), or the device does not answer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -183,10 +183,10 @@ class TorchAccelerator:
             raise DeviceError(f"copying to {self.device} failed: {error}") from error
 
     def hand_over(self, tensors: Iterable[torch.Tensor], events: Iterable[Any]) -> None:
-        """Let the current stream wait for the events, and tell the allocator that the stream uses the memory.
+        """Let the current stream wait for the events, and record in the allocator that it uses the memory.
 
-        `record_stream` does nothing for a small tensor in a shared allocation, because the allocator does not know its
-        storage. The shared allocation is among `tensors` for that reason.
+        `record_stream` does nothing for a small tensor in a shared allocation, because the allocator has no record of
+        its storage. The shared allocation is among `tensors` for that reason.
         """
         stream = self._module.current_stream(self.device)
         for event in events:
@@ -196,7 +196,7 @@ class TorchAccelerator:
 
     @contextmanager
     def on_queue(self, *, needed_bytes: int | None = None) -> Iterator[None]:
-        """Return a context in which torch's work goes to the copy stream.
+        """Return a context in which torch's work is queued on the copy stream.
 
         Raises:
             DeviceMemoryError: The work in it needs more memory than the device has.
@@ -220,7 +220,7 @@ class TorchAccelerator:
             raise DeviceError(f"{self.device} failed: {error}") from error
 
     def _free_bytes(self) -> int | None:
-        with suppress(AttributeError, RuntimeError):  # not every kind of device tells
+        with suppress(AttributeError, RuntimeError):  # not every kind of device reports it
             return int(self._module.mem_get_info(self.device)[0])
         return None
 

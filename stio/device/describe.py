@@ -1,7 +1,7 @@
 """Describes tensors that are to be saved, for the plan of a save, and refuses those that cannot be saved.
 
-For each tensor only calls of torch are made that keep the GIL: taking it again costs up to 5 ms beside a busy Python
-thread. `copy_out` copies the bytes later.
+For each tensor, only calls of torch that hold the GIL are made: to acquire it again costs up to 5 ms beside a busy
+Python thread. `copy_out` copies the bytes later.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LazyTensor:
     """
 
     dtype: torch.dtype
-    """Dtype of what is produced."""
+    """Dtype of the produced tensor."""
     shape: Sequence[int]
     """Its shape in torch, stored as a tuple."""
     produce: Callable[[], Any]
@@ -175,7 +175,7 @@ def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
         raise TypeError(f"{shown!r} is no tensor but a {kind}; save_state takes nested state and plain values")
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         raise ValueError(f"tensor {shown!r} is a lazy parameter without data; run the module once, then save")
-    # A subclass that torch dispatches to Python has its values elsewhere: only a shard of them is here, or nothing.
+    # A subclass that torch dispatches to Python stores its values elsewhere: this object has a shard of them or none.
     if getattr(type(tensor), "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:
         raise TypeError(
             f"tensor {shown!r} is a {kind}, which has no memory of its own to save; gather it into a plain tensor "

@@ -46,7 +46,7 @@ class GroupMemory:
     """The device memory of one group. A byte of it is addressed by its offset in the group."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The group's tensors by name. Their values are there when the events have passed."""
+    """The group's tensors by name. Their values are complete when the events have passed."""
     shared: list[torch.Tensor] = field(default_factory=list)
     """Allocations that small tensors share."""
     events: list[Event] = field(default_factory=list)
@@ -65,7 +65,7 @@ class GroupMemory:
         """Allocate for a group's tensors; `offsets` are their offsets in the group, ascending.
 
         Raises:
-            DeviceMemoryError: The device is full; what was allocated is free again.
+            DeviceMemoryError: The device is full; the memory allocated so far is free again.
         """
         memory = cls()
         run: list[_Small] = []
@@ -103,7 +103,7 @@ class GroupMemory:
         self._allocations.append(_Allocation(start, stop, flat))
         for small in run:
             part = flat[small.start - start : small.stop - start]
-            # By way of DLPack, so that the tensor has a storage of exactly its bytes.
+            # Through DLPack, so that the tensor has a storage of exactly its bytes.
             own = from_dlpack(to_dlpack(part))
             self.tensors[small.name] = typed(own, small.dtype, torch_shape(small.dtype, small.shape))
 

@@ -1,7 +1,7 @@
-"""Where tensors go: all to one device, or each to a device that depends on its name.
+"""The devices of tensors: one device for all, or one for each that depends on its name.
 
 A mapping is read as a `device_map`: by the tensor's name, or by the longest prefix of the name that ends at a dot, so
-names of modules work. A device is resolved when the first tensor goes there. An entry for a device that this machine
+names of modules work. A device is resolved for its first tensor. An entry for a device that this machine
 does not have is no error for loads of other tensors.
 """
 
@@ -34,7 +34,7 @@ class Placement:
         """Return the device of a tensor.
 
         Raises:
-            DeviceError: No device is given for it, or the device is not there.
+            DeviceError: No device is given for it, or this machine does not have it.
         """
         device = self._where(name)
         key = device if isinstance(device, str | int | torch.device) else id(device)
@@ -48,17 +48,17 @@ class Placement:
             return device
         try:
             found = resolve_device(device)
-        except DeviceError as error:  # tell the tensor
+        except DeviceError as error:  # add the tensor's name
             message = f"{error.message}; device= leads {printable(name)!r} there"
             raise DeviceError(message, expected=error.expected, found=error.found) from error
         return self._devices.setdefault(found, found)
 
 
 def resolve_placement(device: Any) -> Target | Placement:
-    """Return the device that all tensors go to, its index set, or a device for each of them.
+    """Return the device of all tensors, its index set, or a device for each of them.
 
     Raises:
-        DeviceError: torch knows no such device, or it is not there.
+        DeviceError: torch has no such device, or this machine does not.
     """
     if isinstance(device, Accelerator):
         return device

@@ -2,7 +2,7 @@
 
 Each tensor gets a storage of exactly its bytes and a version counter of its own. Views of one large buffer break
 `torch.save`, the hub's splitter, `save_model` and in-place changes under autograd. DLPack gives both without a copy,
-and keeps the GIL. Nearly every other call of torch drops it, which costs up to 5 ms a tensor beside a busy Python
+and holds the GIL. Nearly every other call of torch drops it, which costs up to 5 ms a tensor beside a busy Python
 thread. One tensor takes about 1 microsecond.
 """
 
@@ -76,7 +76,7 @@ def typed(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tenso
     """Return a tensor over the whole storage of `flat`, and not a view of `flat`.
 
     Args:
-        flat: Any tensor whose storage has exactly the bytes.
+        flat: Any tensor with a storage of exactly these bytes.
         dtype: The new tensor's dtype, in the format.
         shape: Its shape in torch.
     """
@@ -152,7 +152,7 @@ def tensors_in(
     owner = region.owner
     base = region.address - ctypes.addressof(owner) if owner is not None else 0
     address, array, word_at = region.address, np.ndarray, ctypes.c_uint32.from_address
-    # Everything that costs a call is bound to a local: 100,000 tensors wait for this loop.
+    # Names that are looked up in each turn are bound to locals: loads of 100,000 tensors spend time here.
     pointer, make, makers = _capsule_pointer, from_dlpack, _MAKERS
     with collection_paused(len(names)):
         for name, dtype, shape, offset in zip(names, dtypes, shapes, offsets, strict=True):
@@ -176,17 +176,17 @@ def tensors_in(
 
 
 Casts: TypeAlias = torch.dtype | Mapping[str, torch.dtype]
-"""What to cast to: one dtype, for the floating tensors; or by name, for those that are named, whatever they are."""
+"""What to cast to: one dtype, for the floating tensors; or by name, for the named tensors of any dtype."""
 
 
 def select_and_cast(
     tensors: dict[str, torch.Tensor], posts: Mapping[str, Selection], dtype: Casts | None
 ) -> dict[str, torch.Tensor]:
-    """Select what a read could not select from tensors, and cast them, on their device.
+    """Apply the selections that a read could not apply, and cast the tensors, on their device.
 
     Args:
         tensors: By name; the dictionary is changed and returned.
-        posts: By name, the selection of a tensor of which more was read than is wanted.
+        posts: By name, the selection of a tensor of which more was read than is selected.
         dtype: See `Casts`; None: no cast.
 
     Raises:

@@ -1,6 +1,6 @@
-"""The private names of torch that loads and saves use, each with the reason why no public name serves.
+"""The private names of torch that loads and saves use, each with the reason why no public name does the same.
 
-A new release of torch is checked against this module first. What only warm starts need stays with them.
+A new release of torch is checked against this module first. Names that only warm starts need are in their package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ foreach_copy: Callable[..., None] = torch._foreach_copy_
 """Copies a list of tensors into another list in one call, which drops the GIL once."""
 
 without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-"""Context in which a subclass of `torch.Tensor` does not see torch's functions."""
+"""Context in which a subclass of `torch.Tensor` does not override torch's functions."""
 
 _known_bits: dict[int, tuple[bool, bool]] = {}
 

@@ -5,10 +5,10 @@ check, split, name and build. Input is untrusted. A malformed file raises a `Sti
 found, in bounded time and memory, and no C call holds the interpreter's lock for long (`gil_slices`).
 
 Reading: `header` turns the start of a file into a `Header` of checked columns; `index` turns an index into a
-`ShardIndex` of safe names; `manifest` reads digests; both use the strict `json_scanner`. `slicing` turns an index such
+`ShardIndex` of safe names; `manifest` reads digests; all use the strict `json_scanner`. `slicing` turns an index such
 as `[0:8, :]` into byte ranges. Writing: `sharding` describes tensors (`TensorSource`) and splits them, `shared` finds
 those that share memory, `naming` names the files, `header_build` makes the bytes before the data. Nested state:
 `state_tree` and `state_names`; for OLMo's files `olmo_names` and `safe_pickle`.
 
-Start with `header`: `parse_header` tells the story of a file; then `dtypes` and `index`.
+Start with `header`: `parse_header` shows all steps of reading a file. Continue with `dtypes` and `index`.
 """

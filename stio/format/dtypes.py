@@ -1,4 +1,4 @@
-"""The dtypes of the safetensors format: names, widths, and how many bytes a tensor of them takes."""
+"""The dtypes of the safetensors format: names, widths, and the bytes that a tensor takes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DtypeName = Literal[
 
 DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)
 
-# The other widths stand in the name.
+# The other widths are part of the name.
 _WIDTH_OF_NAME = {"C64": 64, "BOOL": 8}
 
 BITS: dict[str, int] = {name: _WIDTH_OF_NAME.get(name) or int(name.split("_")[0].lstrip("BFUI")) for name in DTYPES}
@@ -72,7 +72,7 @@ MAX_ELEMENTS = 2**63 - 1
 """Most elements for which tensor libraries have strides. The format's bound is 2**64 - 1; stio is stricter."""
 
 U64_MAX = 2**64 - 1
-"""Largest number that the format can spell."""
+"""Largest number that the format can express."""
 
 
 def bits(name: str) -> int:
@@ -112,7 +112,7 @@ def tensor_nbytes(dtype: str, shape: Sequence[int], *, path: str | None = None) 
         strided *= dimension or 1
         if count > U64_MAX:
             raise FormatError("the shape overflows 64 bits", path=path, found=list(shape))
-        # Checked inside the loop, so that a shape of many large dimensions cannot grow a huge integer.
+        # Checked inside the loop, so that a shape of many large dimensions cannot produce a huge integer.
         if strided > MAX_ELEMENTS:
             raise FormatError(
                 "the shape has more elements than a tensor can have",

@@ -37,7 +37,7 @@ def sort_in_slices(items: Sequence[T], key: Callable[[T], Any] | None = None) ->
         return runs[0] if runs else []
     # One long sort in C would hold the lock, and a merge in Python takes as long as everything else together. So the
     # runs are cut at some of their keys, and the items between two cuts are merged by a sort of their own. It is
-    # stable: equal keys lie between the same cuts, in the order of their runs.
+    # stable: equal keys are between the same cuts, in the order of their runs.
     samples = [run[k] for run in runs for k in range(0, len(run), ROWS // _NUM_SAMPLES)]
     keys = sorted(samples if key is None else map(key, samples))
     starts = [0] * len(runs)

@@ -51,7 +51,7 @@ def header_nbytes(prefix: bytes, *, file_bytes: int, limits: Limits = _DEFAULT_L
         path: File to name in errors.
 
     Raises:
-        FormatError: The file is too short, or the length is zero or leads past the file's end.
+        FormatError: The file is too short, or the length is zero or exceeds the rest of the file.
         LimitError: The length exceeds the limit, as that of nearly all files of another kind does.
     """
     if len(prefix) < PREFIX_BYTES:
@@ -67,7 +67,7 @@ def header_nbytes(prefix: bytes, *, file_bytes: int, limits: Limits = _DEFAULT_L
             expected=f"at most {limits.header_bytes}",
             found=nbytes,
         )
-    # Compared after the limit, and by subtraction: nothing here could wrap in any language.
+    # Compared after the limit, and by subtraction, so no number here can overflow.
     if nbytes > file_bytes - PREFIX_BYTES:
         raise FormatError(
             "the header's length leads past the end of the file",
@@ -103,7 +103,7 @@ def parse_header(
         trailing: Whether bytes after the last tensor are an error.
 
     Raises:
-        FormatError: The header breaks the format; or a name or key comes twice, which the format leaves open.
+        FormatError: The header breaks the format; or a name or key is repeated, for which it has no rule.
         LimitError: More tensors or dimensions than the limits allow.
         TruncatedError: The file ends before its last tensor does.
     """
@@ -135,7 +135,7 @@ def parse_header(
 
 
 class _Entry(msgspec.Struct, gc=False):
-    """One tensor's entry, as the format spells it. Untracked: it holds no cycles and lives for one slice."""
+    """One tensor's entry, as in the JSON. Not tracked for garbage: it has no cycles and exists for one slice."""
 
     dtype: DtypeName
     shape: tuple[int, ...]
@@ -149,7 +149,7 @@ class _Columns:
     """The tensors of a header as columns, first in the order of the text, then in the order of the data.
 
     Args:
-        scanner: Stands at the beginning of the JSON.
+        scanner: A scanner at the beginning of the JSON.
         limits: Bounds on tensors and dimensions.
     """
 
@@ -200,7 +200,7 @@ class _Columns:
         scanner.finish()
 
     def _slice_end(self) -> int:
-        """Return where a slice that starts at the position may end: a guess that decoding proves or disproves."""
+        """Return where a slice that starts at the position may end. This is a guess; decoding checks it."""
         # The last byte is the header's closing brace, or an error.
         pos, last = self._scanner.pos, self._scanner.end - 1
         if last - pos <= WINDOW_BYTES:
@@ -218,7 +218,7 @@ class _Columns:
         if len(self._distinct_names) != len(self.names) + len(entries):
             self._fail_twice(next(filter(set(self.names).__contains__, entries)))
         self.names += entries
-        # Comprehensions beat `map(attrgetter(...))` by half: attributes in slots are specialised bytecode.
+        # Comprehensions are faster than `map(attrgetter(...))` by half: attributes in slots are specialised bytecode.
         rows = entries.values()
         self.dtypes += [entry.dtype for entry in rows]
         self.shapes += [entry.shape for entry in rows]
@@ -313,10 +313,10 @@ class _Columns:
         self.ends = [ends[row] for row in order]
 
     def check_layout(self, data_start: int) -> None:
-        """Check that the data, in file order, begin at 0 and follow one another without hole or overlap.
+        """Check that the data, in file order, begin at 0 and follow one another without gap or overlap.
 
         Raises:
-            FormatError: A size does not fit its shape; a hole, an overlap.
+            FormatError: A size does not fit its shape; a gap, an overlap.
             LimitError: A tensor of too many dimensions.
         """
         data_end = 0
@@ -326,12 +326,12 @@ class _Columns:
             data_end = self.ends[rows.stop - 1]
 
     def _is_sound(self, rows: slice, data_end: int) -> bool:
-        """Return whether these rows are certainly good.
+        """Return whether these rows are certainly valid.
 
         The sizes that follow from shapes and dtypes, added up, must give the offsets. If they do, no product
         overflowed, and no dimension is large, since each is at most the last offset. Two kinds of rows are left to
-        `_check_rows`: shapes with a zero, and dtypes below a byte. The rank comes first: the product of a million
-        dimensions would take long.
+        `_check_rows`: shapes with a zero, and dtypes below a byte. The rank is checked first: the product of a
+        million dimensions would take long.
         """
         shapes = self.shapes[rows]
         if max(map(len, shapes)) > self._limits.max_rank:
@@ -420,7 +420,7 @@ class Header:
     ends: list[int]
     """End of each tensor's data; equal to the next one's begin."""
     has_metadata: bool = False
-    """Whether the file has that text map: an empty one is not the same as none to some libraries."""
+    """Whether the file has that text map: some libraries distinguish an empty one from none."""
     _positions: dict[str, int] = field(default_factory=dict, init=False)
     """Row of each name, filled on first use: loading all tensors in file order never needs it."""
 

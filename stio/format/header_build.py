@@ -38,7 +38,7 @@ def build_header(
         follow, without a gap.
 
     Raises:
-        ValueError: A name comes twice, is `__metadata__` (no reader would find it), or holds NUL or half a surrogate
+        ValueError: A name is repeated, is `__metadata__` (no reader would find it), or holds NUL or half a surrogate
             pair; metadata hold such text.
         TypeError: A metadata key or value is no string.
         UnsupportedDtypeError: The format has no such dtype.

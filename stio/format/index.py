@@ -1,7 +1,7 @@
 """The index of a sharded checkpoint: which file holds which tensor.
 
 The index is untrusted text that names files to open. `parse_index` therefore checks each shard's name
-(`check_shard_name`) before anything is opened. Every index that stio reads goes through it, the drop-ins' too.
+(`check_shard_name`) before anything is opened. stio reads every index through it, in the drop-ins too.
 `check_against_shards` compares an index with the headers of its shards.
 """
 
@@ -48,7 +48,7 @@ def parse_index(raw: bytes, *, path: str, limits: Limits = _DEFAULT_LIMITS, suff
         suffix: Required end of each shard's name.
 
     Raises:
-        IndexFormatError: Not JSON, a key that comes twice, no map of strings to strings, too long, another suffix.
+        IndexFormatError: Not JSON, a repeated key, no map of strings to strings, too long, another suffix.
         UnsafePathError: A shard's name leads out of the directory of the index, on some system.
     """
     if len(raw) > limits.header_bytes:

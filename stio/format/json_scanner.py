@@ -3,10 +3,10 @@
 It accepts what RFC 8259 and the format's reference reader accept, and nothing more. Python's `json` is not enough
 for untrusted text: it recurses, accepts lone surrogates and NaN, fails on integers of more than 4300 digits with
 an error of its own, and holds the interpreter's lock for a whole document. Here nothing recurses, no C call gets
-more than `WINDOW_BYTES` of the text, and every refusal names its byte.
+more than `WINDOW_BYTES` of the text, and every error has the offset of its byte.
 
-The fast path is `decode_members`: msgspec decodes many members in one call. It is more lenient than the format where
-a key comes twice; a count of the quotes finds that.
+The fast path is `decode_members`: msgspec decodes many members in one call. It accepts repeated keys, which
+this module refuses; the number of quotes shows them.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Scanner:
         return True
 
     def members(self) -> Iterator[tuple[int, str]]:
-        """Yield the position and the key of each member of an object; the caller reads the value meanwhile."""
+        """Yield the position and the key of each member of an object; the caller reads the value before the next."""
         has_members = self.open_object()
         while has_members:
             start = self.pos
@@ -192,7 +192,7 @@ class Scanner:
             decoded = text.decode()
             if escaped and "\\" in decoded:
                 decoded = json.loads(f'"{decoded}"')
-                decoded.encode()  # `json` lets lone surrogates pass; encoding them does not
+                decoded.encode()  # `json` accepts lone surrogates; encoding them raises
         except UnicodeDecodeError as problem:
             self.fail("a string is not UTF-8", at=at + problem.start)
         except UnicodeEncodeError:
@@ -213,8 +213,8 @@ class Scanner:
         """Read an array of integers.
 
         Returns:
-            The integers; where there are more than `at_most`, the first `at_most + 1` of them, and the scanner stands
-            inside the array. So no list grows beyond what the caller accepts.
+            The integers; where there are more than `at_most`, the first `at_most + 1` of them, and the position
+            stays inside the array. So no list grows beyond what the caller accepts.
         """
         if self.peek() != _OPEN_ARRAY:
             self.fail("malformed JSON", expected="an array of integers")
@@ -288,8 +288,8 @@ class Scanner:
             num_quotes: How many quotes one member has.
 
         Returns:
-            The members; None where msgspec refuses them or the number of quotes is another: then a key comes twice,
-            or a key is unknown, and the caller reads them one by one.
+            The members; None where msgspec refuses them or the number of quotes is another: then a key is repeated
+            or unknown, and the caller reads them one by one.
         """
         try:
             members = decode(b"{" + text + b"}")
@@ -300,7 +300,7 @@ class Scanner:
         return members if text.count(b'"') == num_quotes * len(members) else None
 
     def null(self) -> bool:
-        """Step over a `null`, if one stands here."""
+        """Step over a `null`, if there is one at the position."""
         if not self.raw.startswith(b"null", self.pos, self.end):
             return False
         self.pos += 4

@@ -53,7 +53,7 @@ def parse_manifest(raw: bytes, *, path: str) -> Manifest:
         path: File to name in errors.
 
     Raises:
-        FormatError: Not JSON, a key that comes twice or is unknown, another version or algorithm, a malformed digest.
+        FormatError: Not JSON, a repeated or unknown key, another version or algorithm, a malformed digest.
         LimitError: It is longer than any that stio writes.
     """
     if len(raw) > MAX_MANIFEST_BYTES:
@@ -87,7 +87,7 @@ def parse_manifest(raw: bytes, *, path: str) -> Manifest:
 
 
 def _fields(scanner: Scanner, *keys: str) -> Iterator[tuple[str, int]]:
-    """Yield each key of an object and its position; the caller reads the value. Each of `keys` must come once."""
+    """Yield each key of an object and its position; the caller reads the value. Each of `keys` must occur once."""
     begin = scanner.pos
     seen: list[str] = []
     for start, key in scanner.members():
@@ -151,15 +151,15 @@ def merge_states(
 def manifest_change(
     old: bytes | None, algorithm: HashName | None, new: Mapping[str, FileState], *, path: str
 ) -> tuple[bytes | None, bytes | None] | None:
-    """Return the manifest that must stand shortly before a commit, and the one after it; None: nothing changes.
+    """Return the manifest to write shortly before a commit, and the one after it; None if nothing changes.
 
-    A checkpoint without a manifest, or with one of another algorithm, has none until the commit: a crash before it
-    would otherwise leave a manifest beside the old files that calls them wrong.
+    A checkpoint without a manifest, or with one of another algorithm, has none until the commit: otherwise a
+    crash before it would leave the old files beside a manifest with other digests.
 
     Args:
         old: Content of the manifest now, None if there is none.
-        algorithm: Hash function of the new files' digests. None: there are no digests, and no manifest after the
-            commit: it must not outlive the old files.
+        algorithm: Hash function of the new files' digests. None if there are no digests: then there is no
+            manifest after the commit, because the old one describes the old files.
         new: The new files by name.
         path: File to name in errors.
     """

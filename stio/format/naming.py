@@ -37,7 +37,7 @@ def check_shard_name(name: str, *, path: str, suffix: str = FILE_SUFFIX) -> None
         suffix: Required end of the name; empty for any.
 
     Raises:
-        UnsafePathError: The name has a root, a drive, `..`, or characters that some system or layer reads as such.
+        UnsafePathError: The name has a root, a drive, `..`, or characters that some system or layer interprets as such.
         IndexFormatError: The name is empty in a part, or has another suffix.
     """
 
@@ -109,7 +109,7 @@ def _around_suffix(pattern: str) -> tuple[str, str]:
                 found += 1
                 if field != "suffix" or spec or conversion:
                     raise ValueError(wrong)
-    except ValueError:  # also an open brace
+    except ValueError:  # also a brace that is not closed
         raise ValueError(wrong) from None
     if found != 1:
         raise ValueError(f"{wrong}: the shards would overwrite each other" if not found else wrong)

@@ -1,7 +1,7 @@
 """Tensor names of OLMo's nested state: URL-safe base64 of a pickle of (key path, whether the tensor is a pickle).
 
-`safe_pickle.py` reads a name and runs nothing, so a crafted name is an error and not a program. Equal paths give equal
-names. A plain `pickle.dumps` does not promise that: it writes the second of two texts as a reference if both are the
+`safe_pickle.py` reads a name and runs nothing: a crafted name only causes an error. Equal paths give equal
+names. A plain `pickle.dumps` does not guarantee that: it writes the second of two texts as a reference if both are the
 same object, and in full if they are only equal.
 """
 
@@ -34,7 +34,7 @@ _PLAIN_KEYS = (str, int, float, bool, bytes, type(None))
 
 
 def looks_encoded(names: Iterable[str]) -> bool:
-    """Return whether all names look like OLMo's: base64 of a pickle of protocol 2 to 5; False for no names."""
+    """Return whether all names have OLMo's form: base64 of a pickle of protocol 2 to 5; False for no names."""
     listed = list(names)
     return bool(listed) and all(name[:2] == "gA" and "I" <= name[2:3] <= "X" and len(name) % 4 == 0 for name in listed)
 
@@ -124,7 +124,7 @@ def shown(path: KeyPath) -> str:
 def nest(leaves: Iterable[tuple[KeyPath, Any]]) -> dict[Any, Any]:
     """Return nested dicts with the leaves at their paths.
 
-    No dict has whole paths as keys: a crafted file could choose tuples whose hashes are equal.
+    No dict has whole paths as keys: a crafted file could choose tuples with equal hashes.
 
     Raises:
         PickleRefused: A path leads through a leaf.

@@ -2,7 +2,7 @@
 
 It reads protocols 2 to 5 and makes None, booleans, numbers, text, bytes, tuples, lists, dicts and sets. An instruction
 that refers to code is refused and named. `pickletools.genops` splits a pickle into its instructions; it checks each
-length before it reads so many bytes, and carries out nothing. The input is untrusted. Steps are counted over all
+length before it reads so many bytes, and executes nothing. The input is untrusted. Steps are counted over all
 pickles of a file. The memo grows by one slot at a time (a jump to slot 2**31 would allocate as many). Nesting is
 bounded when containers are made, because hashing a tuple recurses in C. At the end the value is measured with its
 repetitions: by references, a short pickle can describe 2**60 values.
@@ -85,7 +85,7 @@ class PlainPickles:
         return value
 
     def require_key(self, key: object, weight: int = 1) -> None:
-        """Refuse keys that take long to hash, or whose equal hashes would make a dict slow.
+        """Refuse keys that take long to hash, or that would make a dict slow by equal hashes.
 
         Args:
             key: Value to be used as a key.
@@ -154,7 +154,7 @@ class _Machine:
         self._memo: list[Any] = []
         self._require_hashable = require_hashable
         self._sizes: dict[int, tuple[int, int]] = {}  # weight and depth of each tuple and frozenset
-        self._made: list[object] = []  # keeps these alive: an id of a freed object could come again
+        self._made: list[object] = []  # keeps these alive: the id of a freed object could be reused
 
     def result(self) -> Any:
         """Return the value, once the pickle has ended."""
@@ -163,7 +163,7 @@ class _Machine:
         return self._stack[0]
 
     def refusal(self, name: str, argument: Any) -> str:
-        """Return the message about an instruction that plain values need not."""
+        """Return the message about an instruction that plain values do not need."""
         code = name if name in _CALLS else ""
         if name == "GLOBAL":
             code = argument.replace(" ", ".")
@@ -251,7 +251,7 @@ _LITERALS = [
     "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
     "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8",
 ]  # fmt: skip
-"""Instructions whose argument is a value."""
+"""Instructions with a value as their argument."""
 
 _HANDLERS: dict[str, Callable[[_Machine, Any], object]] = {
     "STOP": lambda m, _: None,

@@ -23,9 +23,9 @@ _UNITS = {
 }
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: making 60,000 took 80 ms, so it takes 25
+@dataclass(slots=True, kw_only=True)  # not frozen: making 60,000 takes 25 ms instead of 80
 class TensorSource:
-    """A tensor to be saved, described for packages without torch. It is not changed after it was made."""
+    """A tensor to be saved, described for packages without torch. It is not changed once it is made."""
 
     name: str
     """Name in the checkpoint."""

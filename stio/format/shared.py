@@ -1,7 +1,7 @@
 """Tensors that share memory: which overlap, what a save does with them, and how ties are recorded.
 
-Memory is described by spans of a storage (`TensorSource`), so no torch is needed here. `overlap_groups` is the one
-sweep over such spans, for the drop-ins too.
+Memory is described by spans of a storage (`TensorSource`), so no torch is needed here. `overlap_groups` is the only
+sweep over such spans; the drop-ins use it too.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def resolve_shared(sources: Sequence[TensorSource], policy: SharedPolicy) -> tup
 
     With `dedupe`, names of one and the same tensor (equal memory, dtype, shape and layout) are saved once, under the
     name that sorts first. Tensors that only overlap, such as a view and its base, are each saved with bytes of their
-    own: the tie is lost, never data, and loading needs no knowledge of the model. The hub's saver differs: it drops
+    own: the tie is lost, but no data, and loading does not depend on the model. The hub's saver differs: it drops
     every name but one that covers the whole storage, also if the dropped tensor is smaller or has another shape.
 
-    Memory is compared by spans: two combs that interleave without a common element count as overlapping.
+    Memory is compared by spans: two strided tensors that interleave without a common element count as overlapping.
 
     Args:
         sources: The tensors.
         policy: `dedupe`; `clone` saves every name with bytes of its own; `error` refuses tensors that overlap.
 
     Returns:
-        The tensors to save, in the order given; and for each dropped name the one that stands for it.
+        The tensors to save, in the order given; and for each dropped name the name that is saved instead.
 
     Raises:
         SharedTensorsError: With `error`; it names the groups that overlap.
@@ -63,7 +63,7 @@ def resolve_shared(sources: Sequence[TensorSource], policy: SharedPolicy) -> tup
 
 
 def _aliases_among(group: Sequence[TensorSource]) -> Iterator[tuple[str, str]]:
-    """Yield, for tensors on one storage, each name to drop and the name that stands for it."""
+    """Yield, for tensors on one storage, each name to drop and the name that is saved instead."""
     first_names: dict[Hashable, str] = {}
     for source in sort_in_slices(group, key=operator.attrgetter("name")):
         same = (source.span, source.dtype, source.shape, source.layout)
@@ -91,7 +91,7 @@ def _refuse_overlaps(storages: Iterable[Sequence[TensorSource]]) -> None:
 
 
 def overlap_groups(spans: Iterable[tuple[int, int, str]]) -> Iterator[list[str]]:
-    """Yield groups of names whose spans overlap, directly or through others; a name without overlap is a group too.
+    """Yield groups of names with overlapping spans, directly or through others; a name without overlap is a group too.
 
     Args:
         spans: Begin, end (half-open) and name of each, all in one storage or address space.
@@ -103,7 +103,7 @@ def overlap_groups(spans: Iterable[tuple[int, int, str]]) -> Iterator[list[str]]
             yield names
             names = []
         names.append(name)
-        reach = max(reach, end)  # not the last one's end: a short span may lie inside a long one
+        reach = max(reach, end)  # not the end of the last one: a short span may be inside a long one
     if names:
         yield names
 

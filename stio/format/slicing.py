@@ -27,7 +27,7 @@ Rows: TypeAlias = "range | list[int]"
 """Rows of one dimension, ascending and distinct; a list only if they are not evenly spaced."""
 
 SMALL_CHUNK_BYTES = 512
-"""Shorter chunks are widened where that is cheap. It is a disk's sector; copying it costs less than a call."""
+"""Shorter chunks are widened where that is cheap. The bound is a disk's sector; copying it costs less than a call."""
 
 PAGE_BYTES = 4096
 """Rows up to this size are read whole rather than in small chunks: the page is touched in any case."""
@@ -189,13 +189,13 @@ def _refuse(reason: str, index: Index, shape: tuple[int, ...]) -> NoReturn:
 def _refuse_ambiguous(terms: list[_Term], index: Index, shape: tuple[int, ...]) -> None:
     """Refuse an index that numpy and torch interpret differently.
 
-    If there is a list, numpy treats ints as lists too. If another part stands between them, numpy puts the list's
+    If there is a list, numpy treats ints as lists too. If another part is between them, numpy puts the list's
     dimension first, and torch leaves it in its place. Both agree if its place is the first.
     """
     if all(term.kind != "list" for term in terms):
         return
     parts: list[str] = [term.kind for term in terms]
-    # For numpy an Ellipsis that stands for no dimension separates too. Only the index itself still shows it.
+    # In numpy an Ellipsis for no dimension separates too. Only the index itself still shows it.
     if isinstance(index, tuple) and len(index) == len(terms) + 1:
         place = next((k for k, item in enumerate(index) if isinstance(item, EllipsisType)), len(parts))
         parts.insert(place, "ellipsis")
@@ -242,7 +242,7 @@ def _chunks(read: list[Rows], shape: tuple[int, ...], itemsize: int) -> tuple[Se
 
 
 def _widened(rows: Rows, length: int, row_bytes: int, num_outer: int) -> Rows:
-    """Return the rows to read of a dimension whose rows are contiguous: the selected ones, or some more.
+    """Return the rows to read of a dimension with contiguous rows: the selected ones, or some more.
 
     Args:
         rows: The selected rows.
@@ -273,7 +273,7 @@ def _repeat(starts: Sequence[int], rows: Rows, stride: int) -> Sequence[int]:
 
 
 def _post_item(term: _Term, read: list[Rows]) -> Any:
-    """Return the index that selects a term's rows among those that are read; a flip comes later."""
+    """Return the index that selects a term's rows among those that are read; a flip is applied later."""
     if term.kind == "new":
         return None
     got = read[term.dim]

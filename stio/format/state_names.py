@@ -1,8 +1,8 @@
 """Names of the leaves of a nested state: as tensors in a file, and in messages.
 
 A tensor's name is its path, `state/0/exp_avg`. No two paths have the same name. Text is escaped where it has a
-separator or a percent sign, where it is not printable, and where it would read as a key of another type (`"0"` beside
-`0`). An escape is a percent sign and two hexadecimal digits for each byte of UTF-8, so that any decoder can undo it.
+separator or a percent sign, where it is not printable, and where it would be read as a key of another type (`"0"`
+beside `0`). An escape is a percent sign and two hexadecimal digits for each byte of UTF-8; any decoder can undo it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SEPARATORS_IN_TUPLES = frozenset("/%,()")
 
 
 def key_label(key: object) -> str:
-    """Return the part of a name that stands for a key or an index; never empty, and without a slash.
+    """Return the part of a name that represents a key or an index; never empty, and without a slash.
 
     Args:
         key: Text, int, float, bool, None or a tuple of those.

@@ -1,12 +1,12 @@
 """The tree of a nested state as text: containers and plain values in order, tensors by name.
 
 The text is JSON, `{"stio.state":1,"nodes":[...]}`, and flat, so nothing recurses. A container is a row of its tag and
-its number of items, and the items follow it (of a mapping: key, value, key, value). A plain value stands for itself.
+its number of items, and the items follow it (of a mapping: key, value, key, value). A plain value is itself a node.
 A value that JSON cannot express is a row of a tag and a text. Lines end between nodes only, and a long line is a single
 node. A reader decodes line by line, so neither its memory nor the interpreter's lock depends on how the text was made.
 
 Reading checks everything that can be checked before a tensor is read, and makes all containers. `Tree.fill` puts the
-tensors in later. No torch is needed here: `parse_tree` calls the caller for torch's types.
+tensors in later. No torch is needed here: the caller passes `parse_tree` a function that makes torch's types.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TREE_TENSOR = "/stio.state"
 """U8 tensor that holds a long tree. No path of a leaf begins with a slash."""
 
 POINTER = f'{{"{STATE_KEY}":1,"tensor":"{TREE_TENSOR}"}}'
-"""Value in the metadata if the tree stands in a tensor."""
+"""Value in the metadata if the tree is in a tensor."""
 
 MAX_DEPTH = 200
 """Most containers inside each other; states in practice have ten."""
@@ -135,7 +135,7 @@ def encode_tree(nodes: Sequence[Node]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A place in the tree whose bytes stand in a tensor."""
+    """A place in the tree with its bytes in a tensor."""
 
     kind: ReferenceKind
     """Type of the value that the tensor becomes."""
@@ -148,11 +148,11 @@ class Tree:
     """A state without its tensors."""
 
     root: list[Any]
-    """A list whose only item is the state."""
+    """A list with the state as its only item."""
     places: list[tuple[Any, Any, Reference | list[Any]]]
     """Values that are still missing: container, index or key, and a reference or a tuple's items; inner ones first."""
     references: list[Reference]
-    """Every reference, in order; names may come more than once."""
+    """Every reference, in order; names may occur more than once."""
     num_nodes: int
     """Size of the tree."""
 
@@ -189,7 +189,7 @@ def parse_tree(
         path: File to name in errors.
         limits: Bounds on its length and on its number of nodes.
         foreign: Makes the types of the caller's library from a tag and a value: `dtype` and `device` from text, `size`
-            from a tuple of integers. Raises ValueError for a value that it does not know.
+            from a tuple of integers. Raises ValueError for an unknown value.
         check: Called once a line; may raise to end the parsing.
 
     Raises:
@@ -235,7 +235,7 @@ def _lines(raw: bytes, path: str) -> Iterator[Sequence[Node]]:
 
 
 class _Open:
-    """A container whose items are being read."""
+    """A container of which the items are being read."""
 
     __slots__ = ("in_key", "is_mapping", "items", "late", "size", "tag")
 
@@ -338,7 +338,7 @@ class _Builder:
             self._fail("the number of items was expected", found=size)
         if len(self._stack) > MAX_DEPTH:
             raise LimitError("the state is nested too deeply", path=self._path, expected=f"at most {MAX_DEPTH} levels")
-        # No memory is allocated by this number: it only tells when the container ends.
+        # No memory is allocated by this number: it only determines when the container ends.
         self._stack.append(_Open(tag, 2 * size if tag in _MAPPINGS else size, in_key=in_key))
         if not size:
             self._close()

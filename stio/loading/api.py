@@ -457,12 +457,12 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
         return self
 
     async def __anext__(self) -> tuple[str, torch.Tensor]:
-        pair = await self.take()
+        pair = await self._take()
         if pair is None:
             raise StopAsyncIteration
         return pair
 
-    async def take(self) -> tuple[str, torch.Tensor] | None:
+    async def _take(self) -> tuple[str, torch.Tensor] | None:
         """Return the next name and tensor, None at the end."""
         self._begin()
         while not self._names:

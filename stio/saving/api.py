@@ -1,4 +1,4 @@
-"""The public functions that save: `save`, and a `Saver` whose saves go on while the program does something else.
+"""The public functions that save: `save`, and a `Saver` whose saves run in the background.
 
 Each is one coroutine that begins a save (`stio.saving.pending`) and waits for it, on asyncio, uvloop or trio;
 `stio.sync` runs the same coroutines in a thread without a loop. No task group and no cancel scope of the caller is held
@@ -66,11 +66,11 @@ async def save(
     A cancel rolls the save back before it is passed on, unless the commit has begun.
 
     Args:
-        tensors: Tensors by name (some may be `stio.LazyTensor`), or a module. They must not change meanwhile; a `Saver`
-            returns earlier.
+        tensors: Tensors by name (some may be `stio.LazyTensor`), or a module. They must not change during the
+            save; a `Saver` returns earlier.
         destination: A path ending in `.safetensors` is one file; any other path is a directory in the hub's layout,
             updated in place where it holds a checkpoint. Other files in it are not touched.
-        budget_bytes: Most bytes of staging memory. None: 512 MiB. A tensor that a producer made comes on top.
+        budget_bytes: Most bytes of staging memory. None: 512 MiB. A produced tensor is not included.
         max_shard_size: Most bytes of tensors in one file of a directory: a number, or text such as `"5GB"`. None:
             `"5GB"`. Not for a destination that is one file.
         metadata: Text to store with the checkpoint.
@@ -85,7 +85,7 @@ async def save(
             crash of the process.
         hash: Write a manifest with a digest of every file: `"sha256"` or `"xxh3"`.
         progress: A callable that gets a `stio.ProgressEvent`, `True` for a tqdm bar, or a tqdm class.
-        trace: A `stio.Trace` that records what is done when.
+        trace: A `stio.Trace` that records spans of the work.
         switch_interval: The interpreter's switch interval during the save, in seconds. None: unchanged.
 
     Returns:
@@ -94,10 +94,10 @@ async def save(
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: An argument has a wrong value, or two of them contradict each other.
-        NoSpaceError: It does not fit; known before the first byte is written.
-        ConcurrentSaveError: Another save changed the destination meanwhile.
+        NoSpaceError: It does not fit; raised before the first byte is written.
+        ConcurrentSaveError: Another save changed the destination at the same time.
         CommitUncertainError: It is in place, but the system did not confirm that it is durable.
-        StioError: See `stio.errors`. Whatever else is raised, a cancel included, the old checkpoint stands.
+        StioError: See `stio.errors`. After any other exception, a cancel included, the old checkpoint remains.
     """
     options = SaveOptions(
         max_shard_size=max_shard_size,
@@ -116,11 +116,11 @@ async def save(
 
 
 class Saver:
-    """Saves whose caller waits only for the snapshot: writing and committing go on meanwhile.
+    """Saves with a caller that waits only for the snapshot: writing and committing continue in the background.
 
         async with stio.Saver(keep_last=3) as saver:
             pending = await saver.save(model.state_dict(), "step-100/")  # the snapshot is complete
-            ...                                                          # training goes on, tensors may change
+            ...                                                          # training continues, tensors may change
             result = await pending                                       # durable, or it raises
 
     The failure of a save that was not awaited is raised by the next `save`, or on leaving the block. Leaving the block
@@ -129,7 +129,7 @@ class Saver:
 
     Args:
         keep_last: Delete the saver's own older checkpoints once this many newer ones are durable. None: keep all.
-        max_pending: Most saves that are under way at one time. Each holds a snapshot of its own.
+        max_pending: Most saves under way at one time. Each holds its own snapshot.
         when_full: What `save` does when so many are under way: wait for the oldest, or raise `SaveInProgressError`.
         budget_bytes: Most bytes of staging memory. None: as many as the snapshots take, so that a save is staged at the
             speed of memory. Below a snapshot's size it is written while it is staged.
@@ -192,7 +192,7 @@ class Saver:
         _savers.add(self)
 
     def _start_afresh(self) -> None:
-        """Begin without saves. In a forked child, the saves and the checkpoints so far belong to the parent."""
+        """Reset to no saves. In a forked child, the saves and the checkpoints so far belong to the parent."""
         self._pool = StagingPool(self._budget_bytes)
         self._lock = threading.Lock()
         self._saves: deque[PendingSave] = deque()  # in the order of their calls; ended ones leave in `_collect`
@@ -385,7 +385,7 @@ class Saver:
                 self._failures.append(error)
 
     async def _close(self, end_saves: Callable[[], Awaitable[None]]) -> BaseException | None:
-        """Take no more saves, end those under way, release the memory; return the first failure not awaited."""
+        """Refuse further saves, end those under way, release the memory; return the first failure not awaited."""
         with self._lock:
             self._closed = True
         try:
@@ -407,7 +407,7 @@ class Saver:
 
     async def _roll_back(self) -> None:
         interrupted: BaseException | None = None
-        for pending in reversed(self.pending):  # in the order of their calls, the next one could begin
+        for pending in reversed(self.pending):  # in the order of their calls the next one could begin
             pending.cancel()
         for pending in self.pending:
             try:
@@ -418,7 +418,7 @@ class Saver:
             raise interrupted
 
     def _retain(self, saved: SavedCheckpoint) -> None:
-        """Delete what is older than the newest `keep_last` checkpoints. Called on a save's thread."""
+        """Delete the checkpoints that are older than the newest `keep_last`. Called on a save's thread."""
         if self._keep_last is None:
             return
         key = saved.path, saved.filename_pattern

@@ -1,7 +1,7 @@
-"""Nested state taken apart for a save: tensors by name, and a tree of everything else as text (`format/state_tree.py`).
+"""Nested state split for a save: tensors by name, and a tree of all other values as text (`format/state_tree.py`).
 
-The walk keeps a stack of its own, so no depth exhausts the interpreter's, and it goes on in steps of about a
-millisecond: a small state is taken apart at once, a large one on a thread of stio's own, where a cancel ends it. Only
+The walk has its own stack, so no depth exhausts the interpreter's. It advances in steps of about a millisecond: a small
+state is split at once, a large one on a thread of stio, where a cancel ends it. Only
 exact types are accepted; a value of another type is refused by its path in the state, before anything is written.
 """
 
@@ -41,17 +41,17 @@ Flattened: TypeAlias = tuple[dict[str, torch.Tensor | LazyTensor], dict[str, str
 
 _INLINE_BYTES = 64 << 10
 """Longest tree in the metadata, and longest `bytes` in the tree; longer ones become tensors. A reader must parse the
-whole header before it knows anything else, and its first read takes 128 KiB; the hub refuses an index of more than
+whole header before anything else, and its first read takes 128 KiB; the hub refuses an index of more than
 10 MiB, and the tree of 100,000 leaves has 4 MiB."""
 
 _STEP_NODES = 2000
-"""Values taken apart in one step, about 1 ms: on the caller's thread, or between two checks for a cancel."""
+"""Values visited in one step, about 1 ms: on the caller's thread, or between two checks for a cancel."""
 
 _SMALL = 1 << 62
-"""Integers below it surely have less than 64 bits."""
+"""Integers below it always have less than 64 bits."""
 
 _MAX_KEY_DEPTH = 20
-"""Most tuples inside each other in a key."""
+"""Most levels of nested tuples in a key."""
 
 _SCALARS = frozenset({str, float, int})
 
@@ -64,11 +64,11 @@ _ADVICE: tuple[tuple[Any, str], ...] = (
     (bool | int | float | str | list | bytes, "a subclass; pass the plain value"),
     (object, "pass its parts, as containers, tensors and plain values"),
 )
-"""What to pass instead of a value of these types; the first that fits."""
+"""What to pass instead of a value of these types; the first match applies."""
 
 
 async def flatten(state: object, metadata: Mapping[str, str] | None) -> Flattened:
-    """Take a state apart; a large one on a thread of stio's own.
+    """Split a state; a large one on a thread of stio.
 
     Args:
         state: See `stio.save_state`.
@@ -97,7 +97,7 @@ async def flatten(state: object, metadata: Mapping[str, str] | None) -> Flattene
 
 @dataclass(slots=True)
 class _Frame:
-    """A container whose items are being visited."""
+    """A container with items that are being visited."""
 
     container: Any
     items: Iterator[tuple[Any, Any]]
@@ -117,7 +117,7 @@ class _Walk:
     def __init__(self, state: object) -> None:
         self._nodes: list[Node] = []
         self._tensors: dict[str, torch.Tensor | LazyTensor] = {}
-        self._limits = Limits()  # the defaults of loads, so that what is saved can be loaded
+        self._limits = Limits()  # the defaults of loads, so that each saved state can be loaded
         self._stack: list[_Frame] = []
         self._open_ids: set[int] = set()
         self._names_by_id: dict[int, str] = {}

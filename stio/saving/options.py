@@ -1,6 +1,6 @@
 """What a save takes and returns: tensors, destination, options and result.
 
-`SaveOptions` is checked once, where it is made, before anything else is done. The public functions spell its fields out
+`SaveOptions` is checked once, when it is made, before any other step. The public functions have its fields
 as keywords.
 """
 
@@ -59,11 +59,11 @@ DestinationLike: TypeAlias = str | os.PathLike[str] | Destination
 """A path ending in `.safetensors` (one file), any other path (a directory), or an object with the method `begin`."""
 
 TensorsLike: TypeAlias = Mapping[str, torch.Tensor] | Mapping[str, torch.Tensor | LazyTensor] | nn.Module
-"""Tensors by name, some of which may be lazy, or a module, whose `state_dict()` is saved."""
+"""Tensors by name, some of which may be lazy, or a module, to save its `state_dict()`."""
 
 
 def tensors_by_name(tensors: TensorsLike) -> dict[str, torch.Tensor | LazyTensor]:
-    """Return what is to be saved, by name, in a new dict.
+    """Return the tensors to save, by name, in a new dict.
 
     Raises:
         TypeError: Neither a mapping nor a module.
@@ -158,7 +158,7 @@ class SaveOptions:
             raise ValueError(f"switch_interval must be positive, not {self.switch_interval}")
 
     def with_changes(self, **changes: object) -> SaveOptions:
-        """Return these options, changed by what is not `INHERITED`; the names are those of the fields."""
+        """Return these options with the given fields replaced; fields that are `INHERITED` stay as they are."""
         given: dict[str, Any] = {name: value for name, value in changes.items() if value is not INHERITED}
         return replace(self, **given) if given else self
 

@@ -1,7 +1,7 @@
 """One save, from the call to the durable checkpoint: plan, stage, write, commit.
 
-A save runs on a thread of its own (`PendingSave._run` reads from top to bottom) and has two moments that a caller may
-wait for: its snapshot is complete, so the tensors may change; and its checkpoint is durable. A save that fails or is
+A save runs on its own thread (`PendingSave._run` shows its steps in order). A caller may wait for two moments: the
+snapshot is complete, so the tensors may change; and the checkpoint is durable. A save that fails or is
 cancelled before its commit leaves nothing behind.
 """
 
@@ -46,22 +46,22 @@ from stio.storage.commit.transaction import LocalTransaction, begin_local
 logger = logging.getLogger("stio")
 
 EXIT_PATIENCE_SECONDS = 60.0
-"""How long the interpreter's exit lets a save go on before it is rolled back."""
+"""Longest time that the interpreter's exit waits for a save before it is rolled back."""
 
 Planner: TypeAlias = Callable[[Sequence[TensorSource], int], WritePlan]
-"""Decides which tensor goes into which file, with which header; called with the tensors and the block size in bytes."""
+"""Assigns each tensor to a file, and makes the headers; called with the tensors and the block size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A durable checkpoint, with what its saver needs in order to delete it later."""
+    """A durable checkpoint, with the data that its saver needs to delete it later."""
 
     path: str
     """The destination, links resolved."""
     filename_pattern: str | None
     """Names of its files, in a directory; None: it is one file."""
     fresh: bool
-    """Whether the save made its directory, so that all of it is the saver's own."""
+    """Whether the save made its directory, so that all of it belongs to the saver."""
     files: frozenset[str]
     """Paths of the files that it consists of; some may not exist."""
 
@@ -73,9 +73,9 @@ class PendingSave:
     the wait; `cancel` rolls the save back.
     """
 
-    # The arguments are stio's own. With a `pool`, a saver's staging memory, the caller waits for the snapshot, so
-    # staging goes first. Without a pool the caller waits for the end: the save has staging memory of its own,
-    # `budget_bytes` (None: the default), and writing goes first.
+    # The arguments are internal. With a `pool`, a saver's staging memory, the caller waits for the snapshot, so staging
+    # has priority. Without a pool the caller waits for the end: the save has its own staging memory, `budget_bytes`
+    # (None: the default), and writing has priority.
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class PendingSave:
         planner: Planner | None = None,
     ) -> None:
         self.destination = destination
-        """Where the checkpoint goes, as it was given."""
+        """The destination, as it was given."""
         self._options = options
         self._tensors = tensors_by_name(tensors)
         self._absolute_destination = absolute_destination(destination)
@@ -123,7 +123,7 @@ class PendingSave:
         )
         self._operation.start()
 
-    # The life of a save, on its own thread.
+    # The steps of a save, on its own thread.
 
     def _run(self, operation: Operation[SaveResult]) -> SaveResult:
         options, trace = self._options, self._options.trace
@@ -260,7 +260,7 @@ class PendingSave:
             return f"{names[0]}{MANIFEST_SUFFIX}"
         return manifest_name(self._options.filename_pattern)
 
-    # What a caller sees of it, from any thread.
+    # The caller's interface, from any thread.
 
     def done(self) -> bool:
         """Whether the save has ended: durable, failed or rolled back."""
@@ -281,9 +281,9 @@ class PendingSave:
             timeout: Seconds.
 
         Raises:
-            TimeoutError: The timeout passed; the save goes on.
+            TimeoutError: The timeout passed; the save continues.
             ClosedError: The save was cancelled, and is rolled back.
-            StioError: It failed; the old checkpoint stands.
+            StioError: It failed; the old checkpoint remains.
         """
         if not self._operation.join(timeout):
             raise TimeoutError(f"the save to {self.destination} is not done after {timeout} s")

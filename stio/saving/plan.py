@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     start: int
     """First byte, counted in the tensor; where one of its elements begins."""
     at: int
-    """Where it goes in the block."""
+    """Offset in the block."""
     nbytes: int
     """Length."""
     ends: bool
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WriteBlock:
-    """One write: a range of one shard's file and where its bytes come from."""
+    """One write: a range of one shard's file, and the sources of its bytes."""
 
     shard: int
     """Index of the shard in the plan."""
@@ -49,7 +49,7 @@ class WriteBlock:
     """Tensors' bytes in it, in file order; with those of the header they fill it without a gap."""
 
     def head(self, header: bytes) -> bytes:
-        """Return the bytes of the shard's header that are in the block; they stand at its start."""
+        """Return the bytes of the shard's header that are in the block; they are at its start."""
         return header[self.offset : self.offset + self.nbytes]
 
 
@@ -99,7 +99,7 @@ class WritePlan:
         """
         if self.ready_index is not None:
             return self.ready_index
-        # The hub's order: shard by shard, and inside a shard as the caller gave the tensors, not as they lie in it.
+        # The hub's order: shard by shard, and inside a shard in the caller's order, not in the order of the data.
         weight_map = {name: file for shard, file in zip(self.shards, shard_names, strict=True) for name in shard.listed}
         return build_index(weight_map, self.total_bytes, {**self.metadata, **_alias_metadata(self.aliases)})
 
@@ -122,11 +122,11 @@ def plan_writes(
         sources: The tensors, no name twice.
         block_bytes: Largest write; a multiple of `PAGE_BYTES`.
         max_shard_bytes: Largest shard, headers not counted; a larger tensor is a shard of its own. None: one file.
-        metadata: Text to store. `format` is allowed here, `total_size` and stio's own key are not.
+        metadata: Text to store. `format` is allowed here; `total_size` and the key of stio are not.
         shared: See `resolve_shared`.
 
     Raises:
-        SharedTensorsError: Tensors share memory, and that was to be an error.
+        SharedTensorsError: Tensors share memory, and `shared` is `"error"`.
         ValueError: A name or a metadata key cannot be used, or a size is not positive.
         TypeError: A metadata key or value is no string.
         UnsupportedDtypeError: A dtype that the format does not have.

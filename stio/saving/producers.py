@@ -1,7 +1,7 @@
 """Tensors that are made while they are saved: each is produced once, copied from, and released.
 
-What a producer returned is held while its bytes are copied to staging memory, and no longer: so a conversion of any
-size needs little memory. Awaitables run on the event loop of `stio.runtime.event_loop`, so a producer may be
+The result of a producer is held only while its bytes are copied to staging memory, so a conversion of any size needs
+little memory. Awaitables run on the event loop of `stio.runtime.event_loop`, so a producer may be
 `checkpoint.read(...)` itself.
 """
 
@@ -44,11 +44,11 @@ class ProducedTensors:
         The caller must drop each copy before it takes the next: a copy holds the tensor that was produced.
 
         Raises:
-            ValueError: What was produced is not what was announced, or cannot be saved.
+            ValueError: The result has not the announced dtype or shape, or cannot be saved.
             TypeError: It has no memory of its own.
             Cancelled: `stop` was called.
             RuntimeError: The producer was cancelled, but not by the save.
-            Exception: Whatever the producer raises.
+            Exception: The producer raised it.
         """
         if not start:
             self._parts, self._begin, self._end = self._produce(source), 0, 0
@@ -68,11 +68,11 @@ class ProducedTensors:
                 next(self._parts, None)  # runs the producer to its end; raises if there is more
         except asyncio.CancelledError as error:
             self._check()
-            # Raised to a task that was not cancelled it would pass for the task's end, and the failure would be lost.
+            # In a task that was not cancelled, this error would look like its end, and the failure would be lost.
             raise RuntimeError(f"the producer of {printable(source.name)!r} was cancelled") from error
 
     def stop(self) -> None:
-        """Cancel an awaitable that is awaited, and take no more parts. Callable from any thread."""
+        """Cancel an awaitable that is awaited, and read no further parts. Callable from any thread."""
         with self._lock:
             self._stopped = True
             awaited = self._awaited
@@ -80,7 +80,7 @@ class ProducedTensors:
             awaited.cancel()
 
     def clear(self) -> None:
-        """Release what was produced and not used up."""
+        """Release the parts that were produced and not copied."""
         self._parts, self._part = iter(()), None
 
     def _check(self) -> None:

@@ -1,9 +1,9 @@
-"""The scheduler of a save: workers fill blocks of file images by copying, and write full blocks meanwhile.
+"""The scheduler of a save: workers fill blocks of file images by copying, and write full blocks at the same time.
 
-Each worker does both kinds of jobs. Where a caller waits for the snapshot, filling comes first: the snapshot is
-complete before its writing costs anything; where it does not fit the staging memory, a worker that finds no free block
-writes a full one. Where the caller waits for the end of the save, writing comes first: the disk is never idle and few
-blocks are used. The last block of a file makes the file durable. The first error or a cancel stops both kinds of jobs;
+Each worker does both kinds of jobs. Where a caller waits for the snapshot, filling has priority: writes do not
+delay the snapshot. If the snapshot is larger than the staging memory, a worker that finds no free block writes a full
+one. Where the caller waits for the end of the save, writing has priority: the disk is never idle and few blocks are
+used. The last block of a file makes the file durable. The first error or a cancel stops both kinds of jobs;
 the run ends when no worker uses a tensor, a block or a file any more.
 """
 
@@ -34,8 +34,8 @@ WRITE_DEPTH = 4
 """Most writes under way at once; so many reach the rate of the disk."""
 
 NUM_WORKERS = WRITE_DEPTH + 2
-"""Two more than write, so that a full block is there when a write ends: writes that started together end together, and
-where all of them then filled their next block first, the disk had nothing to do for 3 of 30 ms."""
+"""Two more than write, so that a full block is ready when a write ends. Writes that start together end together; where
+all workers then filled their next block first, the disk was idle for 3 of 30 ms."""
 
 AHEAD_BLOCKS = 4
 """Most full blocks that wait for the disk, where no caller waits for the snapshot: one for each write that may end."""
@@ -48,14 +48,14 @@ class SaveScheduler:
     """One save from its first copy to its last durable byte; the commit is the transaction's.
 
     Args:
-        plan: What to write where.
+        plan: The files and their blocks.
         pool: Staging memory; its condition guards this run too.
         ready: When the devices' tensors may be read.
         on_staged: Called once, on a worker, when every tensor was copied and may change.
         stage_first: Whether the snapshot is more urgent than the disk.
         hasher: Makes one for each file; None: no digests.
         progress: Called with an event at the start and after each block that was written, one call at a time.
-        trace: Where spans go.
+        trace: Records spans.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SaveScheduler:
         self._trace = trace
         self._pacer = Pacer(pool.block_bytes)
         self._sinks: Sequence[FileWriter] | None = None
-        self._num_fills = self._num_filling = 0  # blocks whose filling has begun; those that are being filled
+        self._num_fills = self._num_filling = 0  # blocks that were begun; those that are being filled
         self._num_writes = self._num_writing = self._num_written = 0
         self._full: list[tuple[int, Region]] = []  # a heap: the lowest block is written first, and hashed in order
         self._left = [len(shard.blocks) for shard in plan.shards]
@@ -95,7 +95,7 @@ class SaveScheduler:
         self._hashed_bytes = [0] * len(plan.shards)
         self._started = perf_counter()
         self._done_bytes = 0
-        self._done_tensors = sum(not source.nbytes for source in plan.sources)  # there is nothing to write of those
+        self._done_tensors = sum(not source.nbytes for source in plan.sources)  # these have no bytes to write
         self._reporting = threading.Lock()
         self.written_bytes = 0
         """Bytes of the blocks that were written."""
@@ -103,13 +103,13 @@ class SaveScheduler:
         """None; see `stio.runtime.stats`. The pool counts the staging memory."""
 
     def start(self) -> None:
-        """Begin to fill blocks on threads of the run's own; `complete` or `stop`, and then `join`, must follow."""
+        """Begin to fill blocks on the run's own threads; `complete` or `stop`, and then `join`, must follow."""
         self._report(None)
         stats.add_run(self)
         self._workers.start(self._work, min(NUM_WORKERS - 1, len(self._blocks)))
 
     def write_to(self, sinks: Sequence[FileWriter]) -> None:
-        """Give the files; before that nothing is written."""
+        """Set the files to write to; before this call nothing is written."""
         with self._changed:
             self._sinks = sinks
             self._changed.notify_all()
@@ -172,7 +172,7 @@ class SaveScheduler:
         """Return whether a full block may be written now. The caller holds the condition."""
         if not self._full or self._sinks is None or self._num_writing == WRITE_DEPTH:
             return False
-        # Digests are computed in order: later blocks must not use up the places of writers before the next one.
+        # Digests are computed in order: later blocks must not occupy all writers before the next one.
         return self._hashers is None or self._full[0][0] == self._num_writes
 
     def _block_to_fill(self) -> Region | None:
@@ -253,7 +253,7 @@ class SaveScheduler:
         self._report(block)
 
     def _hash(self, hasher: Hasher, block: WriteBlock, region: Region) -> None:
-        """Add a block to its file's digest, once all blocks before it are in."""
+        """Add a block to its file's digest, once all blocks before it were added."""
         hashed_bytes = self._hashed_bytes
         with self._changed:
             # Never a deadlock: writes begin in order, so some worker has the lowest block.

@@ -15,11 +15,11 @@ from stio.runtime.limits import check_budget_bytes
 from stio.runtime.memory import Region
 
 SNAPSHOT_BLOCK_BYTES = 64 << 20
-"""One copy, where a caller waits for the snapshot: few returns to Python. Four writes of it keep any disk busy."""
+"""One copy, where a caller waits for the snapshot: few returns to Python. Four such writes saturate any disk."""
 
 STREAM_BLOCK_BYTES = 16 << 20
 """One copy and one write, where the caller waits for the disk: the first write begins after 16 MiB were copied, and for
-the last 16 MiB the disk works alone. A 1.7 GB save reached 0.88 of a raw writer's rate with it, 0.80 with 32 MiB, 0.85
+the last 16 MiB only the disk is busy. A 1.7 GB save reached 0.88 of a raw writer's rate with it, 0.80 with 32 MiB, 0.85
 with 64."""
 
 SMALLEST_BLOCK_BYTES = 1 << 20
@@ -28,8 +28,8 @@ SMALLEST_BLOCK_BYTES = 1 << 20
 def block_bytes_for(data_bytes: int, budget_bytes: int | None, *, stage_first: bool) -> int:
     """Return the block size for a snapshot, a power of two.
 
-    A small snapshot gets smaller blocks, so that several workers have something to copy. So does a small budget: some
-    blocks are written while others are filled.
+    A small snapshot gets smaller blocks, so that several workers can copy. So does a small budget: some blocks are
+    written while others are filled.
     """
     largest = SNAPSHOT_BLOCK_BYTES if stage_first else STREAM_BLOCK_BYTES
     wanted = min(largest, max(data_bytes // 16, 4 * SMALLEST_BLOCK_BYTES))

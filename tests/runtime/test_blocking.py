@@ -152,13 +152,15 @@ def test_p4_close_waits_for_readers_whatever_interrupts_it(tmp_path, error):
 
 def test_close_all_waits_for_every_operation_of_several():
     go = threading.Event()
-    ended = []
+    begun, ended = [], []
 
     def body(operation):
+        begun.append(1)
         go.wait(10)
         ended.append(1)
 
     operations = [Operation(body, name="test").start() for _ in range(3)]
+    assert eventually(lambda: len(begun) == 3)  # a cancel before that would run nothing
     threading.Timer(0.05, go.set).start()
     run_blocking(close_all(operations))
     assert len(ended) == 3

@@ -5,8 +5,8 @@
 `huggingface_hub` itself is not needed. Saves are atomic and durable; the old checkpoint is removed after the new one is
 in place. The public functions call each other through this module, so that a patched one is used by the others too.
 
-`split` has the greedy split into files, `tensors` has sizes, storages and duplicates of tensors, `save` publishes files
-into a directory by the transaction of every save, `load` reads files and indices and fills models.
+`split` contains the greedy split into files, `tensors` sizes, storages and duplicates of tensors, `save` publishes
+files into a directory by the transaction of every save, `load` reads files and indices and fills models.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ constants = SimpleNamespace(
     SAFETENSORS_WEIGHTS_FILE_PATTERN=SAFETENSORS_WEIGHTS_FILE_PATTERN,
     TF2_WEIGHTS_FILE_PATTERN=TF2_WEIGHTS_FILE_PATTERN,
 )
-"""The names under which the hub has these constants."""
+"""The hub's names of these constants."""
 
 _UNSAFE = (
     "pickles can run code when they are loaded: do not load them from sources that you do not trust. If you mean to "
@@ -172,7 +172,7 @@ def save_torch_state_dict(
         metadata: Text for the header, or for the index. Of names that share memory one is saved; each dropped name is
             recorded here with the saved one, `dropped: saved`.
         safe_serialization: Whether to write safetensors; else pickles.
-        is_main_process: Whether to remove the files of an older checkpoint; one process of several does that.
+        is_main_process: Whether to remove the files of an older checkpoint. Of several processes, one does that.
         shared_tensors_to_discard: Names to drop if another name shares their memory.
 
     Raises:
@@ -227,8 +227,8 @@ def load_torch_model(
     Args:
         model: The model; its parameters are filled in place.
         checkpoint_path: A file, or a directory.
-        strict: Whether names must be the same on both sides. A name that is tied to a loaded one counts as loaded.
-            The check comes last, so the model may have been changed when it fails.
+        strict: Whether model and checkpoint must have the same names. A name that is tied to a loaded one counts as
+            loaded. The check is the last step, so the model may have been changed when it fails.
         safe: Whether only safetensors files are loaded, under any name; else pickles are the fallback.
         weights_only: Whether pickles are read by torch's restricted unpickler.
         map_location: Device on which the tensors are made.
@@ -239,7 +239,7 @@ def load_torch_model(
         Names that only the model has, and names that only the checkpoint has.
 
     Raises:
-        FileNotFoundError: There is nothing at this path.
+        FileNotFoundError: The path does not exist.
         ValueError: It is no checkpoint, or a malformed one.
         OSError: A file's metadata name another format; the system refused.
         RuntimeError: Names or shapes differ.
@@ -306,7 +306,7 @@ def _load_sharded_checkpoint(
         loaded |= dict.fromkeys(state_dict)
         model.load_state_dict(state_dict, strict=False)
         del state_dict  # before the next one is loaded
-    # The shards decide which names were loaded: the index is only a claim.
+    # The loaded names are those in the shards: the index may differ from them.
     if unexpected := [name for name in loaded if name not in index.weight_map]:
         logger.warning("the shards hold tensors that the index does not name: %s", printable(sorted(unexpected)))
     if strict:

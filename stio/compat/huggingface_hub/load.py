@@ -51,7 +51,7 @@ def load_safetensors(path: str, map_location: MapLocation, *, safe: bool) -> dic
     """Load one safetensors file.
 
     Args:
-        path: The file, whatever it is called.
+        path: The file, under any name.
         map_location: Device, its name, its index, or a mapping from `"cpu"` to one of them.
         safe: Whether the caller requires the format; then every error says that the file is not of this format.
 
@@ -180,7 +180,7 @@ def fill(model: nn.Module, state_dict: Any, *, strict: bool) -> _IncompatibleKey
     """Load all tensors into a model; a name that is tied to a loaded one counts as loaded."""
     by_tie = strict and isinstance(state_dict, Mapping) and bool(_tied(model, set(state_dict)))
     result: _IncompatibleKeys = model.load_state_dict(state_dict, strict=strict and not by_tie)
-    if by_tie:  # torch's own check does not know ties, so it runs only where there are none
+    if by_tie:  # torch's own check ignores ties, so it runs only where there are none
         require_all(model, state_dict)
         return _IncompatibleKeys([], [])
     return result

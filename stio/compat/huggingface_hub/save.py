@@ -1,8 +1,8 @@
-"""Saving into a directory by the hub's rules, by the same transaction as every save: its policy is `HubDirectory.plan`.
+"""Saves to a directory by the hub's rules. The transaction is that of every save; its policy is `HubDirectory.plan`.
 
-The files always have the hub's names, and what is removed is what the hub removes. A directory is a `Destination`, so
+The files always have the hub's names, and the same files are removed as by the hub. A directory is a `Destination`, so
 shards are written as in any other save; `torch.save` writes pickles into the transaction's staging directory. Several
-processes may save to one directory at once: the one that publishes replaces what is there by then.
+processes may save to one directory at once: each publication replaces the files that exist at that moment.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class HubDirectory:
     path: str
     """As the caller gave it."""
     pattern: str
-    """Of the files' names; holds `{suffix}` once."""
+    """Pattern of the files' names; contains `{suffix}` once."""
     files: tuple[str, ...]
     """Names of the new files of tensors."""
     removes: bool
     """Whether the files of an older checkpoint are removed."""
 
     def begin(self, **_: object) -> LocalTransaction:
-        """Begin a save, durable and under the hub's names whatever its options say.
+        """Begin a save. It is durable and uses the hub's names, independent of its options.
 
         Raises:
             FileNotFoundError, NotADirectoryError: There is no such directory; the hub's callers catch these.
@@ -61,7 +61,7 @@ class HubDirectory:
             return LocalTransaction(target, home_fd, self.plan, durable=True, last_wins=True)
 
     def clear(self) -> None:
-        """Remove the old checkpoint, where no new one replaces it: its index first."""
+        """Remove the old checkpoint if no new one replaces it; its index first."""
         with closing(self._open()) as home_fd, self.refusals(), directory_lock(home_fd, self.path):
             for name in self.plan(home_fd, "").existing.files:
                 calls.unlink(name, dir_fd=home_fd)
@@ -79,7 +79,7 @@ class HubDirectory:
         existing = existing_checkpoint(home_fd, index, raw, names)
         if not sharded:
             return CommitPlan("file", self.files, None, existing)
-        # Names that are taken are replaced one by one, under a record by which recovery rolls a crash forward.
+        # Existing names are replaced one by one. After a crash, recovery completes the replacement from a record.
         taken = existing.files.keys() & set(self.files)
         return CommitPlan("files" if taken else "index", self.files, index, existing)
 
@@ -93,7 +93,7 @@ class HubDirectory:
         own: list[str] = []
         if raw is not None and index.endswith(FILE_SUFFIX + INDEX_SUFFIX):
             try:
-                # Without their index no later save would find, and remove, shards whose names hold a save's id.
+                # Shards with a save id in their names are found by the index only: later saves need it to remove them.
                 shards = parse_index(raw, path=index).shards
                 own = [name for name in shards if is_checkpoint_file(name, self.pattern)]
             except StioError:

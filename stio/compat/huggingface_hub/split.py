@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass
 class StateDictSplit:
-    """The files of tensors that were split."""
+    """The result of a split: the files, and the tensors in each."""
 
     is_sharded: bool = field(init=False)
     """Whether there is more than one file."""
@@ -129,7 +129,7 @@ def _max_bytes(size: int | str) -> int:
 
 
 def require_suffix(pattern: str) -> None:
-    """Require a pattern that gives each shard a name of its own."""
+    """Require a pattern that gives each shard a distinct name."""
     try:
         distinct = pattern.format(suffix="-") != pattern.format(suffix="")
     except (KeyError, IndexError):

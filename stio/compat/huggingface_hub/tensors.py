@@ -28,7 +28,7 @@ _SHOWN_NAMES = 5
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
-    """Return whether it is a `DTensor`. Its module is slow to import, and imported if there is such a tensor."""
+    """Return whether a tensor is a `DTensor`. The module is slow to import; without it there is no such tensor."""
     module = sys.modules.get(_DISTRIBUTED)
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -106,7 +106,7 @@ def covers_storage(tensor: torch.Tensor) -> bool:
 
 
 def as_counted(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose storage has as many bytes as this one needs in a file, and is not shared."""
+    """Return a tensor with a storage of its own, of as many bytes as this one needs in a file."""
     if covers_storage(tensor) and not any(conj_neg_bits(tensor)):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -133,13 +133,13 @@ def discard_shared(
 
     Args:
         tensors: By name; not changed.
-        discard: Names to drop if another name can stand for them.
+        discard: Names to drop if another name of the same memory can be saved.
 
     Returns:
-        The remaining tensors, in their order; and for each dropped name the name that stands for it.
+        The remaining tensors, in their order; and for each dropped name the name that is saved instead.
 
     Raises:
-        SharedTensorsError: None of several that overlap covers the storage.
+        SharedTensorsError: Tensors overlap, and none of them covers the storage.
         DeviceError: A tensor on meta.
         TypeError: A value is not a tensor, or a tensor without memory of its own; a name is not text.
         ValueError: A tensor that cannot be saved: sparse, nested, freed.

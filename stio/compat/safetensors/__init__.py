@@ -16,6 +16,6 @@ from stio.compat.safetensors._serialize import TensorSpec, deserialize, serializ
 __all__ = ["SafetensorError", "TensorSpec", "__version__", "deserialize", "safe_open", "serialize", "serialize_file"]
 
 __version__ = "0.8.0"
-"""The release of the original whose behaviour this is; libraries compare it."""
+"""The release of the original with this behaviour; libraries compare it."""
 
 _safe_open_handle = _safe_open_handle

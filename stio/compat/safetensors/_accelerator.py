@@ -1,7 +1,7 @@
 """torch tensors on an accelerator: whole files by stio's loads, single tensors by torch's own copy.
 
-A load of stio reads ahead into pinned memory while the device copies. torch itself copies to, or refuses, devices that
-stio's loads do not serve: torch has no streams for them, or they are not there.
+A load of stio reads ahead into pinned memory while the device copies. stio's loads do not support a device without
+streams in torch, or one that does not exist: there torch itself copies, or raises its own error.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class AcceleratorTensors(Tensors):
         """Return all tensors of a file by name, in the order of their data.
 
         Raises:
-            torch.OutOfMemoryError: The device is full, as torch's own copy would say.
+            torch.OutOfMemoryError: The device is full; torch's own copy raises the same error.
         """
         target = served(self._device)
         if target is None:
             return super().make_all(file)
         header = file.header
         require_torch_dtypes(header.dtypes, header.shapes)
-        # Aliases, which stio keeps under a metadata key of its own, are not tensors of this format: none are passed.
+        # No aliases are passed: stio records them under a metadata key of its own, and this format has none.
         opened = OpenCheckpoint(file.path, [file.source], [header], header.metadata, {})
         options = LoadOptions(device=target)
         operation = Operation(lambda operation: collect(operation, opened, None, options), name="load")

@@ -15,7 +15,7 @@ from stio.errors import CheckpointNotFoundError, LimitError, StioError, StorageE
 
 
 class SafetensorError(Exception):
-    """A file that breaks the format, or a call that cannot be answered."""
+    """A file that breaks the format, or a call that is not valid."""
 
     __module__ = "stio.compat.safetensors"
 

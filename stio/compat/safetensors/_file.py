@@ -1,6 +1,6 @@
-"""One open file: its checked header, its bytes as regions of memory, and what a framework makes of them.
+"""One open file: its checked header, its bytes as regions of memory, and the tensors that a framework makes of them.
 
-`mmap` maps the whole file privately; the mapping needs no descriptor and lives as long as an array over it. `pread`
+`mmap` maps the whole file privately; the mapping needs no descriptor and exists as long as an array over it. `pread`
 keeps the descriptor as long as the file or a slice of it is referenced, and reads exactly the requested bytes. A load
 to an accelerator keeps the descriptor too.
 """
@@ -26,17 +26,17 @@ from stio.storage.mapped import MappedFile
 Backend = Literal["mmap", "pread"]
 
 _FIRST_READ_BYTES = 16 << 10
-"""Holds the headers of some hundred tensors. Fresh memory is slow, so the first read is no longer than that."""
+"""Length of the first read: the header of some hundred tensors. More would be slow, because fresh memory is slow."""
 
 _GROUP_BYTES = 8 << 20
-"""Neighbours up to this much together are read by one call, into one piece of memory."""
+"""Most bytes of consecutive tensors that one call reads, into one region of memory."""
 
 
 def fresh(nbytes: int) -> Region:
-    """Return memory of its own, its content undefined.
+    """Return fresh memory; its content is undefined.
 
-    A region smaller than a huge page comes from the heap: that memory was mostly touched before (1 MiB read in 0.2 ms,
-    0.5 into fresh pages), and a mapping for each of 70,000 tensors is more than a process may have.
+    A region smaller than a huge page is allocated on the heap: that memory was mostly touched before (1 MiB read in
+    0.2 ms, 0.5 into fresh pages), and a mapping for each of 70,000 tensors is more than a process may have.
     """
     if nbytes >= HUGE_PAGE_BYTES:
         return memory.allocate(nbytes)
@@ -81,7 +81,7 @@ def header_of(read: Callable[[int, int], bytes], *, file_bytes: int, path: str, 
 
 
 class Framework(ABC):
-    """Makes a framework's tensors of a file's bytes."""
+    """Makes a framework's tensors from a file's bytes."""
 
     @abstractmethod
     def make(self, region: Region, header: Header, rows: slice) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def offsets_in(header: Header, rows: slice) -> list[int]:
 
 
 def _groups(begins: Sequence[int], ends: Sequence[int]) -> Iterator[slice]:
-    """Yield runs of neighbours that are read together; a large tensor is a run of its own."""
+    """Yield runs of consecutive tensors that are read together; a large tensor is a run of its own."""
     first = 0
     for row in range(len(begins)):
         if row > first and ends[row] - begins[first] > _GROUP_BYTES:
@@ -218,7 +218,7 @@ class File:
             file.read_into(offset, regions)
 
     def close(self) -> None:
-        """Close the descriptor; a mapping stays with its arrays. Idempotent."""
+        """Close the descriptor; a mapping exists until its arrays are freed. Idempotent."""
         file, self._file = self._file, None
         if file is not None:
             file.close()

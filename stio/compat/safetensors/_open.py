@@ -1,8 +1,8 @@
 """`safe_open`: a file whose tensors are made on request.
 
 The header is read and checked at once, in the caller's thread. After the `with` block the file object holds nothing;
-tensors and slices that came from it stay valid. torch is imported by the first file that is opened for it, so that
-users of numpy do not wait for that import.
+tensors and slices made from it stay valid. torch is imported by the first file that is opened for it, so that
+a program that uses numpy only does not import it.
 """
 
 from __future__ import annotations
@@ -113,13 +113,13 @@ class safe_open:  # noqa: N801 -- the original's name
         filename: The file.
         framework: `"pt"` (`"torch"`, `"pytorch"`) or `"np"` (`"numpy"`). Others are not supported.
         device: Device of torch's tensors: `"cpu"`, `"cuda:1"`, a number, a `torch.device`.
-        backend: `"mmap"`: tensors lie on a private mapping of the file; a page is read when it is first used.
+        backend: `"mmap"`: tensors are views of a private mapping of the file; a page is read when it is first used.
             `"pread"`: tensors have memory of their own, read at once.
 
     Raises:
         FileNotFoundError: There is no such file.
         OSError: The system refuses (`PermissionError`, `IsADirectoryError`).
-        SafetensorError: The file breaks the format, or an argument names something unknown.
+        SafetensorError: The file breaks the format, or the value of an argument is unknown.
         TypeError: An argument of a wrong type.
     """
 

@@ -55,7 +55,7 @@ class TensorSpec:
 
     Args:
         dtype: Name in numpy and torch, such as `"float32"`.
-        shape: Dimensions; for packed F4 as torch counts, the last one is doubled here.
+        shape: Dimensions. For packed F4 the last one counts pairs, as in torch, and is doubled here.
         data_ptr: Address of the first byte.
         data_len: Number of bytes.
 
@@ -207,7 +207,7 @@ def serialize(tensor_dict: dict[str, TensorSpec], metadata: dict[str, str] | Non
         metadata: Text for the header. An empty dict is written too, None is not.
 
     Raises:
-        SafetensorError: A tensor whose size does not fit its shape, or a name that cannot be used.
+        SafetensorError: The size of a tensor does not fit its shape, or a name that cannot be used.
         TypeError: A value of a wrong type.
     """
     specs = checked_specs(tensor_dict)

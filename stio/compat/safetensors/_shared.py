@@ -1,7 +1,7 @@
 """Which tensors of a state dict share memory, and which of their names to save.
 
-Tensors lie on the same storage if its device, address and size agree. Of these, tensors overlap if their ranges of
-addresses do (`stio.format.shared.overlap_groups`).
+Tensors are on the same storage if its device, address and size are equal. Of these, tensors overlap if their ranges
+of addresses do (`stio.format.shared.overlap_groups`).
 """
 
 from __future__ import annotations

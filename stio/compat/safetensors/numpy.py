@@ -20,7 +20,7 @@ __all__ = ["load", "load_file", "save", "save_file"]
 
 Array = np.ndarray[Any, Any]
 
-_TYPES = NUMPY_TYPES  # a name of the original that others use
+_TYPES = NUMPY_TYPES  # a name of the original that other libraries use
 
 
 def save(tensor_dict: dict[str, Array], metadata: dict[str, str] | None = None) -> bytes:

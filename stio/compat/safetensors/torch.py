@@ -137,13 +137,13 @@ def save_model(
     metadata: dict[str, str] | None = None,
     force_contiguous: bool = True,
 ) -> None:
-    """Write a module's tensors to a file; of several names for the same memory, the first that covers it.
+    """Write a module's tensors to a file. Of several names for the same memory, the first that covers it is written.
 
     The header's metadata map each name that is left out to the name that has its data.
 
     Args:
         model: The module.
-        filename: Where.
+        filename: The file.
         metadata: Text to put into the header; an entry of a name that is left out stays as it is.
         force_contiguous: Copy tensors that are not contiguous; otherwise they are an error.
 
@@ -182,7 +182,7 @@ def load_model(
     Args:
         model: The module.
         filename: The file, as `save_model` writes it: of several names for the same memory, one is enough.
-        strict: Whether names that are missing, or too many, are an error.
+        strict: Whether missing or unexpected names are an error.
         device: Device to which tensors are loaded first.
         backend: See `safe_open`.
 
