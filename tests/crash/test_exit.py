@@ -96,7 +96,8 @@ def test_c121_sigterm_by_default(where, zygote):
         saver.save(tensors_of(2), where, **keywords)
         assert reached.wait(20)
         print("up", flush=True)
-        signal.pause()
+        while True:  # not signal.pause(): a signal just before it would not end it
+            opened.wait(0.05)
         """,
         where,
     )
@@ -143,12 +144,14 @@ def test_c121_sigterm_that_raises_system_exit(where, zygote, what, generation):
             saver = sync.Saver()
             saver.save(tensors_of(2), where, **keywords)
             staged.set()
-            signal.pause()
+            while True:  # not signal.pause(): a signal just before it would not end it
+                opened.wait(0.05)
         elif what == "block":
             with sync.Saver() as saver:
                 saver.save(tensors_of(2), where, **keywords)
                 staged.set()
-                signal.pause()
+                while True:  # not signal.pause(): a signal just before it would not end it
+                    opened.wait(0.05)
         elif what == "save":
             sync.save(tensors_of(2), where, **keywords)
         elif what == "staging":
