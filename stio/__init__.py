@@ -91,22 +91,22 @@ _NAMES = {
 }
 """Public names by the module that defines them."""
 
-_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [  # noqa: PLE0604  # the table is the one list of names; a test compares it with the imports above
+__all__ = [  # noqa: PLE0604  # a test compares the table with the imports above
     "__version__",
     "sync",
-    *sorted(_HOMES),
+    *sorted(_MODULE_OF),
 ]
 
 
-def _adopt(home: str) -> None:
+def _import_names(module_name: str) -> None:
     """Import all public names of one module, so that their `repr` says `stio.X` and their annotations resolve here."""
-    module = import_module(home)
-    for name, place in _HOMES.items():
-        if place == home:
+    module = import_module(module_name)
+    for name, place in _MODULE_OF.items():
+        if place == module_name:
             value = globals()[name] = getattr(module, name)
-            if vars(value).get("__annotations__"):  # they name what their own file imports, and not what is here
+            if vars(value).get("__annotations__"):  # their names resolve in their own module only
                 value.__annotations__ = get_type_hints(value, vars(module))
             value.__module__ = __name__
 
@@ -116,9 +116,9 @@ if not TYPE_CHECKING:  # or a checker would take a name that is mistyped for one
     def __getattr__(name: str) -> Any:
         if name == "sync":
             return import_module("stio.sync")
-        if name not in _HOMES:
+        if name not in _MODULE_OF:
             raise AttributeError(f"module 'stio' has no attribute {name!r}")
-        _adopt(_HOMES[name])
+        _import_names(_MODULE_OF[name])
         return globals()[name]
 
 
@@ -126,4 +126,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_adopt("stio.errors")  # cheap, and every error has the name stio.X from the first time that it is raised
+_import_names("stio.errors")  # cheap, and every error has the name stio.X from the first time that it is raised

@@ -285,14 +285,17 @@ def num_threads() -> int:
     stio's own are started below `threading`, so they all count. The streams of the simulated device do not.
     """
     others = {str(thread.native_id) for thread in threading.enumerate()}
-    return sum(_name_of_thread(task) != "sim-stream" for task in set(os.listdir("/proc/self/task")) - others)
+    return sum(
+        _name_of_thread(task) not in ("sim-stream", None) for task in set(os.listdir("/proc/self/task")) - others
+    )
 
 
-def _name_of_thread(task: str) -> str:
+def _name_of_thread(task: str) -> str | None:
+    """Return the name that the system has for a thread; None if the thread has ended."""
     try:
         return Path(f"/proc/self/task/{task}/comm").read_text().strip()
-    except OSError:  # it has ended meanwhile
-        return "sim-stream"
+    except OSError:
+        return None
 
 
 def descriptors() -> list[str]:

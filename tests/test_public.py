@@ -37,7 +37,7 @@ def test_the_lazy_table_is_what_type_checkers_see() -> None:
                     assert alias.asname == alias.name  # the form that re-exports
                     seen[alias.name] = line.module
     assert seen.pop("sync") == "stio"
-    assert seen == stio._HOMES
+    assert seen == stio._MODULE_OF
     assert set(stio.__all__) == {"__version__", "sync", *seen}
     assert set(dir(stio)) >= set(stio.__all__)
 

@@ -65,11 +65,21 @@ def test_a_task_of_a_running_loop_that_inherits_the_context_is_not_blocked():
 
 
 def test_a_coroutine_that_waits_for_something_else_is_a_bug():
-    async def body():
-        await asyncio.sleep(1)
+    class Suspends:
+        def __await__(self):
+            try:
+                yield
+            finally:
+                ended.append(True)
 
-    with pytest.raises(RuntimeError, match="bug in stio|no running event loop"):
+    async def body():
+        await Suspends()
+
+    ended = []
+    with pytest.raises(RuntimeError, match="bug in stio"):
         run_blocking(body())
+    assert ended == [True]  # the coroutine was closed
+    assert not runs_blocking()
 
 
 def test_the_variable_is_restored_after_errors():
