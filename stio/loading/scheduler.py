@@ -139,7 +139,7 @@ class LoadScheduler:
             closing.callback(stats.remove_run, self)
             self._progress.report()
             self._workers.start(self._work, self._num_workers - 1)
-            be_nice()
+            be_nice()  # after the start of the threads, which inherit the priority and lower it once more
             self._workers.work_along(self._work)
             self._workers.join()
             self._workers.raise_error()
