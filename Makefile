@@ -15,8 +15,10 @@ BENCH_STAMP := $(VENV)/.stio-bench
 DOCS_STAMP := $(VENV)/.stio-docs
 TOOLS ?= .venv-package
 TOOLS_STAMP := $(TOOLS)/.stio-tools
+NIGHTLY ?= .venv-nightly
+NIGHTLY_STAMP := $(NIGHTLY)/.stio-nightly
 
-.PHONY: demo test check check-children check-device check-faults check-packages nightly mutants faults fmt docs tutorial captures bench bench-save bench-compat bench-server gpu rehearse-gpu fuzz crash package extras clean
+.PHONY: demo test check check-children check-device check-faults check-packages nightly mutants faults fmt docs tutorial captures floors bench bench-save bench-compat bench-server gpu rehearse-gpu fuzz crash package extras clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove that it is bit-equal, draw a timeline
 	@$(BIN)/python examples/demo.py
@@ -40,7 +42,7 @@ check-packages:
 check-children:
 	@$(BIN)/python -m pytest -q $(QUICK) $(CHILDREN)
 
-# Tests of known faults, which are expected to fail, are not listed here; `make faults` lists them.
+# A test that is expected to fail is not listed here; `make faults` lists all.
 check-faults:
 	@$(BIN)/python -m pytest -q -r fEs $(QUICK) $(FAULTS)
 
@@ -86,22 +88,16 @@ gpu:  ## tests and benchmark that need an accelerator, in stages; GPU_ARGS="--to
 rehearse-gpu: $(STAMP)  ## the same stages, small, on the simulated device: two minutes
 	$(BIN)/python -m benchmarks.gpu --device sim --quick --again --out build/gpu-rehearsal
 
-# All parts run, even if one of them fails; the command then fails at the end.
-nightly: $(STAMP) $(MODEL_STAMP)  ## tests that take too long for `make test`: device tests with delays, slow tests, mutants
-	@failed=0; \
-	for delay in 0.0015 0.02; do \
-		echo "tests on the simulated device, delay $$delay s"; \
-		STIO_TEST_DEVICE=sim STIO_TEST_DEVICE_DELAY=$$delay $(BIN)/python -m pytest -q -m gpu || failed=1; \
-	done; \
-	echo "slow tests"; $(BIN)/python -m pytest -q -m 'slow and not gpu' || failed=1; \
-	echo "mutants"; $(MAKE) --no-print-directory mutants || failed=1; \
-	echo "stages of the GPU's benchmark"; $(MAKE) --no-print-directory rehearse-gpu || failed=1; \
-	exit $$failed
+# In stages, two at a time; build/nightly/summary.md says what each did and found. All stages run, even if one of them
+# fails; the command then fails at the end. NIGHTLY_ARGS="--stage kills --scale 0.05" for a part, or for a short form.
+# Power cuts need root, and mkfs of ext4, xfs and btrfs (Debian: xfsprogs, btrfs-progs); what is missing is skipped.
+nightly: $(STAMP) $(MODEL_STAMP) $(NIGHTLY_STAMP)  ## all that takes too long for `make test`: 40 minutes on two cores, and then the mutants
+	@PYTHONPATH=.:tests $(BIN)/python -m nightly.run --fuzz-python $(NIGHTLY)/bin/python $(NIGHTLY_ARGS)
 
 mutants: $(STAMP)  ## break the code of devices at one place at a time; the tests must detect each mutant
 	$(BIN)/python tests/mutants.py
 
-faults: $(STAMP)  ## list each known fault of part E with its tests, and whether they pass
+faults: $(STAMP)  ## run the tests of each fault that was found by use, and write their names into docs/faults.md
 	@$(BIN)/python tests/faults/table.py
 
 fuzz: $(STAMP)
@@ -115,13 +111,16 @@ package: $(TOOLS_STAMP)  ## build sdist and wheel, and check their metadata for 
 	$(TOOLS)/bin/python -m build --no-isolation
 	$(TOOLS)/bin/python -m twine check --strict dist/*
 
+floors: $(STAMP)  ## test the oldest and the newest versions in fresh environments: 20 minutes and 9 GB each; FLOORS="oldest" for some
+	$(BIN)/python tests/floors.py $(FLOORS)
+
 extras: $(TOOLS_STAMP)  ## test each extra alone in a fresh environment: takes minutes each, installs torch; EXTRAS="cli hash" for some
 	rm -rf dist
 	$(TOOLS)/bin/python -m build --no-isolation --wheel
 	$(PYTHON) tests/extras.py $(EXTRAS)
 
 clean:
-	rm -rf $(VENV) $(TOOLS) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TOOLS) $(NIGHTLY) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -140,6 +139,17 @@ $(TOOLS_STAMP): pyproject.toml constraints.txt
 	@rm -f $@
 	@test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
 	@$(TOOLS)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --constraint constraints.txt build hatchling twine
+	@touch $@
+
+# The fuzzer's environment: atheris, and all that $(VENV) has. For some versions of Python there is no wheel of atheris;
+# then the stage of the fuzzer is skipped.
+$(NIGHTLY_STAMP): $(STAMP)
+	@rm -f $@
+	@test -x $(NIGHTLY)/bin/python || $(BIN)/python -m venv --without-pip $(NIGHTLY)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(NIGHTLY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/stio-environment.pth"
+	@$(PIP) --python $(NIGHTLY)/bin/python install --constraint constraints.txt --no-deps --only-binary :all: atheris \
+		|| echo "atheris cannot be installed for this Python: parsers are not fuzzed"
 	@touch $@
 
 # A trained model for the demo. Only its file is used, so its dependencies are not installed.

@@ -141,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    prepare.usable_cores = lambda: NUM_CORES
+    prepare.num_processors = lambda: NUM_CORES
     file = File(num_tensors=320, tensor_bytes=40_000_000)
     runs = {
         "idle": {"busy": False, "switch_interval": None},

@@ -2,11 +2,16 @@
 
     tensors = await stio.load("model/", device="cuda")
 
-Names are imported when they are first used, so that `import stio` does not import torch.
+Names are imported when they are first used, so that `import stio` does not import torch. On a running event loop the
+functions, and the classes that are entered by `async with`, are imported on a thread (`stio.runtime.first_use`). Other
+names are imported at once. Of these, `LazyTensor`, `Checkpoint`, `Stream`, `LoadReport`, `LoadOptions`, `WarmStart`,
+`SaveOptions`, `SaveResult`, `PendingSave` and `sync` import torch.
 """
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
     from stio.errors import DeviceError as DeviceError
     from stio.errors import DeviceMemoryError as DeviceMemoryError
     from stio.errors import FormatError as FormatError
+    from stio.errors import HostMemoryError as HostMemoryError
     from stio.errors import IndexFormatError as IndexFormatError
     from stio.errors import IntegrityError as IntegrityError
     from stio.errors import LimitError as LimitError
@@ -91,6 +97,15 @@ _NAMES = {
 }
 """Public names by the module that defines them."""
 
+_COROUTINE_FUNCTIONS = frozenset({"convert", "load", "load_into", "load_state", "save", "save_state"})
+_CONTEXTS = {
+    "HostCache": ("prefetch",),
+    "Saver": ("aclose", "save", "save_state"),
+    "open": ("aclose", "load", "load_into", "read"),
+    "warm_start": ("aclose", "done"),
+}
+"""Public names that make asynchronous context managers, with the coroutine methods of these."""
+
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [  # noqa: PLE0604  # a test compares the table with the imports above
@@ -111,6 +126,36 @@ def _import_names(module_name: str) -> None:
             value.__module__ = __name__
 
 
+def _resolve(name: str) -> Any:
+    """Import a public name with its module."""
+    if name not in globals():
+        _import_names(_MODULE_OF[name])
+    return globals()[name]
+
+
+def _is_quick(name: str) -> bool:
+    """Return whether a name may be imported in this thread: no event loop runs, or its module is imported already.
+
+    In a notebook a cell that imports blocks the loop of its kernel in any case.
+    """
+    if name not in _COROUTINE_FUNCTIONS and name not in _CONTEXTS:
+        return True
+    module = sys.modules.get(_MODULE_OF[name])
+    if module is not None and not getattr(module.__spec__, "_initializing", False):  # set while a thread imports it
+        return True
+    in_event_loop: bool = import_module("stio.runtime.blocking").in_event_loop()
+    return not in_event_loop or "ipykernel" in sys.modules
+
+
+def _stand_in(name: str) -> Any:
+    """Return what stands for a name until its module, and torch, are imported on a thread."""
+    first_use = import_module("stio.runtime.first_use")
+    resolve = partial(_resolve, name)
+    if name in _COROUTINE_FUNCTIONS:
+        return first_use.coroutine_function(name, resolve)
+    return first_use.Factory(resolve, _CONTEXTS[name])
+
+
 if not TYPE_CHECKING:  # or a checker would take a name that is mistyped for one of ours
 
     def __getattr__(name: str) -> Any:
@@ -118,8 +163,7 @@ if not TYPE_CHECKING:  # or a checker would take a name that is mistyped for one
             return import_module("stio.sync")
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'stio' has no attribute {name!r}")
-        _import_names(_MODULE_OF[name])
-        return globals()[name]
+        return _resolve(name) if _is_quick(name) else _stand_in(name)
 
 
 def __dir__() -> list[str]:

@@ -18,6 +18,7 @@
     ├── SharedTensorsError (RuntimeError)    tensors to be saved share memory, and shared="error"
     ├── SaveInProgressError (RuntimeError)   a saver already has `max_pending` saves under way
     ├── ConcurrentSaveError (RuntimeError)   another save changed the destination at the same time
+    ├── HostMemoryError (MemoryError)        the host has too little memory; has needed and free bytes
     ├── StorageError (OSError)               the operating system reported an error; has errno
     │   ├── ChangedDuringReadError           the file was changed or replaced during the read
     │   ├── NoSpaceError                     too little space at the destination; has needed and free bytes
@@ -43,6 +44,7 @@ __all__ = [
     "DeviceError",
     "DeviceMemoryError",
     "FormatError",
+    "HostMemoryError",
     "IndexFormatError",
     "IntegrityError",
     "LimitError",
@@ -167,7 +169,7 @@ class SliceError(StioError, IndexError):
 
 
 class MismatchError(StioError, ValueError):
-    """A module and a checkpoint differ in names or shapes."""
+    """A module and a checkpoint differ in names or shapes, or the module has tensors that cannot be filled."""
 
 
 class UnsupportedDtypeError(StioError, TypeError):
@@ -180,6 +182,22 @@ class ClosedError(StioError, RuntimeError):
 
 class WarmStartError(StioError, RuntimeError):
     """A warm start does not support this module, or this use of a parameter that is not loaded yet."""
+
+
+class HostMemoryError(StioError, MemoryError):
+    """The host has too little memory, or this process may not use it: `free_bytes` of `needed_bytes`.
+
+    `free_bytes` includes memory that the kernel can reclaim. It is the least that the machine, the control groups of
+    the process and its limit of address space leave.
+    """
+
+    def __init__(
+        self, message: str, *, needed_bytes: int | None = None, free_bytes: int | None = None, **fields: Any
+    ) -> None:
+        super().__init__(message, **fields)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        self._details |= {"needed_bytes": needed_bytes, "free_bytes": free_bytes}
 
 
 class StorageError(StioError, OSError):

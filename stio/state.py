@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from stio.device.base import LoadedGroup
 from stio.errors import FormatError, printable
 from stio.format.shared import SharedPolicy
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, Reference, Tree, check_tree_bytes, parse_tree
-from stio.loading.body import gather, start_reading
+from stio.loading.body import gather, reading_operation
 from stio.loading.cache.file_image import FileCache
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import DevicesLike, LoadOptions, Memory, SourceLike
@@ -32,6 +33,7 @@ from stio.runtime.trace import Trace
 from stio.saving.api import save
 from stio.saving.nested import flatten
 from stio.saving.options import DEFAULT_PATTERN, CommitStep, DestinationLike, Durability, SaveResult, ShardNames
+from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 
 async def save_state(
@@ -47,6 +49,7 @@ async def save_state(
     commit: CommitStep = "index",
     durability: Durability = "full",
     hash: HashName | None = None,
+    lock_timeout: float = LOCK_TIMEOUT_SECONDS,
     progress: Progress = None,
     trace: Trace | None = None,
     switch_interval: float | None = None,
@@ -64,7 +67,7 @@ async def save_state(
 
     The result is a checkpoint that `stio.load` and any other safetensors reader can open. The name of a tensor is its
     path, `state/0/exp_avg`. The tree of all other values is in the metadata under `stio.state`, or in a U8 tensor
-    `/stio.state` if it is long. A cancel rolls the save back.
+    `/stio.state` if it is long. A cancel rolls the save back, unless its commit has begun.
 
     Args:
         state: The state. It must not change before this function returns; a `Saver` returns earlier.
@@ -78,6 +81,7 @@ async def save_state(
         commit: See `stio.save`.
         durability: See `stio.save`.
         hash: See `stio.save`.
+        lock_timeout: See `stio.save`.
         progress: See `stio.save`.
         trace: See `stio.save`.
         switch_interval: See `stio.save`.
@@ -101,6 +105,7 @@ async def save_state(
         commit=commit,
         durability=durability,
         hash=hash,
+        lock_timeout=lock_timeout,
         progress=progress,
         trace=trace,
         switch_interval=switch_interval,
@@ -166,7 +171,8 @@ async def load_state(
         switch_interval=switch_interval,
     )
 
-    take = await start_reading(source, options, lambda operation, opened: restore(operation, opened, options)).wait()
+    operation = reading_operation(source, options, lambda operation, opened: restore(operation, opened, options))
+    take = await operation.wait()
     return take()
 
 
@@ -232,10 +238,12 @@ def _read_bytes(opened: OpenCheckpoint, name: str) -> bytes:
         )
     if not info.nbytes:
         return b""
-    file = next(file for file, header in zip(opened.files, opened.headers, strict=True) if header.shard == info.shard)
+    shard = next(k for k, header in enumerate(opened.headers) if header.shard == info.shard)
     region = allocate(info.nbytes).sub(0, info.nbytes)
-    file.read_into(info.file_offset, [region])
-    file.check_unchanged()
+    with ExitStack() as owned:
+        file = opened.open_files([shard], owned)[shard]
+        file.read_into(info.file_offset, [region])
+        file.check_unchanged()
     return region.tobytes()
 
 

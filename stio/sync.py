@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from types import TracebackType
@@ -35,6 +34,7 @@ from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
 from stio.saving.options import DEFAULT_PATTERN, CommitStep, Durability, ShardNames
 from stio.saving.pending import PendingSave
+from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 __all__ = [
     "Checkpoint",
@@ -175,13 +175,11 @@ class Stream(_Twin, Iterator[tuple[str, torch.Tensor]]):
 
     def __init__(self, stream: loading.Stream) -> None:
         self._twin = stream
-        self._turn = threading.Lock()
 
     promote = _same_method(loading.Stream.promote)
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        with self._turn:
-            pair = run_blocking(self._twin._take())
+        pair = run_blocking(self._twin._take())
         if pair is None:
             raise StopIteration
         return pair  # type: ignore[no-any-return]  # `_twin` is untyped
@@ -236,6 +234,7 @@ class Saver(_Twin):
         commit: CommitStep = "index",
         durability: Durability = "full",
         hash: HashName | None = None,
+        lock_timeout: float = LOCK_TIMEOUT_SECONDS,
         progress: Progress = None,
         trace: Trace | None = None,
         switch_interval: float | None = None,
@@ -253,6 +252,7 @@ class Saver(_Twin):
             commit=commit,
             durability=durability,
             hash=hash,
+            lock_timeout=lock_timeout,
             progress=progress,
             trace=trace,
             switch_interval=switch_interval,

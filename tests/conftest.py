@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,28 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+locks = importlib.import_module("stio.runtime.locks")
+logged_under_a_lock: list[str] = []
+
+
+def _note_locks(record: logging.LogRecord) -> bool:
+    """Note what is logged under a lock: log handlers are user code. (An error would be ignored, as those of handlers.)"""
+    if locks._held.count:
+        logged_under_a_lock.append(record.getMessage())
+    return True
+
+
+logging.getLogger("stio").addFilter(_note_locks)
+
+
+@pytest.fixture(autouse=True)
+def _logs_under_no_lock() -> Iterator[None]:
+    yield
+    found = logged_under_a_lock.copy()
+    logged_under_a_lock.clear()
+    assert found == []
+
 
 if os.environ.get("STIO_TEST_DEVICE") == "sim":
     # Before any test is collected: the tests look whether torch has an accelerator.

@@ -176,8 +176,8 @@ MUTANTS = (
         "the stream of the thread that delivers a group waits, not the consumer's",
         "stio/loading/group_queue.py",
         (
-            "        self._items.append((group, loaded))",
-            "        loaded.take()\n        loaded.hand_over = None\n        self._items.append((group, loaded))",
+            "        with self._putting:  # both in one order\n",
+            "        loaded.take()\n        loaded.hand_over = None\n        with self._putting:  # both in one order\n",
         ),
         tests=f"{BEHIND_COPIES}[all copies]",
     ),
@@ -233,14 +233,14 @@ MUTANTS = (
         "a module is filled before the hand-over",
         "`load_into` copies out of tensors that were not handed over to its stream",
         "stio/loading/module.py",
-        ("        tensors = group.take()\n        sources", "        tensors = group.tensors\n        sources"),
+        ("        tensors = group.take()\n        with torch", "        tensors = group.tensors\n        with torch"),
         tests=f"{ORDERS}test_a_module_is_filled_behind_the_copies",
     ),
     mutant(
         "a module gets tensors without a hand-over",
         "`load_into(assign=True)` does not hand the tensors over to the caller's stream",
         "stio/loading/module.py",
-        ("        for group in self._groups:\n            group.take()\n", ""),
+        ("            for group in self._groups:\n                group.take()\n", ""),
         tests=f"{BEHIND_CAST}[into a module]",
     ),
     # The ring.

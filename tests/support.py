@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import pytest
 import safetensors.torch
 import torch
 
@@ -67,8 +68,15 @@ _PERIOD = (torch.arange(113) * 37 % 113).to(torch.uint8)
 ALL_DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.float16, torch.bfloat16, torch.int32,
     torch.uint32, torch.float32, torch.float64, torch.int64, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex64,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.complex64,
 ]  # fmt: skip
+HAVE_E8 = hasattr(torch, "float8_e8m0fnu")
+"""Whether this torch has it, as 2.7 and later versions do."""
+if HAVE_E8:
+    ALL_DTYPES.append(torch.float8_e8m0fnu)
+
+needs_f4 = pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch has F4 from 2.8 on")
+"""Mark of tests with tensors of packed F4."""
 
 
 def assorted() -> Tensors:
@@ -88,6 +96,20 @@ def save_file(tensors: Tensors, path: Path, metadata: dict[str, str] | None = No
     path.parent.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(tensors, str(path), metadata=metadata)
     return path
+
+
+def module_of(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """Return a module with buffers of these names; the tensors are its own."""
+    module = torch.nn.Module()
+    for path, tensor in tensors.items():
+        *parents, leaf = path.split(".")
+        owner = module
+        for parent in parents:
+            child = owner._modules.setdefault(parent, torch.nn.Module())  # a name may be that of a method
+            assert child is not None
+            owner = child
+        owner._buffers[leaf] = tensor
+    return module
 
 
 def save_sharded(

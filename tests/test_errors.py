@@ -21,6 +21,7 @@ PARENTS = {
     "UnsupportedDtypeError": TypeError, "ClosedError": RuntimeError, "WarmStartError": RuntimeError, "StorageError": OSError,
     "ChangedDuringReadError": OSError, "NoSpaceError": OSError, "CommitUncertainError": OSError, "IntegrityError": ValueError,
     "SharedTensorsError": RuntimeError, "SaveInProgressError": RuntimeError, "ConcurrentSaveError": RuntimeError, "DeviceError": RuntimeError, "DeviceMemoryError": RuntimeError,
+    "HostMemoryError": MemoryError,
 }  # fmt: skip
 
 
@@ -28,7 +29,7 @@ def make(cls):
     fields = {"path": "/a/b", "offset": 4096, "expected": (1, "x"), "found": None}
     if issubclass(cls, errors.StorageError):
         fields["errno"] = errno.EIO
-    if issubclass(cls, errors.DeviceMemoryError | errors.NoSpaceError):
+    if issubclass(cls, errors.DeviceMemoryError | errors.HostMemoryError | errors.NoSpaceError):
         fields |= {"needed_bytes": 10, "free_bytes": 3}
     return cls("it went wrong", **fields), fields
 

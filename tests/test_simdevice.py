@@ -239,6 +239,27 @@ def test_memory_that_grows_stays_on_its_device() -> None:
     assert torch.add(tensor, 1, out=torch.empty(0, dtype=torch.int64, device="sim:1"))[4] == 5
 
 
+def test_storages_are_set_and_copied_without_strides() -> None:
+    """Torch gives no strides when it copies a storage; they are those of a contiguous tensor."""
+    plain = torch.arange(24, dtype=torch.int32)
+    there = plain.to(f"{DEVICE}:1")
+    storage = there.untyped_storage()
+    for size, strides in [((2, 3), (3, 1)), ((4,), (1,)), ((), ()), ((2, 0, 3), (3, 3, 1))]:
+        view = torch.empty(0, dtype=torch.int32, device=there.device).set_(storage, 5, torch.Size(size))
+        assert (view.stride(), view.storage_offset()) == (strides, 5)
+        expected = torch.empty(0, dtype=torch.int32).set_(plain.untyped_storage(), 5, torch.Size(size))
+        assert expected.stride() == strides
+        assert torch.equal(view.cpu(), expected)
+    back = torch.UntypedStorage(96)
+    back.copy_(storage)
+    assert bytes(back) == bytes(plain.untyped_storage())
+    again = torch.UntypedStorage(96, device=there.device)
+    again.copy_(back)
+    assert torch.equal(torch.empty(0, dtype=torch.int32, device=there.device).set_(again).cpu(), plain)
+    with pytest.raises(RuntimeError, match="unequal size length"):
+        there.set_(storage, 0, (2, 3), (1,))
+
+
 def test_a_copy_out_of_the_middle_of_pinned_memory_may_be_recorded_for_nothing() -> None:
     """torch knows pinned memory by its allocation or its first address: a tensor that has neither does not keep it."""
     source, target = pinned(4, 1 << 20), torch.empty(4096, dtype=torch.uint8, device=DEVICE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from importlib import import_module
 from math import isfinite, prod
@@ -141,11 +141,15 @@ def compare(
         with (
             closing(open_checkpoint(a, strict=False, check=operation.check)) as opened_a,
             closing(open_checkpoint(b, strict=False, check=operation.check)) as opened_b,
+            ExitStack() as owned,
         ):
+            if not header_only:
+                for opened in (opened_a, opened_b):
+                    opened.files = list(opened.open_files(range(len(opened.files)), owned))
             return _compare(opened_a, opened_b, is_selected, header_only, progress, operation.check)
 
     operation: Operation[Comparison] = Operation(body, name="diff")
-    return operation.start().result()
+    return operation.result()
 
 
 def _compare(

@@ -27,6 +27,7 @@ from stio.errors import (
     DeviceError,
     DeviceMemoryError,
     FormatError,
+    HostMemoryError,
     IndexFormatError,
     IntegrityError,
     NoSpaceError,
@@ -58,6 +59,7 @@ _ADVICE: tuple[tuple[type[StioError], str], ...] = (
     (NoSpaceError, "free some space, or choose another destination"),
     (CommitUncertainError, "run it again"),
     (StorageError, "look at permissions, the disk and the system's log"),
+    (HostMemoryError, "free some memory, or load a smaller part with --filter"),
     (DeviceMemoryError, "free memory of the device, or use --device cpu"),
     (DeviceError, "give a device of this machine, for example --device cpu"),
 )

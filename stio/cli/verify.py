@@ -7,10 +7,9 @@ checks headers and index, compares each file with the manifest if there is one, 
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import click
@@ -125,13 +124,12 @@ def examine(
     """
 
     def body(operation: Operation[Report]) -> Report:
-        with _warnings() as warnings:
-            opened = open_checkpoint(path, with_manifest=True, check=operation.check)
-        with closing(opened):
+        warnings: list[str] = []
+        with closing(open_checkpoint(path, with_manifest=True, check=operation.check, warn=warnings.append)) as opened:
             return _examine(opened, hash_required, warnings, operation.check, progress)
 
     operation: Operation[Report] = Operation(body, name="verify", about=path)
-    return operation.start().result()
+    return operation.result()
 
 
 def _examine(
@@ -152,11 +150,12 @@ def _examine(
         )
         problems = {finding.name: finding.error for finding in findings}
     files = []
-    for file, header in zip(opened.files, opened.headers, strict=True):
+    for shard, (file, header) in enumerate(zip(opened.files, opened.headers, strict=True)):
         problem = problems.get(header.shard)
         if problem is None:
             try:
-                warnings += _odd_bools(file, header, check)
+                with ExitStack() as owned:
+                    warnings += _odd_bools(opened.open_files([shard], owned)[shard], header, check)
             except StioError as error:
                 problem = error
         text = None if problem is None else without_path(problem)
@@ -190,28 +189,6 @@ def _odd_bools(file: Source, header: Header, check: Callable[[], None]) -> Itera
                     f"the first one {odd[0]} at byte {at:,} of {printable(header.shard)}"
                 )
                 break
-
-
-class _Collector(logging.Handler):
-    """Collects log messages."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-@contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """Yield a list of the warnings that stio logs under `with`."""
-    logger, handler = logging.getLogger("stio"), _Collector()
-    logger.addHandler(handler)
-    try:
-        yield handler.messages
-    finally:
-        logger.removeHandler(handler)
 
 
 # The text of the result.

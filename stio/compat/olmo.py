@@ -40,7 +40,7 @@ from stio.format.olmo_names import (
 )
 from stio.format.safe_pickle import PickleRefused, PlainPickles
 from stio.format.state_tree import STATE_KEY
-from stio.loading.body import collect, start_reading
+from stio.loading.body import collect, reading_operation
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.runtime.blocking import run_blocking
@@ -61,6 +61,13 @@ __all__ = [
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
+_MOST_REFUSED = 5
+"""Most values that one warning lists."""
+
+_SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
+_SHORT_STEPS = 16
+"""At least as many instructions as a name has beside its keys and the pickle of such a value has, together."""
+
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
@@ -70,21 +77,27 @@ def state_dict_to_safetensors_file(
     """Save nested dicts of tensors and other values to one file; atomic, durable.
 
     In OLMo's format equal plain state gives equal bytes. Empty dicts are saved as pickled values, which OLMo's reader
-    accepts. Tensors that share memory are saved separately, because that reader has no ties.
+    accepts. Tensors that share memory are saved separately, because that reader has no ties. A warning names what
+    `safetensors_file_to_state_dict` will read with `trust_pickle=True` only, such as numpy's numbers, complex numbers,
+    dtypes, and tensors inside lists.
 
     Args:
-        state_dict: Dicts in dicts. Keys are text, numbers, bytes, None, or tuples of these; values are tensors, or
-            anything that can be pickled. Values that are not plain are loaded with `trust_pickle=True` only.
+        state_dict: Dicts in dicts. Keys are text, numbers other than NaN, bytes, None, or tuples of these; values are
+            tensors, or anything that can be pickled.
         filename: Ends in `.safetensors`.
         format: "olmo", which OLMo reads; or "stio", without any pickle, which this module and `stio.load_state` read.
             `stio.save_state` lists the types that "stio" saves; types, order and ties are restored.
 
     Raises:
         TypeError: Not a dict, a key of another type, or a tensor without memory of its own.
-        ValueError: A tensor that cannot be saved as it is, the name of the file, no such format, or a value too long.
+        ValueError: A tensor that cannot be saved as it is, a key that is NaN, the name of the file, no such format, or
+            a value too long.
         StioError: See `stio.save`; the old file stays.
     """
-    path = os.fspath(filename)
+    return _save(state_dict, os.fspath(filename), format)
+
+
+def _save(state_dict: Mapping[Any, Any], path: str, format: str) -> SaveResult:
     if not path.endswith(FILE_SUFFIX):
         raise ValueError(f"the name of the file must end in {FILE_SUFFIX}, not {printable(path)!r}")
     if not isinstance(state_dict, Mapping):
@@ -95,12 +108,57 @@ def state_dict_to_safetensors_file(
     if format != "olmo":
         raise ValueError(f"format= takes 'olmo' or 'stio', not {printable(format)!r}")
     tensors: dict[str, torch.Tensor] = {}
+    reader = _ReadBack()
     for keys, leaf in _leaves(state_dict):
         is_tensor = isinstance(leaf, torch.Tensor)
         if is_tensor:
             describe_tensors({shown(keys): leaf})  # refuses with a readable name
-        tensors[encode_name(keys, is_pickled=not is_tensor)] = leaf if is_tensor else _pickled(keys, leaf)
+        name, data = encode_name(keys, is_pickled=not is_tensor), None if is_tensor else _pickled(keys, leaf)
+        reader.check(keys, name, leaf, data)
+        tensors[name] = leaf if data is None else torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    reader.warn(path)
     return run_blocking(PendingSave(tensors, path, SaveOptions(), planner=plan_files).complete())
+
+
+class _ReadBack:
+    """Reads names and pickles as the reader without `trust_pickle` will, with its limits on a whole file."""
+
+    def __init__(self) -> None:
+        self._pickles = PlainPickles()
+        self._num_steps = 0  # those of names and values that are not read here, because only their number matters
+        self._num_refused = 0
+        self._refused: list[str] = []
+
+    def check(self, keys: KeyPath, name: str, leaf: object, data: bytes | None) -> None:
+        """Note what will be refused of one value; `data` is its pickle, None for a tensor."""
+        try:
+            self._num_steps += 2 * len(keys) + _SHORT_STEPS
+            if _SCALARS.issuperset(map(type, keys)):
+                for key in keys:
+                    self._pickles.require_key(key)
+            else:
+                decode_name(name, self._pickles)
+            if data is not None and type(leaf) not in _SCALARS:
+                self._pickles.loads(data)
+            if self._num_steps > self._pickles.steps_left:
+                raise PickleRefused("the file holds more keys and values than plain state needs")
+        except PickleRefused as error:
+            self._num_refused += 1
+            if len(self._refused) < _MOST_REFUSED:
+                self._refused.append(f"{shown(keys)} ({error})")
+
+    def warn(self, path: str) -> None:
+        """Warn of what was refused, before the file is written."""
+        if not self._refused:
+            return
+        left_out = self._num_refused - len(self._refused)
+        warnings.warn(
+            f"{printable(path)}: only trust_pickle=True will read {', '.join(self._refused)}"
+            f"{f' and {left_out:,} more' if left_out else ''}; save numbers as int or float, tensors as values of "
+            'dicts, or use format="stio"',
+            RuntimeWarning,
+            stacklevel=4,  # the caller of a function of this module
+        )
 
 
 def _leaves(state: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, Any]]:
@@ -123,16 +181,18 @@ def _leaves(state: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, Any]]:
             yield path, node
 
 
-def _pickled(path: KeyPath, leaf: object) -> torch.Tensor:
+def _pickled(path: KeyPath, leaf: object) -> bytes:
     try:
         data = stable_pickle(dict(leaf) if isinstance(leaf, Mapping) else leaf)
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
-        raise TypeError(f"{shown(path)} cannot be pickled: {printable(str(error))}") from error
     except ValueError as error:
         raise ValueError(f"{shown(path)}: {error}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # the methods of a value that is not plain may raise anything
+        raise TypeError(f"{shown(path)} cannot be pickled: {printable(str(error))}") from error
     if len(data) > MAX_LEAF_BYTES:
         raise ValueError(f"{shown(path)} is {len(data):,} bytes as a pickle; a value may have {MAX_LEAF_BYTES:,}")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return data
 
 
 def safetensors_file_to_state_dict(
@@ -164,7 +224,7 @@ def _load(path: str, map_location: str | int | torch.device | None, trust_pickle
         raise TypeError(f"map_location is a device here, not a {type(map_location).__name__}")
     options = LoadOptions(device="cpu" if map_location is None else map_location, memory="copy")
     # As the functions of stio.sync, without their warning under an event loop.
-    take, is_own = start_reading(path, options, partial(_read, options)).result()
+    take, is_own = reading_operation(path, options, partial(_read, options)).result()
     if is_own:
         return take()
     tensors = take()
@@ -310,4 +370,4 @@ def pt_file_to_safetensors_file(
     state = read_pickle(path, trust_pickle=trust_pickle, mapped=True)
     if not isinstance(state, Mapping):
         raise FormatError("the file holds no dict", path=path, found=type(state).__name__)
-    return state_dict_to_safetensors_file(state, destination or os.path.splitext(path)[0] + FILE_SUFFIX, format=format)
+    return _save(state, os.fspath(destination or os.path.splitext(path)[0] + FILE_SUFFIX), format)

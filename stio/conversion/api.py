@@ -20,13 +20,14 @@ from stio.errors import ClosedError, printable
 from stio.format.naming import FILE_SUFFIX
 from stio.format.sharding import TensorSource
 from stio.runtime.hashing import HashName
-from stio.runtime.limits import DEFAULT_BUDGET_BYTES
+from stio.runtime.memory import default_budget_bytes
 from stio.runtime.operation import Operation
-from stio.runtime.progress import Progress
+from stio.runtime.progress import Progress, progress_callback
 from stio.runtime.trace import shown
-from stio.saving.options import Durability, SaveOptions, SaveResult
+from stio.saving.options import Durability, SaveOptions, SaveResult, require_checkpoint_path
 from stio.saving.pending import PendingSave
 from stio.saving.plan import WritePlan, plan_writes
+from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 PathLike = str | os.PathLike[str]
 
@@ -45,20 +46,21 @@ async def convert(
     budget_bytes: int | None = None,
     durability: Durability = "full",
     hash: HashName | None = None,
+    lock_timeout: float = LOCK_TIMEOUT_SECONDS,
     key: str | None = None,
     trust_pickle: bool = False,
 ) -> SaveResult:
     """Convert a checkpoint to safetensors, or to other shards or another dtype, in one step and bounded memory.
 
     Tied weights stay tied, and text metadata is copied. The source is not changed, unless source and destination are
-    the same directory: then the new safetensors files replace the old ones, as in any save. A cancel rolls back, and
-    returns when no thread works on the files.
+    the same directory: then the new safetensors files replace the old ones, as in any save. A cancel rolls back,
+    unless the commit has begun, and returns when no thread works on the files.
 
     Args:
         source: A safetensors file, index or directory; a file of `torch.save` (read with `weights_only=True`); an
             index of such files (`pytorch_model.bin.index.json`), or a directory with one of these. The keys of a nested
             state of OLMo are joined by dots; one with values other than tensors raises an error.
-        destination: A path that ends in `.safetensors` is one file; any other path is a directory in the hub layout.
+        destination: See `stio.save`: a path that ends in `.safetensors` is one file, any other path is a directory.
         max_shard_size: See `stio.save`.
         dtype: Cast floating tensors to it: a torch dtype, or its name in torch or in the format. None: no cast.
         metadata: Text to store in addition to that of the source. For equal keys this text is stored.
@@ -67,6 +69,7 @@ async def convert(
             tensors read ahead. A single row that is larger than an eighth of it needs memory in addition.
         durability: See `stio.save`.
         hash: See `stio.save`.
+        lock_timeout: See `stio.save`.
         key: Key of the tensors in a pickle that holds other values too, such as `"state_dict"`.
         trust_pickle: Unpickle any object. **This executes code that the author of the file chose.**
 
@@ -74,7 +77,8 @@ async def convert(
         Files, sizes and times of the save. The new checkpoint survives a power cut.
 
     Raises:
-        ValueError: The destination is a file of the source, or an argument is out of range.
+        ValueError: The destination is a file of the source or looks like one of another kind, or an argument is out of
+            range.
         TypeError: An argument has the wrong type.
         AmbiguousCheckpointError: A pickle holds other values beside tensors by name, and there is no `key`.
         FormatError: The source is broken, or needs `trust_pickle`.
@@ -86,11 +90,17 @@ async def convert(
     if key is not None and not isinstance(key, str):
         raise TypeError(f"key= takes text, not {key!r}")
     options = SaveOptions(
-        max_shard_size=max_shard_size, metadata=metadata or {}, progress=progress, durability=durability, hash=hash
+        max_shard_size=max_shard_size,
+        metadata=metadata or {},
+        durability=durability,
+        hash=hash,
+        lock_timeout=lock_timeout,
+        progress=progress_callback(progress, "converting"),
     )
+    require_checkpoint_path(destination)
     options.max_shard_bytes(destination)  # raises for a wrong argument before the work starts
     plan_writes([], max_shard_bytes=None, block_bytes=1 << 20, metadata=metadata)  # the same for the metadata
-    budget = budget_bytes or DEFAULT_BUDGET_BYTES
+    budget = budget_bytes or default_budget_bytes()
 
     def body(operation: Operation[SaveResult]) -> SaveResult:
         opened = open_source(
@@ -106,7 +116,7 @@ async def convert(
         finally:
             opened.close()
 
-    return await Operation(body, name="convert", about=shown(source)).start().wait()
+    return await Operation(body, name="convert", about=shown(source)).wait()
 
 
 def _floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -144,7 +154,7 @@ def _save(
     )
     operation.on_cancel(pending.cancel)
     try:
-        return pending.result()
+        return pending.start().result()
     except ClosedError:
         operation.check()  # raises if this operation was cancelled
         raise

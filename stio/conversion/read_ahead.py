@@ -7,7 +7,6 @@ stop callback and the memory of a load live as long as its operation, and must b
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -47,7 +46,6 @@ class ReadAhead:
         self._window_bytes = window_bytes
         self._units: Iterator[_Unit] = iter(())
         self._loaded: _Tensors = {}
-        self._lock = threading.Lock()
         self._ahead: Operation[Callable[[], _Tensors]] | None = None
         self._stopped = False
 
@@ -70,9 +68,8 @@ class ReadAhead:
 
     def stop(self) -> None:
         """End the read under way, and start no other. Callable from any thread."""
-        with self._lock:
-            self._stopped = True
-            ahead = self._ahead
+        self._stopped = True
+        ahead = self._ahead
         if ahead is not None:
             ahead.cancel()
 
@@ -110,10 +107,9 @@ class ReadAhead:
             return lambda: {stored[name]: tensor for name, tensor in take().items()}
 
         operation = Operation(body, name="load")
-        with self._lock:
-            self._ahead = operation
-            if self._stopped:
-                operation.cancel()
+        self._ahead = operation
+        if self._stopped:  # `stop` may have been called before
+            operation.cancel()
         operation.start()
 
     def _cut(self, names: Sequence[str]) -> Iterator[_Unit]:
@@ -121,8 +117,6 @@ class ReadAhead:
         total = 0
         for name in names:
             nbytes = self._info(name).nbytes
-            if not nbytes:
-                continue  # a save takes no empty tensors
             cut = self._is_cut(name)
             if together and (cut or total + nbytes > self._window_bytes or len(together) == _MAX_NAMES):
                 yield together, None

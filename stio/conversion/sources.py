@@ -30,13 +30,14 @@ from stio.errors import (
 from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.format.olmo_names import decode_name, looks_encoded, shown
+from stio.format.other_sources import PICKLE_SUFFIXES
 from stio.format.safe_pickle import PickleRefused, PlainPickles
 from stio.format.shared import ALIASES_KEY, resolve_shared
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.limits import Limits
 from stio.storage.checks import refused
+from stio.storage.open import open_directory
 
-_PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 _SHOWN_NAMES = 6
 
 
@@ -97,7 +98,7 @@ def open_source(
     """
     pickles = _pickle_files(path)
     if pickles is None:
-        if key is not None:
+        if key is not None and os.path.lexists(path):
             raise ValueError("key= is for files of torch.save; a safetensors checkpoint is flat")
         return _open_safetensors(path, dtype, window_bytes, check)
     tensors: dict[str, torch.Tensor] = {}
@@ -117,11 +118,11 @@ def _pickle_files(path: str) -> list[str] | None:
     """Return the files of `torch.save` that a path means, None if it means safetensors or nothing."""
     if os.path.isdir(path):
         return _pickles_in(path)
-    if path.endswith(FILE_SUFFIX):
+    if path.endswith(FILE_SUFFIX) or not os.path.lexists(path):  # opening it raises the clearest error
         return None
     if path.endswith(INDEX_SUFFIX):
         return _indexed_pickles(path)
-    if path.endswith(_PICKLES) or is_pickle(path):
+    if path.endswith(PICKLE_SUFFIXES) or is_pickle(path):
         return [path]
     return None
 
@@ -133,12 +134,13 @@ def _pickles_in(directory: str) -> list[str] | None:
         raise refused("listing the directory", directory, error) from error
     if any(name.endswith((FILE_SUFFIX, FILE_SUFFIX + INDEX_SUFFIX)) for name in names):
         return None
-    indices = [name for name in names if name.endswith(tuple(suffix + INDEX_SUFFIX for suffix in _PICKLES))]
-    files = [name for name in names if name.endswith(_PICKLES)]
+    indices = [name for name in names if name.endswith(tuple(suffix + INDEX_SUFFIX for suffix in PICKLE_SUFFIXES))]
+    files = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     if len(indices) == 1:
+        _require_inside(directory, indices)
         return _indexed_pickles(os.path.join(directory, indices[0]))
     if not indices and len(files) == 1:
-        return [os.path.join(directory, files[0])]
+        return _require_inside(directory, files)
     if not indices and not files:
         return None  # opening it as safetensors raises the clearest error
     raise AmbiguousCheckpointError(
@@ -153,7 +155,21 @@ def _indexed_pickles(path: str) -> list[str] | None:
         raise IndexFormatError("the weight_map names no files", path=path)
     if any(name.endswith(FILE_SUFFIX) for name in index.shards):
         return None
-    return [os.path.join(os.path.dirname(path), name) for name in index.shards]
+    return _require_inside(os.path.dirname(path), index.shards)
+
+
+def _require_inside(directory: str, names: Sequence[str]) -> list[str]:
+    """Return the paths of files that a directory or an index names; each must pass the rule for shards.
+
+    Raises:
+        CheckpointNotFoundError: A file does not exist.
+        UnsafePathError: A file is a link that leads out of the directory.
+        StorageError: A file is no regular one, or the operating system reported an error.
+    """
+    with open_directory(directory or ".", follow_symlinks=False) as root:
+        for name in names:
+            root.open(name).close()
+    return [os.path.join(directory, name) for name in names]
 
 
 # The tensors in them.

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import warnings
 from typing import Any
 
 import torch
 
-from stio.errors import CheckpointNotFoundError, FormatError, StorageError, printable
-from stio.storage.checks import refused
-
-_ZIP_MAGIC = b"PK\x03\x04"
-_PICKLE_MAGIC = b"\x80"
+from stio.errors import FormatError, StorageError, printable
+from stio.format.other_sources import PICKLE_START_BYTES, is_pickle_start, is_zip_start
+from stio.storage.checks import OPEN_FLAGS, require_regular, translated_errors
 
 
 def read_start(path: str, nbytes: int) -> bytes:
@@ -20,21 +19,16 @@ def read_start(path: str, nbytes: int) -> bytes:
 
     Raises:
         CheckpointNotFoundError: There is no such file.
-        StorageError: The operating system reported an error.
+        StorageError: It is no regular file, or the operating system reported an error.
     """
-    try:
-        with open(path, "rb") as file:
-            return file.read(nbytes)
-    except FileNotFoundError:
-        raise CheckpointNotFoundError("there is no such file or directory", path=path) from None
-    except OSError as error:
-        raise refused("reading the file", path, error) from error
+    with translated_errors(path, "reading the file"), open(os.open(path, OPEN_FLAGS), "rb") as file:
+        require_regular(os.fstat(file.fileno()), path)
+        return file.read(nbytes)
 
 
 def is_pickle(path: str) -> bool:
     """Return whether a file starts like one of `torch.save`, in its new or its old format."""
-    head = read_start(path, len(_ZIP_MAGIC))
-    return head == _ZIP_MAGIC or (head[:1] == _PICKLE_MAGIC and head[1:2] in (b"\2", b"\3", b"\4", b"\5"))
+    return is_pickle_start(read_start(path, PICKLE_START_BYTES))
 
 
 def read_pickle(path: str, *, map_location: Any = "cpu", trust_pickle: bool = False, mapped: bool = False) -> Any:
@@ -52,7 +46,7 @@ def read_pickle(path: str, *, map_location: Any = "cpu", trust_pickle: bool = Fa
         FormatError: It is broken, or holds objects that only `trust_pickle` reads.
         StorageError: The operating system reported an error.
     """
-    in_zip = read_start(path, len(_ZIP_MAGIC)) == _ZIP_MAGIC
+    in_zip = is_zip_start(read_start(path, PICKLE_START_BYTES))
     if trust_pickle:
         warnings.warn(
             f"{printable(path)}: unpickling, which can run any code, because of trust_pickle=True",
@@ -66,7 +60,9 @@ def read_pickle(path: str, *, map_location: Any = "cpu", trust_pickle: bool = Fa
         raise FormatError(f"the file cannot be unpickled: {_first_line(error)}{hint}", path=path) from error
     except OSError as error:
         raise StorageError(f"the file cannot be read: {printable(str(error))}", path=path, errno=error.errno) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, ImportError, IndexError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # torch raises nearly any error for a malformed file
         raise FormatError(f"not a file of torch.save: {_first_line(error)}", path=path) from error
 
 

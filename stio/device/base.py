@@ -104,7 +104,10 @@ def current_device() -> torch.device | None:
     Each thread has its own (`torch.cuda.set_device`), and loads run on other threads, where it is device 0. Before the
     initialization no device was chosen. Initialization takes long, so this function does not start it.
     """
-    accelerator = torch.accelerator.current_accelerator()
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 raises where later versions return None
+        return None
     if accelerator is None:
         return None
     is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
@@ -156,6 +159,4 @@ def _available_accelerator() -> torch.device | None:
 
 
 def _current_index() -> int:
-    # torch 2.6 has the second name.
-    current = getattr(torch.accelerator, "current_device_index", None) or torch.accelerator.current_device_idx
-    return int(current())
+    return int(torch.accelerator.current_device_index())

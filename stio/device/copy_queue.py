@@ -9,7 +9,6 @@ The queue reports blocks, not the read path that put them there: a submission co
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ import torch
 from stio.device.base import Accelerator, Event
 from stio.device.group_memory import GroupMemory
 from stio.runtime import stats
-from stio.runtime.memory import Region
+from stio.runtime.locks import Condition
+from stio.runtime.memory import Region, reporting_shortage
 from stio.runtime.trace import Trace
 
 B = TypeVar("B")
@@ -79,7 +79,7 @@ class CopyQueue(Generic[B]):
         self._trace = trace
         # One lock for slots and submissions: a worker without a slot waits for a slot that is released or for a
         # submission with an event to wait for, for the first of the two.
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._num_unallocated = num_slots
         self._is_allocating_ahead = False
         self._is_closing = False
@@ -100,7 +100,8 @@ class CopyQueue(Generic[B]):
 
         Raises:
             DeviceError: The oldest batch failed. Its slots are not used again.
-            MemoryError: There is no memory for a slot, or the slots are retired.
+            HostMemoryError: There is no memory for a slot.
+            MemoryError: The slots are retired.
         """
         while not stopped():
             with self._changed:
@@ -307,7 +308,8 @@ class CopyQueue(Generic[B]):
     def _allocate(self) -> Region:
         """Allocate a slot that the caller has counted."""
         try:
-            return self._allocate_slot(self.slot_bytes)
+            with reporting_shortage():
+                return self._allocate_slot(self.slot_bytes)
         except BaseException:
             with self._changed:
                 self._count_allocated(-1)

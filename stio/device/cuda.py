@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from stio.device.torch_private import foreach_copy
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.runtime import memory
+from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.process import after_fork_in_child
 
@@ -88,7 +88,7 @@ def on_stream(module: Any, device: torch.device, stream: Any) -> Iterator[None]:
         yield
 
 
-_creating_stream = threading.Lock()
+_creating_stream = new_lock()
 _copy_streams: dict[torch.device, tuple[Any, Any]] = {}
 
 
@@ -110,7 +110,7 @@ def _copy_stream(module: Any, device: torch.device) -> Any:
 def _forget_parent() -> None:
     """Forget the parent's streams in a forked child, where they are not valid and CUDA refuses them."""
     global _creating_stream
-    _creating_stream = threading.Lock()
+    _creating_stream = new_lock()
     _copy_streams.clear()
 
 

@@ -22,6 +22,9 @@ from stio.errors import DeviceError, FormatError, UnsupportedDtypeError, printab
 from stio.format.dtypes import tensor_nbytes
 from stio.format.sharding import TensorSource
 
+_MOST_NAMES = 8
+"""Most tensors that one error lists."""
+
 
 @dataclass(frozen=True)
 class LazyTensor:
@@ -67,7 +70,7 @@ def describe_tensors(tensors: Mapping[str, torch.Tensor | LazyTensor]) -> list[T
 
     Raises:
         TypeError: A name is no string; a value is no tensor, or a tensor without memory of its own (distributed, fake,
-            a wrapper of other tensors).
+            a wrapper of other tensors, inside a function transform such as `torch.vmap`).
         ValueError: A tensor has no data in the usual layout: sparse, nested, on meta, freed or not initialized.
         UnsupportedDtypeError: The format has no such dtype.
         DeviceError: torch cannot copy from this kind of device in the background.
@@ -85,7 +88,10 @@ def describe_tensors(tensors: Mapping[str, torch.Tensor | LazyTensor]) -> list[T
         if not tensor.is_cpu and tensor.device not in devices:
             _require_streams(name, tensor)
             devices.add(tensor.device)
-        sources.append(_source(name, tensor))
+        try:
+            sources.append(_source(name, tensor))
+        except RuntimeError as error:  # of torch: its tensors under a function transform have no storage
+            raise _without_storage(tensors, error) from error
     return sources
 
 
@@ -99,6 +105,7 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
     sizes, nbytes = tuple(tensor.shape), tensor.nbytes
     shape = _format_shape(name, sizes) if dtype == "F4" else sizes
     if not nbytes:
+        tensor.untyped_storage().data_ptr()  # raises as below: without elements it has no memory of its own either
         return TensorSource(
             name=name, dtype=dtype, shape=shape, nbytes=0, storage_key=None, span=(0, 0), layout=None, data=tensor
         )
@@ -128,6 +135,24 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
         span=(begin, end),
         layout=(strides, conj_neg_bits(tensor)),
         data=tensor,
+    )
+
+
+def _without_storage(tensors: Mapping[str, object], error: RuntimeError) -> TypeError:
+    """Return the error for tensors whose storage torch refuses: it names all of them, or the first few."""
+    names = []
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            try:
+                tensor.untyped_storage().data_ptr()
+            except RuntimeError:
+                names.append(repr(printable(name)))
+    left_out = len(names) - _MOST_NAMES
+    shown = ", ".join(names[:_MOST_NAMES]) + (f" and {left_out} more" if left_out > 0 else "")
+    return TypeError(
+        f"{'tensors' if len(names) > 1 else 'tensor'} {shown}: no memory to save (a value inside torch.func's grad, "
+        f"vmap or functionalize has none); save outside of the transform. torch says: "
+        f"{printable(str(error).partition(chr(10))[0])}"
     )
 
 

@@ -202,11 +202,17 @@ def select_and_cast(
         tensors[name] = typed(tensor, FORMAT_DTYPES[own], tuple(tensor.shape))
     if dtype is not None:
         for name, tensor in tensors.items():
-            wanted = dtype if isinstance(dtype, torch.dtype) else dtype.get(name)
-            floats = tensor.is_floating_point() or not isinstance(dtype, torch.dtype)
-            if floats and wanted is not None and tensor.dtype != wanted:
+            wanted = cast_dtype(name, tensor.dtype, dtype)
+            if tensor.dtype != wanted:
                 tensors[name] = cast(name, tensor, wanted)
     return tensors
+
+
+def cast_dtype(name: str, own: torch.dtype, casts: Casts) -> torch.dtype:
+    """Return the dtype that a tensor is cast to, which may be its own."""
+    if isinstance(casts, torch.dtype):
+        return casts if own.is_floating_point else own
+    return casts.get(name) or own
 
 
 def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

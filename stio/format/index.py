@@ -8,7 +8,7 @@ The index is untrusted text that names files to open. `parse_index` therefore ch
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from stio.errors import IndexFormatError, printable
@@ -36,6 +36,19 @@ class ShardIndex:
     """Bytes of all tensors according to the index; None if it has no such number."""
     shards: tuple[str, ...]
     """Names of the shards, in order of their first appearance, each one checked."""
+    names_elsewhere: frozenset[str] = frozenset()
+    """Of a part of an index: names of the tensors in other shards."""
+
+    def part(self, shards: Collection[str]) -> ShardIndex:
+        """Return the part of the index that names these shards only."""
+        chosen = set(shards)
+        return ShardIndex(
+            {key: value for key, value in self.metadata.items() if key != "total_size"},
+            {name: shard for name, shard in self.weight_map.items() if shard in chosen},
+            None,
+            tuple(shard for shard in self.shards if shard in chosen),
+            frozenset(name for name, shard in self.weight_map.items() if shard not in chosen),
+        )
 
 
 def parse_index(raw: bytes, *, path: str, limits: Limits = _DEFAULT_LIMITS, suffix: str = FILE_SUFFIX) -> ShardIndex:

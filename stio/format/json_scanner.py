@@ -182,7 +182,7 @@ class Scanner:
                 if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:  # else that backslash is itself escaped
                     stop -= 6
             for _ in range(3):  # a UTF-8 character has at most three bytes after its first
-                if stop - 1 > pos and raw[stop] & 0xC0 == 0x80:
+                if stop - 1 > pos and raw[stop] & 0xC0 == 0x80 and raw[stop - 1] >= 0x80:  # not into an escape
                     stop -= 1
         self.pos = stop
         return self._decode_text(raw[pos:stop], pos, escaped=True)
@@ -293,7 +293,7 @@ class Scanner:
         """
         try:
             members = decode(b"{" + text + b"}")
-        except (ValueError, RecursionError):
+        except (msgspec.MsgspecError, ValueError, RecursionError):  # before 0.21 the first was no ValueError
             return None
         if b"\\" in text:
             text = text.replace(b"\\\\", b"").replace(b'\\"', b"")

@@ -20,9 +20,25 @@ INDEX_SUFFIX = ".index.json"
 MANIFEST_SUFFIX = ".manifest.json"
 """Follows the name of the single file, or of the index without its own `.index.json`."""
 
+_OTHER_KINDS = re.compile(
+    r".*[^.].*(\.(pt|pth|pt2|bin|ckpt|pkl|pickle|joblib|npy|npz|gguf|ggml|h5|hdf5|keras|onnx|pb|tflite|msgpack|pdparams"
+    r"|mar|json|zip|tar|gz|tgz|bz2|xz|zst|7z|parquet|arrow|safetensors?))",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Names of files that hold weights in other formats, and of archives."""
+
 # Hexadecimal and of this length: stio did not write `model-finetuned-00001-of-00002`.
 _SAVE_ID = "[0-9a-f]{8,32}"
 _PERCENT_ENCODED = re.compile("%[0-9a-fA-F]{2}")
+
+
+def suffix_of_other_kind(name: str) -> str | None:
+    """Return the end of a name that looks like a file which stio does not write; None for other names.
+
+    `w.SAFETENSORS` is such a name: only lower case means one file.
+    """
+    found = None if name.endswith(FILE_SUFFIX) else _OTHER_KINDS.fullmatch(name)
+    return None if found is None else found[1]
 
 
 def check_shard_name(name: str, *, path: str, suffix: str = FILE_SUFFIX) -> None:

@@ -48,7 +48,7 @@ def encode_name(path: KeyPath, *, is_pickled: bool) -> str:
 
     Raises:
         TypeError: A key that cannot be read without running code.
-        ValueError: The name would be longer than a reader accepts.
+        ValueError: A key that is NaN, or the name would be longer than a reader accepts.
     """
     if len(path) > MAX_KEYS:
         raise ValueError(f"dicts are nested more than {MAX_KEYS} deep")
@@ -66,6 +66,8 @@ def _require_plain_key(key: object, path: KeyPath, depth: int = 0) -> None:
             raise ValueError("a key is a tuple that is nested too deeply")
         for part in key:
             _require_plain_key(part, path, depth + 1)
+    elif type(key) is float and key != key:
+        raise ValueError(f"{shown(path)}: a key is NaN, which equals no key; two of them would get one name")
     elif type(key) not in _PLAIN_KEYS:
         raise TypeError(
             f"{shown(path)}: a key is text, a number, bytes, None or a tuple of these, not a {type(key).__name__}"

@@ -48,7 +48,8 @@ class PlainPickles:
     """
 
     def __init__(self, max_steps: int = MAX_STEPS) -> None:
-        self._steps_left = max_steps
+        self.steps_left = max_steps
+        """Instructions that may still be read."""
         self._odd_keys_left = _MAX_ODD_KEYS
 
     def loads(self, data: bytes, *, max_nodes: int = MAX_STEPS) -> Any:
@@ -67,9 +68,9 @@ class PlainPickles:
         try:
             for instruction, argument, at in machine.instructions:
                 machine.at = at or 0
-                if not self._steps_left:
+                if not self.steps_left:
                     raise PickleRefused("the pickles of this file are longer than plain values need")
-                self._steps_left -= 1
+                self.steps_left -= 1
                 handler = _HANDLERS.get(instruction.name)
                 if handler is None:
                     raise PickleRefused(machine.refusal(instruction.name, argument))

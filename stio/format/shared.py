@@ -12,8 +12,9 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring
 from typing import Literal
 
-from stio.errors import SharedTensorsError, printable
+from stio.errors import FormatError, LimitError, SharedTensorsError, printable
 from stio.format.gil_slices import row_slices, sort_in_slices
+from stio.format.json_scanner import Scanner
 from stio.format.sharding import TensorSource
 
 ALIASES_KEY = "stio.aliases"
@@ -121,3 +122,27 @@ def aliases_json(aliases: Mapping[str, str]) -> str:
         for piece in row_slices(len(pairs))
     ]
     return f"{{{','.join(texts)}}}"
+
+
+def parse_aliases(text: str, *, path: str, max_aliases: int) -> dict[str, str]:
+    """Parse the text that records aliases, which is as untrusted as the file.
+
+    Args:
+        text: Value of `ALIASES_KEY` in the metadata.
+        path: File to name in errors.
+        max_aliases: Most aliases.
+
+    Raises:
+        FormatError: It is no JSON object of texts, or has a key twice.
+        LimitError: There are too many.
+    """
+    scanner = Scanner(text.encode(errors="surrogatepass"), path=path, base=0, error=FormatError, what=ALIASES_KEY)
+    try:
+        scanner.trim()
+        aliases = scanner.string_map()
+        scanner.finish()
+    except FormatError as error:  # its offset is one in the text, and none in the file
+        raise FormatError(error.message, path=path, expected=error.expected, found=error.found) from None
+    if len(aliases) > max_aliases:
+        raise LimitError(f"{ALIASES_KEY}: too many names", path=path, expected=max_aliases, found=len(aliases))
+    return aliases

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import EllipsisType
 from typing import Any, Literal, NoReturn, TypeAlias
@@ -21,7 +21,8 @@ from typing import Any, Literal, NoReturn, TypeAlias
 from stio.errors import SliceError, printable
 
 Index: TypeAlias = Any
-"""An index: int, slice, Ellipsis, None, at most one list of ints, or a tuple of those."""
+"""An index: int, slice, Ellipsis, None, list or array of ints, or a tuple of those; at most one of the lists and
+arrays has another length than 1."""
 
 Rows: TypeAlias = "range | list[int]"
 """Rows of one dimension, ascending and distinct; a list only if they are not evenly spaced."""
@@ -46,7 +47,7 @@ class Selection:
 
     The selected tensor is `compact.view(read_shape)`, indexed by `post` unless that is None, then flipped along the
     dimensions `flip` of the indexed tensor. For `post`, torch and numpy give the same result: it has only ints of 0 and
-    above, slices with positive steps, None, and at most one list.
+    above, slices with positive steps, None, and at most one list (nested for an index array of several dimensions).
     """
 
     starts: Sequence[int]
@@ -79,14 +80,24 @@ class _Term:
     """The selected rows, in order; empty for a new dimension."""
     kind: Literal["int", "slice", "list", "new"]
     """Kind of this part of the index; `new` is a new dimension."""
+    list_shape: tuple[int, ...] = ()
+    """Of a list: its dimensions, which replace the indexed one."""
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """The dimensions of the result that it stands for."""
+        if self.kind == "list":
+            return self.list_shape
+        return () if self.kind == "int" else (1 if self.kind == "new" else len(self.rows),)
 
 
 def select(index: Index, shape: Sequence[int], itemsize: int) -> Selection:
     """Return the bytes to read for `tensor[index]`.
 
     Args:
-        index: As `numpy.s_[...]` gives it: ints, slices of any step, Ellipsis, None, at most one 1-D sequence of ints
-            (list, range, tuple inside the tuple, array), or a tuple of these.
+        index: As `numpy.s_[...]` gives it: ints, slices of any step, Ellipsis, None, sequences of ints (list, range,
+            tuple inside the tuple), arrays of ints with any number of dimensions, or a tuple of these. At most one
+            sequence or array has another length than 1. An array without dimensions is an int.
         shape: The tensor's dimensions.
         itemsize: Bytes of one element.
 
@@ -95,24 +106,26 @@ def select(index: Index, shape: Sequence[int], itemsize: int) -> Selection:
 
     Raises:
         SliceError: The index is of another kind (masks and floats are), out of range, longer than the shape, or one
-            for which numpy and torch order the dimensions differently (`[:, 0, :, [1, 2]]`).
+            for which numpy and torch order the dimensions differently (`[:, 0, :, [1, 2]]`), or put the dimension of
+            several lists first (`[:, [0], :, [1, 2]]`).
     """
     shape = tuple(shape)
-    terms = _normalize(index, shape)
+    terms = _one_list(_normalize(index, shape), index, shape)
     _refuse_ambiguous(terms, index, shape)
-    result_shape = tuple(1 if term.kind == "new" else len(term.rows) for term in terms if term.kind != "int")
+    result_shape = tuple(size for term in terms for size in term.result_shape)
     if 0 in result_shape or 0 in shape:
         return Selection((), 0, result_shape, None, (), result_shape)
     wanted = {term.dim: term for term in terms if term.kind != "new"}
     read = [_ascending(wanted[dim].rows) for dim in range(len(shape))]
     starts, chunk_bytes = _chunks(read, shape, itemsize)
-    outcome = [term for term in terms if term.kind != "int"]
-    flip = tuple(k for k, term in enumerate(outcome) if isinstance(term.rows, range) and term.rows.step < 0)
+    sources = [term for term in terms for _ in term.result_shape]  # of each dimension of the result
+    flip = tuple(k for k, term in enumerate(sources) if isinstance(term.rows, range) and term.rows.step < 0)
     post = tuple(_post_item(term, read) for term in terms)
     if all(item is None or item == 0 or item == slice(None) for item in post) and all(
         len(read[term.dim]) == 1 for term in terms if term.kind == "int"
     ):
         return Selection(starts, chunk_bytes, result_shape, None, flip, result_shape)
+    post = tuple(_nested(item, term) for item, term in zip(post, terms, strict=True))
     return Selection(starts, chunk_bytes, tuple(map(len, read)), post, flip, result_shape)
 
 
@@ -139,8 +152,28 @@ def _normalize(index: Index, shape: tuple[int, ...]) -> list[_Term]:
         else:
             terms.append(_term(item, dim, index, shape))
             dim += 1
-    if sum(term.kind == "list" for term in terms) > 1:
-        _refuse("more than one list", index, shape)
+    return terms
+
+
+def _one_list(terms: list[_Term], index: Index, shape: tuple[int, ...]) -> list[_Term]:
+    """Broadcast several lists as numpy and torch do: one keeps the dimensions of the result, the others become ints."""
+    lists = [k for k, term in enumerate(terms) if term.kind == "list"]
+    if len(lists) < 2:
+        return terms
+    longer = [k for k in lists if len(terms[k].rows) != 1]
+    if len(longer) > 1:
+        _refuse("more than one list with another length than 1", index, shape)
+    kept = longer[0] if longer else lists[0]
+    plain = [k for k, term in enumerate(terms) if term.kind in ("slice", "new")]
+    if any(k < kept for k in plain) and any(lists[0] < k < lists[-1] for k in plain):
+        _refuse("lists around a slice put their dimension first (index by the lists in turn)", index, shape)
+    num_dims = max(len(terms[k].list_shape) for k in lists)
+    for k in lists:
+        term, own = terms[k], terms[k].list_shape
+        if k == kept:
+            terms[k] = replace(term, list_shape=(1,) * (num_dims - len(own)) + own)
+        else:
+            terms[k] = _Term(term.dim, range(term.rows[0], term.rows[0] + 1), "int")
     return terms
 
 
@@ -155,22 +188,28 @@ def _term(item: Any, dim: int, index: Index, shape: tuple[int, ...]) -> _Term:
     # uint8 is a mask in torch and not in numpy. A bool is no index, though `operator.index` takes torch's.
     if "int" not in dtype or dtype == "torch.uint8" or isinstance(item, (bool, str, bytes)):
         _refuse("neither masks nor floats nor text can be indices", index, shape)
-    try:
-        return _Term(dim, range(_row(operator.index(item), length, index, shape), length)[:1], "int")
-    except TypeError:
-        pass
-    values = item.tolist() if hasattr(item, "tolist") else item
+    if getattr(item, "ndim", 0) == 0:  # torch's arrays of one element have `__index__`, whatever their dimensions
+        try:
+            return _Term(dim, range(_row(operator.index(item), length, index, shape), length)[:1], "int")
+        except TypeError:
+            pass
+    values, list_shape = item, None
+    if hasattr(item, "tolist"):
+        list_shape = tuple(getattr(item, "shape", ()))
+        values = item.reshape(-1).tolist() if len(list_shape) > 1 else item.tolist()
     if not isinstance(values, (list, tuple, range)):
         _refuse(f"an index of type {type(item).__name__}", index, shape)
     rows = []
     for value in values:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
+        if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", 0) != 0:
             _refuse("a list may hold nothing but integers", index, shape)
+        if item is index and str(getattr(value, "dtype", "")).startswith("torch."):
+            _refuse("torch takes a list of tensors for a tuple, numpy for one index: pass one of these", index, shape)
         try:
             rows.append(_row(operator.index(value), length, index, shape))
         except TypeError:
             _refuse("a list may hold nothing but integers", index, shape)
-    return _Term(dim, rows, "list")
+    return _Term(dim, rows, "list", list_shape or (len(rows),))
 
 
 def _row(value: int, length: int, index: Index, shape: tuple[int, ...]) -> int:
@@ -288,3 +327,13 @@ def _post_item(term: _Term, read: list[Rows]) -> Any:
         return slice(None)
     place = {row: k for k, row in enumerate(got)}
     return [place[row] for row in term.rows]
+
+
+def _nested(item: Any, term: _Term) -> Any:
+    """Return an item of `post`; that of a list with several dimensions as nested lists."""
+    if len(term.list_shape) < 2:
+        return item
+    rows = list(range(len(term.rows))) if isinstance(item, slice) else item
+    for size in reversed(term.list_shape[1:]):
+        rows = [rows[k : k + size] for k in range(0, len(rows), size)]
+    return rows

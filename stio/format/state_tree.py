@@ -227,7 +227,7 @@ def _lines(raw: bytes, path: str) -> Iterator[Sequence[Node]]:
             raise FormatError("the tree of the state has a malformed line", path=path, found=line[:40])
         try:
             yield (_decode_line if len(line) < WINDOW_BYTES else _decode_node)(b"[" + line + b"]")
-        except (ValueError, RecursionError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise FormatError(
                 f"the tree of the state has a malformed line: {error}", path=path, found=line[:40]
             ) from None

@@ -14,22 +14,20 @@ from typing import Self
 
 from stio.errors import StioError
 from stio.runtime.blocking import run_blocking
+from stio.runtime.log import log
 from stio.runtime.operation import Operation
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
 from stio.storage.commit.retention import remove_checkpoint
 from stio.storage.commit.transaction import begin_directory
-
-logger = logging.getLogger("stio")
+from stio.storage.commit.written_list import read_list, write_list
 
 STATE_NAME = "training_state"
 """Directory in a checkpoint that holds everything but the model; read by `stio.load_state`."""
 
 TRAINER_STATE = "trainer_state.json"
 _TRAINER_OPTIMIZER = "optimizer.pt"
-_TRAINER_ARGUMENTS = "training_args.bin"  # in each checkpoint that Trainer itself writes
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-_MODEL_PATTERN = "model{suffix}.safetensors"
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
@@ -108,11 +106,13 @@ class PublishedSave:
         try:
             for save in self._saves:
                 save.result()
+            write_list(self._transaction.files_path, STATE_NAME)
+            self._transaction.prepare_commit(operation.check)
             operation.refuse_cancel()
             self._transaction.commit(index=None)
         except BaseException as error:
             if not operation.cancelled:  # the training may have ended without a call of `result`
-                logger.error("saving the checkpoint of step %d failed: %s", self._step, error)
+                log(logging.ERROR, "saving the checkpoint of step %d failed: %s", self._step, error)
             self._roll_back()
             raise
         if keep_last:
@@ -126,14 +126,17 @@ class PublishedSave:
         self._transaction.roll_back()
 
     def _delete_old(self, keep_last: int) -> None:
-        """Delete checkpoints older than the newest `keep_last` up to this one, but none of Trainer itself."""
-        found = _checkpoints(self._all, until=self._step)
-        ours = [path for path, names in found if _TRAINER_ARGUMENTS not in names]
-        for path in ours[:-keep_last]:
+        """Delete checkpoints older than the newest `keep_last` up to this one.
+
+        Only those of this class count, also of earlier processes: each has a list of its files. What is not in the
+        list, or was replaced since, stays.
+        """
+        found = [read_list(path, STATE_NAME) for path, _ in _checkpoints(self._all, until=self._step)]
+        for written in [one for one in found if one is not None][:-keep_last]:
             try:
-                remove_checkpoint(path, filename_pattern=_MODEL_PATTERN, whole=True)
+                remove_checkpoint(written)
             except StioError as error:
-                logger.warning("an old checkpoint could not be deleted: %s", error)
+                log(logging.WARNING, "an old checkpoint could not be deleted: %s", error)
 
     def __enter__(self) -> Self:
         return self

@@ -11,6 +11,7 @@ the new one is durable, so a process that is killed at any time leaves a complet
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -18,13 +19,17 @@ import torch
 from lightning.pytorch.plugins import CheckpointIO
 
 from stio.errors import FormatError, StioError
+from stio.format.state_tree import STATE_KEY
 from stio.integrations._tagged import from_plain, to_plain
 from stio.saving.pending import PendingSave
-from stio.storage.commit.retention import remove_checkpoint
+from stio.storage.commit.retention import WrittenFiles, describe_file, remove_checkpoint
 from stio.storage.commit.target import OneFile
 from stio.sync import Saver, load_state, save_state
+from stio.sync import open as open_checkpoint
 
 __all__ = ["StioCheckpointIO"]
+
+logger = logging.getLogger("stio")
 
 
 class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed by mypy
@@ -59,8 +64,10 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         self._keywords = keywords
         self._saver: Saver | None = None
         self._new_saver().close()  # raises for wrong keywords
-        self._under_way: list[tuple[PendingSave, list[str]]] = []
-        """Saves under way, oldest first, each with the files to remove when it is durable."""
+        self._under_way: list[tuple[PendingSave, str, list[str]]] = []
+        """Saves under way, oldest first, each with its file, and with the files to remove when it is durable."""
+        self._written: dict[str, WrittenFiles] = {}
+        """What was saved and not removed, by path."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -81,17 +88,18 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             raise TypeError("StioCheckpointIO takes no storage_options; give keywords of stio.save to the class")
         file = _local(path)
         self._collect()
-        for _, unwanted in self._under_way:
+        for _, _, unwanted in self._under_way:
             if file in unwanted:
                 unwanted.remove(file)  # this save replaces it in one step
         try:
             state = to_plain(checkpoint)
             if not self._asynchronous:
                 save_state(state, OneFile(file), budget_bytes=self._budget_bytes, **self._keywords)
+                self._written[file] = describe_file(file)
                 return
             if self._saver is None:
                 self._saver = self._new_saver()
-            self._under_way.append((self._saver.save_state(state, OneFile(file)), []))
+            self._under_way.append((self._saver.save_state(state, OneFile(file)), file, []))
         except TypeError as error:
             if "hyper_parameters" in str(error):
                 error.add_note("save_hyperparameters(ignore=[...]) leaves it out of the checkpoint")
@@ -131,15 +139,18 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint when all saves under way are durable. A missing file is no error.
 
+        Only a checkpoint of this class is removed. A file that another program has replaced since stays, and a warning
+        names it.
+
         Raises:
             StioError: The operating system reported an error, or an earlier save failed and did not raise it yet.
         """
         file = _local(path)
         self._collect()
         if self._under_way:
-            self._under_way[-1][1].append(file)
+            self._under_way[-1][2].append(file)
         else:
-            remove_checkpoint(file, filename_pattern=None, whole=False)
+            self._remove(file)
 
     def teardown(self) -> None:
         """Wait for saves under way, and release the staging memory.
@@ -161,15 +172,36 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         """Collect saves that have ended: remove the files that they replace, raise the first error."""
         failed: StioError | None = None
         while self._under_way and (wait or self._under_way[0][0].done()):
-            pending, unwanted = self._under_way.pop(0)
+            pending, path, unwanted = self._under_way.pop(0)
             try:
                 pending.result()
+                if pending.written is not None:
+                    self._written[path] = pending.written
                 for file in unwanted:
-                    remove_checkpoint(file, filename_pattern=None, whole=False)
+                    self._remove(file)
             except StioError as error:
                 failed = failed or error  # the files that it should replace stay
         if failed is not None:
             raise failed
+
+    def _remove(self, file: str) -> None:
+        """Delete a checkpoint of this object, or of an earlier process."""
+        written = self._written.pop(file, None)
+        if written is None:
+            written = describe_file(file)
+            if written.files and not _is_checkpoint(file):
+                logger.warning("%s stays: it is no checkpoint that StioCheckpointIO saved", file)
+                return
+        remove_checkpoint(written)
+
+
+def _is_checkpoint(file: str) -> bool:
+    """Return whether a file holds a nested state of stio."""
+    try:
+        with open_checkpoint(file) as checkpoint:
+            return STATE_KEY in checkpoint.metadata
+    except StioError:
+        return False
 
 
 def _local(path: str | os.PathLike[str]) -> str:

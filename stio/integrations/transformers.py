@@ -61,7 +61,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     Args:
         output_dir: Directory of the checkpoints; by default that of `TrainingArguments`.
         keep_last: Number of durable checkpoints to keep. Older ones of this callback are deleted, those of earlier
-            processes too. The default is `save_total_limit`; if that is None too, all are kept.
+            processes too. What another program has replaced or added in them stays, and a warning names it. The default
+            is `save_total_limit`; if that is None too, all are kept.
         save_optimizer: False saves only the model; a training cannot resume from that. `save_only_model` does the same.
         max_shard_size: See `stio.save`.
         durability: See `stio.save`.

@@ -21,9 +21,12 @@ import torch
 from torch import nn
 
 from stio.errors import CheckpointNotFoundError, printable
+from stio.format.naming import FILE_SUFFIX
 from stio.integrations.iterators import weights
 from stio.loading.open import INDEX_NAME
 from stio.loading.options import LoadOptions
+from stio.storage.base import Root
+from stio.storage.open import OneFile, open_directory
 
 __all__ = ["LOAD_FORMAT", "register"]
 
@@ -31,7 +34,7 @@ LOAD_FORMAT = "stio"
 """Value of `--load-format`."""
 
 _LOADERS = "vllm.model_executor.model_loader"
-_ALL = "*.safetensors"
+_ALL = f"*{FILE_SUFFIX}"
 _DOWNLOADS = (_ALL, f"*{INDEX_NAME.removeprefix('model')}")
 _SHOWN_NAMES = 5
 
@@ -120,10 +123,12 @@ class _Loading:
     def _tensors(
         self, checkpoints: Sequence[_Checkpoint], keywords: Mapping[str, Any]
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        follow_symlinks = keywords.get("follow_symlinks", False)
         for checkpoint in checkpoints:
-            for source in _sources(self._directory(checkpoint), checkpoint.patterns):
-                with closing(weights(source, **keywords)) as pairs:
-                    yield from map(partial(_prefixed, checkpoint.prefix), pairs) if checkpoint.prefix else pairs
+            with open_directory(self._directory(checkpoint), follow_symlinks=follow_symlinks) as root:
+                for source in _sources(root, checkpoint.patterns):
+                    with closing(weights(source, **keywords)) as pairs:
+                        yield from map(partial(_prefixed, checkpoint.prefix), pairs) if checkpoint.prefix else pairs
 
     def _directory(self, checkpoint: _Checkpoint) -> str:
         """Return the directory of a checkpoint; downloads it from the hub if it is not a local directory."""
@@ -143,14 +148,24 @@ class _Loading:
         return bool(self.load_config.use_tqdm_on_load) and _rank() == 0
 
 
-def _sources(directory: str, patterns: Sequence[str]) -> list[Path]:
-    """Return the directory if it has an index; otherwise the files of the first pattern that matches any."""
+def _sources(root: Root, patterns: Sequence[str]) -> Sequence[Root]:
+    """Return the directory if it has an index; otherwise the files of the first pattern that matches any.
+
+    Raises:
+        CheckpointNotFoundError: There is no such file.
+        UnsafePathError: A file is a link that leads out of the directory.
+        StorageError: A file is no regular one, or the system refused.
+    """
+    directory = Path(root.path)
     for pattern in patterns:
-        if pattern == _ALL and (Path(directory) / INDEX_NAME).exists():
-            return [Path(directory)]  # other files beside the indexed shards may hold the same tensors again
-        if pattern.endswith(".safetensors") and (found := sorted(Path(directory).glob(pattern))):
-            return found
-    raise CheckpointNotFoundError("there are no safetensors files", path=directory, expected=" or ".join(patterns))
+        if pattern == _ALL and os.path.lexists(directory / INDEX_NAME):
+            return [root]  # other files beside the indexed shards may hold the same tensors again
+        if pattern.endswith(FILE_SUFFIX) and (found := sorted(directory.glob(pattern))):
+            names = [str(path.relative_to(directory)) for path in found]
+            for name in names:  # an error comes before the first tensor
+                root.open(name).close()
+            return [OneFile(root, name) for name in names]
+    raise CheckpointNotFoundError("there are no safetensors files", path=root.path, expected=" or ".join(patterns))
 
 
 def _prefixed(prefix: str, pair: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:

@@ -7,26 +7,29 @@ the caller's code runs.
 
 from __future__ import annotations
 
-import threading
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from stio.device.base import LoadedGroup
 from stio.errors import ClosedError
 from stio.format.header import TensorInfo
-from stio.loading.body import collect, fill_module, open_source, start_reading, stream_to, verify
+from stio.loading.body import collect, fill_module, open_source, reading_operation, stream_to, verify
 from stio.loading.cache.file_image import FileCache
 from stio.loading.group_queue import GroupQueue
 from stio.loading.module import LoadReport, ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.plan import Names
+from stio.loading.select import plain_names, reusable_names, shards_of
+from stio.runtime.blocking import runs_blocking
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import switch_interval as shortened
@@ -59,7 +62,8 @@ async def load(
     Args:
         source: A `.safetensors` file, a directory (its `model.safetensors.index.json`, or its only `*.safetensors`),
             an index file, or a storage of your own (`stio.testing`).
-        names: What to load: one name, several names, or a predicate that gets a name. None: everything.
+        names: What to load: one name, several names, or a predicate that gets a name. None: everything. Only the shards
+            that hold these names by the index are opened; the others may be missing, and are not checked.
         slices: By name, an index as `numpy.s_[...]` gives it; only the bytes of that part are read.
         device: Device of the tensors: an argument of `torch.device`, or `"auto"`. Or one device for each tensor: a
             mapping from names, and from prefixes of names that end at a dot (the longest one counts, `""` means all
@@ -105,8 +109,12 @@ async def load(
         trace=trace,
         switch_interval=switch_interval,
     )
-    take = await start_reading(
-        source, options, lambda operation, opened: collect(operation, opened, names, options, slices)
+    chosen = reusable_names(names)
+    take = await reading_operation(
+        source,
+        options,
+        lambda operation, opened: collect(operation, opened, chosen, options, slices),
+        shards_of=partial(shards_of, names=chosen, slices=slices, strict=strict),
     ).wait()
     return take()
 
@@ -135,7 +143,8 @@ async def load_into(
     to its memory. After a cancel or an error some of the module's tensors have new values.
 
     Args:
-        module: The target; its `state_dict()` has the expected names and shapes.
+        module: The target. The result is that of its `load_state_dict`; load hooks run. Modules for which that is not
+            possible are refused before anything is changed.
         source: See `stio.load`.
         assign: Replace the module's tensors (they may be on `meta`) instead of copying into them.
         device: Device of the new tensors, with `assign=True` only; see `stio.load`.
@@ -155,7 +164,7 @@ async def load_into(
         The names that are missing or unexpected; both are empty with `strict=True`.
 
     Raises:
-        MismatchError: Module and checkpoint differ.
+        MismatchError: Module and checkpoint differ, or a tensor of the module cannot be filled.
         StioError: See `stio.load`.
     """
     options = LoadOptions(
@@ -192,6 +201,10 @@ async def _fill(target: ModuleTarget, queue: GroupQueue) -> LoadReport:
     try:
         while (loaded := await queue.next()) is not None:
             target.copy(loaded)
+    except GeneratorExit:
+        queue.operation.cancel()  # a coroutine that is closed must not wait
+        target.discard()
+        raise
     except BaseException:
         try:
             await queue.aclose()  # a copy failed: the remaining groups have no consumer
@@ -267,7 +280,6 @@ class Checkpoint:
         self._options = options
         self._opened: OpenCheckpoint | None = None
         self._operations: weakref.WeakSet[Operation[Any]] = weakref.WeakSet()
-        self._closing = threading.Lock()
 
     @property
     def _now(self) -> OpenCheckpoint:
@@ -323,24 +335,22 @@ class Checkpoint:
             return opened
 
         operation = Operation(body, name="open", about=shown(source), discard=OpenCheckpoint.close)
-        self._opened = await operation.start().wait()
+        self._opened = await operation.wait()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.aclose()
+        await self._close(may_wait=kind is not GeneratorExit or runs_blocking())
 
     async def aclose(self) -> None:
         """Cancel operations under way, wait until they have ended, and close the files. Idempotent."""
-        with self._closing:  # no further operation can start
-            opened, self._opened = self._opened, None
-            operations = list(self._operations)
-        try:
-            await close_all(operations)
-        finally:
-            if opened is not None:
-                opened.discard()
+        await self._close()
+
+    async def _close(self, *, may_wait: bool = True) -> None:
+        opened, self._opened = self._opened, None
+        operations = list(self._operations)  # `_own` registers an operation first, and looks at `_opened` then
+        await close_all(operations, (lambda: None) if opened is None else opened.discard, may_wait=may_wait)
 
     async def load(
         self, names: Names | None = None, slices: Mapping[str, object] | None = None
@@ -358,7 +368,7 @@ class Checkpoint:
             ClosedError: The checkpoint is not open, or was closed during the load.
             StioError: See `stio.load`.
         """
-        take = await self._start_load(names, slices).wait()
+        take = await self._load_operation(names, slices).wait()
         return take()
 
     async def read(self, name: str, index: object = None) -> torch.Tensor:
@@ -378,7 +388,7 @@ class Checkpoint:
             ClosedError: The checkpoint is not open, or was closed during the read.
         """
         slices = None if index is None else {self._now.aliases.get(name, name): index}
-        take = await self._start_load(name, slices).wait()
+        take = await self._load_operation(name, slices).wait()
         return take()[name]
 
     def stream(self, names: Names | None = None, slices: Mapping[str, object] | None = None) -> Stream:
@@ -412,7 +422,7 @@ class Checkpoint:
         self._own(queue.operation)
         return await _fill(target, queue)
 
-    def _start_load(
+    def _load_operation(
         self, names: Names | None, slices: Mapping[str, object] | None
     ) -> Operation[Callable[[], dict[str, torch.Tensor]]]:
         opened, options = self._now, self._options
@@ -421,14 +431,13 @@ class Checkpoint:
             with shortened(options.switch_interval):
                 return collect(operation, opened, names, options, slices)
 
-        return self._own(Operation(body, name="load", kind="load", about=opened.path)).start()
+        return self._own(Operation(body, name="load", kind="load", about=opened.path))
 
     def _own(self, operation: Operation[Any]) -> Operation[Any]:
         """Register an operation, which is cancelled when the checkpoint is closed."""
-        with self._closing:
-            if self._opened is None:
-                raise ClosedError("the checkpoint was closed", path=str(self._source))
-            self._operations.add(operation)
+        self._operations.add(operation)
+        if self._opened is None:
+            raise ClosedError("the checkpoint was closed", path=str(self._source))
         return operation
 
 
@@ -445,13 +454,19 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
 
     def __init__(self, queue: GroupQueue) -> None:
         self._queue = queue
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._names: list[str] = []
+        self._pairs: deque[tuple[str, torch.Tensor]] = deque()
         self._begun = self._closed = False
 
-    def promote(self, names: Iterable[str]) -> None:
-        """Read these tensors before all others whose read has not started."""
-        self._queue.promote(set(names))
+    def promote(self, names: str | Iterable[str]) -> None:
+        """Read these tensors before all others whose read has not started.
+
+        Args:
+            names: One name, or several.
+
+        Raises:
+            TypeError: It is neither a name nor names.
+        """
+        self._queue.promote(plain_names(names))
 
     def __aiter__(self) -> Self:
         return self
@@ -465,13 +480,17 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
     async def _take(self) -> tuple[str, torch.Tensor] | None:
         """Return the next name and tensor, None at the end."""
         self._begin()
-        while not self._names:
+        while True:
+            while self._pairs:
+                with suppress(IndexError):  # another consumer took it
+                    return self._pairs.popleft()
             group = await self._queue.next()
             if group is None:
+                if self._pairs:  # of another consumer, which has left
+                    continue
                 return None
-            self._unpack(group)
-        name = self._names.pop()
-        return name, self._tensors.pop(name)
+            self._pairs.extend(group.take().items())
+            del group
 
     async def __aenter__(self) -> Self:
         self._begin()
@@ -480,25 +499,25 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.aclose()
+        if kind is GeneratorExit and not runs_blocking():
+            self._closed = True
+            self._pairs.clear()
+            self._queue.operation.cancel()  # a coroutine that is closed must not wait
+        else:
+            await self.aclose()
 
     async def aclose(self) -> None:
         """Cancel the load, and wait until its threads have ended. Idempotent."""
         self._closed = True
-        self._tensors, self._names = {}, []
+        self._pairs.clear()
         await self._queue.aclose()
 
     def _begin(self) -> None:
         if self._closed:
             raise ClosedError("the stream was closed")
         if not self._begun:
-            self._begun = True
             self._queue.operation.start()
-
-    def _unpack(self, loaded: LoadedGroup) -> None:
-        tensors = loaded.take()
-        self._tensors |= tensors  # another consumer may have added a group in between
-        self._names[:0] = reversed(tensors)
+            self._begun = True
 
     def __del__(self) -> None:
         if hasattr(self, "_queue"):

@@ -5,7 +5,7 @@ A load from a path costs two thread switches, to its thread and back: opening, r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ import torch
 from stio.device.base import LoadedGroup
 from stio.device.placement import resolve_placement
 from stio.device.tensors import Casts
+from stio.format.index import ShardIndex
 from stio.loading.group_queue import GroupQueue
 from stio.loading.integrity import verify_files
 from stio.loading.module import ModuleTarget
@@ -32,7 +33,12 @@ T = TypeVar("T")
 
 
 def open_source(
-    operation: Operation[Any], source: SourceLike, options: LoadOptions, *, strict: bool | None = None
+    operation: Operation[Any],
+    source: SourceLike,
+    options: LoadOptions,
+    *,
+    strict: bool | None = None,
+    shards_of: Callable[[ShardIndex], Collection[str] | None] = lambda index: None,
 ) -> OpenCheckpoint:
     """Open a checkpoint with these options; `strict` replaces their value unless it is None."""
     with traced(options.trace, "open", detail=shown(source)):
@@ -42,6 +48,7 @@ def open_source(
             strict=options.strict if strict is None else strict,
             follow_symlinks=options.follow_symlinks,
             with_manifest=options.verify,
+            shards_of=shards_of,
             check=operation.check,
         )
 
@@ -111,7 +118,7 @@ def stream_to(
     slices: Mapping[str, object] | None,
 ) -> None:
     """Deliver all groups to a queue. The budget is released by the consumer, so reading waits for it."""
-    scheduler = prepare(opened, names, options, slices=slices, deliver=queue.put, hold=True)
+    scheduler = prepare(opened, names, options, slices=slices, deliver=queue.put, hold=True, kept=())
     queue.attach(scheduler, opened.aliases)
     carry_out(operation, scheduler)
 
@@ -147,7 +154,7 @@ def _fill_module(
     if not verified:
         verify(operation, opened, options)
     if not target.assigns:
-        options = replace(options, device=str(target.device))  # the copies stay on one device
+        options = replace(options, device=target.device)  # the copies stay on one device
     # If no device queue orders the copies the workers make them, and no event loop is needed.
     direct = target.on_cpu and resolve_placement(options.device) == torch.device("cpu")
 
@@ -159,23 +166,31 @@ def _fill_module(
         else:
             queue.put(group, loaded)
 
-    scheduler = prepare(opened, names, options, deliver=deliver, hold=not (direct or target.assigns))
+    hold = not (direct or target.assigns)
+    scheduler = prepare(opened, names, options, deliver=deliver, hold=hold, kept=target.kept_names)
     queue.attach(scheduler)
     carry_out(operation, scheduler)
     if target.assigns:
         target.make()
 
 
-def start_reading(
-    source: SourceLike, options: LoadOptions, read: Callable[[Operation[Any], OpenCheckpoint], T]
+def reading_operation(
+    source: SourceLike,
+    options: LoadOptions,
+    read: Callable[[Operation[Any], OpenCheckpoint], T],
+    *,
+    shards_of: Callable[[ShardIndex], Collection[str] | None] = lambda index: None,
 ) -> Operation[T]:
-    """Start an operation that opens a checkpoint, verifies it, reads from it by a function, and closes it."""
+    """Return an operation that opens a checkpoint, verifies it, reads from it by a function, and closes it.
+
+    `shards_of` returns the shards of an index that the function needs; None: all.
+    """
 
     def body(operation: Operation[Any]) -> T:
         with shortened(options.switch_interval):
             resolve_placement(options.device)  # a missing device is an error before any file is opened
-            with closing(open_source(operation, source, options)) as opened:
+            with closing(open_source(operation, source, options, shards_of=shards_of)) as opened:
                 verify(operation, opened, options)
                 return read(operation, opened)
 
-    return Operation(body, name="load", kind="load", about=shown(source)).start()
+    return Operation(body, name="load", kind="load", about=shown(source))

@@ -9,7 +9,6 @@ and compared. If the bytes differ, or GPUDirect Storage fails later, the load co
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -25,6 +24,7 @@ from stio.loading.plan import Block, Group
 from stio.loading.scheduler import ReadPath
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
+from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.storage.gds import GdsFile
 from stio.storage.local import LocalFile
@@ -51,7 +51,7 @@ class GdsDevice:
         """Copies from slots on the device."""
         self.is_usable = True
         """False after the first failure."""
-        self._disabling = threading.Lock()
+        self._disabling = new_lock()
         self._files = ExitStack()
 
     def open(self, file: LocalFile) -> GdsFile | None:
@@ -146,6 +146,10 @@ class GdsPath:
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Return tensors on the device; the stream that uses them must wait for the events behind their copies."""
         return self._staged.make_tensors(group)
+
+    def held_bytes(self, group: Group) -> int:
+        """Return 0: the tensors are on the device."""
+        return 0
 
     def close(self) -> None:
         """Wait for the copies under way; after that no copy reads a slot or writes to the device."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from time import perf_counter
 
 from stio.device.base import LoadedGroup
 from stio.loading.plan import Group
 from stio.loading.scheduler import LoadScheduler
+from stio.runtime.locks import new_lock
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation
 from stio.runtime.trace import Trace
@@ -40,9 +42,11 @@ class GroupQueue:
         self._items: deque[tuple[Group, LoadedGroup]] = deque()
         self._notifier = Notifier()
         self._scheduler: LoadScheduler | None = None
-        self._promoted: set[str] = set()
+        self._promoted: list[set[str]] = []
         self._aliases: Mapping[str, str] = {}
-        self._held: Group | None = None
+        self._unreleased: deque[Group] = deque()  # with the groups in `_items`, those that consumers use
+        self._waiting: list[bool] = []  # an item for each consumer that waits
+        self._putting = new_lock()
         self._trace = trace
         self._taken = 0.0  # when the consumer took the group that it uses
         self.operation: Operation[None] = Operation(
@@ -66,11 +70,14 @@ class GroupQueue:
         """Set the scheduler that delivers, and the names that share another tensor's data (called by the body)."""
         self._aliases = aliases or {}
         self._scheduler = scheduler
-        scheduler.promote(self._with_data(self._promoted))
+        for names in self._promoted.copy():  # in the order of their calls; the last one is first
+            scheduler.promote(self._with_data(names))
 
     def put(self, group: Group, loaded: LoadedGroup) -> None:
         """Deliver a group (called by workers)."""
-        self._items.append((group, loaded))
+        with self._putting:  # both in one order
+            self._items.append((group, loaded))
+            self._unreleased.append(group)
         self._notifier.notify()
 
     async def next(self) -> LoadedGroup | None:
@@ -79,21 +86,41 @@ class GroupQueue:
         Raises:
             BaseException: The error of the load. Groups that are still in the queue are dropped.
         """
-        since = self._end_use()
-        self._release()
-        try:
-            await self.operation.wait_until(lambda: bool(self._items))
-        except BaseException:
-            self._items.clear()
-            raise
-        return self._pick(since)
+        since = perf_counter()
+        self._release(since)
+        while True:
+            self._waiting.append(True)
+            try:
+                await self.operation.wait_until(lambda: bool(self._items))
+            except BaseException:
+                self._items.clear()
+                raise
+            finally:
+                self._waiting.pop()
+            self._taken = perf_counter()
+            if self._trace is not None:
+                self._trace.add("wait", since, self._taken, detail="for the next group")
+            since = self._taken
+            if self.operation.done:
+                self._require_no_error()
+            try:
+                _, loaded = self._items.popleft()
+            except IndexError:  # another consumer took it, or the end
+                if self.operation.done:
+                    return None
+                continue
+            if self._waiting:  # another consumer must not wait for the next call of this one
+                self._release(self._taken)
+            return loaded
 
     def promote(self, names: set[str]) -> None:
         """Read the groups with these names before all others whose read has not started."""
-        self._promoted |= names
+        self._promoted.append(names)  # first: `attach` reads it after it has set the scheduler
         scheduler = self._scheduler
         if scheduler is not None and not self.operation.done:
             scheduler.promote(self._with_data(names))
+            with suppress(ValueError):
+                self._promoted.remove(names)
 
     def _with_data(self, names: set[str]) -> set[str]:
         """Replace aliases by the names that have data: a plan has only those."""
@@ -106,33 +133,23 @@ class GroupQueue:
         finally:
             self._items.clear()
 
-    def _end_use(self) -> float:
-        """Record the consumer's use of its group; return the time."""
-        now, group = perf_counter(), self._held
-        if self._trace is not None and group is not None:
-            self._trace.add("consume", self._taken, now, num_bytes=group.payload_bytes)
-        return now
+    def _require_no_error(self) -> None:
+        """Raise the error of the load; after an error no further group is returned."""
+        try:
+            self.operation.outcome()
+        except BaseException:
+            self._items.clear()
+            raise
 
-    def _pick(self, since: float) -> LoadedGroup | None:
-        self._taken = perf_counter()
-        if self._trace is not None:
-            self._trace.add("wait", since, self._taken, detail="for the next group")
-        if self.operation.done:
-            try:
-                self.operation.outcome()  # after an error no further group is returned
-            except BaseException:
-                self._items.clear()
-                raise
-            if not self._items:
-                return None
-        self._release()  # the group of another task that takes from the same queue
-        self._held, loaded = self._items.popleft()
-        return loaded
-
-    def _release(self) -> None:
-        """Release the budget of the consumer's group."""
-        group, self._held = self._held, None
+    def _release(self, now: float) -> None:
+        """Release the budget of the groups that consumers have taken. A signal handler may do so at the same time."""
         scheduler = self._scheduler
-        # After the end of the operation nothing waits for budget. In a forked child the scheduler's lock may be held.
-        if group is not None and scheduler is not None and not self.operation.done:
-            scheduler.release(group)
+        while len(self._unreleased) > len(self._items):
+            with suppress(IndexError, ValueError):  # released in between
+                group = self._unreleased[0]
+                # After the end of the operation nothing waits for budget.
+                if scheduler is not None and not self.operation.done:
+                    scheduler.release(group)
+                self._unreleased.remove(group)
+                if self._trace is not None:
+                    self._trace.add("consume", self._taken, now, num_bytes=group.payload_bytes)

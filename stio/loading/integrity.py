@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from stio.errors import IntegrityError, StioError
 from stio.format.manifest import FileState, Manifest, merge_states, parse_manifest
 from stio.loading.open import OpenCheckpoint
+from stio.runtime.control_groups import num_processors
 from stio.runtime.hashing import HashName, new_hasher
 from stio.runtime.limits import PAGE_BYTES
-from stio.runtime.memory import Region, allocate
+from stio.runtime.memory import Region, allocate, default_budget_bytes
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
 
@@ -118,7 +120,9 @@ def judge_files(
     new_hasher(manifest.algorithm)  # raises if its package is missing, before any file is read
     assert opened.manifest is not None
     states = [manifest.files.get(name, ()) for name in opened.manifest.names]
-    comparison = _Comparison(opened.files, states, manifest.algorithm, opened.manifest.path, check, to_the_end, advance)
+    comparison = _Comparison(
+        opened, opened.files, states, manifest.algorithm, opened.manifest.path, check, to_the_end, advance
+    )
     comparison.run(budget_bytes)
     return [Finding(header.shard, comparison.wrong.get(k)) for k, header in enumerate(opened.headers)]
 
@@ -127,6 +131,7 @@ def judge_files(
 class _Comparison:
     """Files that a few workers compare with a manifest; see `judge_files`."""
 
+    opened: OpenCheckpoint
     files: Sequence[Source]
     states: Sequence[Sequence[FileState]]
     algorithm: HashName
@@ -144,9 +149,9 @@ class _Comparison:
         for k, file in enumerate(self.files):
             self._judge_size(k, file.identity.nbytes)
         self.waiting.extend(k for k in range(len(self.files)) if k not in self.wrong)
-        num_workers = max(
-            1, min(len(self.waiting), os.cpu_count() or 1, MOST_WORKERS, budget_bytes // _LEAST_PIECE_BYTES)
-        )
+        total_bytes = sum(self.files[k].identity.nbytes for k in self.waiting)
+        budget_bytes = min(budget_bytes, default_budget_bytes(total_bytes))
+        num_workers = max(1, min(len(self.waiting), num_processors(), MOST_WORKERS, budget_bytes // _LEAST_PIECE_BYTES))
         piece_bytes = max(PAGE_BYTES, min(PIECE_BYTES, budget_bytes // num_workers))
         self.workers.run(lambda: self._work(piece_bytes), num_workers)
 
@@ -171,7 +176,8 @@ class _Comparison:
     def _judge_digest(self, k: int, memory: Region) -> None:
         file = self.files[k]
         try:
-            found = self._digest(file, memory)
+            with ExitStack() as owned:
+                found = self._digest(self.opened.open_files([k], owned)[k], memory)
         except StioError as error:
             self._blame(k, error)
             return

@@ -1,12 +1,16 @@
 """A module as the target of a load: compares it with the checkpoint, and puts the tensors into it.
 
-Names and shapes are compared before any tensor is read. Tensors are copied into those of the module when their group is
-loaded. With `assign`, groups are collected, and replace all of the module's tensors together at the end.
+The result is that of `module.load_state_dict`. Names and shapes are compared before any tensor is read. Tensors are
+copied into those of the module when their group is loaded. With `assign`, groups are collected, and replace all of the
+module's tensors together at the end. Submodules whose class or hooks take part in a load are *hooked*: their tensors
+are collected too, and torch's own `load_state_dict` runs at the end. It finds the tensors of all other submodules in
+their place already, so it copies only what is collected. `module_tree.py` tells which submodules are hooked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +18,22 @@ from torch import nn
 
 from stio.device.base import LoadedGroup
 from stio.device.tensors import TORCH_DTYPES, torch_shape
-from stio.errors import MismatchError, printable
+from stio.errors import MismatchError, WarmStartError, one_line, printable
 from stio.format.header import TensorInfo
+from stio.loading.module_tree import (
+    ModuleTree,
+    is_on_meta,
+    memory_key,
+    memory_keys,
+    overlapping,
+    why_not_copied,
+    why_refused,
+)
 
 _SHOWN_NAMES = 5
+_SHOWN_CHARACTERS = 2000
+_WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""What wrappers of torch add to names: `torch.compile`, DDP and `DataParallel`, `checkpoint_wrapper`, FSDP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +43,19 @@ class LoadReport:
     missing: tuple[str, ...]
     """Names that only the module has (a tied name is not missing if the tensor is loaded under another name)."""
     unexpected: tuple[str, ...]
-    """Names that only the checkpoint has; their data was not read."""
+    """Names that only the checkpoint has; their data was not read, unless a load hook may use it."""
 
 
 class ModuleTarget:
     """A module's tensors as the target of a load.
 
     Args:
-        module: The module; its `state_dict()` has the expected names and shapes.
+        module: The module; the names of its parameters and persistent buffers are the expected ones.
         assign: Replace the tensors by the loaded ones instead of copying into them.
         fills: Tensors on `meta` get new memory elsewhere (`stio.warm_start`); this object only compares.
+
+    Raises:
+        MismatchError: `state_dict()` of the module renames tensors, and no load hook renames them back.
     """
 
     def __init__(self, module: nn.Module, *, assign: bool = False, fills: bool = False) -> None:
@@ -44,17 +63,50 @@ class ModuleTarget:
         self._fills = fills
         self.assigns = assign
         """Whether tensors are replaced and not copied into."""
-        self._targets: dict[str, torch.Tensor] = {
-            name: value
-            for name, value in module.state_dict(keep_vars=True).items()
-            # The result of get_extra_state() is not a tensor of the module: a load could not put it back.
-            if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")
-        }
+        self._tree = ModuleTree(module)
+        self._targets = self._tree.tensors
+        self._keys: dict[str, object] = {}  # what names of one tensor have in common
+        self._ties: dict[object, list[str]] = {}  # names of one tensor, where there are several
+        if self._tree.renames:
+            self._require_own_names()
+        self._inference = torch.is_inference_mode_enabled()  # the thread that copies may be another one
+        self._aliases: Mapping[str, str] = {}
+        self._names: dict[str, None] = {}  # all names of the checkpoint
+        self._chosen: dict[object, str] = {}  # of the names of one tensor, the one whose data is loaded
+        self._copies: dict[str, str] = {}  # the name to copy to, by the name that is read
+        self._more_copies: dict[str, list[str]] = {}  # others
+        self._kept_names: dict[str, None] = {}  # names that are read for hooks and extra state
+        self._strict = True
+        self._path = ""
         self._groups: list[LoadedGroup] = []
         self._loaded: dict[str, torch.Tensor] = {}
-        self._made: list[tuple[nn.Module, str, torch.Tensor]] = []
-        self._aliases: Mapping[str, str] = {}
+        self._made: dict[str, torch.Tensor] = {}
         self._report = LoadReport((), ())
+
+    def _require_own_names(self) -> None:
+        """Raise if `state_dict()` has a tensor under a name that `load_state_dict` does not use for it."""
+        names: dict[object, set[str]] = {}
+        for name, target in self._targets.items():
+            names.setdefault(memory_key(target), set()).add(name)
+        for name, value in self._module.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor) and not self._tree.is_hooked(name):
+                own = names.get(memory_key(value))
+                if own is not None and name not in own:
+                    raise MismatchError(
+                        "state_dict() of the module renames tensors, and no load hook renames them back, so "
+                        "load_state_dict() would put a tensor of this name elsewhere or nowhere; give the module a "
+                        "hook by register_load_state_dict_pre_hook()",
+                        expected=f"the name {printable(min(own))}",
+                        found=name,
+                    )
+
+    def _find_ties(self) -> None:
+        if not self._keys:
+            self._keys = memory_keys(self._targets)
+            if len(set(self._keys.values())) < len(self._keys):
+                for name, key in self._keys.items():
+                    self._ties.setdefault(key, []).append(name)
+                self._ties = {key: names for key, names in self._ties.items() if len(names) > 1}
 
     def match(
         self, infos: Mapping[str, TensorInfo], aliases: Mapping[str, str], *, strict: bool, path: str
@@ -68,60 +120,174 @@ class ModuleTarget:
             path: For messages.
 
         Returns:
-            The names to read (those of the module if its tensors are replaced), and the differences.
+            The names to read (those of the module if its tensors are replaced), and the differences. Names of hooked
+            submodules are compared when their hooks have run.
 
         Raises:
-            MismatchError: A shape differs; or names do, and `strict`.
+            MismatchError: A shape differs; or names do, and `strict`; or a tensor of the module cannot be filled.
+            WarmStartError: With `fills`, a submodule is hooked.
         """
-        self._aliases = {alias: target for alias, target in aliases.items() if alias in self._targets}
-        wanted = [name for name in infos if name in self._targets]
-        present = dict.fromkeys([*wanted, *self._aliases])  # in the order of messages
-        twins = {_place(self._targets[name]) for name in present}
-        missing = tuple(
-            name for name, target in self._targets.items() if name not in present and _place(target) not in twins
-        )
-        unexpected = tuple(name for name in infos if name not in self._targets)
-        self._require_shapes(infos, path)
-        has_memory = self.assigns or self._fills
-        if not has_memory and (empty := tuple(name for name in present if self._targets[name].is_meta)):
-            raise MismatchError(
-                f"the module's tensors on 'meta' have no memory to copy into; pass assign=True: {listed(empty)}",
-                path=path,
-            )
+        self._path, self._strict = path, strict
+        self._find_ties()
+        self._aliases = {a: t for a, t in aliases.items() if self._tree.expects(a) or self._tree.is_hooked(a)}
+        self._names = dict.fromkeys([*infos, *self._aliases])
+        self._require_supported()
+        if not self._fills:
+            self._tree.hook_for_old_names(infos)
+        present = [name for name in self._targets if name in self._names]
+        self._require_fillable(present)
+        self._require_shapes(infos)
+        missing, unexpected = self._differences(infos)
         if strict and (missing or unexpected):
             raise MismatchError(
                 "the checkpoint does not fit the module; strict=False loads the common names: "
-                f"missing {listed(missing)}, unexpected {listed(unexpected)}",
+                f"missing {listed(missing)}, unexpected {listed(unexpected)}{_advice(missing, unexpected)}",
                 path=path,
             )
         self._report = LoadReport(missing, unexpected)
-        # If tensors are replaced, a tied name may have a device of its own. If they are copied, each is read once.
-        read = [*wanted, *self._aliases] if self.assigns else dict.fromkeys([*wanted, *self._aliases.values()])
-        return list(read), self._report
+        if self._leaves_all_to_torch():
+            self._tree.hook([""])
+        self._choose(present)
+        return self._names_to_read(infos), self._report
 
-    def _require_shapes(self, infos: Mapping[str, TensorInfo], path: str) -> None:
+    def _require_supported(self) -> None:
+        if self._tree.refused:
+            name, why = next(iter(self._tree.refused.items()))
+            shown = f"the submodule {printable(name)!r}" if name else "the module"
+            raise MismatchError(f"{shown} cannot be loaded into: {why}", path=self._path)
+        if self._fills and self._tree.hooked:
+            raise WarmStartError(
+                "load hooks need the loaded tensors, and a warm start has none yet; load_into(..., assign=True) "
+                f"calls them: {listed(self._tree.hooked_names)}",
+                path=self._path,
+            )
+        if self._fills and (extra := [name for name in self._tree.extra_states if name in self._names]):
+            raise WarmStartError(
+                f"a warm start does not set extra state; load_into does: {listed(extra)}", path=self._path
+            )
+        if found := [name for name in self._tree.must_lack if name in self._names]:
+            raise MismatchError(
+                "the checkpoint has statistics of a normalization that does not track them "
+                f"(track_running_stats=False): {listed(found)}",
+                path=self._path,
+            )
+
+    def _leaves_all_to_torch(self) -> bool:
+        """Return whether torch itself must put in all tensors.
+
+        Tensors overlap, so that the order of copies decides; or one is tied to one that hooks get; or torch is set to
+        swap the contents of parameters.
+        """
+        if self._fills:
+            return False
+        if self.assigns and torch.__future__.get_swap_module_params_on_conversion():
+            return True
+        crossing = any(len({self._tree.is_hooked(name) for name in names}) > 1 for names in self._ties.values())
+        return crossing or (not self.assigns and self._has_overlaps())
+
+    def _has_overlaps(self) -> bool:
+        return overlapping(self._targets, {key: name for name, key in self._keys.items() if name in self._names})
+
+    @property
+    def _expected(self) -> Iterable[str]:
+        yield from self._targets
+        yield from self._tree.extra_states
+
+    def _differences(self, infos: Mapping[str, TensorInfo]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        tree = self._tree
+        missing = tuple(
+            name
+            for name in self._expected
+            if name not in self._names
+            and name not in tree.may_lack
+            and not self._is_loaded_by_a_tie(name)
+            and not tree.is_hooked(name)
+        )
+        unexpected = tuple(name for name in infos if not tree.expects(name) and not tree.is_hooked(name))
+        return missing, unexpected
+
+    def _is_loaded_by_a_tie(self, name: str) -> bool:
+        return any(twin in self._names for twin in self._ties.get(self._keys.get(name), ()))
+
+    def _require_shapes(self, infos: Mapping[str, TensorInfo]) -> None:
         wrong = []
         for name, target in self._targets.items():
             info = infos.get(self._aliases.get(name, name))
-            if info is not None and torch_shape(info.dtype, info.shape) != tuple(target.shape):
+            if info is None or self._tree.is_hooked(name):
+                continue
+            if torch_shape(info.dtype, info.shape) != tuple(target.shape):
                 wrong.append(f"{printable(name)} {list(info.shape)} for {list(target.shape)}")
-            elif info is not None and self.assigns and target.requires_grad and not _has_gradient(info.dtype):
+            elif self.assigns and target.requires_grad and not _has_gradient(info.dtype):
                 raise MismatchError(
                     "the module's parameter requires a gradient, which this dtype cannot have; assign=False casts",
-                    path=path,
+                    path=self._path,
                     expected="a floating or complex dtype",
                     found=f"{info.dtype} for {name}",
                 )
         if wrong:
             more = f" and {len(wrong) - _SHOWN_NAMES} others" if len(wrong) > _SHOWN_NAMES else ""
             raise MismatchError(
-                f"shapes differ, the checkpoint's for the module's: {'; '.join(wrong[:_SHOWN_NAMES])}{more}", path=path
+                f"shapes differ, the checkpoint's for the module's: {'; '.join(wrong[:_SHOWN_NAMES])}{more}",
+                path=self._path,
             )
+
+    def _require_fillable(self, present: Sequence[str]) -> None:
+        """Raise for tensors that torch would not fill, or would silently replace by something else."""
+        concerned = present
+        if self._tree.hooked:  # a hook may rename a tensor of the checkpoint to any name of its submodule
+            concerned = [name for name in self._targets if name in self._names or self._tree.is_hooked(name)]
+        empty = []
+        for name in concerned:
+            target = self._targets[name]
+            why = why_refused(target)
+            if not self.assigns and is_on_meta(target):
+                empty.append(name)
+            elif not why and not self.assigns:
+                why = why_not_copied(target, in_inference_mode=self._inference)
+            if why:
+                raise MismatchError(f"{printable(name)} cannot be filled: {why}", path=self._path)
+        if not self._fills and (empty := [name for name in empty if name in self._names]):
+            raise MismatchError(
+                f"the module's tensors on 'meta' have no memory to copy into; pass assign=True: {listed(empty)}",
+                path=self._path,
+            )
+
+    def _choose(self, present: Sequence[str]) -> None:
+        """Choose whose data a tied tensor gets: that of its last name, as the last copy of load_state_dict does."""
+        for name in present:
+            self._chosen[self._keys[name]] = name
+        for key, names in self._ties.items() if self.assigns else ():
+            if key in self._chosen:  # of the names with the same data in the file, the first says the device
+                source = self._source_of(self._chosen[key])
+                self._chosen[key] = next(name for name in names if self._source_of(name) == source)
+
+    def _source_of(self, name: str) -> str:
+        return self._aliases.get(name, name)
+
+    def _names_to_read(self, infos: Mapping[str, TensorInfo]) -> list[str]:
+        tree = self._tree
+        if tree.hooked or tree.extra_states:
+            kept = [name for name in self._names if tree.is_hooked(name) or name in tree.extra_states]
+            self._kept_names = dict.fromkeys(kept if self.assigns else map(self._source_of, kept))
+        for name in self._chosen.values():
+            if not tree.is_hooked(name):
+                source = name if self.assigns else self._source_of(name)
+                if self._copies.setdefault(source, name) != name:
+                    self._more_copies.setdefault(source, []).append(name)
+        return [name for name in self._names if name in self._copies or name in self._kept_names]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the module's tensors, in its order."""
+        return list(self._targets)
 
     @property
     def sources(self) -> dict[str, tuple[str, torch.Tensor]]:
-        """Name in the checkpoint and tensor, by the module's name. Tied tensors are one object."""
-        return {name: (self._aliases.get(name, name), target) for name, target in self._targets.items()}
+        """Name in the checkpoint and tensor, by the module's name, after `match`. Tied tensors have one source."""
+        return {
+            name: (self._source_of(self._chosen.get(self._keys[name], name)), target)
+            for name, target in self._targets.items()
+        }
 
     @property
     def on_cpu(self) -> bool:
@@ -129,19 +295,33 @@ class ModuleTarget:
         return all(target.device.type in ("cpu", "meta") for target in self._targets.values())
 
     @property
-    def device(self) -> torch.device:
-        """Device to load to: that of the module, if all its tensors are on one device; otherwise the CPU."""
+    def kept_names(self) -> Collection[str] | None:
+        """Names of the tensors that are kept until the end of the load, after `match`; None: all."""
+        return None if self.assigns else self._kept_names
+
+    @property
+    def device(self) -> str | Callable[[str], str]:
+        """Device to load to: that of the module, if all its tensors are on one device; otherwise the CPU.
+
+        What is kept for hooks goes to the CPU: a second copy of the module might not fit on the device.
+        """
         devices = {target.device for target in self._targets.values()}
-        return devices.pop() if len(devices) == 1 and "meta" not in {d.type for d in devices} else torch.device("cpu")
+        single = len(devices) == 1 and "meta" not in {device.type for device in devices}
+        own = str(devices.pop()) if single else "cpu"
+        kept = self._kept_names
+        return (lambda name: "cpu" if name in kept else own) if kept and own != "cpu" else own
 
     def copy(self, group: LoadedGroup) -> None:
         """Copy a group's tensors into the module's, in the order of the calling thread's stream."""
         tensors = group.take()
-        sources = {alias: tensors[target] for alias, target in self._aliases.items() if target in tensors}
-        sources |= {name: tensor for name, tensor in tensors.items() if name in self._targets}
-        with torch.no_grad():
-            for name, tensor in sources.items():
-                self._targets[name].copy_(tensor, non_blocking=True)
+        with torch.inference_mode() if self._inference else torch.no_grad():
+            for source, tensor in tensors.items():
+                if source in self._kept_names:
+                    self._loaded[source] = tensor
+                if source in self._copies:
+                    self._targets[self._copies[source]].copy_(tensor, non_blocking=True)
+                for name in self._more_copies.get(source, ()):
+                    self._targets[name].copy_(tensor, non_blocking=True)
 
     def keep(self, group: LoadedGroup) -> None:
         """With `assign`, collect a group's tensors for `make` (called by workers)."""
@@ -149,39 +329,83 @@ class ModuleTarget:
         self._loaded.update(group.tensors)
 
     def make(self) -> None:
-        """With `assign`, make the module's new tensors; tied names get the same one, the first that was loaded.
+        """With `assign`, make the module's new tensors; tied names get the same one.
 
         Each tensor needs a few calls of torch, which may wait for the GIL: so not on the thread of an event loop.
         """
-        found = {name: self._loaded.get(name) for name in self._targets}
-        # A checkpoint may hold only one of several tied names, without aliases. The ties are found in the module.
-        twins: dict[object, torch.Tensor] = {}
-        for name, loaded in found.items():
-            if loaded is not None:
-                twins.setdefault(_place(self._targets[name]), loaded)
-        made: dict[int, nn.Parameter] = {}
-        for name, old in self._targets.items():
-            new = twins.get(_place(old))
-            if new is None:
+        for key, chosen in self._chosen.items():
+            if self._tree.is_hooked(chosen):
                 continue
-            owner, _, leaf = name.rpartition(".")
-            if isinstance(old, nn.Parameter):
-                if (key := id(new)) not in made:
-                    made[key] = nn.Parameter(new, requires_grad=old.requires_grad)
-                new = made[key]
-            self._made.append((self._module.get_submodule(owner), leaf, new))
+            new = self._loaded[chosen]
+            names = self._ties.get(key, (chosen,))
+            # Names of one parameter share the new one. Two parameters that share memory stay two.
+            made = {id(old): _as(old, new) for old in (self._targets[name] for name in names)}
+            self._made.update((name, made[id(self._targets[name])]) for name in names)
 
     def complete(self) -> LoadReport:
-        """Complete the load in the consumer's thread: with `assign`, put all new tensors into the module."""
-        for group in self._groups:
-            group.take()
-        for submodule, leaf, new in self._made:
-            if isinstance(new, nn.Parameter):
-                submodule.register_parameter(leaf, new)
+        """Complete the load in the consumer's thread: put all new tensors into the module, and call load hooks."""
+        try:
+            for group in self._groups:
+                group.take()
+            for name, new in self._made.items():
+                self._tree.put(name, new)
+            if self.assigns:
+                self._make_lacking()
+            if self._tree.hooked:
+                return self._load_as_torch()
+            for name, submodule in self._tree.extra_states.items():
+                if name in self._names:
+                    submodule.set_extra_state(self._kept(name))
+            return self._report
+        finally:
+            self.discard()
+
+    def _make_lacking(self) -> None:
+        """Make the counters of batches that a checkpoint of an old version lacks, as load_state_dict does."""
+        for name in self._tree.may_lack:
+            if name not in self._names and name in self._targets and is_on_meta(self._targets[name]):
+                self._tree.put(name, torch.tensor(0))
+
+    def _kept(self, name: str) -> torch.Tensor:
+        return self._loaded[name if self.assigns else self._source_of(name)]
+
+    def _load_as_torch(self) -> LoadReport:
+        """Run the module's `load_state_dict`; submodules that are not hooked get the tensors that they have."""
+        options = {"assign": True} if self.assigns else {}  # an overridden method may not have this keyword
+        state = self._state_for_hooks()
+        try:
+            found = self._module.load_state_dict(state, strict=self._strict, **options)
+        except RuntimeError as error:
+            if not str(error).startswith("Error(s) in loading state_dict"):
+                raise
+            raise MismatchError(one_line(str(error)[:_SHOWN_CHARACTERS]), path=self._path) from error
+        missing, unexpected = (getattr(found, kind, ()) for kind in ("missing_keys", "unexpected_keys"))
+        return LoadReport(tuple(missing), tuple(unexpected))
+
+    def _state_for_hooks(self) -> OrderedDict[str, torch.Tensor]:
+        tree = self._tree
+        state: OrderedDict[str, torch.Tensor] = OrderedDict()
+        nothing = torch.empty(0, device="meta")  # for names that are unexpected: torch reports them
+        for name in self._names:
+            if tree.is_hooked(name) or name in tree.extra_states:
+                state[name] = self._kept(name)
             else:
-                submodule.register_buffer(leaf, new)
-        self.discard()
-        return self._report
+                state[name] = tree.get(name) if name in self._targets else nothing
+        for names in self._ties.values():
+            if present := [name for name in names if name in state]:
+                self._add_tie(state, names, state[present[-1]])
+        return state
+
+    def _add_tie(self, state: dict[str, torch.Tensor], names: Sequence[str], shared: torch.Tensor) -> None:
+        """Add the names of a tie that the checkpoint lacks; with `assign`, all names get one tensor."""
+        if not self._tree.is_hooked(names[0]):
+            state.update((name, self._tree.get(name)) for name in names)
+        elif not self.assigns:
+            state.update((name, shared) for name in names if name not in state)
+        else:
+            if all(isinstance(self._targets[name], nn.Parameter) for name in names):
+                shared = nn.Parameter(shared, requires_grad=False)  # one object; torch sets what the module requires
+            state.update((name, shared) for name in names)
 
     def discard(self) -> None:
         """Drop all loaded and made tensors: after a failure its traceback may hold this object for long."""
@@ -190,19 +414,49 @@ class ModuleTarget:
         self._made.clear()
 
 
+def _as(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
 def _has_gradient(dtype: str) -> bool:
     found = TORCH_DTYPES.get(dtype)
     return found is None or found.is_floating_point or found.is_complex
 
 
-def _place(tensor: torch.Tensor) -> object:
-    """Return a key that two names of one tensor share; unique for tensors without memory."""
-    if tensor.is_meta or not tensor.numel():
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.shape
+def _advice(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Return advice for names that differ by what a wrapper adds to them; empty if they differ otherwise."""
+    if not missing or not unexpected:
+        return ""
+    bare = [{_without_wrappers(name) for name in names} for names in (missing, unexpected)]
+    if not (bare[0] <= bare[1] or bare[1] <= bare[0]):
+        return _advice_on_prefix(missing, unexpected) or _advice_on_prefix(unexpected, missing, "checkpoint")
+    added = [sorted({w for n in names for w in _WRAPPERS if w in n}) for names in (missing, unexpected)]
+    return (
+        f"; names differ by what wrappers add: {', '.join(added[0]) or 'nothing'} in the module's names, "
+        f"{', '.join(added[1]) or 'nothing'} in the checkpoint's; load into the module without its wrapper "
+        "(`.module`, `._orig_mod`), or save the plain module"
+    )
 
 
-def listed(names: tuple[str, ...]) -> str:
+def _without_wrappers(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _advice_on_prefix(longer: Sequence[str], shorter: Sequence[str], which: str = "module") -> str:
+    """Return advice if names of one side are those of the other side below a prefix."""
+    known = set(shorter)
+    parts = longer[0].split(".")
+    for k in range(1, len(parts)):
+        if ".".join(parts[k:]) in known:
+            prefix = ".".join(parts[:k]) + "."
+            if all(name.startswith(prefix) and name[len(prefix) :] in known for name in longer):
+                return f"; only the {which}'s names begin with {printable(prefix)!r}"
+    return ""
+
+
+def listed(names: Sequence[str]) -> str:
     """Return names for a message, the first few of many."""
     if not names:
         return "nothing"

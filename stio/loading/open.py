@@ -1,40 +1,44 @@
 """Opens a checkpoint: opens every file, parses and checks every header, reads no tensor.
 
 An open determines the kind of a source (a file, a directory with an index or with one file, an index), opens all shards
-through one directory before the first read, and compares the index with the headers. It needs no torch.
+that are needed through one directory before the first read, and compares the index with the headers. It needs no torch.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from stio.errors import (
     AmbiguousCheckpointError,
+    ChangedDuringReadError,
     CheckpointNotFoundError,
     FormatError,
+    IndexFormatError,
     LimitError,
+    StioError,
     StorageError,
     TensorNotFoundError,
+    printable,
 )
 from stio.format.gil_slices import ROWS
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
 from stio.format.index import ShardIndex, check_against_shards, parse_index
 from stio.format.manifest import MAX_MANIFEST_BYTES
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX
-from stio.format.shared import ALIASES_KEY
+from stio.format.other_sources import advice_for_index, advice_for_missing, advice_for_names, advice_for_start
+from stio.format.shared import ALIASES_KEY, parse_aliases
 from stio.runtime.limits import Limits
 from stio.runtime.memory import allocate
 from stio.runtime.operation import start_thread
 from stio.storage.base import Root, Source
-from stio.storage.open import open_directory, open_file
+from stio.storage.open import OneFile, most_open_files, open_directory, open_file
 
 logger = logging.getLogger("stio")
 
@@ -62,12 +66,16 @@ class ManifestText:
 
 @dataclass(slots=True)
 class OpenCheckpoint:
-    """Open files and checked headers of one checkpoint."""
+    """Open files and checked headers of one checkpoint.
+
+    The files of a checkpoint with more shards than `most_open_files` are closed after their headers were read.
+    `open_files` opens them again, relative to the same directory, and only if they are still the same files.
+    """
 
     path: str
     """Path that the caller passed."""
     files: list[Source]
-    """Open files, one for each shard."""
+    """Files, one for each shard: open, or known only by path and identity. Read from those of `open_files`."""
     headers: list[Header]
     """Headers, one for each shard."""
     metadata: Mapping[str, Any]
@@ -76,6 +84,42 @@ class OpenCheckpoint:
     """Names that share another tensor's data, to that tensor's name."""
     manifest: ManifestText | None = None
     """The manifest of the checkpoint, if it was opened `with_manifest`."""
+    openers: Sequence[Callable[[], Source]] = ()
+    """Opens the file of each shard; empty if the files stay open."""
+    root: Root | None = None
+    """The directory behind `openers`, if this object closes it."""
+
+    def open_files(self, shards: Iterable[int], owned: ExitStack) -> Sequence[Source]:
+        """Return the files of all shards, of which these are open until `owned` is closed.
+
+        Raises:
+            ChangedDuringReadError: A file was removed or replaced since the checkpoint was opened.
+            StorageError: The operating system reported an error, such as too many open files.
+        """
+        if not self.openers:
+            return self.files
+        files = list(self.files)
+        with ExitStack() as opening:
+            for shard in shards:
+                files[shard] = self._open_again(shard)
+                opening.callback(files[shard].close)
+            owned.push(opening.pop_all())
+        return files
+
+    def _open_again(self, shard: int) -> Source:
+        before = self.files[shard]
+        try:
+            file = self.openers[shard]()
+        except CheckpointNotFoundError as error:
+            raise ChangedDuringReadError(
+                "the file was removed since the checkpoint was opened; open the checkpoint again", path=error.path
+            ) from error
+        try:
+            before.identity.require_same(file.identity, file.path)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def header_of(self, name: str) -> Header:
         """Return the header that holds a tensor.
@@ -98,6 +142,9 @@ class OpenCheckpoint:
         files, self.files = self.files, []
         for file in files:
             file.close()
+        root, self.root = self.root, None
+        if root is not None:
+            root.close()
 
     def discard(self) -> None:
         """Close, and free the headers on a thread, so that no event loop is blocked. The object is unusable then."""
@@ -120,7 +167,9 @@ def open_checkpoint(
     strict: bool = True,
     follow_symlinks: bool = False,
     with_manifest: bool = False,
+    shards_of: Callable[[ShardIndex], Collection[str] | None] = lambda index: None,
     check: Callable[[], None] = lambda: None,
+    warn: Callable[[str], object] = lambda warning: logger.warning("%s", warning),
 ) -> OpenCheckpoint:
     """Open a checkpoint; blocks.
 
@@ -130,7 +179,10 @@ def open_checkpoint(
         strict: Tensors that the index does not name are an error; with False, a warning.
         follow_symlinks: Allow shards that are links to a place outside the checkpoint's root.
         with_manifest: Read the manifest beside the checkpoint too (`stio.format.manifest` parses it).
+        shards_of: Returns the shards of an index to open, None for all; the others are not looked at. With a manifest
+            all are opened.
         check: Called between files; may raise to end the call.
+        warn: Called with each fact that is no error, but may surprise a reader; a sentence. By default it is logged.
 
     Raises:
         CheckpointNotFoundError: There is no file at this path, or no checkpoint in the directory.
@@ -140,7 +192,7 @@ def open_checkpoint(
         UnsafePathError: The index leads out of the directory.
         StorageError: The operating system reported an error.
     """
-    return _Opening(limits or Limits(), strict, follow_symlinks, with_manifest, check).open(source)
+    return _Opening(limits or Limits(), strict, follow_symlinks, with_manifest, shards_of, check, warn).open(source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +203,9 @@ class _Opening:
     strict: bool
     follow_symlinks: bool
     with_manifest: bool
+    shards_of: Callable[[ShardIndex], Collection[str] | None]
     check: Callable[[], None]
+    warn: Callable[[str], object]
 
     def open(self, source: str | os.PathLike[str] | Root) -> OpenCheckpoint:
         if isinstance(source, Root):
@@ -159,6 +213,17 @@ class _Opening:
         if not isinstance(source, str | bytes | os.PathLike):
             raise TypeError(f"a source is a path or a storage.base.Root, not {type(source).__name__}")
         path = os.fsdecode(source)
+        try:
+            return self._at_path(path)
+        except CheckpointNotFoundError as error:
+            if not os.path.lexists(path):
+                _advise(error, advice_for_missing(path, parent_exists=os.path.isdir(path.partition("/")[0])))
+            raise
+        except IndexFormatError as error:
+            _advise(error, advice_for_index(path))
+            raise
+
+    def _at_path(self, path: str) -> OpenCheckpoint:
         if path.endswith(INDEX_SUFFIX):
             return self._in_directory(os.path.dirname(path) or ".", os.path.basename(path))
         if not path.endswith(FILE_SUFFIX) and os.path.isdir(path):
@@ -185,8 +250,13 @@ class _Opening:
         return opened
 
     def _in_directory(self, path: str, index_name: str | None) -> OpenCheckpoint:
-        with open_directory(path, follow_symlinks=self.follow_symlinks) as root:
-            return self._in_root(root, index_name)
+        with ExitStack() as closing_root:
+            root = closing_root.enter_context(open_directory(path, follow_symlinks=self.follow_symlinks))
+            opened = self._in_root(root, index_name)
+            if opened.openers:
+                opened.root = root
+                closing_root.pop_all()
+            return opened
 
     def _in_root(self, root: Root, index_name: str | None) -> OpenCheckpoint:
         """Open the checkpoint of a directory; if a save replaces it after the listing, open the new one."""
@@ -200,6 +270,7 @@ class _Opening:
                 index, names, stem = None, [single], single
                 if index_file is not None:
                     index = parse_index(text, path=os.path.join(root.path, index_file), limits=self.limits)
+                    index = self._part(index)
                     names, stem = list(index.shards), index_file.removesuffix(INDEX_SUFFIX)
                 openers = {name: partial(root.open, name) for name in names}
                 shards = partial(self._shards, root.path, openers, index)
@@ -210,6 +281,11 @@ class _Opening:
                 if last == [index_file, single, text]:
                     raise
                 last = [index_file, single, text]
+
+    def _part(self, index: ShardIndex) -> ShardIndex:
+        """Return the part of an index that names the shards to open."""
+        chosen = None if self.with_manifest else self.shards_of(index)
+        return index if chosen is None else index.part(chosen)
 
     def _index_text(self, root: Root, name: str, named: bool) -> bytes:
         with closing(root.open(name, trusted=named)) as file:
@@ -226,36 +302,49 @@ class _Opening:
     def _shards(
         self, path: str, openers: Mapping[str, Callable[[], Source]], index: ShardIndex | None
     ) -> OpenCheckpoint:
-        """Open all files, then read and check all headers."""
+        """Open all files, then read and check all headers; or one file after the other, if they are too many."""
         files: list[Source] = []
+        headers: list[Header] = []
+        in_turns = len(openers) > most_open_files()
         try:
-            for open_one in openers.values():
+            for name, open_one in openers.items():
                 self.check()
                 files.append(_shard(open_one, index))
-            headers = []
-            for name, file in zip(openers, files, strict=True):
+                if in_turns:
+                    headers.append(self._header(files[-1], name))
+                    files[-1].close()
+            for name, file in zip(openers, files, strict=True) if not in_turns else ():
                 self.check()
                 headers.append(self._header(file, name))
             if index is not None:
                 for warning in check_against_shards(
                     index, dict(zip(openers, headers, strict=True)), strict=self.strict, path=path
                 ):
-                    logger.warning("%s", warning)
+                    self.warn(warning)
             described: list[Mapping[str, Any]] = [header.metadata for header in headers]
             described += [index.metadata] if index is not None else []
             metadata = {key: value for one in described for key, value in one.items()}
-            aliases = {alias: target for one in described for alias, target in _aliases(one, headers, path).items()}
+            aliases = {
+                alias: target
+                for one in described
+                for alias, target in _aliases(one, headers, index, path, self.limits).items()
+            }
         except BaseException:
             for file in files:
                 file.close()
             raise
-        return OpenCheckpoint(path, files, headers, metadata, aliases)
+        again = list(openers.values()) if in_turns else ()
+        return OpenCheckpoint(path, files, headers, metadata, aliases, openers=again)
 
     def _header(self, file: Source, shard: str) -> Header:
         """Read and parse one header; a small one comes with its length in a single read."""
         file_bytes = file.identity.nbytes
         head = _read(file, 0, min(file_bytes, _FIRST_READ_BYTES))
-        nbytes = header_nbytes(head[:PREFIX_BYTES], file_bytes=file_bytes, limits=self.limits, path=file.path)
+        try:
+            nbytes = header_nbytes(head[:PREFIX_BYTES], file_bytes=file_bytes, limits=self.limits, path=file.path)
+        except FormatError as error:
+            _advise(error, advice_for_start(head))
+            raise
         end = PREFIX_BYTES + nbytes
         raw = head[PREFIX_BYTES:end] if end <= len(head) else _read(file, PREFIX_BYTES, nbytes)
         return parse_header(raw, file_bytes=file_bytes, path=file.path, shard=shard, limits=self.limits)
@@ -295,6 +384,8 @@ def _read_manifest(root: Root, name: str) -> bytes | None:
 
 def _choose(root: Root) -> tuple[str | None, str]:
     """Return the index of a directory, or the one file that it holds."""
+    if isinstance(root, OneFile):
+        return None, root.name
     names = root.listdir()
     if INDEX_NAME in names:
         return INDEX_NAME, ""
@@ -310,7 +401,8 @@ def _choose(root: Root) -> tuple[str | None, str]:
     if not indices and not files:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
         raise CheckpointNotFoundError(
-            "the directory holds no checkpoint; give a directory with .safetensors files, or a file",
+            "the directory holds no checkpoint; give a directory with .safetensors files, or a file"
+            + advice_for_names(names),
             path=root.path,
             expected=f"{INDEX_NAME} or one *{FILE_SUFFIX}",
             found=shown or "an empty directory",
@@ -320,6 +412,12 @@ def _choose(root: Root) -> tuple[str | None, str]:
         path=root.path,
         found=", ".join(indices or files),
     )
+
+
+def _advise(error: StioError, advice: str) -> None:
+    """Add a clause to the message of an error that is raised again."""
+    error.message += advice
+    error.args = (error.message,)
 
 
 def _shard(open_one: Callable[[], Source], index: ShardIndex | None) -> Source:
@@ -341,26 +439,25 @@ def _read(file: Source, offset: int, nbytes: int) -> bytes:
     return region.tobytes()
 
 
-def _aliases(metadata: Mapping[str, Any], headers: list[Header], path: str) -> dict[str, str]:
-    """Return the aliases in the metadata of stio, checked against the headers."""
+def _aliases(
+    metadata: Mapping[str, Any], headers: list[Header], index: ShardIndex | None, path: str, limits: Limits
+) -> dict[str, str]:
+    """Return the aliases in the metadata of stio, checked against the headers, and those of shards that are open."""
     text = metadata.get(ALIASES_KEY)
     if text is None:
         return {}
     if not isinstance(text, str):
         raise FormatError(f"{ALIASES_KEY} is not text", path=path, found=type(text).__name__)
-
-    try:
-        aliases = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{ALIASES_KEY} is not JSON", path=path) from error
-    if not isinstance(aliases, dict):
-        raise FormatError(f"{ALIASES_KEY} is not an object", path=path, found=type(aliases).__name__)
+    aliases = parse_aliases(text, path=path, max_aliases=limits.max_tensors)
     known = {name for header in headers for name in header.names}
+    elsewhere = index.names_elsewhere if index is not None else frozenset()
     for alias, target in aliases.items():
-        if not isinstance(target, str) or target not in known or alias in known:
+        if target in elsewhere and alias not in known and alias not in elsewhere:
+            continue
+        if target not in known or alias in known:
             raise FormatError(
                 f"{ALIASES_KEY} must lead from names without data to names of tensors",
                 path=path,
-                found=f"{alias!r}: {target!r}",
+                found=f"{printable(alias)!r}: {printable(target)!r}",
             )
-    return aliases
+    return {alias: target for alias, target in aliases.items() if target in known} if elsewhere else aliases

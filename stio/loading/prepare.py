@@ -8,7 +8,7 @@ Preparing reads no data and allocates no tensor.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 
@@ -33,21 +33,21 @@ from stio.loading.page_cache import (
     resident_fraction,
     resident_fractions,
 )
-from stio.loading.plan import Block, FileSelection, Group, Names, plan_reads
+from stio.loading.plan import Block, FileSelection, Group, Names, ReadPlan, plan_reads
 from stio.loading.read_paths import CacheFillPath, CopiedPath, MappedPath, StagedPath, device_memories
 from stio.loading.scheduler import LoadScheduler, ReadPath
-from stio.loading.select import select_by_device
+from stio.loading.select import Selected, select_by_device
 from stio.loading.sizes import (
     BLOCK_BYTES,
     LARGEST_BLOCK_BYTES,
-    NUM_MAP_WORKERS,
     NUM_WORKERS,
     mapped_block_bytes,
+    num_map_workers,
     staging_sizes,
-    usable_cores,
     whole_pages,
 )
 from stio.runtime import memory
+from stio.runtime.control_groups import num_processors
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.operation import start_thread
 from stio.runtime.progress import progress_callback
@@ -65,6 +65,7 @@ def prepare(
     *,
     deliver: Callable[[Group, LoadedGroup], None],
     hold: bool = False,
+    kept: Collection[str] | None = None,
     slices: Mapping[str, object] | None = None,
     casts: Casts | None = None,
     prompt: bool = False,
@@ -77,6 +78,7 @@ def prepare(
         options: Options of the load. The device is resolved here, which may start its runtime.
         deliver: Called with each group (see `LoadScheduler`).
         hold: The consumer releases the groups' budget (see `LoadScheduler`).
+        kept: Names of the tensors that the consumer keeps, so that they must fit into memory at once. None: all.
         slices: By name, the part to load.
         casts: Cast to it instead of `options.dtype`.
         prompt: Make small groups, so that the first ones are loaded early. Otherwise large ones, for a short load.
@@ -84,27 +86,33 @@ def prepare(
     Raises:
         TensorNotFoundError: The checkpoint does not have a name.
         DeviceError: There is no such device, or a name has no device.
+        HostMemoryError: The tensors do not fit into memory.
         SliceError: A slice does not fit its tensor.
         UnsupportedDtypeError: torch does not have the dtype of a tensor.
     """
     with traced(options.trace, "plan"):
         by_stored_name = _by_stored_name(slices or {}, opened)
-        loads = _device_loads(opened, names, options, casts or options.dtype, prompt)
-        try:
+        device = resolve_placement(options.device)
+        selections = select_by_device(opened.headers, opened.aliases, names, device, path=opened.path)
+        wanted = [shard for shard in range(len(opened.files)) if any(chosen[shard] for _, chosen, _ in selections)]
+        with ExitStack() as undo:
+            owned = undo.enter_context(ExitStack())
+            files = opened.open_files(wanted, owned)
+            loads = _device_loads(opened, files, selections, options, casts or options.dtype, prompt)
+            for load in loads:
+                undo.callback(load.close)
             if options.cache is None and not slices:  # with a cache or slices, few bytes may be staged
                 for load in loads:
                     load.allocate_ahead()
-            return _scheduler(opened, loads, options, by_stored_name, deliver, hold)
-        except BaseException:
-            for load in loads:
-                load.close()
-            raise
+            scheduler = _scheduler(
+                opened, files, loads, options, by_stored_name, deliver, hold=hold, kept=kept, owned=owned
+            )
+            undo.pop_all()  # the scheduler closes them
+            return scheduler
 
 
 def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], options: LoadOptions) -> LoadScheduler:
     """Plan to read all files of a checkpoint into their images in a cache, which are released at the end."""
-    for file in opened.files:
-        read_past_cache(file, resident_fraction(file))
     plan = plan_reads(
         [
             FileSelection(header=header, positions=range(len(header)), block_bytes=BLOCK_BYTES)
@@ -112,17 +120,22 @@ def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], optio
         ],
         slices={},
     )
-    return LoadScheduler(
-        plan,
-        [CacheFillPath(file, image) for file, image in zip(opened.files, cached, strict=True)],
-        deliver=lambda group, loaded: None,
-        budget_bytes=sys.maxsize,  # there is no consumer
-        num_workers=NUM_WORKERS,
-        files=opened.files,
-        cached_files=cached,
-        progress=progress_callback(options.progress),
-        trace=options.trace,
-    )
+    with ExitStack() as owned:
+        files = opened.open_files(range(len(opened.files)), owned)
+        for file in files:
+            read_past_cache(file, resident_fraction(file))
+        return LoadScheduler(
+            plan,
+            [CacheFillPath(file, image) for file, image in zip(files, cached, strict=True)],
+            deliver=lambda group, loaded: None,
+            budget_bytes=sys.maxsize,  # there is no consumer
+            num_workers=NUM_WORKERS,
+            files=files,
+            owned=owned.pop_all(),
+            cached_files=cached,
+            progress=progress_callback(options.progress, "prefetching"),
+            trace=options.trace,
+        )
 
 
 class DeviceLoad:
@@ -181,10 +194,13 @@ class DeviceLoad:
             """Size of its blocks and groups."""
         elif self._maps:
             is_resident = bool(resident) and min(resident.values()) == 1.0
-            self.block_bytes = mapped_block_bytes(total_bytes, budget_bytes, resident=is_resident)
+            num_workers = num_map_workers(num_processors(with_quota=total_bytes > SMALL_LOAD_BYTES))
+            self.block_bytes = mapped_block_bytes(
+                total_bytes, budget_bytes, resident=is_resident, num_workers=num_workers
+            )
             cold = any(is_cold(fraction) and self._maps_file(file) for file, fraction in resident.items())
             if not (cold and self._populates):
-                self.num_workers = NUM_MAP_WORKERS
+                self.num_workers = num_workers
         else:
             self.block_bytes = whole_pages(min(BLOCK_BYTES, budget_bytes // 4))
         if prompt:
@@ -253,16 +269,19 @@ class DeviceLoad:
 
 
 def _device_loads(
-    opened: OpenCheckpoint, names: Names | None, options: LoadOptions, casts: Casts | None, prompt: bool
+    opened: OpenCheckpoint,
+    opened_files: Sequence[Source],
+    selections: Sequence[Selected],
+    options: LoadOptions,
+    casts: Casts | None,
+    prompt: bool,
 ) -> list[DeviceLoad]:
     """Return the load of each device; all share one budget."""
-    device = resolve_placement(options.device)
-    selections = select_by_device(opened.headers, opened.aliases, names, device, path=opened.path)
     sizes = [
         sum(_selected_bytes(header, chosen) for header, chosen in zip(opened.headers, positions, strict=True))
         for _, positions, _ in selections
     ]
-    files = [file for shard, file in enumerate(opened.files) if any(chosen[shard] for _, chosen, _ in selections)]
+    files = [file for shard, file in enumerate(opened_files) if any(chosen[shard] for _, chosen, _ in selections)]
     resident = resident_fractions(files, sum(sizes))
     accelerators = [_accelerator(device) for device, _, _ in selections]
     if options.memory == "gds":
@@ -271,8 +290,9 @@ def _device_loads(
         require_kvikio()
     # Half of the budget for staging slots, half for groups that the consumer has not released.
     num_queues = sum(accelerator is not None for accelerator in accelerators) * (2 if options.memory == "gds" else 1)
-    budget_bytes = options.budget_bytes or DEFAULT_BUDGET_BYTES
-    num_workers, num_slots, slot_bytes = staging_sizes(budget_bytes, num_queues, num_cores=usable_cores())
+    budget_bytes = options.budget_bytes or memory.default_budget_bytes(sum(sizes))
+    num_cores = num_processors() if num_queues else 1
+    num_workers, num_slots, slot_bytes = staging_sizes(budget_bytes, num_queues, num_cores=num_cores)
     return [
         DeviceLoad(
             accelerator,
@@ -285,7 +305,7 @@ def _device_loads(
             staging=(num_workers, num_slots, slot_bytes),
             resident={
                 file: resident[file]
-                for file, chosen in zip(opened.files, positions, strict=True)
+                for file, chosen in zip(opened_files, positions, strict=True)
                 if chosen and isinstance(file, LocalFile)
             },
             prompt=prompt,
@@ -296,16 +316,20 @@ def _device_loads(
 
 def _scheduler(
     opened: OpenCheckpoint,
+    opened_files: Sequence[Source],
     loads: Sequence[DeviceLoad],
     options: LoadOptions,
     slices: Mapping[str, object],
     deliver: Callable[[Group, LoadedGroup], None],
+    *,
     hold: bool,
+    kept: Collection[str] | None,
+    owned: ExitStack,
 ) -> LoadScheduler:
     """Plan the reads of each file for each device; choose the read paths."""
     reads = [
         (file, load, FileSelection(header=header, positions=load.positions[shard], block_bytes=load.block_bytes))
-        for shard, (file, header) in enumerate(zip(opened.files, opened.headers, strict=True))
+        for shard, (file, header) in enumerate(zip(opened_files, opened.headers, strict=True))
         for load in loads
         if load.positions[shard]
     ]
@@ -322,6 +346,9 @@ def _scheduler(
     held = [one for one in cached if one is not None]
     try:
         paths = [load.read_path(file, cached_of.get(id(file))) for file, load, _ in reads]
+        budget_bytes = loads[0].budget_bytes if loads else DEFAULT_BUDGET_BYTES
+        if kept is None or kept:
+            budget_bytes = min(budget_bytes, _budget_beside(plan, paths, kept, path=opened.path))
     except BaseException:
         for one in held:
             one.release()
@@ -331,13 +358,35 @@ def _scheduler(
         paths,
         deliver=lambda group, loaded: deliver(group, reads[group.selection][1].under_selected_names(loaded)),
         hold=hold,
-        budget_bytes=loads[0].budget_bytes if loads else DEFAULT_BUDGET_BYTES,
+        budget_bytes=budget_bytes,
         num_workers=max((load.num_workers for load in loads), default=1),
         files=list(files.values()),
+        owned=owned,
         cached_files=held,
         progress=progress_callback(options.progress),
         trace=options.trace,
     )
+
+
+def _budget_beside(plan: ReadPlan, paths: Sequence[ReadPath], kept: Collection[str] | None, *, path: str) -> int:
+    """Return the most bytes that may be under way beside the tensors of a load that the caller keeps.
+
+    A tensor keeps the memory of its group.
+
+    Raises:
+        HostMemoryError: The tensors themselves do not fit.
+    """
+    groups = plan.groups
+    if kept is not None:
+        groups = tuple(group for group in groups if any(name in kept for name in group.names))
+    held = [paths[group.selection].held_bytes(group) for group in groups]
+    total_bytes = sum(held)
+    if total_bytes <= memory.UNCHECKED_BYTES:
+        return sys.maxsize
+    left = memory.require(total_bytes, path=path)
+    if len(groups) == len(plan.groups) and all(n in (0, group.nbytes) for n, group in zip(held, groups, strict=True)):
+        return sys.maxsize  # what is under way is the tensors' own memory
+    return max(1, left)
 
 
 def _by_stored_name(slices: Mapping[str, object], opened: OpenCheckpoint) -> dict[str, object]:

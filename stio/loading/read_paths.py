@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from time import perf_counter
 from typing import Generic, TypeVar
 
@@ -19,7 +20,8 @@ import torch
 from stio.device.base import Accelerator, LoadedGroup
 from stio.device.copy_queue import CopyQueue
 from stio.device.group_memory import GroupMemory
-from stio.device.tensors import Casts, select_and_cast, tensors_in
+from stio.device.tensors import TORCH_DTYPES, Casts, cast_dtype, select_and_cast, tensors_in
+from stio.format.dtypes import BITS
 from stio.loading.cache.file_image import CachedFile
 from stio.loading.plan import GAP, Block, Group
 from stio.loading.readers import CachedBlockReader, block_reader
@@ -55,7 +57,7 @@ class GroupMemories(Generic[M]):
         """Return a group's memory.
 
         Raises:
-            MemoryError: There is too little memory (`DeviceMemoryError` on a device).
+            HostMemoryError: There is too little memory (`DeviceMemoryError` on a device).
         """
         entry = self._entries.get(group.index) or self._entries.setdefault(group.index, _Entry())
         with entry.lock:  # of this group alone: others are allocated at the same time
@@ -78,18 +80,44 @@ def device_memories(accelerator: Accelerator) -> GroupMemories[GroupMemory]:
     """Return the memory of groups on a device."""
 
     def allocate(group: Group) -> GroupMemory:
-        return GroupMemory.allocate(accelerator, group.names, group.dtypes, group.shapes, group.offsets)
+        with memory.reporting_shortage():
+            return GroupMemory.allocate(accelerator, group.names, group.dtypes, group.shapes, group.offsets)
 
     return GroupMemories(allocate)
 
 
-def _host_memory(group: Group) -> Region:
-    # To the end of a page: direct reads move whole pages.
-    return memory.allocate(-(-group.nbytes // PAGE_BYTES) * PAGE_BYTES) if group.nbytes else Region(0, 0)
+def host_memories(path: str) -> GroupMemories[Region]:
+    """Return the memory of groups on the host; `path` is the file that they are read from, for errors."""
+
+    def allocate(group: Group) -> Region:
+        if not group.nbytes:
+            return Region(0, 0)
+        with memory.reporting_shortage(path):
+            # To the end of a page: direct reads move whole pages.
+            return memory.allocate(-(-group.nbytes // PAGE_BYTES) * PAGE_BYTES)
+
+    return GroupMemories(allocate)
 
 
-def _tensors_of(group: Group, region: Region, dtype: Casts | None) -> dict[str, torch.Tensor]:
-    return _finished(group, tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets), dtype)
+def _tensors_of(group: Group, region: Region, dtype: Casts | None, path: str) -> dict[str, torch.Tensor]:
+    with memory.reporting_shortage(path):
+        return _finished(group, tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets), dtype)
+
+
+def _held_bytes(group: Group, dtype: Casts | None, *, is_mapped: bool) -> int:
+    """Return how much memory the tensors of a group on the host will hold, those over its image included."""
+    if not group.posts and dtype is None:
+        return 0 if is_mapped else group.nbytes
+    total = 0
+    for k, (name, stored, shape) in enumerate(zip(group.names, group.dtypes, group.shapes, strict=True)):
+        own = TORCH_DTYPES[stored]
+        wanted = own if dtype is None else cast_dtype(name, own, dtype)
+        post = group.posts.get(k)
+        if wanted != own:
+            total += prod(shape if post is None else post.shape) * wanted.itemsize
+        elif post is not None or not is_mapped:
+            total += prod(shape if post is None else post.shape) * BITS[stored] // 8
+    return total
 
 
 def _finished(group: Group, tensors: dict[str, torch.Tensor], dtype: Casts | None) -> dict[str, torch.Tensor]:
@@ -112,8 +140,9 @@ class CopiedPath:
 
     def __init__(self, source: Source, *, dtype: Casts | None = None, cached: CachedFile | None = None) -> None:
         self._reader = block_reader(source, cached)
-        self._memories = GroupMemories(_host_memory)
+        self._memories = host_memories(source.path)
         self._dtype = dtype
+        self._path = source.path
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Read a block into its group's memory."""
@@ -121,7 +150,11 @@ class CopiedPath:
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make tensors over the group's memory, which they own together."""
-        return LoadedGroup(_tensors_of(group, self._memories.pop(group), self._dtype))
+        return LoadedGroup(_tensors_of(group, self._memories.pop(group), self._dtype, self._path))
+
+    def held_bytes(self, group: Group) -> int:
+        """Return how much host memory the tensors of a group will hold."""
+        return _held_bytes(group, self._dtype, is_mapped=False)
 
     def close(self) -> None:
         """Release the memory of groups that were not completed."""
@@ -177,8 +210,12 @@ class MappedPath:
         """Make tensors over the mapping, which they own together."""
         if not self._is_mapped(group):
             return self._copy.make_tensors(group)
-        region = self._mapped.region
-        return LoadedGroup(_tensors_of(group, region.sub(group.offset, group.nbytes), self._dtype))
+        region = self._mapped.region.sub(group.offset, group.nbytes)
+        return LoadedGroup(_tensors_of(group, region, self._dtype, self._mapped.path))
+
+    def held_bytes(self, group: Group) -> int:
+        """Return how much host memory the tensors of a group will hold beside the mapping."""
+        return _held_bytes(group, self._dtype, is_mapped=self._is_mapped(group))
 
     def _is_mapped(self, group: Group) -> bool:
         """Return whether a group is mapped. A mapping reads 2 MiB at a time: a smaller slice is copied instead."""
@@ -258,6 +295,10 @@ class StagedPath:
         memory_in_use = [*tensors.values(), *target.shared]
         return LoadedGroup(tensors, partial(accelerator.hand_over, memory_in_use, events), events)
 
+    def held_bytes(self, group: Group) -> int:
+        """Return 0: the tensors are on the device."""
+        return 0
+
     def close(self) -> None:
         """Close the queue, which all files of the load share, then release the memory of groups under way.
 
@@ -287,14 +328,19 @@ class CacheFillPath:
         """Read a block into the image.
 
         Raises:
-            MemoryError: The host has too little memory.
+            HostMemoryError: The host has too little memory.
         """
         if not self._reader.fill_image(block, stopped):
-            raise MemoryError("the host has too little memory to hold the checkpoint")
+            message = "the host has too little memory for the cache"
+            raise memory.memory_error(block.nbytes, message, path=self._reader.source.path)
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make no tensors."""
         return LoadedGroup({})
+
+    def held_bytes(self, group: Group) -> int:
+        """Return 0: there are no tensors."""
+        return 0
 
     def close(self) -> None:
         """Do nothing; the cache owns the image."""

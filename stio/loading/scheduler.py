@@ -9,10 +9,10 @@ a buffer any more.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 from typing import Protocol
 
@@ -22,8 +22,9 @@ from stio.loading.cache.file_image import CachedFile
 from stio.loading.plan import Block, Group, ReadPlan
 from stio.runtime import stats
 from stio.runtime.limits import check_budget_bytes
+from stio.runtime.locks import Condition
 from stio.runtime.process import be_nice
-from stio.runtime.progress import ProgressEvent, ProgressReporter
+from stio.runtime.progress import ProgressEvent, ProgressReporter, close_bar
 from stio.runtime.trace import Trace
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
@@ -52,6 +53,9 @@ class ReadPath(Protocol):
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make the tensors of a group. All its blocks have been read, and their copies submitted."""
 
+    def held_bytes(self, group: Group) -> int:
+        """Return how much host memory the tensors of a group will hold; pages of the page cache do not count."""
+
     def close(self) -> None:
         """Wait for copies under way, and release memory. No worker may be in a method."""
 
@@ -67,6 +71,7 @@ class LoadScheduler:
         budget_bytes: See `Budget`.
         num_workers: Threads that read, the thread that calls `run` among them.
         files: Files that must be unchanged at the end.
+        owned: Closed when the load has ended.
         cached_files: Files in a cache that the load uses; released when the load has ended.
         progress: Called with an event at the start and after each group, one call at a time.
         trace: Records the spans of the load.
@@ -82,6 +87,7 @@ class LoadScheduler:
         budget_bytes: int,
         num_workers: int,
         files: Sequence[Source] = (),
+        owned: ExitStack | None = None,
         cached_files: Sequence[CachedFile] = (),
         progress: Callable[[ProgressEvent], object] | None = None,
         trace: Trace | None = None,
@@ -94,17 +100,23 @@ class LoadScheduler:
         """Guarded by the scheduler's lock."""
         self._num_workers = max(1, min(num_workers, plan.num_reads))
         self._files = files
+        self._owned = owned
         self._cached_files = cached_files
         self._progress = ProgressReporter(progress, total_bytes=plan.total_bytes, total_tensors=plan.num_tensors)
+        self._close_bar = partial(close_bar, progress)
         self._trace = trace
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._workers = WorkerPool("read", changed=self._changed)
         self._waiting: deque[Group] = deque(plan.groups)
         self._blocks: deque[Block] = deque()
         self._rank: dict[int, int] = {}
         self._num_left = [max(1, len(group.blocks)) for group in plan.groups]
         # A thread may be suspended after its last use of a group, while its frame still refers to the group's memory.
-        self._num_users = [num_left + 1 + hold for num_left in self._num_left]
+        self._num_users = [num_left + 1 for num_left in self._num_left]
+        self._hold = hold
+        self._read_groups: set[int] = set()  # that no worker uses any more
+        self._consumed_groups: set[int] = set()  # that the consumer has released
+        self._reorderings: deque[Callable[[], None]] = deque()
         self.read_bytes = 0
         """Bytes of the blocks that were read."""
         self.written_bytes = 0
@@ -131,6 +143,9 @@ class LoadScheduler:
             BaseException: The first error of a worker, as it was raised.
         """
         with ExitStack() as closing:
+            closing.callback(self._close_bar)
+            if self._owned is not None:
+                closing.push(self._owned)
             for cached in self._cached_files:
                 closing.callback(cached.release)
             for path in self._paths:  # closed before the cached files are released: copies read those
@@ -151,31 +166,55 @@ class LoadScheduler:
         self._workers.stop()
 
     def release(self, group: Group) -> None:
-        """Release a group for one user, the consumer or a worker; the last release frees its budget."""
+        """Release a group for the consumer, with `hold`. Callable from any thread; takes no lock. Idempotent."""
+        self._consumed_groups.add(group.index)
+        self._free(group)
+
+    def _release_use(self, group: Group) -> None:
+        """Release a group for one use by a worker."""
         with self._changed:
             self._num_users[group.index] -= 1
-            if not self._num_users[group.index]:
-                self.budget.release(group.nbytes)
-                self._changed.notify_all()
+            if self._num_users[group.index]:
+                return
+            self._read_groups.add(group.index)
+        self._free(group)
+
+    def _free(self, group: Group) -> None:
+        """Free the budget of a group that nobody uses any more."""
+        if group.index in self._read_groups and (not self._hold or group.index in self._consumed_groups):
+            self.budget.release(group.index)
+            self._changed.wake()
 
     def promote(self, names: Iterable[str]) -> None:
-        """Move the groups with these names before all others that have not started, in the plan's order."""
+        """Move the groups with these names before all others that have not started, in the plan's order.
+
+        Callable from any thread; takes no lock.
+        """
         promoted = set(names)
-        with self._changed:
+
+        def reorder() -> None:
             first = [group for group in self._waiting if not promoted.isdisjoint(group.names)]
             chosen = {group.index for group in first}
             self._waiting = deque([*first, *(group for group in self._waiting if group.index not in chosen)])
+
+        self._reorderings.append(reorder)
+        self._changed.wake()
 
     def arrange(self, order: Iterable[int]) -> None:
         """Read the remaining blocks in this order of groups; it must have the indices of all groups.
 
         The remaining blocks of a started group are reordered too: it may be one large tensor that nothing waits for.
+        Callable from any thread; takes no lock.
         """
         rank = {index: k for k, index in enumerate(dict.fromkeys(order))}
-        with self._changed:
+
+        def reorder() -> None:
             self._rank = rank
             self._waiting = deque(sorted(self._waiting, key=lambda group: rank[group.index]))
             self._blocks = deque(sorted(self._blocks, key=lambda block: rank[block.group]))
+
+        self._reorderings.append(reorder)
+        self._changed.wake()
 
     def is_stopped(self) -> bool:
         """Return whether workers should end."""
@@ -190,12 +229,14 @@ class LoadScheduler:
         waits_since = 0.0
         with self._changed:
             while not self._workers.stopped:
+                while self._reorderings:
+                    self._reorderings.popleft()()
                 if self._blocks and not self._is_overtaken():
                     return self._next_block(waits_since)
                 if not self._waiting:
                     return None
                 group = self._waiting[0]
-                if self.budget.try_acquire(group.nbytes):
+                if self.budget.try_acquire(group.index, group.nbytes):
                     self._waiting.popleft()
                     # A group of empty tensors has no reads; an empty block makes a worker deliver it.
                     blocks = group.blocks or [Block(group.index, max(group.offset, 0), 0, 0)]
@@ -231,13 +272,13 @@ class LoadScheduler:
                 self._trace.add(
                     path.label, start + waited, perf_counter(), num_bytes=block.nbytes, detail=type(path).__name__
                 )
-            self.release(group)
+            self._release_use(group)
             if not path.copy_queues:
                 self._arrived(block)
             for queue in path.copy_queues:
                 queue.submit(self._arrived)
         else:
-            self.release(group)
+            self._release_use(group)
             self._arrived(block)
 
     def _arrived(self, block: Block) -> None:
@@ -258,12 +299,12 @@ class LoadScheduler:
             self._trace.add("tensors", start, perf_counter(), num_bytes=group.payload_bytes)
         self._deliver(group, loaded)
         del loaded
-        self.release(group)
+        self._release_use(group)
         self._progress.report(group.payload_bytes, len(group.names))
 
 
 class Budget:
-    """Counts bytes in use against a total. Its owner guards it by a lock.
+    """Counts bytes in use against a total. `try_acquire` needs its owner's lock, `release` needs none.
 
     Args:
         total_bytes: The most that may be in use, except for one request larger than all of it.
@@ -275,21 +316,29 @@ class Budget:
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = check_budget_bytes(total_bytes)
         """The budget."""
-        self.used_bytes = 0
-        """Bytes in use now."""
+        self._held: dict[int, int] = {}  # bytes by key
+        self._held_bytes = 0
+        self._released: list[int] = []  # keys that `try_acquire` has not counted yet
         self.peak_bytes = 0
         """Most bytes in use at one time."""
 
-    def try_acquire(self, nbytes: int) -> bool:
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use now."""
+        released = sum(self._held.get(key, 0) for key in set(self._released.copy()))
+        return max(0, self._held_bytes - released)
+
+    def try_acquire(self, key: int, nbytes: int) -> bool:
         """Take bytes if they fit, or if nothing else is in use (for a request larger than the budget)."""
-        if self.used_bytes and self.used_bytes + nbytes > self.total_bytes:
+        while self._released:
+            self._held_bytes -= self._held.pop(self._released.pop(), 0)
+        if self._held_bytes and self._held_bytes + nbytes > self.total_bytes:
             return False
-        self.used_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._held[key] = nbytes
+        self._held_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
         return True
 
-    def release(self, nbytes: int) -> None:
-        """Return bytes that were taken."""
-        if nbytes > self.used_bytes:
-            raise ValueError(f"{nbytes} bytes are released, but only {self.used_bytes} are in use")
-        self.used_bytes -= nbytes
+    def release(self, key: int) -> None:
+        """Return the bytes that were taken under a key. One step, and idempotent."""
+        self._released.append(key)

@@ -7,13 +7,17 @@ with the same tensor. If they are on two devices, each device has its own tensor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 from stio.device.base import Target
 from stio.device.placement import Placement
 from stio.format.header import Header
+from stio.format.index import ShardIndex
+from stio.format.shared import ALIASES_KEY
 from stio.loading.plan import Names, select_names
 
-_Selected = tuple[Target, Sequence[Sequence[int]], Mapping[str, Sequence[str]]]
+Selected = tuple[Target, Sequence[Sequence[int]], Mapping[str, Sequence[str]]]
+"""A device; for each shard, the positions of its tensors; see `select_by_device`."""
 
 
 def select_by_device(
@@ -23,7 +27,7 @@ def select_by_device(
     device: Target | Placement,
     *,
     path: str,
-) -> list[_Selected]:
+) -> list[Selected]:
     """Return the selected tensors of each device; empty if no tensor is selected.
 
     Args:
@@ -41,6 +45,8 @@ def select_by_device(
         TensorNotFoundError: The checkpoint does not have a name.
         DeviceError: A name has no device.
     """
+    if names is not None and not callable(names):
+        names = _plain(names)
     selected: dict[str, list[str]] = {}
     if aliases:
         for name in _listed(headers, aliases, names):
@@ -52,11 +58,61 @@ def select_by_device(
     return [(device, positions, selected)]
 
 
-def _listed(headers: Sequence[Header], aliases: Mapping[str, str], names: Names | None) -> Iterable[str]:
+def shards_of(
+    index: ShardIndex, *, names: Names | None, slices: Mapping[str, object] | None, strict: bool
+) -> frozenset[str] | None:
+    """Return the shards that hold what is selected, by the index; None if it does not tell.
+
+    Args:
+        index: The index.
+        names: Names to select. No iterator, which could be used only once.
+        slices: By name, the part of a tensor to select; all names must exist.
+        strict: Whether all names of the shards must be in the index.
+    """
+    if names is None or (callable(names) and (ALIASES_KEY in index.metadata or not strict)):
+        return None
+    selected = [*(slices or ()), *_selected(index.weight_map, names)]
+    if any(name not in index.weight_map for name in selected):
+        return None  # an alias, or a name that does not exist
+    return frozenset(index.weight_map[name] for name in selected)
+
+
+def _selected(known: Iterable[str], names: Names) -> Iterable[str]:
     if isinstance(names, str):
         return [names]
+    return filter(names, known) if callable(names) else names
+
+
+def plain_names(names: str | Iterable[str]) -> set[str]:
+    """Return one name or several as a set of plain strings, whose methods are not the caller's.
+
+    Raises:
+        TypeError: It is neither a name nor names.
+    """
+    return set(_plain(names))
+
+
+def _plain(names: str | Iterable[str]) -> list[str]:
+    if not any(hasattr(type(names), method) for method in ("__iter__", "__getitem__")):
+        raise TypeError(f"names are a str or several, not {type(names).__name__}")
+    found = [names] if isinstance(names, str) else list(names)
+    kinds = set(map(type, found))
+    for kind in kinds:
+        if not issubclass(kind, str):
+            raise TypeError(f"a name is a str, not {kind.__name__}")
+    return found if kinds <= {str} else list(map(str.__str__, found))
+
+
+def reusable_names(names: Names | None) -> Names | None:
+    """Return names that may be iterated, or a predicate that may be called, twice with one result."""
+    if names is None:
+        return None
+    return cache(names) if callable(names) else _plain(names)
+
+
+def _listed(headers: Sequence[Header], aliases: Mapping[str, str], names: Names | None) -> Iterable[str]:
     if names is not None and not callable(names):
-        return names
+        return [names] if isinstance(names, str) else names
     every = [name for header in headers for name in header.names] + list(aliases)
     return every if names is None else filter(names, every)
 
@@ -66,7 +122,7 @@ def _by_device(
     positions: Sequence[Sequence[int]],
     selected: Mapping[str, Sequence[str]],
     place: Placement,
-) -> list[_Selected]:
+) -> list[Selected]:
     found: dict[int, tuple[Target, list[list[int]], dict[str, list[str]]]] = {}
     for shard, (header, chosen) in enumerate(zip(headers, positions, strict=True)):
         for k in chosen:

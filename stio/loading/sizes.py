@@ -8,8 +8,6 @@ bus has few uncopied slots, so a few slots are enough beyond one for each worker
 
 from __future__ import annotations
 
-import os
-
 from stio.runtime.limits import PAGE_BYTES
 
 _MIB = 1 << 20
@@ -20,10 +18,8 @@ LARGEST_BLOCK_BYTES = 256 * _MIB
 """Largest block of a mapped file."""
 NUM_WORKERS = 4
 """Threads that read files into memory, and cold files into the page cache."""
-NUM_MAP_WORKERS = min(8, max(2, os.cpu_count() or 1))
-"""Threads that populate mappings. The cores limit the rate if the pages are in the page cache: 1.7 GB in small folios
-on two cores took 50 ms with 2 workers, 57 with 4, 61 with 1, and 81 by page faults."""
 
+_MOST_MAP_WORKERS = 8
 _MOST_STAGING_WORKERS = 12
 _NUM_COPIED_SLOTS = 4
 """Slots beyond one for each worker: these are copied while all workers read."""
@@ -52,7 +48,16 @@ def staging_sizes(budget_bytes: int, num_queues: int, *, num_cores: int) -> tupl
     return num_workers, num_slots, 1 << (slot_bytes.bit_length() - 1)
 
 
-def mapped_block_bytes(total_bytes: int, budget_bytes: int, *, resident: bool) -> int:
+def num_map_workers(num_cores: int) -> int:
+    """Return how many threads populate mappings.
+
+    The cores limit the rate if the pages are in the page cache: 1.7 GB in small folios on two cores took 50 ms with 2
+    workers, 57 with 4, 61 with 1, and 81 by page faults.
+    """
+    return min(_MOST_MAP_WORKERS, max(2, num_cores))
+
+
+def mapped_block_bytes(total_bytes: int, budget_bytes: int, *, resident: bool, num_workers: int) -> int:
     """Return the size of the blocks in which mapped files are populated.
 
     Populating needs no memory of stio and no staging memory, so blocks may be long. But they must not be so long that
@@ -63,17 +68,13 @@ def mapped_block_bytes(total_bytes: int, budget_bytes: int, *, resident: bool) -
         total_bytes: Bytes to populate.
         budget_bytes: Budget of the load.
         resident: Whether all bytes are in the page cache.
+        num_workers: Threads that populate; see `num_map_workers`.
     """
     num_shares = 4 if resident else 8
-    share = min(LARGEST_BLOCK_BYTES, max(BLOCK_BYTES, total_bytes // (NUM_MAP_WORKERS * num_shares)))
+    share = min(LARGEST_BLOCK_BYTES, max(BLOCK_BYTES, total_bytes // (num_workers * num_shares)))
     return whole_pages(min(share, budget_bytes // (num_shares // 2)))
 
 
 def whole_pages(nbytes: int) -> int:
     """Return the size rounded down to whole pages, one page at least."""
     return max(PAGE_BYTES, nbytes // PAGE_BYTES * PAGE_BYTES)
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use, as far as the system reports it."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

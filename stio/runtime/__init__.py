@@ -3,11 +3,12 @@
 An `Operation` (`operation.py`) is one piece of cancellable work on a thread of its own; each load and each save is one.
 A `Notifier` wakes the tasks and the threads that wait for it; `blocking.py` runs the same coroutines without an event
 loop. A `WorkerPool` is a few threads that work on one queue. `process.py` holds what belongs to the whole process: fork
-hooks, the interpreter's switch interval, pauses of the garbage collector. A `Region` (`memory.py`) is host memory
-by address. A `Trace` records what each thread did and when; `spans.py` adds it up, `timeline.py` draws it. `stats.py`
-counts. `limits.py`, `pacing.py`, `hashing.py` and `progress.py` each hold one small thing that loads and saves share.
+hooks, the interpreter's switch interval, pauses of the garbage collector. A `Region` (`memory.py`) is host memory by
+address. A `Trace` records what each thread did and when; `spans.py` adds it up, `timeline.py` draws it. `stats.py`
+counts. `locks.py` makes all locks of stio and says who may hold one. `control_groups.py` reads the limits of memory and
+processors. `limits.py`, `pacing.py`, `hashing.py`, `log.py` and `progress.py` each hold one small thing that loads and
+saves share.
 
-Invariants: no user code runs while a lock of this package is held, except that one lock of each operation orders its
-progress calls; each lock that a finalizer may need is re-entrant; a forked child has new locks and none of its parent's
-operations. No module here imports torch. Start with `operation.py`.
+Invariants: no user code runs while a lock of this package is held; callers' threads hold no lock that stio's threads
+take; a forked child has none of its parent's operations. No module here imports torch. Start with `operation.py`.
 """

@@ -9,23 +9,38 @@ the mapping. Its anonymous maps are shared memory without huge pages (a copy int
 from __future__ import annotations
 
 import _thread
+import atexit
 import ctypes
 import errno
+import operator
 import os
+import re
 import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import Any
 
-from stio.runtime.limits import HUGE_PAGE_BYTES, PAGE_BYTES
+from stio.errors import HostMemoryError
+from stio.runtime.control_groups import address_space_left, available_bytes, room_in_memory
+from stio.runtime.limits import DEFAULT_BUDGET_BYTES, HUGE_PAGE_BYTES, PAGE_BYTES
 
 HOLD_BYTES = 1 << 20
 """A copy shorter than this keeps the GIL. The copy takes 80 microseconds at most; to acquire the GIL again takes up to
 5 ms. Two threads that copy tensors of 512 KiB and keep the GIL reach 6.5 GB/s, and 4.1 beside a busy Python thread. If
 they release it: 9.4 and 0.2."""
 
+UNCHECKED_BYTES = 16 << 20
+"""Up to this size the memory that is left is not examined: that takes 50 microseconds."""
+
+_LEAST_BUDGET_BYTES = 4 << 20
+
 _UNMAP_HERE_BYTES = 128 << 20
 """Larger mappings are unmapped by a thread of their own."""
+
+_TORCH_SHORTAGE = re.compile(r"(?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes")
 
 _PROT_READ_WRITE = 3
 _MAP_PRIVATE = 0x02
@@ -99,41 +114,81 @@ class Region:
         return memoryview((ctypes.c_ubyte * self.nbytes).from_address(self.address))
 
 
-class _Unmap:
-    """Unmaps pages when the last reference to them is released."""
+class _Pages:
+    """Owner of mapped pages, which are unmapped when its last reference is released.
 
-    __slots__ = ("_address", "_munmap", "_nbytes")
+    Only functions written in C do that: a KeyboardInterrupt that arrives meanwhile would be raised in a finaliser
+    written in Python, and be lost there.
+    """
 
-    def __init__(self, address: int, nbytes: int) -> None:
-        self._address, self._nbytes = address, nbytes
-        # Stored here: at interpreter exit the globals of this module may be cleared before this object.
-        self._munmap = (quick_libc if nbytes <= 2 * HUGE_PAGE_BYTES else libc).munmap
-
-    def __del__(self) -> None:
-        if self._nbytes > _UNMAP_HERE_BYTES:
-            # To unmap 1.7 GB of small pages takes 50 to 100 ms. The thread that releases the last tensor of a model may
-            # run an event loop, and must not block for so long.
-            try:
-                _thread.start_new_thread(self._munmap, (self._address, self._nbytes))
-                return
-            except RuntimeError:  # no further threads, or the interpreter is at its end
-                pass
-        self._munmap(self._address, self._nbytes)
+    __slots__ = ("__weakref__",)
 
 
-def _map(nbytes: int, flags: int, fd: int) -> tuple[int, _Unmap]:
+class _Mapping(weakref.ref[_Pages]):
+    """A mapping; `free` is called when its pages have no owner any more."""
+
+    __slots__ = ("free", "unmap")
+    free: Callable[[], object]
+    """Unmaps, here or on a thread."""
+    unmap: list[Callable[[], object]]
+    """The call that unmaps. Who takes it out of the list calls it, so it is called once."""
+
+
+_mappings: dict[int, _Mapping] = {}  # by `id`; those that are unmapped are dropped now and then
+_num_kept = 1000
+_free = operator.methodcaller("free")
+
+
+def _pages(address: int, nbytes: int) -> _Pages:
+    """Return the owner of pages that were mapped."""
+    global _num_kept
+    pages = _Pages()
+    mapping = _Mapping(pages, _free)
+    unmap = partial((quick_libc if nbytes <= 2 * HUGE_PAGE_BYTES else libc).munmap, address, nbytes)
+    # To unmap 1.7 GB of small pages takes 50 to 100 ms. The thread that releases the last tensor of a model may run an
+    # event loop, and must not block for so long.
+    mapping.unmap = [unmap] if nbytes > _UNMAP_HERE_BYTES else []
+    mapping.free = partial(_thread.start_new_thread, _unmap_once, (mapping.unmap,)) if mapping.unmap else unmap
+    if len(_mappings) >= _num_kept:
+        _drop_unmapped()
+        _num_kept = 2 * len(_mappings) + 1000
+    _mappings[id(mapping)] = mapping
+    return pages
+
+
+def _unmap_once(unmap: list[Callable[[], object]]) -> None:
+    with suppress(IndexError):
+        unmap.pop()()
+
+
+def _drop_unmapped() -> None:
+    for key, mapping in list(_mappings.items()):
+        if mapping() is None:
+            _unmap_once(mapping.unmap)  # its thread could not start, or has not begun
+            _mappings.pop(key, None)
+
+
+@atexit.register
+def _unmap_without_threads() -> None:
+    """At its end the interpreter starts no more threads."""
+    for mapping in list(_mappings.values()):
+        if mapping.unmap:
+            mapping.free = partial(_unmap_once, mapping.unmap)
+
+
+def _map(nbytes: int, flags: int, fd: int) -> tuple[int, _Pages]:
     address = quick_libc.mmap(None, nbytes, _PROT_READ_WRITE, flags, fd, 0)
     if address in (None, _MAP_FAILED):
         number = ctypes.get_errno()
         if number == errno.ENOMEM:
-            raise MemoryError(f"cannot map {nbytes:,} bytes")
+            raise memory_error(nbytes, "the system refused to map memory")
         raise OSError(number, f"mmap of {nbytes:,} bytes failed: {os.strerror(number)}")
-    return address, _Unmap(address, nbytes)
+    return address, _pages(address, nbytes)
 
 
-def _region(address: int, nbytes: int, unmap: _Unmap) -> Region:
+def _region(address: int, nbytes: int, pages: _Pages) -> Region:
     buffer: Any = (ctypes.c_char * nbytes).from_address(address)
-    buffer.unmap = unmap  # the buffer owns the pages, arrays and tensors own the buffer
+    buffer.pages = pages  # the buffer owns the pages, arrays and tensors own the buffer
     return Region(address, nbytes, buffer)
 
 
@@ -144,7 +199,7 @@ def allocate(nbytes: int) -> Region:
     than its own bytes.
 
     Raises:
-        MemoryError: The address space or the overcommit limit is exhausted.
+        HostMemoryError: The address space or the overcommit limit is exhausted.
     """
     nbytes = max(nbytes, 1)
     if not HAVE_MMAP:
@@ -152,12 +207,12 @@ def allocate(nbytes: int) -> Region:
         return Region(ctypes.addressof(buffer), nbytes, buffer)
     # Only memory that can hold a whole huge page is aligned to one.
     slack = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0
-    address, unmap = _map(nbytes + slack, _MAP_PRIVATE | _MAP_ANONYMOUS, -1)
+    address, pages = _map(nbytes + slack, _MAP_PRIVATE | _MAP_ANONYMOUS, -1)
     start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES if slack else address
     whole = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if whole and sys.platform == "linux":
         quick_libc.madvise(start, whole, _MADV_HUGEPAGE)  # only advice: a refusal costs speed
-    return _region(start, nbytes, unmap)
+    return _region(start, nbytes, pages)
 
 
 def copy(target: Region, source: Region) -> None:
@@ -176,10 +231,10 @@ def map_file(fd: int, nbytes: int, *, huge_pages: bool) -> Region:
             the setting of the device is. To populate a cold 1.7 GB file with `read_ahead_kb=128` reached 1.7-2.0 GB/s
             instead of 1.0-1.4 (O_DIRECT: 1.5-1.8 there), and the pages come as large folios.
     """
-    address, unmap = _map(nbytes, _MAP_PRIVATE | _MAP_NORESERVE, fd)
+    address, pages = _map(nbytes, _MAP_PRIVATE | _MAP_NORESERVE, fd)
     if huge_pages and sys.platform == "linux":
         quick_libc.madvise(address, nbytes, _MADV_HUGEPAGE)
-    return _region(address, nbytes, unmap)
+    return _region(address, nbytes, pages)
 
 
 def populate(region: Region) -> int:
@@ -195,58 +250,71 @@ def populate(region: Region) -> int:
     return ctypes.get_errno()
 
 
+# How much there is.
+
+
 def fits(nbytes: int) -> bool:
-    """Return whether the kernel and the cgroup have so much memory left for this process.
+    """Return whether so many bytes fit into memory without swapping, by the machine and the control groups."""
+    return room_in_memory(nbytes) >= nbytes
 
-    The cheapest sources are read first.
+
+def default_budget_bytes(total_bytes: int = sys.maxsize) -> int:
+    """Return the budget of an operation for which none was given: less than the default where memory is short.
+
+    Args:
+        total_bytes: Bytes that the operation moves.
     """
-    if sys.platform != "linux":
-        return True
-    limit = _cgroup_limit_bytes()
-    if limit < sys.maxsize and nbytes > limit - _cgroup_used_bytes():
-        return False
-    if nbytes < os.sysconf("SC_AVPHYS_PAGES") * PAGE_BYTES:
-        return True
-    for line in _text("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return nbytes < int(line.split()[1]) * 1024
-    return True
+    if total_bytes <= UNCHECKED_BYTES:
+        return DEFAULT_BUDGET_BYTES
+    return min(DEFAULT_BUDGET_BYTES, max(_LEAST_BUDGET_BYTES, available_bytes(2 * DEFAULT_BUDGET_BYTES) // 2))
 
 
-_CGROUP1 = "/sys/fs/cgroup/memory/memory."
+def require(nbytes: int, *, path: str) -> int:
+    """Return how many bytes are left beyond `nbytes` that a load of `path` will hold at once.
+
+    The result may be too small if it is larger than the default budget.
+
+    Raises:
+        HostMemoryError: There is less memory.
+    """
+    free = available_bytes(nbytes + 2 * DEFAULT_BUDGET_BYTES)
+    if nbytes > free:
+        message = "the tensors do not fit into memory; load fewer of them, or map the file (memory='map', no cast)"
+        raise memory_error(nbytes, message, path=path, free_bytes=free)
+    return free - nbytes
 
 
-@cache
-def _cgroup_limit_bytes() -> int:
-    """Return the memory limit of the cgroup, read once in a process; `sys.maxsize` if there is none."""
-    limit = _number("/sys/fs/cgroup/memory.max", _CGROUP1 + "limit_in_bytes")
-    return limit if 0 < limit < os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES else sys.maxsize
+def memory_error(
+    nbytes: int | None, message: str, *, path: str | None = None, free_bytes: int | None = None
+) -> HostMemoryError:
+    """Return the error of memory that could not be had; `free_bytes` is read from the system unless it is given."""
+    free = min(available_bytes(), address_space_left()) if free_bytes is None else free_bytes
+    return HostMemoryError(
+        message,
+        path=path,
+        needed_bytes=nbytes,
+        free_bytes=free,
+        expected=None if nbytes is None else f"{nbytes:,} bytes",
+        found=f"{free:,} available",
+    )
 
 
-def _cgroup_used_bytes() -> int:
-    """Return the memory use of the cgroup without the page cache, which the kernel can reclaim."""
-    used = _number("/sys/fs/cgroup/memory.current", _CGROUP1 + "usage_in_bytes")
-    for path, key in (("/sys/fs/cgroup/memory.stat", "file "), (_CGROUP1 + "stat", "total_cache ")):
-        for line in _text(path).splitlines():
-            if line.startswith(key):
-                return max(0, used - int(line.split()[1]))
-    return used
+@contextmanager
+def reporting_shortage(path: str | None = None) -> Iterator[None]:
+    """Return a context in which a failed allocation, also of numpy or torch, is raised as `HostMemoryError`.
 
-
-def _number(*paths: str) -> int:
-    for path in paths:
-        text = _text(path).strip()
-        if text.isdigit():
-            return int(text)
-    return 0
-
-
-def _text(path: str) -> str:
-    """Read a file of /proc or /sys and keep the GIL: such files come from memory and never wait for a disk."""
-    fd = quick_libc.open(path.encode(), os.O_RDONLY | os.O_CLOEXEC)
-    if fd < 0:
-        return ""
-    buffer = ctypes.create_string_buffer(16384)
-    count = quick_libc.read(fd, buffer, ctypes.c_size_t(len(buffer)))
-    quick_libc.close(fd)
-    return buffer.raw[: max(0, count)].decode()
+    Args:
+        path: The file whose bytes the memory is for.
+    """
+    try:
+        yield
+    except HostMemoryError as error:
+        error.path = error.path or path
+        raise
+    except MemoryError as error:
+        raise memory_error(None, str(error) or "the host has too little memory", path=path) from error
+    except RuntimeError as error:
+        found = _TORCH_SHORTAGE.search(str(error))
+        if found is None:
+            raise
+        raise memory_error(int(found[1]), "torch cannot allocate host memory", path=path) from error

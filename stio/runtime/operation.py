@@ -1,5 +1,8 @@
 """Operations: each runs a blocking function, its body, on a thread of stio's own; callers wait in a loop or a thread.
 
+Callers' threads and the body share no lock (`stio.runtime.locks` says why). What is decided once, such as whether a
+cancel or the end came first, is decided by `dict.setdefault`: the first value stays.
+
 The public functions only wait. A body never runs on the caller's loop, so a load continues while that loop is blocked,
 and the caller's task groups, cancel scopes and exception groups have no effect inside it. Between a call and its result
 there are two thread switches, caller to thread and back. Beside a busy Python thread each costs up to one switch
@@ -11,20 +14,24 @@ from __future__ import annotations
 import _thread
 import asyncio
 import atexit
+import errno
 import inspect
 import logging
+import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import anyio
 
-from stio.errors import ClosedError, printable
+from stio.errors import ClosedError, StioError, StorageError, printable
 from stio.runtime import stats
 from stio.runtime.blocking import run_blocking, runs_blocking
+from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
 from stio.runtime.process import after_fork_in_child, name_thread
 
@@ -33,12 +40,25 @@ logger = logging.getLogger("stio")
 
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+
+_BEGIN_SECONDS = 1.0
+"""Longest time from the start of a thread to its first step, after which an interrupted start counts as none."""
+
 EXIT_PATIENCE_SECONDS = 10.0
 """Seconds that the interpreter's exit waits for cancelled operations to release their buffers."""
 
 
 class Cancelled(BaseException):
     """Raised inside the body of a cancelled operation. A caller that still waits gets `ClosedError`."""
+
+
+_thread_local = threading.local()
+
+
+def current_operation() -> Operation[Any] | None:
+    """Return the operation to which the calling thread belongs; None for a thread that is not one of stio's."""
+    return getattr(_thread_local, "operation", None)
 
 
 def start_thread(run: Callable[[], object], *, name: str) -> None:
@@ -49,9 +69,11 @@ def start_thread(run: Callable[[], object], *, name: str) -> None:
     """
     work = [run]
     del run
+    operation = current_operation()
 
     def body() -> None:
         name_thread(name)
+        _thread_local.operation = operation
         # This frame must hold no reference to `run`: the traceback of an error that passes through `run` refers to the
         # frames below it too, and `traceback.clear_frames` does not clear those.
         work.pop()()
@@ -91,15 +113,15 @@ class Operation(Generic[T]):
         self.about = about
         """See above."""
         self._log_detail = ""
-        self._lock = threading.RLock()  # a finalizer may cancel while its own thread is inside
+        self._decided: dict[
+            str, object
+        ] = {}  # by "thread", "end" and "value": which one runs it, ends it, has its value
         self._stops: list[Callable[[], None]] = []
         self._discard = discard
         self.exit_patience = exit_patience
         """See above."""
         self._started = False
-        self._cancel_refused = False
         self._done = False
-        self._taken = False
         self._value: T | None = None
         self._error: BaseException | None = None
         self._notifier = notifier or Notifier()
@@ -107,20 +129,41 @@ class Operation(Generic[T]):
         """True once `cancel` was called."""
 
     def start(self) -> Operation[T]:
-        """Start the thread; returns at once."""
-        self._log("begins")
-        _live.add(self)
-        self._began = time.perf_counter()
-        self._tally = stats.count_start(self._kind)
-        self._started = True  # before the thread starts: a `close` at the same time must wait for it
+        """Start the thread; returns at once. A second call does nothing.
+
+        Raises:
+            StorageError: The system starts no more threads.
+        """
+        if "thread" in self._decided:
+            return self
+        running = stats.count_start(self._kind)
         try:
-            start_thread(self._run, name=self._name)
-        except BaseException:
-            self._started = False
-            stats.count_end(self._tally, None)
-            _live.discard(self)
+            _live.add(self)
+            self._began = time.perf_counter()
+            start_thread(partial(self._run_once, running), name=self._name)
+        except BaseException as error:
+            if not self._has_begun_after(error):
+                stats.count_not_started(running)
+                if "thread" not in self._decided:
+                    _live.discard(self)
+            if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
+                raise StorageError(
+                    f"the system starts no thread for the {self._name}: a limit of threads or of memory is reached",
+                    path=self.about or None,
+                    errno=errno.EAGAIN,
+                ) from error
             raise
+        self._started = True
         return self
+
+    def _has_begun_after(self, error: BaseException) -> bool:
+        """Return whether the thread begins in spite of an error; then it is cancelled, and has ended."""
+        if isinstance(error, RuntimeError):
+            return False
+        self.cancel()  # a KeyboardInterrupt may come just before the thread starts, or just after
+        if not self._notifier.block_until(lambda: self._done, _BEGIN_SECONDS) and "thread" not in self._decided:
+            return False
+        return self._notifier.block_until(lambda: self._done)
 
     def set_log_detail(self, make_text: Callable[[], str]) -> None:
         """Set the text that the log line at the end adds (for bodies). Not called if debug logging is off."""
@@ -128,28 +171,27 @@ class Operation(Generic[T]):
             self._log_detail = f"; {make_text()}"
 
     def cancel(self) -> None:
-        """Request the end of the body. Never blocks; callable from any thread and from finalizers. Idempotent.
+        """Request the end of the body. Never blocks; callable from any thread, signal handler and finaliser.
 
-        Has no effect after `refuse_cancel`.
+        Idempotent. Has no effect after `refuse_cancel`.
         """
-        with self._lock:
-            if self._cancel_refused:
-                return
-            self.cancelled = True
-            stops, self._stops = self._stops, []
-            late = self._done and not self._taken
-        for stop in stops:
+        end = self._decided.setdefault("end", "cancelled")
+        if end == "refused":
+            return
+        self.cancelled = True
+        for stop in self._stops.copy():
             stop()
-        if late:
+        if end == "over":
             self._discard_value()
 
     def on_cancel(self, stop: Callable[[], None]) -> None:
-        """Call `stop` when the operation is cancelled; at once if it already is."""
-        with self._lock:
-            if not self.cancelled:
-                self._stops.append(stop)
-                return
-        stop()
+        """Call `stop` when the operation is cancelled; at once if it already is. It may be called more than once.
+
+        It must take no lock: see `stio.runtime.locks`.
+        """
+        self._stops.append(stop)
+        if self.cancelled:
+            stop()
 
     def check(self) -> None:
         """Raise `Cancelled` if the operation was cancelled (for bodies, between steps)."""
@@ -162,9 +204,8 @@ class Operation(Generic[T]):
         Raises:
             Cancelled: The operation was cancelled before.
         """
-        with self._lock:
-            self.check()
-            self._cancel_refused = True
+        if self._decided.setdefault("end", "refused") == "cancelled":
+            raise Cancelled
 
     @property
     def done(self) -> bool:
@@ -184,14 +225,23 @@ class Operation(Generic[T]):
     async def wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready()` or until the body has ended: in a task of any loop, or in a thread (`run_blocking`).
 
+        Starts the operation if it was not: between a start and the wait for it an interruption would leave it running.
+
         An interruption of the caller is handled here for every public function. A cancel or a KeyboardInterrupt cancels
         the operation, and is raised again when no thread uses the operation's buffers. A coroutine that is closed
         (GeneratorExit) must not wait again: it only cancels the operation.
 
         Args:
             ready: Reads state that is set before the operation's notifier is called.
+
+        Raises:
+            StioError: This is a thread of the operation itself.
         """
+        if current_operation() is self and not (self._done or ready()):
+            raise StioError(f"the {self._name} would wait for its own end: it calls the code that waits")
         try:
+            if not self._started:
+                self.start()
             await self._notifier.wait_for(lambda: self._done or ready())
         except GeneratorExit:
             self.cancel()
@@ -218,8 +268,8 @@ class Operation(Generic[T]):
         A KeyboardInterrupt in a blocked thread is raised at once: it is the second one, or the caller waits again.
         """
         interrupted: BaseException | None = None
-        with nullcontext() if runs_blocking() else anyio.CancelScope(shield=True):
-            while self.running:
+        with _shielded():
+            while self.running and current_operation() is not self:  # a finaliser may run on its own thread
                 try:
                     await self._notifier.wait_for(lambda: self._done)
                 except asyncio.CancelledError as error:
@@ -247,18 +297,29 @@ class Operation(Generic[T]):
             ClosedError: The operation was cancelled, and not by the caller that waits.
             BaseException: The error of the body, as it was raised.
         """
-        with self._lock:
-            value, error = self._value, self._error
-            self._taken = value is not None
+        error = self._error
+        if error is None and self._decided.setdefault("value", "taken") == "discarded":
+            error = Cancelled()
         if isinstance(error, Cancelled):
             raise ClosedError(f"the {self._name} was cancelled: the object that it belongs to was closed")
         if isinstance(error, StopIteration | StopAsyncIteration):  # in a coroutine or an iterator it would mean the end
             raise RuntimeError(f"the {self._name} was ended by {type(error).__name__} out of a callback") from error
         if error is not None:
             raise error
-        return value  # type: ignore[return-value]  # set whenever there is no error
+        return self._value  # type: ignore[return-value]  # set whenever there is no error
 
-    def _run(self) -> None:
+    def _run_once(self, running: stats.Running) -> None:
+        if self._decided.setdefault("thread", running) is not running:
+            stats.count_not_started(running)  # another thread, or a signal handler, started it too
+            if self._done:
+                _live.discard(self)
+            return
+        self._started = True
+        _thread_local.operation = self
+        self._run(running)
+
+    def _run(self, running: stats.Running) -> None:
+        self._log("begins")
         try:
             self.check()
             self._value = self._body(self)
@@ -268,87 +329,125 @@ class Operation(Generic[T]):
         # The body's closure refers to plans, files and buffers: they must be freed before a caller is woken.
         del self._body
         _live.discard(self)
-        self._count_end()
-        with self._lock:
-            self._stops = []
-            late = self.cancelled
-            self._done = not late
-        if late:
+        self._count_end(running)
+        if self._decided.setdefault("end", "over") == "cancelled":
             self._discard_value()
-            self._done = True
+        self._done = True
+        self._stops.clear()
         self._notifier.notify()
 
-    def _count_end(self) -> None:
+    def _count_end(self, running: stats.Running) -> None:
         """Count the end, and log it, before any caller is woken."""
         cancelled = self.cancelled or isinstance(self._error, Cancelled)
         outcome: stats.Outcome = "cancelled" if cancelled else "done" if self._error is None else "failed"
         seconds = time.perf_counter() - self._began
-        stats.count_end(self._tally, outcome, seconds)
+        stats.count_end(running, outcome, seconds)
         text = f"failed by {type(self._error).__name__}" if outcome == "failed" else outcome
         self._log("%s after %.3f s%s", text, seconds, "" if outcome == "cancelled" else self._log_detail)
 
     def _log(self, message: str, *values: object) -> None:
-        """Log one line at debug level. Errors of log handlers are ignored: they must not change the outcome."""
+        """Log one line at debug level."""
         if logger.isEnabledFor(logging.DEBUG):
-            with suppress(Exception):
-                logger.debug(f"%s: {message}", f"{self._name} {printable(self.about)}".rstrip(), *values)
+            log(logging.DEBUG, f"%s: {message}", f"{self._name} {printable(self.about)}".rstrip(), *values)
 
     def _discard_value(self) -> None:
-        """Pass a value that came after the cancel to `discard`; the outcome is that of a cancelled operation."""
-        with self._lock:
+        """Pass a value that came after the cancel to `discard`, once, unless a caller has taken it."""
+        if self._error is None and self._decided.setdefault("value", "discarded") == "discarded":
             value, self._value = self._value, None
-            if self._error is None:
-                self._error = Cancelled()
-        if value is not None:
-            self._discard(value)
+            if value is not None:
+                self._discard(value)
 
     def _end_in_child(self) -> None:
-        """Mark as ended in a forked child: its thread is not there, and may have held any lock at the fork."""
-        self._lock = threading.RLock()
+        """Mark as ended in a forked child: its thread is not there."""
         self._stops = []
         self.cancelled = self._done = True
         self._error = Cancelled()
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Clear the frames in the traceback of an error, so that a reference to the error holds no buffers and files.
+    """Clear stio's frames in the traceback of an error, so that a reference to the error holds no buffers and files.
 
-    Frames of coroutines and generators are not cleared. A callback may raise an error that was raised before in the
-    task that waits for this operation; to clear a suspended frame of that task would end the task.
+    Frames of users' code keep their variables, which debuggers show. Frames of coroutines and generators are not
+    cleared. A callback may raise an error that was raised before in the task that waits for this operation; to clear a
+    suspended frame of that task would end the task.
     """
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            if not frame.f_code.co_flags & _SUSPENDABLE:
+            code = frame.f_code
+            if code.co_filename.startswith(_PACKAGE) and not code.co_flags & _SUSPENDABLE:
                 with suppress(RuntimeError):  # it still runs
                     frame.clear()
         error = error.__cause__ or error.__context__
 
 
-# All operations with a thread; the thread refers to its operation anyway. Each read and change is one atomic step.
-async def close_all(operations: Collection[Operation[Any]]) -> None:
+@contextmanager
+def _shielded() -> Iterator[None]:
+    """Shield a wait in a task from cancels by anyio's scopes; nothing to do in a thread that blocks.
+
+    A coroutine that is closed (GeneratorExit) may be outside its task, or outside any loop. Then the scope cannot be
+    left, and need not be.
+    """
+    if runs_blocking():
+        yield
+        return
+    scope = anyio.CancelScope(shield=True)
+    scope.__enter__()
+    try:
+        yield
+    except GeneratorExit:
+        with suppress(RuntimeError):
+            scope.__exit__(None, None, None)
+        raise
+    except BaseException as error:
+        scope.__exit__(type(error), error, error.__traceback__)
+        raise
+    else:
+        scope.__exit__(None, None, None)
+
+
+async def close_all(
+    operations: Collection[Operation[Any]], release: Callable[[], None] = lambda: None, *, may_wait: bool = True
+) -> None:
     """Cancel operations and wait until all have ended, however often the caller is interrupted; then pass that on.
 
-    For callers that free what the operations use. Only a coroutine that is closed (GeneratorExit) cannot wait again.
+    A coroutine that is closed (GeneratorExit) must not wait. Then a thread waits for the operations.
+
+    Args:
+        operations: What may run.
+        release: Frees what the operations use; called when all have ended.
+        may_wait: False where the caller handles a GeneratorExit.
     """
     for operation in operations:
         operation.cancel()
     interrupted: BaseException | None = None
     for operation in operations:
-        while operation.running:
+        while operation.running and may_wait:
             try:
                 await operation.ended()
             except GeneratorExit as error:
-                interrupted = error
-                break
+                interrupted, may_wait = error, False
             except BaseException as error:
                 interrupted = error
+    left = [operation for operation in operations if operation.running]
+    if left:
+        with suppress(RuntimeError):  # no more threads: what they use is freed with the last reference
+            start_thread(lambda: _release_after(left, release), name="close")
+    else:
+        release()
     if interrupted is not None:
         raise interrupted
 
 
+def _release_after(operations: Collection[Operation[Any]], release: Callable[[], None]) -> None:
+    for operation in operations:
+        operation.join()
+    release()
+
+
 _live: set[Operation[Any]] = set()
+"""All operations with a thread, which refers to its operation anyway. Each read and change is one atomic step."""
 
 
 # Exit and fork.
@@ -366,7 +465,7 @@ def _end_all_at_exit() -> None:
     for operation in operations:
         operation.close(max(0.0, deadline - time.monotonic()))
         if not operation.done:
-            logger.warning("%s did not end within %.0f s of exit", operation._name, EXIT_PATIENCE_SECONDS)
+            log(logging.WARNING, "%s did not end within %.0f s of exit", operation._name, EXIT_PATIENCE_SECONDS)
 
 
 @after_fork_in_child

@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from stio.runtime.locks import forget_held, new_lock
+
 NICENESS = 5
 """Added to the nice value of stio's own threads, so that the thread of an event loop runs first when both are ready."""
 
@@ -68,7 +70,7 @@ def thread_name() -> str:
 
 # The switch interval.
 
-_interval_lock = threading.Lock()
+_interval_lock = new_lock()
 _intervals: list[float] = []
 _original_interval = 0.0
 
@@ -98,8 +100,7 @@ def switch_interval(seconds: float | None) -> Iterator[None]:
 
 # The garbage collector.
 
-_pausing = threading.Lock()
-_pauses = 0
+_pauses: list[object] = []  # one item for each block under way; the last block to end enables the collector again
 
 
 def collection_paused(num_tensors: int) -> AbstractContextManager[None]:
@@ -113,33 +114,29 @@ def collection_paused(num_tensors: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def _paused() -> Iterator[None]:
-    global _pauses
-    with _pausing:
-        if not _pauses and not gc.isenabled():
-            paused = False
-        else:
-            paused = True
-            _pauses += 1
-            gc.disable()
+    if not _pauses and not gc.isenabled():
+        yield
+        return
+    pause = object()
+    _pauses.append(pause)
+    gc.disable()
     try:
         yield
     finally:
-        if paused:
-            with _pausing:
-                _pauses -= 1
-                if not _pauses:
-                    gc.enable()
+        _pauses.remove(pause)
+        if not _pauses:
+            gc.enable()
 
 
 @after_fork_in_child
 def _restore_settings() -> None:
     """Restore the settings that threads of the parent had changed: those threads are not in the child."""
-    global _interval_lock, _intervals, _pausing, _pauses
-    _interval_lock = threading.Lock()
+    global _interval_lock, _intervals
+    forget_held()
+    _interval_lock = new_lock()
     if _intervals:
         sys.setswitchinterval(_original_interval)
     _intervals = []
-    _pausing = threading.Lock()
     if _pauses:
         gc.enable()
-    _pauses = 0
+    _pauses.clear()

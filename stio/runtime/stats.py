@@ -1,18 +1,18 @@
 """Counters of this process: operations, bytes, and memory that is held. `stio.stats()` takes a snapshot.
 
 An operation is counted when it starts and when it ends. The bytes of a run (a scheduler of a load or a save) are added
-when the run ends; only a snapshot reads the figures of runs under way. A forked child starts at zero, with a lock of
-its own: the counters that it inherits belong to its parent. An operation under way at the fork is not counted in the
-child.
+when the run ends; only a snapshot reads the figures of runs under way. Callers' threads count starts and take snapshots
+without a lock: the sums are one value that stio's threads replace. A forked child starts at zero: the counters that it
+inherits belong to its parent. An operation under way at the fork is not counted in the child.
 """
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
-from weakref import WeakSet
+from weakref import ReferenceType, ref
 
+from stio.runtime.locks import new_lock
 from stio.runtime.process import after_fork_in_child
 
 Kind = Literal["load", "save", "other"]
@@ -86,24 +86,29 @@ class Holder(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Tally:
-    """Sums over the operations of one kind."""
+class Running:
+    """An operation under way."""
 
-    running: int = 0
-    done: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    seconds: float = 0.0
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """What has ended, and the runs under way. Replaced as a whole."""
+
+    ended: dict[tuple[Kind, Outcome], int]
+    seconds: dict[Kind, float]
+    read_bytes: int
+    written_bytes: int
+    runs: tuple[Run, ...]
 
 
 class _Process:
     def __init__(self) -> None:
-        # Re-entrant: a finalizer may run on the thread that holds the lock.
-        self.lock = threading.RLock()
-        self.tallies: dict[Kind, Tally] = {"load": Tally(), "save": Tally(), "other": Tally()}
-        self.read_bytes = self.written_bytes = 0
-        self.runs: set[Run] = set()
-        self.holders: WeakSet[Holder] = WeakSet()
+        self.lock = new_lock()  # of stio's threads, which replace `sums`
+        self.sums = _Sums({}, {}, 0, 0, ())
+        self.running: dict[Running, None] = {}
+        self.holders: dict[int, ReferenceType[Holder]] = {}
 
 
 _process = _Process()
@@ -112,71 +117,79 @@ _process = _Process()
 def stats() -> Stats:
     """Return a snapshot of the counters. Cheap enough for a call every second; callable from any thread."""
     process = _process
-    with process.lock:
-        loads, saves = process.tallies["load"], process.tallies["save"]
-        runs = list(process.runs)
-        return Stats(
-            num_loads_running=loads.running,
-            num_loads_done=loads.done,
-            num_loads_failed=loads.failed,
-            num_loads_cancelled=loads.cancelled,
-            load_seconds=loads.seconds,
-            num_saves_running=saves.running,
-            num_saves_done=saves.done,
-            num_saves_failed=saves.failed,
-            num_saves_cancelled=saves.cancelled,
-            save_seconds=saves.seconds,
-            read_bytes=process.read_bytes + sum(run.read_bytes for run in runs),
-            written_bytes=process.written_bytes + sum(run.written_bytes for run in runs),
-            budget_used_bytes=sum(run.used_bytes for run in runs),
-            staging_held_bytes=sum(holder.held_bytes for holder in process.holders),
-        )
+    running = [operation.kind for operation in list(process.running)]
+    sums = process.sums
+    holders = [holder for reference in list(process.holders.values()) if (holder := reference()) is not None]
+    return Stats(
+        num_loads_running=running.count("load"),
+        num_loads_done=sums.ended.get(("load", "done"), 0),
+        num_loads_failed=sums.ended.get(("load", "failed"), 0),
+        num_loads_cancelled=sums.ended.get(("load", "cancelled"), 0),
+        load_seconds=sums.seconds.get("load", 0.0),
+        num_saves_running=running.count("save"),
+        num_saves_done=sums.ended.get(("save", "done"), 0),
+        num_saves_failed=sums.ended.get(("save", "failed"), 0),
+        num_saves_cancelled=sums.ended.get(("save", "cancelled"), 0),
+        save_seconds=sums.seconds.get("save", 0.0),
+        read_bytes=sums.read_bytes + sum(run.read_bytes for run in sums.runs),
+        written_bytes=sums.written_bytes + sum(run.written_bytes for run in sums.runs),
+        budget_used_bytes=sum(run.used_bytes for run in sums.runs),
+        staging_held_bytes=sum(holder.held_bytes for holder in holders),
+    )
 
 
-def count_start(kind: Kind) -> Tally:
-    """Count an operation as running; pass the result to `count_end`."""
+def count_start(kind: Kind) -> Running:
+    """Count an operation as running; pass the result to `count_end` or `count_not_started`."""
+    running = Running(kind)
+    _process.running[running] = None
+    return running
+
+
+def count_not_started(running: Running) -> None:
+    """Count an operation no more: its thread could not be started."""
+    _process.running.pop(running, None)
+
+
+def count_end(running: Running, outcome: Outcome, seconds: float) -> None:
+    """Count the end of an operation. Called on a thread of stio's."""
     process = _process
     with process.lock:
-        tally = process.tallies[kind]
-        tally.running += 1
-    return tally
-
-
-def count_end(tally: Tally, outcome: Outcome | None, seconds: float = 0.0) -> None:
-    """Count the end of an operation; None means that its thread could not be started."""
-    process = _process
-    if not any(tally is mine for mine in process.tallies.values()):
-        return  # the operation was started in the parent of this process
-    with process.lock:
-        tally.running -= 1
-        tally.seconds += seconds
-        if outcome is not None:
-            setattr(tally, outcome, getattr(tally, outcome) + 1)
+        if running not in process.running:
+            return  # the operation was started in the parent of this process
+        sums, key = process.sums, (running.kind, outcome)
+        ended = {**sums.ended, key: sums.ended.get(key, 0) + 1}
+        of_all = {**sums.seconds, running.kind: sums.seconds.get(running.kind, 0.0) + seconds}
+        process.sums = replace(sums, ended=ended, seconds=of_all)
+    process.running.pop(running, None)
 
 
 def add_run(run: Run) -> None:
-    """Include the figures of a run in snapshots from now on."""
+    """Include the figures of a run in snapshots from now on. Called on a thread of stio's."""
     process = _process
     with process.lock:
-        process.runs.add(run)
+        process.sums = replace(process.sums, runs=(*process.sums.runs, run))
 
 
 def remove_run(run: Run) -> None:
-    """Add the final figures of a run that has ended to the counters. Idempotent."""
+    """Add the final figures of a run that has ended to the counters. Called on a thread of stio's. Idempotent."""
     process = _process
-    if run not in process.runs:
-        return  # already counted, or started in the parent of this process
     with process.lock:
-        process.runs.discard(run)
-        process.read_bytes += run.read_bytes
-        process.written_bytes += run.written_bytes
+        sums = process.sums
+        runs = tuple(other for other in sums.runs if other is not run)
+        if len(runs) == len(sums.runs):
+            return  # already counted, or started in the parent of this process
+        process.sums = replace(
+            sums,
+            read_bytes=sums.read_bytes + run.read_bytes,
+            written_bytes=sums.written_bytes + run.written_bytes,
+            runs=runs,
+        )
 
 
 def add_holder(holder: Holder) -> None:
     """Include the staging memory of this object in snapshots, as long as the object exists."""
-    process = _process
-    with process.lock:
-        process.holders.add(holder)
+    holders, key = _process.holders, id(holder)
+    holders[key] = ref(holder, lambda _: holders.pop(key, None))
 
 
 @after_fork_in_child

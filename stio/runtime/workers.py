@@ -9,10 +9,10 @@ The pool and the queue share one condition: a worker that sleeps on it until the
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 
+from stio.runtime.locks import Condition
 from stio.runtime.operation import Cancelled, start_thread
 from stio.runtime.process import be_nice
 
@@ -26,15 +26,15 @@ class WorkerPool:
     Args:
         name: Name of the threads; a number follows it (`read-1`).
         changed: The condition that guards the queue; it is notified when the pool stops and when a worker ends.
-        on_stop: Called when the pool stops, without the condition's lock, for waits that do not look at `stopped`.
-            It may be called several times.
+        on_stop: Called when the pool stops, for waits that do not look at `stopped`. It must take no lock, and may be
+            called several times.
     """
 
     def __init__(
-        self, name: str, *, changed: threading.Condition | None = None, on_stop: Callable[[], None] = lambda: None
+        self, name: str, *, changed: Condition | None = None, on_stop: Callable[[], None] = lambda: None
     ) -> None:
         self._name = name
-        self.changed = changed or threading.Condition()
+        self.changed = changed or Condition()
         """See above."""
         self._on_stop = on_stop
         self._num_working = 0
@@ -82,10 +82,9 @@ class WorkerPool:
         self._run(once)
 
     def stop(self) -> None:
-        """End the workers after their current piece. Never blocks for long; callable from any thread. Idempotent."""
-        with self.changed:
-            self.stopped = True
-            self.changed.notify_all()
+        """End the workers after their current piece. Never blocks; callable from any thread. Idempotent."""
+        self.stopped = True
+        self.changed.wake()
         self._on_stop()
 
     def join(self) -> None:

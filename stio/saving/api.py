@@ -8,17 +8,22 @@ while the caller's code runs.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 from weakref import WeakSet
 
-from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StioError
+from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError
 from stio.format.shared import SharedPolicy
+from stio.runtime.blocking import runs_blocking
 from stio.runtime.hashing import HashName
+from stio.runtime.locks import new_lock
+from stio.runtime.log import log
+from stio.runtime.notifier import Notifier
+from stio.runtime.operation import Operation, close_all, current_operation
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
@@ -35,11 +40,10 @@ from stio.saving.options import (
     ShardNames,
     TensorsLike,
 )
-from stio.saving.pending import PendingSave, SavedCheckpoint
+from stio.saving.pending import PendingSave
+from stio.saving.retention import Retention
 from stio.saving.staging_pool import StagingPool
-from stio.storage.commit.retention import remove_checkpoint
-
-logger = logging.getLogger("stio")
+from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 WhenFull: TypeAlias = Literal["wait", "error"]
 
@@ -57,6 +61,7 @@ async def save(
     commit: CommitStep = "index",
     durability: Durability = "full",
     hash: HashName | None = None,
+    lock_timeout: float = LOCK_TIMEOUT_SECONDS,
     progress: Progress = None,
     trace: Trace | None = None,
     switch_interval: float | None = None,
@@ -69,7 +74,8 @@ async def save(
         tensors: Tensors by name (some may be `stio.LazyTensor`), or a module. They must not change during the
             save; a `Saver` returns earlier.
         destination: A path ending in `.safetensors` is one file; any other path is a directory in the hub's layout,
-            updated in place where it holds a checkpoint. Other files in it are not touched.
+            updated in place where it holds a checkpoint. Other files in it are not touched. A path that looks like a
+            file of another kind (`w.pt`, `w.bin`) is refused, unless it is a directory or ends in a slash.
         budget_bytes: Most bytes of staging memory. None: 512 MiB. A produced tensor is not included.
         max_shard_size: Most bytes of tensors in one file of a directory: a number, or text such as `"5GB"`. None:
             `"5GB"`. Not for a destination that is one file.
@@ -84,6 +90,8 @@ async def save(
         durability: `"full"`: what was saved survives a power cut. `"none"` leaves out every fsync; it survives only a
             crash of the process.
         hash: Write a manifest with a digest of every file: `"sha256"` or `"xxh3"`.
+        lock_timeout: Seconds for which the save waits for locks of other saves, all waits together. Then it raises
+            `ConcurrentSaveError`, which names the process that holds the lock, if that is known.
         progress: A callable that gets a `stio.ProgressEvent`, `True` for a tqdm bar, or a tqdm class.
         trace: A `stio.Trace` that records spans of the work.
         switch_interval: The interpreter's switch interval during the save, in seconds. None: unchanged.
@@ -95,9 +103,10 @@ async def save(
         TypeError: An argument is of the wrong type.
         ValueError: An argument has a wrong value, or two of them contradict each other.
         NoSpaceError: It does not fit; raised before the first byte is written.
-        ConcurrentSaveError: Another save changed the destination at the same time.
+        ConcurrentSaveError: Another save changed the destination at the same time, or held its lock for too long.
         CommitUncertainError: It is in place, but the system did not confirm that it is durable.
-        StioError: See `stio.errors`. After any other exception, a cancel included, the old checkpoint remains.
+        StioError: See `stio.errors`. After any other exception the old checkpoint remains; after a cancel too, unless
+            the commit had begun: then the new checkpoint is complete.
     """
     options = SaveOptions(
         max_shard_size=max_shard_size,
@@ -108,6 +117,7 @@ async def save(
         commit=commit,
         durability=durability,
         hash=hash,
+        lock_timeout=lock_timeout,
         progress=progress,
         trace=trace,
         switch_interval=switch_interval,
@@ -124,11 +134,17 @@ class Saver:
             result = await pending                                       # durable, or it raises
 
     The failure of a save that was not awaited is raised by the next `save`, or on leaving the block. Leaving the block
-    waits for the saves that are under way, also after an exception; after a cancel it rolls them back. Staging memory
-    is reused.
+    waits for the saves that are under way, also after an exception; after a cancel it rolls them back, except one whose
+    commit has begun. Staging memory is reused.
 
     Args:
-        keep_last: Delete the saver's own older checkpoints once this many newer ones are durable. None: keep all.
+        keep_last: Number of steps to keep; None: all. Older steps of this saver are deleted once this many newer ones
+            are complete: durable, with as many saves as the steps before. A step is its number: all saves with the
+            same number are one step, whatever their names and folders (`model/step-3`, `optim-3.safetensors`). It is
+            the last number in the name after `step`, `epoch`, `iter`, `iteration`, `checkpoint` or `ckpt`; else that of
+            the nearest folder such as `step-3`; else the parent folder, if its name is a number; else the last number
+            in the name. A destination without any is a step of its own. What another program has replaced, changed or
+            added stays, and a warning names it.
         max_pending: Most saves under way at one time. Each holds its own snapshot.
         when_full: What `save` does when so many are under way: wait for the oldest, or raise `SaveInProgressError`.
         budget_bytes: Most bytes of staging memory. None: as many as the snapshots take, so that a save is staged at the
@@ -141,6 +157,7 @@ class Saver:
         commit: Default for `save`; see `stio.save`.
         durability: Default for `save`; see `stio.save`.
         hash: Default for `save`; see `stio.save`.
+        lock_timeout: Default for `save`; see `stio.save`.
         progress: Default for `save`; see `stio.save`.
         trace: Default for `save`; see `stio.save`.
         switch_interval: Default for `save`; see `stio.save`.
@@ -161,6 +178,7 @@ class Saver:
         commit: CommitStep = "index",
         durability: Durability = "full",
         hash: HashName | None = None,
+        lock_timeout: float = LOCK_TIMEOUT_SECONDS,
         progress: Progress = None,
         trace: Trace | None = None,
         switch_interval: float | None = None,
@@ -179,6 +197,7 @@ class Saver:
             commit=commit,
             durability=durability,
             hash=hash,
+            lock_timeout=lock_timeout,
             progress=progress,
             trace=trace,
             switch_interval=switch_interval,
@@ -194,17 +213,16 @@ class Saver:
     def _start_afresh(self) -> None:
         """Reset to no saves. In a forked child, the saves and the checkpoints so far belong to the parent."""
         self._pool = StagingPool(self._budget_bytes)
-        self._lock = threading.Lock()
-        self._saves: deque[PendingSave] = deque()  # in the order of their calls; ended ones leave in `_collect`
+        self._changed = Notifier()  # notified when a save is staged, and when it has ended
+        self._lock = new_lock(of_callers=True)
+        self._saves: list[PendingSave] = []  # in their order; ended ones leave in `_collect`
         self._failures: deque[BaseException] = deque()
-        # By path and file names, in the order of their saves.
-        self._checkpoints: dict[tuple[str, str | None], SavedCheckpoint] = {}
+        self._retention = Retention(self._keep_last)
 
     @property
     def pending(self) -> tuple[PendingSave, ...]:
-        """Saves that have not ended, the oldest first."""
-        with self._lock:
-            return tuple(save for save in self._saves if not save.done())
+        """Saves under way, the oldest first."""
+        return tuple(save for save in self._saves.copy() if save.started and not save.done())
 
     async def save(
         self,
@@ -219,13 +237,14 @@ class Saver:
         commit: CommitStep | Inherited = INHERITED,
         durability: Durability | Inherited = INHERITED,
         hash: HashName | Inherited | None = INHERITED,
+        lock_timeout: float | Inherited = INHERITED,
         progress: Progress | Inherited = INHERITED,
         trace: Trace | Inherited | None = INHERITED,
         switch_interval: float | Inherited | None = INHERITED,
     ) -> PendingSave:
         """Begin a save; return once its snapshot is complete, and the tensors may change.
 
-        A cancel of this call rolls the save back.
+        A cancel of this call rolls the save back, unless its commit has begun.
 
         Args:
             tensors: See `stio.save`.
@@ -238,6 +257,7 @@ class Saver:
             commit: See `stio.save`; by default the saver's own.
             durability: See `stio.save`; by default the saver's own.
             hash: See `stio.save`; by default the saver's own.
+            lock_timeout: See `stio.save`; by default the saver's own.
             progress: See `stio.save`; by default the saver's own.
             trace: See `stio.save`; by default the saver's own.
             switch_interval: See `stio.save`; by default the saver's own.
@@ -255,6 +275,7 @@ class Saver:
             commit=commit,
             durability=durability,
             hash=hash,
+            lock_timeout=lock_timeout,
             progress=progress,
             trace=trace,
             switch_interval=switch_interval,
@@ -274,6 +295,7 @@ class Saver:
         commit: CommitStep | Inherited = INHERITED,
         durability: Durability | Inherited = INHERITED,
         hash: HashName | Inherited | None = INHERITED,
+        lock_timeout: float | Inherited = INHERITED,
         progress: Progress | Inherited = INHERITED,
         trace: Trace | Inherited | None = INHERITED,
         switch_interval: float | Inherited | None = INHERITED,
@@ -291,6 +313,7 @@ class Saver:
             commit: See `stio.save`; by default the saver's own.
             durability: See `stio.save`; by default the saver's own.
             hash: See `stio.save`; by default the saver's own.
+            lock_timeout: See `stio.save`; by default the saver's own.
             progress: See `stio.save`; by default the saver's own.
             trace: See `stio.save`; by default the saver's own.
             switch_interval: See `stio.save`; by default the saver's own.
@@ -307,6 +330,7 @@ class Saver:
             commit=commit,
             durability=durability,
             hash=hash,
+            lock_timeout=lock_timeout,
             progress=progress,
             trace=trace,
             switch_interval=switch_interval,
@@ -317,7 +341,7 @@ class Saver:
     async def aclose(self) -> None:
         """Wait for the saves that are under way; raise the first failure that was not awaited. Idempotent.
 
-        A cancel during the wait rolls back the saves that have not ended.
+        A cancel during the wait rolls back the saves whose commit has not begun.
         """
         failed = await self._close(self._drain)
         if failed is not None:
@@ -331,49 +355,106 @@ class Saver:
     ) -> None:
         if error is None:
             await self.aclose()
+        elif isinstance(error, GeneratorExit) and not runs_blocking():
+            self._closed = True
+            self._cancel_all()  # a coroutine that is closed must not wait
         else:  # the exception that left the block is raised; failures were logged
             await self._close(self._drain if isinstance(error, Exception | SystemExit) else self._roll_back)
 
     async def _save(self, tensors: TensorsLike, destination: DestinationLike, options: SaveOptions) -> PendingSave:
-        while (pending := self._submit(tensors, destination, options)) is None:
-            if under_way := self.pending:
-                await under_way[0].ended()
-        await pending.wait_staged()
-        return pending
+        while True:
+            self._require_open(destination)
+            if not self._has_place():
+                self._require_wait(destination)
+                await self._changed.wait_for(self._has_place)
+                continue
+            self._retention.attempt(destination, options.filename_pattern)
+            # Without a lock: this calls `state_dict` and other code of the user.
+            save = PendingSave(
+                tensors,
+                destination,
+                options,
+                notifier=self._changed,
+                pool=self._pool,
+                when_durable=self._retention.add,
+            )
+            try:
+                if self._admit(save):
+                    await save.wait_staged()
+                    return save
+            except GeneratorExit:
+                save.cancel()
+                raise
+            except BaseException:
+                save.delivered = True
+                if not save.done():  # interrupted between the start and the wait
+                    await save.aclose()
+                raise
 
-    def _submit(self, tensors: TensorsLike, destination: DestinationLike, options: SaveOptions) -> PendingSave | None:
-        """Begin a save; None if the oldest one must end first.
+    def _require_wait(self, destination: DestinationLike) -> None:
+        """Require that the next save may wait for a place.
 
         Raises:
-            SaveInProgressError: As many saves as allowed are under way, and `when_full="error"`.
-            BaseException: The failure of an earlier save that was not awaited.
+            SaveInProgressError: `when_full="error"`, or this is a thread of a save under way (a callback of its).
+        """
+        message = ""
+        if self._when_full == "error":
+            message = "a save is under way; await it, or let this one wait by when_full='wait'"
+        elif current_operation() in [save.operation for save in self.pending]:
+            message = "a save is under way, and this is its own thread, which cannot wait for it"
+        if message:
+            raise SaveInProgressError(
+                message, path=str(destination), expected=f"at most {self._max_pending}", found=len(self.pending)
+            )
+
+    def _require_open(self, destination: DestinationLike) -> None:
+        """Raise the failure of an earlier save that was not awaited, or `ClosedError`."""
+        if self._closed:
+            raise ClosedError("the saver is closed", path=str(destination))
+        self._collect()
+        try:
+            failure = self._failures.popleft()
+        except IndexError:
+            return
+        raise failure
+
+    def _has_place(self) -> bool:
+        return self._closed or len(self.pending) < self._max_pending
+
+    def _admit(self, save: PendingSave) -> bool:
+        """Start a save behind all others; False if there is no place for it, or the saver was closed.
+
+        A signal handler that interrupts this and saves too comes first, since this save waits for the handler.
         """
         with self._lock:
-            if self._closed:
-                raise ClosedError("the saver is closed", path=str(destination))
-            self._collect()
-            if self._failures:
-                raise self._failures.popleft()
-            if len(self._saves) >= self._max_pending:
-                if self._when_full == "error":
-                    raise SaveInProgressError(
-                        "a save is under way; await it, or let this one wait by when_full='wait'",
-                        path=str(self._saves[0].destination),
-                        expected=f"at most {self._max_pending}",
-                        found=len(self._saves),
-                    )
-                return None
-            previous = self._saves[-1] if self._saves else None
-            save = PendingSave(
-                tensors, destination, options, pool=self._pool, previous=previous, when_durable=self._retain
-            )
-            self._saves.append(save)
-            return save
+            if self._closed or not self._has_place():
+                return False
+            try:
+                self._saves.append(save)
+                previous = None
+                for other in reversed(self._saves[: self._saves.index(save)]):
+                    if other.comes_before(save):
+                        previous = other
+                        break
+                    self._saves.remove(other)
+                    self._saves.append(other)
+                if not self._closed:  # a signal handler may have closed it
+                    save.start(previous)
+            finally:
+                if not save.started:
+                    with suppress(ValueError):
+                        self._saves.remove(save)
+            return save.started
 
     def _collect(self) -> None:
-        """Remove the saves that have ended, and collect failures that were not awaited. The caller holds the lock."""
-        while self._saves and self._saves[0].done():
-            save = self._saves.popleft()
+        """Remove the saves that have ended, and collect failures that were not awaited."""
+        for save in self._saves.copy():
+            if not save.done():
+                continue
+            try:
+                self._saves.remove(save)
+            except ValueError:  # removed by another thread, or by a signal handler
+                continue
             if save.delivered:
                 continue
             try:
@@ -381,8 +462,8 @@ class Saver:
             except BaseException as error:
                 if save.cancelled and not isinstance(error, CommitUncertainError):
                     continue  # rolled back, as intended
-                logger.error("saving failed, and was not awaited: %s", error)
                 self._failures.append(error)
+                log(logging.ERROR, "saving failed, and was not awaited: %s", error)
 
     async def _close(self, end_saves: Callable[[], Awaitable[None]]) -> BaseException | None:
         """Refuse further saves, end those under way, release the memory; return the first failure not awaited."""
@@ -391,46 +472,30 @@ class Saver:
         try:
             await end_saves()
         finally:
-            with self._lock:
-                self._collect()
-                self._pool.clear()
-                failures, self._failures = self._failures, deque()
+            self._collect()
+            self._pool = StagingPool(self._budget_bytes)  # the blocks go with the old one; no save uses it any more
+            failures, self._failures = self._failures, deque()
         return failures[0] if failures else None
 
     async def _drain(self) -> None:
         try:
-            while under_way := self.pending:
-                await under_way[0].ended()
+            await self._changed.wait_for(lambda: not self.pending)
+        except GeneratorExit:
+            self._cancel_all()
+            raise
         except BaseException:
             await self._roll_back()
             raise
 
     async def _roll_back(self) -> None:
-        interrupted: BaseException | None = None
-        for pending in reversed(self.pending):  # in the order of their calls the next one could begin
-            pending.cancel()
-        for pending in self.pending:
-            try:
-                await pending.aclose()
-            except BaseException as error:
-                interrupted = error  # the others must be waited for too
-        if interrupted is not None:
-            raise interrupted
+        operations = self._cancel_all()
+        await close_all(operations)
 
-    def _retain(self, saved: SavedCheckpoint) -> None:
-        """Delete the checkpoints that are older than the newest `keep_last`. Called on a save's thread."""
-        if self._keep_last is None:
-            return
-        key = saved.path, saved.filename_pattern
-        before = self._checkpoints.pop(key, saved)  # the directory of a checkpoint that is replaced may be the saver's
-        self._checkpoints[key] = replace(saved, fresh=before.fresh)
-        while len(self._checkpoints) > self._keep_last:
-            old = self._checkpoints.pop(next(iter(self._checkpoints)))
-            spare = frozenset().union(*(checkpoint.files for checkpoint in self._checkpoints.values()))
-            try:
-                remove_checkpoint(old.path, filename_pattern=old.filename_pattern, whole=old.fresh, spare=spare)
-            except StioError as error:
-                logger.warning("an old checkpoint could not be deleted: %s", error)
+    def _cancel_all(self) -> list[Operation[Any]]:
+        pending = self.pending
+        for save in reversed(pending):  # in their order the next one could begin
+            save.cancel()
+        return [save.operation for save in pending]
 
 
 def _require_count(keyword: str, value: int) -> None:

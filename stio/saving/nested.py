@@ -92,7 +92,7 @@ async def flatten(state: object, metadata: Mapping[str, str] | None) -> Flattene
                 operation.check()
             return walk.complete(metadata)
 
-    return await Operation(walk_on, name="flatten").start().wait()
+    return await Operation(walk_on, name="flatten").wait()
 
 
 @dataclass(slots=True)

@@ -7,27 +7,33 @@ as keywords.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from threading import TIMEOUT_MAX
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 import torch
 from torch import nn
 
 from stio.device.describe import LazyTensor
-from stio.errors import StorageError
-from stio.format.naming import check_pattern
+from stio.errors import StorageError, printable
+from stio.format.naming import FILE_SUFFIX, check_pattern, suffix_of_other_kind
 from stio.format.sharding import parse_size
 from stio.format.shared import SharedPolicy
 from stio.runtime.hashing import HashName, new_hasher
+from stio.runtime.locks import require_unlocked
 from stio.runtime.progress import Progress, progress_callback
 from stio.runtime.trace import Trace
 from stio.storage.base import Transaction
+from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.commit.target import OneFile, is_one_file
 
 DEFAULT_MAX_SHARD_SIZE = "5GB"
 DEFAULT_PATTERN = "model{suffix}.safetensors"
+
+_SCHEME = re.compile("([a-z][a-z0-9+.-]+:)/", re.IGNORECASE)  # of a URL, also of one that was made a Path
 
 ShardNames: TypeAlias = Literal["auto", "hub"]
 """How shards are named beside an old checkpoint."""
@@ -56,7 +62,10 @@ class Destination(Protocol):
 
 
 DestinationLike: TypeAlias = str | os.PathLike[str] | Destination
-"""A path ending in `.safetensors` (one file), any other path (a directory), or an object with the method `begin`."""
+"""A path ending in `.safetensors` (one file), any other path (a directory), or an object with the method `begin`.
+
+A path that looks like a file of another kind (`w.pt`) is refused, unless it is a directory already or ends in a slash.
+"""
 
 TensorsLike: TypeAlias = Mapping[str, torch.Tensor] | Mapping[str, torch.Tensor | LazyTensor] | nn.Module
 """Tensors by name, some of which may be lazy, or a module, to save its `state_dict()`."""
@@ -68,6 +77,7 @@ def tensors_by_name(tensors: TensorsLike) -> dict[str, torch.Tensor | LazyTensor
     Raises:
         TypeError: Neither a mapping nor a module.
     """
+    require_unlocked()
     if isinstance(tensors, nn.Module):
         return dict(tensors.state_dict())
     if not isinstance(tensors, Mapping):
@@ -80,10 +90,13 @@ def absolute_destination(destination: DestinationLike) -> str | OneFile | Destin
 
     Raises:
         TypeError: Neither a path nor a `Destination`.
+        ValueError: It looks like a file of another kind.
         StorageError: It is relative, and the working directory does not exist any more.
     """
+    require_unlocked()
     if isinstance(destination, Destination):
         return destination
+    require_checkpoint_path(destination)
     path = os.fsdecode(destination)
     if path and not os.path.isabs(path):  # the transaction refuses an empty one
         try:
@@ -91,6 +104,26 @@ def absolute_destination(destination: DestinationLike) -> str | OneFile | Destin
         except FileNotFoundError as error:
             raise StorageError("the working directory does not exist any more", path=path, errno=error.errno) from error
     return OneFile(path) if isinstance(destination, OneFile) else path
+
+
+def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
+    """Refuse a path that looks like a file of another kind, or a URL: a directory of this name is a mistake.
+
+    Raises:
+        ValueError: It ends like such a file, and is no directory; or it begins like a URL, and no directory does.
+    """
+    path = os.fsdecode(destination)
+    scheme = _SCHEME.match(path)
+    if scheme is not None and not os.path.isdir(scheme[1]):
+        raise ValueError(f"the destination {printable(path)!r} looks like a URL, and saves go to local paths")
+    suffix = suffix_of_other_kind(os.path.basename(path))
+    if suffix is not None and not isinstance(destination, OneFile) and not os.path.isdir(path):
+        name = os.path.basename(path).removesuffix(suffix)
+        raise ValueError(
+            f"the destination {printable(path)!r} looks like a file of another kind ({suffix}), and a save writes "
+            f"safetensors only: {printable(name + FILE_SUFFIX)!r} means one file, {printable(name)!r} a directory. "
+            f"To use a directory of this name, make it first or add a slash"
+        )
 
 
 class Inherited(Enum):
@@ -132,6 +165,9 @@ class SaveOptions:
     """`"none"` leaves out every fsync: a crash of the process does no harm, a power cut does."""
     hash: HashName | None = None
     """Write a manifest with a digest of every file."""
+    lock_timeout: float = LOCK_TIMEOUT_SECONDS
+    """Seconds for which the save waits for locks of other saves, all waits together; then it raises
+    `ConcurrentSaveError`."""
     progress: Progress = None
     """A callable that gets events, a bar, or None."""
     trace: Trace | None = None
@@ -154,6 +190,10 @@ class SaveOptions:
                 raise ValueError(f"{keyword}= takes one of {', '.join(map(repr, choices))}, not {value!r}")
         if self.hash is not None:
             new_hasher(self.hash)  # for its errors
+        if isinstance(self.lock_timeout, bool) or not isinstance(self.lock_timeout, int | float):
+            raise TypeError(f"lock_timeout= takes a number of seconds, not {self.lock_timeout!r}")
+        if not 0 <= self.lock_timeout <= TIMEOUT_MAX:  # also False for NaN
+            raise ValueError(f"lock_timeout must be from 0 to {TIMEOUT_MAX:.0f} seconds")
         if self.switch_interval is not None and not self.switch_interval > 0:
             raise ValueError(f"switch_interval must be positive, not {self.switch_interval}")
 

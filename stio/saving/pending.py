@@ -8,22 +8,23 @@ cancelled before its commit leaves nothing behind.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from stio.device.copy_out import Readiness
 from stio.device.describe import describe_tensors
+from stio.errors import SaveInProgressError
 from stio.format.manifest import FileState, manifest_change
-from stio.format.naming import MANIFEST_SUFFIX, index_name, manifest_name
+from stio.format.naming import MANIFEST_SUFFIX, manifest_name
 from stio.format.sharding import TensorSource
 from stio.runtime.hashing import new_hasher
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
+from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Operation
+from stio.runtime.operation import Operation, current_operation
 from stio.runtime.process import collection_paused, switch_interval
 from stio.runtime.progress import progress_callback
 from stio.runtime.spans import CALLER
@@ -41,9 +42,8 @@ from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.scheduler import SaveScheduler
 from stio.saving.staging_pool import StagingPool, block_bytes_for
 from stio.storage.base import Note, Transaction
+from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.transaction import LocalTransaction, begin_local
-
-logger = logging.getLogger("stio")
 
 EXIT_PATIENCE_SECONDS = 60.0
 """Longest time that the interpreter's exit waits for a save before it is rolled back."""
@@ -51,19 +51,9 @@ EXIT_PATIENCE_SECONDS = 60.0
 Planner: TypeAlias = Callable[[Sequence[TensorSource], int], WritePlan]
 """Assigns each tensor to a file, and makes the headers; called with the tensors and the block size in bytes."""
 
-
-@dataclass(frozen=True, slots=True)
-class SavedCheckpoint:
-    """A durable checkpoint, with the data that its saver needs to delete it later."""
-
-    path: str
-    """The destination, links resolved."""
-    filename_pattern: str | None
-    """Names of its files, in a directory; None: it is one file."""
-    fresh: bool
-    """Whether the save made its directory, so that all of it belongs to the saver."""
-    files: frozenset[str]
-    """Paths of the files that it consists of; some may not exist."""
+WhenDurable: TypeAlias = Callable[[str, str | None, WrittenFiles], None]
+"""Called on a save's thread with what it published: the destination, links resolved; the pattern of the file names in a
+directory, None for one file; and the files."""
 
 
 class PendingSave:
@@ -85,8 +75,8 @@ class PendingSave:
         *,
         pool: StagingPool | None = None,
         budget_bytes: int | None = None,
-        previous: PendingSave | None = None,
-        when_durable: Callable[[SavedCheckpoint], None] = lambda saved: None,
+        notifier: Notifier | None = None,
+        when_durable: WhenDurable = lambda path, filename_pattern, written: None,
         planner: Planner | None = None,
     ) -> None:
         self.destination = destination
@@ -100,7 +90,10 @@ class PendingSave:
         )
         self._stage_first = pool is not None
         self._pool = pool or StagingPool(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes)
-        self._previous = previous
+        self._previous: PendingSave | None = None
+        self._order: dict[str, PendingSave] = {}  # "previous": itself once it has begun, or a save that came between
+        self.started = False
+        """Whether the save has its place behind the one before it."""
         self._when_durable = when_durable
         self.staged = False
         """Whether the snapshot is complete: the tensors may change."""
@@ -108,12 +101,14 @@ class PendingSave:
         """Whether a caller got the outcome: the result, or what was raised."""
         self.cancelled = False
         """Whether `cancel` was called, in time or too late."""
+        self.written: WrittenFiles | None = None
+        """The files that the save published; None before that, and if its destination is no path."""
         self._committed = False
-        self._notifier = Notifier()
+        self._notifier = notifier or Notifier()
         self._started = perf_counter()
         self._staged_seconds = 0.0
         self._ready = Readiness.now(self._tensors)  # after all that this thread has queued on its current streams
-        self._operation: Operation[SaveResult] = Operation(
+        self.operation: Operation[SaveResult] = Operation(
             self._run,
             name="save",
             kind="save",
@@ -121,16 +116,35 @@ class PendingSave:
             notifier=self._notifier,
             exit_patience=EXIT_PATIENCE_SECONDS,
         )
-        self._operation.start()
+        """Its thread."""
+
+    def start(self, previous: PendingSave | None = None) -> Self:
+        """Begin the save, behind another one; returns at once.
+
+        Raises:
+            StorageError: The system starts no more threads.
+        """
+        self._previous = previous
+        self.operation.start()
+        self.started = True
+        return self
+
+    def comes_before(self, other: PendingSave) -> bool:
+        """Return whether this save has begun. If not, it waits for the other one from now on."""
+        return self.started or self._order.setdefault("previous", other) is self
 
     # The steps of a save, on its own thread.
 
     def _run(self, operation: Operation[SaveResult]) -> SaveResult:
         options, trace = self._options, self._options.trace
+        between = self._order.setdefault("previous", self)
+        if between is not self:
+            self._previous = between
+        self.started = True
         with switch_interval(options.switch_interval):
             with traced(trace, "plan"), collection_paused(len(self._tensors)):
                 plan, fit_pool = self._plan()
-            self._wait_for_previous(operation, until_durable=False)
+            self._wait_for_previous(operation, None)
             fit_pool()
             scheduler = SaveScheduler(
                 plan,
@@ -139,18 +153,19 @@ class PendingSave:
                 on_staged=self._on_staged,
                 stage_first=self._stage_first,
                 hasher=partial(new_hasher, options.hash) if options.hash is not None else None,
-                progress=progress_callback(options.progress),
+                progress=progress_callback(options.progress, "saving"),
                 trace=trace,
+                on_stop=self._notifier.notify,
             )
             plan = replace(plan, sources=())  # the scheduler releases the tensors once they are staged
             operation.on_cancel(scheduler.stop)
             scheduler.start()
             transaction: Transaction | None = None
             try:
-                self._wait_for_previous(operation, until_durable=True)
+                self._wait_for_previous(operation, scheduler)
                 self._previous = None  # or each save of a training run would hold the one before it
                 with traced(trace, "begin"):
-                    transaction = self._begin_transaction(len(plan.shards))
+                    transaction = self._begin_transaction(operation, len(plan.shards))
                 scheduler.write_to(transaction.create([shard.nbytes for shard in plan.shards]))
                 digests = scheduler.complete()
                 operation.set_log_detail(lambda: f"{scheduler.written_bytes:,} bytes in {len(plan.shards):,} files")
@@ -168,26 +183,38 @@ class PendingSave:
         tensors, self._tensors = self._tensors, {}
         sources = describe_tensors(tensors)
         data_bytes = sum(source.nbytes for source in sources)
-        block_bytes = block_bytes_for(data_bytes, self._pool.budget_bytes, stage_first=self._stage_first)
+        budget_bytes = self._pool.budget_for(data_bytes)
+        block_bytes = block_bytes_for(data_bytes, budget_bytes, stage_first=self._stage_first)
         # The pool is set later: the save before this one may still take blocks.
-        fit_pool = partial(self._pool.fit, block_bytes, self._ready.staging_allocator())
+        fit_pool = partial(self._pool.fit, block_bytes, self._ready.staging_allocator(), limit_bytes=budget_bytes)
         return self._planner(sources, block_bytes), fit_pool
 
-    def _wait_for_previous(self, operation: Operation[SaveResult], *, until_durable: bool) -> None:
-        """Wait until the save before this one is staged (or durable), or has ended early; a cancel ends the wait."""
+    def _wait_for_previous(self, operation: Operation[SaveResult], scheduler: SaveScheduler | None) -> None:
+        """Wait until the save before this one is staged, or has ended early; a cancel ends the wait.
+
+        Args:
+            operation: This save's.
+            scheduler: Waits until the save before this one is durable, or until this scheduler has failed.
+        """
         save = self._previous
         with traced(self._options.trace if save else None, "wait", detail="for the save before"):
             while save is not None:
-                save._block(operation, until_durable=until_durable)
+                passed = save._staged_or_done if scheduler is None else save.done
+                save._block(passed, operation, scheduler)
+                if scheduler is not None and scheduler.is_stopped():
+                    scheduler.complete()  # raises
                 # If it ended before its turn, the saves that it waited for may still be under way.
                 save = save._previous if save.done() else None
 
-    def _block(self, next_save: Operation[SaveResult], *, until_durable: bool) -> None:
-        """Block the next save's thread until this one is staged (or durable), or has ended early."""
-        passed = self.done if until_durable else self._staged_or_done
-        next_save.on_cancel(self._notifier.notify)
-        self._notifier.block_until(lambda: passed() or next_save.cancelled)
-        next_save.check()
+    def _block(
+        self, passed: Callable[[], bool], operation: Operation[SaveResult], scheduler: SaveScheduler | None
+    ) -> None:
+        """Block a later save's thread until this one has passed a point, or the later one ends."""
+        operation.on_cancel(self._notifier.notify)
+        self._notifier.block_until(
+            lambda: passed() or operation.cancelled or (scheduler is not None and scheduler.is_stopped())
+        )
+        operation.check()
 
     def _on_staged(self) -> None:
         staged = perf_counter()
@@ -198,16 +225,24 @@ class PendingSave:
         self.staged = True
         self._notifier.notify()
 
-    def _begin_transaction(self, num_shards: int) -> Transaction:
+    def _begin_transaction(self, operation: Operation[SaveResult], num_shards: int) -> Transaction:
         options, where = self._options, self._absolute_destination
-        begin = where.begin if isinstance(where, Destination) else partial(begin_local, where)
-        return begin(
+        local = partial(begin_local, lock_timeout=options.lock_timeout, check=operation.check)
+        begin = where.begin if isinstance(where, Destination) else partial(local, where)
+        transaction = begin(
             num_shards=num_shards,
             filename_pattern=options.filename_pattern,
             shard_names=options.shard_names,
             commit=options.commit,
             durability=options.durability,
         )
+        if options.hash is not None and isinstance(transaction, LocalTransaction):
+            try:
+                transaction.require_names(self._manifest_name(transaction.shard_names))
+            except BaseException:
+                transaction.roll_back()
+                raise
+        return transaction
 
     def _commit(
         self, operation: Operation[SaveResult], plan: WritePlan, transaction: Transaction, digests: list[str] | None
@@ -218,13 +253,17 @@ class PendingSave:
         hashes = {} if digests is None else dict(zip(names, digests, strict=True))
         notes = self._manifest_notes(transaction, plan, hashes)
         index = plan.index(names) if transaction.takes_index else None
-        operation.refuse_cancel()
         with traced(self._options.trace, "commit"):
+            if isinstance(transaction, LocalTransaction):
+                transaction.prepare_commit(operation.check)
+            operation.refuse_cancel()
             transaction.commit(index=index, notes=notes)
         self._committed = True
         committed_seconds = perf_counter() - self._started
         if isinstance(transaction, LocalTransaction):  # what a caller's own destination holds is not deleted
-            self._when_durable(self._saved_checkpoint(transaction))
+            self.written = transaction.written
+            pattern = None if self._max_shard_bytes is None else self._options.filename_pattern
+            self._when_durable(transaction.path, pattern, transaction.written)
         return SaveResult(
             path=transaction.path,
             files=names,
@@ -244,17 +283,6 @@ class PendingSave:
         change = manifest_change(transaction.read_note(name), self._options.hash, new, path=name)
         return [] if change is None else [Note(name, *change)]
 
-    def _saved_checkpoint(self, transaction: LocalTransaction) -> SavedCheckpoint:
-        path, names = transaction.path, transaction.shard_names
-        files = {*names, self._manifest_name(names)}
-        if self._max_shard_bytes is None:
-            pattern, where = None, os.path.dirname(path)
-        else:
-            pattern, where = self._options.filename_pattern, path
-            files.add(index_name(pattern))
-        paths = frozenset(os.path.join(where, name) for name in files)
-        return SavedCheckpoint(path, pattern, transaction.makes_directory, paths)
-
     def _manifest_name(self, names: tuple[str, ...]) -> str:
         if self._max_shard_bytes is None:
             return f"{names[0]}{MANIFEST_SUFFIX}"
@@ -264,7 +292,7 @@ class PendingSave:
 
     def done(self) -> bool:
         """Whether the save has ended: durable, failed or rolled back."""
-        return self._operation.done
+        return self.operation.done
 
     def cancel(self) -> None:
         """Roll the save back. Never blocks; without effect once the commit has begun.
@@ -272,7 +300,7 @@ class PendingSave:
         A later wait for the save raises `ClosedError`, or returns the result if the cancel came too late.
         """
         self.cancelled = True
-        self._operation.cancel()
+        self.operation.cancel()
 
     def result(self, timeout: float | None = None) -> SaveResult:
         """Wait in this thread until the checkpoint is durable.
@@ -285,7 +313,8 @@ class PendingSave:
             ClosedError: The save was cancelled, and is rolled back.
             StioError: It failed; the old checkpoint remains.
         """
-        if not self._operation.join(timeout):
+        self._require_other_thread(PendingSave.done)
+        if not self.operation.join(timeout):
             raise TimeoutError(f"the save to {self.destination} is not done after {timeout} s")
         return self.outcome()
 
@@ -299,16 +328,19 @@ class PendingSave:
     def outcome(self) -> SaveResult:
         """Return or raise the outcome; only once the save is `done`."""
         self.delivered = True
-        return self._operation.outcome()
+        return self.operation.outcome()
 
     async def wait_staged(self) -> None:
-        """Wait until the tensors may change. An interruption rolls the save back before it is passed on.
+        """Wait until the tensors may change.
+
+        An interruption rolls the save back before it is passed on, unless the commit has begun.
 
         Raises:
             StioError: The save failed before that.
         """
+        self._require_other_thread(PendingSave._staged_or_done)
         try:
-            await self._operation.wait_until(self._staged_or_done)
+            await self.operation.wait_until(self._staged_or_done)
         except BaseException:
             self.delivered = True  # the caller gets the interruption, and no pending save
             raise
@@ -316,9 +348,12 @@ class PendingSave:
             self.outcome()
 
     async def complete(self) -> SaveResult:
-        """Wait until the checkpoint is durable. An interruption rolls the save back before it is passed on."""
+        """Wait until the checkpoint is durable.
+
+        An interruption rolls the save back before it is passed on, unless the commit has begun.
+        """
         self.delivered = True
-        return await self._operation.wait()
+        return await self.operation.wait()
 
     async def ended(self) -> None:
         """Wait until the save has ended, whatever its outcome; an interruption ends only the wait."""
@@ -326,14 +361,31 @@ class PendingSave:
 
     async def aclose(self) -> None:
         """Roll the save back, and wait until nothing of it is left."""
-        await self._operation.aclose()
+        await self.operation.aclose()
+
+    def _require_other_thread(self, passed: Callable[[PendingSave], bool]) -> None:
+        """Require that no save that this one waits for has called the code that waits: a callback, a finaliser.
+
+        Raises:
+            SaveInProgressError: Both would wait for ever.
+        """
+        mine = current_operation()
+        save: PendingSave | None = self
+        while mine is not None and save is not None and not passed(save):
+            if save.operation is mine:
+                raise SaveInProgressError(
+                    "a thread of a save cannot wait for it, nor for a later one of the same saver",
+                    path=str(self.destination),
+                )
+            between = save._order.get("previous", save)
+            save = save._previous if between is save else between
 
     def _staged_or_done(self) -> bool:
-        return self.staged or self._operation.done
+        return self.staged or self.operation.done
 
     def __del__(self) -> None:
         # A saver raises the failure when it is used again or closed, but it may be dropped before that.
-        operation: Operation[SaveResult] | None = getattr(self, "_operation", None)  # None: `__init__` raised
+        operation: Operation[SaveResult] | None = getattr(self, "operation", None)  # None: `__init__` raised
         error = operation.failure if operation is not None else None
         if error is not None and not self.delivered:
-            logger.error("saving to %s failed, and was not awaited: %s", self.destination, error)
+            log(logging.ERROR, "saving to %s failed, and was not awaited: %s", self.destination, error)

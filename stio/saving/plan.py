@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     nbytes: int
     """Length."""
     ends: bool
-    """Whether it is the tensor's last piece."""
+    """Whether it is the tensor's last piece. A tensor without elements has one piece, of no bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,19 +213,21 @@ def _plan_shard(
         source = positions[name]
         nbytes = sources[source].nbytes
         at = position - block_start
-        if 0 < nbytes <= block_bytes - at:  # nearly all, where there are many
+        if nbytes <= block_bytes - at:  # nearly all, where there are many
             pieces.append(Piece(source, 0, at, nbytes, True))
             position += nbytes
             continue
-        start = 0
-        while start < nbytes:
-            while position >= block_start + block_bytes:
+        start, ends = 0, False
+        while not ends:
+            # A piece of no bytes may be at the end of a block: no block may follow.
+            while position - block_start >= block_bytes + (not nbytes):
                 blocks.append(WriteBlock(number, block_start, block_bytes, tuple(pieces)))
                 pieces = []
                 block_start += block_bytes
             at = position - block_start
             step = min(nbytes - start, block_bytes - at)
-            pieces.append(Piece(source, start, at, step, start + step == nbytes))
+            ends = start + step == nbytes
+            pieces.append(Piece(source, start, at, step, ends))
             start += step
             position += step
     while position > block_start:  # more than once only where a header of several blocks has no data behind it

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from stio.device.describe import LazyTensor, describe_tensors
 from stio.errors import printable
 from stio.format.sharding import TensorSource
 from stio.runtime.event_loop import LoopTask
+from stio.runtime.locks import require_unlocked
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
 
@@ -31,7 +31,6 @@ class ProducedTensors:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._stopped = False
         self._awaited: LoopTask[Any] | None = None
         self._parts: Iterator[tuple[torch.Tensor, int]] = iter(())
@@ -73,9 +72,8 @@ class ProducedTensors:
 
     def stop(self) -> None:
         """Cancel an awaitable that is awaited, and read no further parts. Callable from any thread."""
-        with self._lock:
-            self._stopped = True
-            awaited = self._awaited
+        self._stopped = True
+        awaited = self._awaited
         if awaited is not None:
             awaited.cancel()
 
@@ -91,10 +89,11 @@ class ProducedTensors:
         """Yield the parts of a tensor, each checked and with the number of bytes up to its end; whole: one part."""
         self._check()
         lazy: LazyTensor = source.data
+        require_unlocked()
         value = lazy.produce()
         if inspect.isawaitable(value):
             value = self._wait_for(value)
-        is_whole, shape, end = isinstance(value, torch.Tensor), tuple(lazy.shape), 0
+        is_whole, shape, end, num_rows = isinstance(value, torch.Tensor), tuple(lazy.shape), 0, 0
         try:
             parts: Iterator[Any] = iter((value,) if is_whole else value)
         except TypeError:  # not even an iterable
@@ -102,7 +101,7 @@ class ProducedTensors:
         del value
         self._check()
         for part in parts:
-            if end < source.nbytes:
+            if end < source.nbytes or not source.nbytes:
                 if not isinstance(part, torch.Tensor):
                     raise _wrong(source, type(part).__name__)
                 expected = shape if is_whole else (*part.shape[:1], *shape[1:])
@@ -110,25 +109,31 @@ class ProducedTensors:
                 if not fits or part.dtype != lazy.dtype or part.device.type == "meta":
                     raise _wrong(source, f"{part.dtype} {list(part.shape)} on {part.device}")
                 end += part.numel() * part.element_size()
-                if end > source.nbytes:
+                num_rows += len(part) if shape else 0
+                if end > source.nbytes or (shape and num_rows > shape[0]):
                     raise _wrong(source, f"more rows, {end:,} bytes so far")
                 # A tensor without memory to copy from is refused by name here; a subclass becomes a plain tensor.
-                yield describe_tensors({source.name: part})[0].data, end
+                described = describe_tensors({source.name: part})[0]
+                if source.nbytes:
+                    yield described.data, end
+                del described
             elif not isinstance(part, torch.Tensor) or part.numel():  # a part of no rows is not too much
                 raise _wrong(source, "more rows")
             del part  # before the next is made
             self._check()
         if end < source.nbytes:
             raise _wrong(source, f"{end:,} bytes in all")
+        if shape and num_rows < shape[0]:  # rows without elements
+            raise _wrong(source, f"{num_rows:,} rows in all")
 
     def _wait_for(self, awaitable: Any) -> Any:
         async def body() -> Any:
             return await awaitable
 
         try:
-            with self._lock:
-                self._check()
-                task = self._awaited = LoopTask(body)
+            task = self._awaited = LoopTask(body)
+            if self._stopped:  # `stop` may have been called before there was a task
+                task.cancel()
             return task.result()
         finally:
             self._awaited = None

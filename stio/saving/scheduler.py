@@ -10,8 +10,8 @@ the run ends when no worker uses a tensor, a block or a file any more.
 from __future__ import annotations
 
 import heapq
-import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 
 from stio.device.copy_out import Copy, Readiness, copy_out, copy_small
@@ -22,7 +22,7 @@ from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
 from stio.runtime.pacing import Pacer
 from stio.runtime.process import be_nice
-from stio.runtime.progress import ProgressEvent
+from stio.runtime.progress import ProgressEvent, ProgressReporter, close_bar
 from stio.runtime.trace import Trace
 from stio.runtime.workers import WorkerPool
 from stio.saving.plan import WriteBlock, WritePlan
@@ -56,6 +56,7 @@ class SaveScheduler:
         hasher: Makes one for each file; None: no digests.
         progress: Called with an event at the start and after each block that was written, one call at a time.
         trace: Records spans.
+        on_stop: Called when the run is stopped, or has failed. It must take no lock.
     """
 
     def __init__(
@@ -69,21 +70,26 @@ class SaveScheduler:
         hasher: Callable[[], Hasher] | None = None,
         progress: Callable[[ProgressEvent], object] | None = None,
         trace: Trace | None = None,
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._sources = plan.sources
         self._shards = plan.shards
         self._blocks = [block for shard in plan.shards for block in shard.blocks]
-        self._num_tensors = len(plan.sources)
-        self._total_bytes = plan.total_bytes
         self._has_lazy = any(isinstance(source.data, LazyTensor) for source in plan.sources)
         self._produced = ProducedTensors()
         self._pool = pool
         self._changed = pool.changed
-        self._workers = WorkerPool("save", changed=pool.changed, on_stop=self._produced.stop)
+        self._on_stop = on_stop
+        self._workers = WorkerPool("save", changed=pool.changed, on_stop=self._stopped)
         self._ready = ready
         self._on_staged = on_staged
         self._stage_first = stage_first
-        self._progress = progress
+        self._close_bar = partial(close_bar, progress)
+        self._progress = ProgressReporter(
+            progress,
+            total_bytes=plan.total_bytes,
+            total_tensors=len(plan.sources),
+        )
         self._trace = trace
         self._pacer = Pacer(pool.block_bytes)
         self._sinks: Sequence[FileWriter] | None = None
@@ -93,10 +99,6 @@ class SaveScheduler:
         self._left = [len(shard.blocks) for shard in plan.shards]
         self._hashers = [hasher() for _ in plan.shards] if hasher is not None else None
         self._hashed_bytes = [0] * len(plan.shards)
-        self._started = perf_counter()
-        self._done_bytes = 0
-        self._done_tensors = sum(not source.nbytes for source in plan.sources)  # these have no bytes to write
-        self._reporting = threading.Lock()
         self.written_bytes = 0
         """Bytes of the blocks that were written."""
         self.read_bytes = self.used_bytes = 0
@@ -104,7 +106,7 @@ class SaveScheduler:
 
     def start(self) -> None:
         """Begin to fill blocks on the run's own threads; `complete` or `stop`, and then `join`, must follow."""
-        self._report(None)
+        self._progress.report()
         stats.add_run(self)
         self._workers.start(self._work, min(NUM_WORKERS - 1, len(self._blocks)))
 
@@ -134,12 +136,21 @@ class SaveScheduler:
         """Let workers end after their current piece. Callable from any thread."""
         self._workers.stop()
 
+    def is_stopped(self) -> bool:
+        """Return whether it was stopped, or has failed: then `complete` raises."""
+        return self._workers.stopped
+
+    def _stopped(self) -> None:
+        self._produced.stop()
+        self._on_stop()
+
     def join(self) -> None:
         """Wait until no worker is left, and return the blocks to the pool. Idempotent."""
         self._workers.join()
         with self._changed:
             full, self._full = self._full, []
         stats.remove_run(self)
+        self._close_bar()
         self._produced.clear()
         self._sources = ()
         for _, region in full:
@@ -147,24 +158,23 @@ class SaveScheduler:
 
     def _work(self) -> None:
         while (job := self._next_job()) is not None:
-            do, number, region = job
-            do(number, region)
+            job()
 
-    def _next_job(self) -> tuple[Callable[[int, Region], None], int, Region] | None:
-        """Wait for a block to fill or to write; return what to do with it and its memory, None at the end."""
+    def _next_job(self) -> Callable[[], None] | None:
+        """Wait for a block to fill or to write; return what to do with it, None at the end."""
         with self._changed:
             while not self._workers.stopped and self._num_written < len(self._blocks):
                 may_write = self._may_write()
                 if self._stage_first or not may_write:
-                    region = self._block_to_fill()
-                    if region is not None:
+                    take = self._block_to_fill()
+                    if take is not None:
                         self._num_fills += 1
                         self._num_filling += 1
-                        return self._fill_block, self._num_fills - 1, region
+                        return partial(self._fill_block, self._num_fills - 1, take)
                 if may_write:
                     self._num_writing += 1
                     self._num_writes += 1
-                    return self._write_block, *heapq.heappop(self._full)
+                    return partial(self._write_block, *heapq.heappop(self._full))
                 self._changed.wait()
         return None
 
@@ -175,16 +185,16 @@ class SaveScheduler:
         # Digests are computed in order: later blocks must not occupy all writers before the next one.
         return self._hashers is None or self._full[0][0] == self._num_writes
 
-    def _block_to_fill(self) -> Region | None:
-        """Return memory for the next block, None if it must wait. The caller holds the condition."""
+    def _block_to_fill(self) -> Callable[[], Region] | None:
+        """Take memory for the next block, None if it must wait. The caller holds the condition."""
         if self._num_fills == len(self._blocks) or (self._has_lazy and self._num_filling):
             return None  # lazy tensors are produced one at a time, in order
         if not self._stage_first and len(self._full) + self._num_filling >= AHEAD_BLOCKS:
             return None
         return self._pool.try_take()
 
-    def _fill_block(self, number: int, region: Region) -> None:
-        block = self._blocks[number]
+    def _fill_block(self, number: int, take: Callable[[], Region]) -> None:
+        block, region = self._blocks[number], take()
         start = perf_counter()
         try:
             self._fill(block, region)
@@ -250,7 +260,7 @@ class SaveScheduler:
         with self._changed:
             self._num_written += 1
             self._changed.notify_all()
-        self._report(block)
+        self._progress.report(sum(piece.nbytes for piece in block.pieces), sum(piece.ends for piece in block.pieces))
 
     def _hash(self, hasher: Hasher, block: WriteBlock, region: Region) -> None:
         """Add a block to its file's digest, once all blocks before it were added."""
@@ -270,21 +280,3 @@ class SaveScheduler:
     def _span(self, name: str, start: float, block: WriteBlock) -> None:
         if self._trace is not None:
             self._trace.add(name, start, perf_counter(), num_bytes=block.nbytes, detail=f"shard {block.shard + 1}")
-
-    def _report(self, block: WriteBlock | None) -> None:
-        """Report progress: with None at the start, then with each block that was written."""
-        if self._progress is None:
-            return
-        with self._reporting:
-            if block is not None:
-                self._done_bytes += sum(piece.nbytes for piece in block.pieces)
-                self._done_tensors += sum(piece.ends for piece in block.pieces)
-            self._progress(
-                ProgressEvent(
-                    done_bytes=self._done_bytes,
-                    total_bytes=self._total_bytes,
-                    done_tensors=self._done_tensors,
-                    total_tensors=self._num_tensors,
-                    seconds=perf_counter() - self._started,
-                )
-            )

@@ -7,11 +7,13 @@ finds no block waits.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from functools import partial
 
 from stio.runtime import memory, stats
+from stio.runtime.control_groups import available_bytes
 from stio.runtime.limits import check_budget_bytes
+from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
 
 SNAPSHOT_BLOCK_BYTES = 64 << 20
@@ -49,7 +51,8 @@ class StagingPool:
     def __init__(self, budget_bytes: int | None) -> None:
         self.budget_bytes = None if budget_bytes is None else check_budget_bytes(budget_bytes)
         """See above."""
-        self.changed = threading.Condition()
+        self._most_bytes = self.budget_bytes
+        self.changed = Condition()
         """Guards the pool and the schedulers of its saves: a worker that waits for a block waits for other jobs too."""
         self.block_bytes = 0
         """Size of a block; 0 before `fit`."""
@@ -62,26 +65,60 @@ class StagingPool:
         """Bytes that it holds now, in use or free."""
         stats.add_holder(self)
 
-    def fit(self, block_bytes: int, make: Callable[[int], Region]) -> None:
-        """Provide blocks of this size from now on, made by `make`; others are released, once nothing uses them."""
+    def budget_for(self, data_bytes: int) -> int | None:
+        """Return the budget for a save of so many bytes: less than the pool's own if the host has too little memory.
+
+        The save is then written while it is staged, and half of the memory that is left stays free.
+        """
+        needed = data_bytes if self.budget_bytes is None else min(data_bytes, self.budget_bytes)
+        if needed <= memory.UNCHECKED_BYTES:
+            return self.budget_bytes
+        held = self.held_bytes
+        free = available_bytes(needed - held)
+        return self.budget_bytes if needed - held <= free else max(SMALLEST_BLOCK_BYTES, held + free // 2)
+
+    def fit(self, block_bytes: int, make: Callable[[int], Region], *, limit_bytes: int | None = None) -> None:
+        """Provide blocks of this size from now on, made by `make`; others are released, once nothing uses them.
+
+        Args:
+            block_bytes: Size of a block.
+            make: Allocates a block.
+            limit_bytes: Most bytes of blocks, in use or free, see `budget_for`; None: the pool's budget.
+        """
         with self.changed:
+            self._most_bytes = self.budget_bytes if limit_bytes is None else limit_bytes
             if block_bytes != self.block_bytes or make != self._make:
                 self.block_bytes, self._make = block_bytes, make
                 self.clear()
 
-    def try_take(self) -> Region | None:
-        """Return a block, None if the budget has none left. The caller holds `changed`."""
+    def try_take(self) -> Callable[[], Region] | None:
+        """Take a block, None if the budget has none left. The caller holds `changed`.
+
+        Returns:
+            A function that returns the block. It may allocate, and pin, so it is called without the lock.
+        """
         if self._free:
-            block = self._free.pop()
-        else:
-            size = self.block_bytes
-            if self.held_bytes and self.budget_bytes is not None and self.held_bytes + size > self.budget_bytes:
-                return None
+            return partial(self._use, self._free.pop(), self._make)
+        size = self.block_bytes
+        if self.held_bytes and self._most_bytes is not None and self.held_bytes + size > self._most_bytes:
+            return None
+        self.held_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return partial(self._allocate, size, self._make)
+
+    def _allocate(self, size: int, make: Callable[[int], Region]) -> Region:
+        try:
             # This maps addresses and touches no page, except for pinned memory, which is made once.
-            block = self._make(size).sub(0, size)
-            self.held_bytes += size
-            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        self._makers[block.address] = self._make
+            block = make(size).sub(0, size)
+        except BaseException:
+            with self.changed:
+                self.held_bytes -= size
+                self.changed.notify_all()
+            raise
+        return self._use(block, make)
+
+    def _use(self, block: Region, make: Callable[[int], Region]) -> Region:
+        self._makers[block.address] = make
         return block
 
     def give_back(self, block: Region) -> None:

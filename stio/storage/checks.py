@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from stio.errors import CheckpointNotFoundError, StorageError, TruncatedError, UnsafePathError
 from stio.storage.base import Identity
+
+if sys.platform != "win32":
+    import resource
 
 # O_NONBLOCK: opening a FIFO must not wait for its writer.
 OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -23,8 +27,16 @@ def refused(action: str, path: str, error: OSError | ValueError, *, offset: int 
     number = getattr(error, "errno", None)
     reason = os.strerror(number) if number else str(error)
     if number in (errno.EMFILE, errno.ENFILE):
-        reason += "; raise the limit of open files (ulimit -n) or load fewer shards at once"
+        reason += f"; raise the limit of {open_files_limit():,} open files (ulimit -n) or load fewer shards at once"
     return StorageError(f"{action} failed: {reason}", path=path, errno=number, offset=offset)
+
+
+def open_files_limit() -> int:
+    """Return how many files this process may open at one time."""
+    if sys.platform == "win32":
+        return sys.maxsize
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 @contextmanager

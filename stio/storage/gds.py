@@ -8,13 +8,13 @@ checked.
 from __future__ import annotations
 
 import errno
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
 from stio.errors import StorageError
+from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.storage.checks import cut_short
 from stio.storage.local import LocalFile
@@ -34,7 +34,7 @@ def require_kvikio() -> Any:
         ) from error
 
 
-_opening = threading.Lock()
+_opening = new_lock()
 
 
 class _DeviceBuffer:

@@ -11,13 +11,13 @@ import ctypes
 import errno
 import os
 import sys
-import threading
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Self
 
 from stio.runtime.limits import PAGE_BYTES
+from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region, libc, quick_libc
 from stio.storage.base import Source
 from stio.storage.checks import (
@@ -211,7 +211,7 @@ class LocalFile:
         """Name for messages."""
         self.identity = identity_of(found)
         """The state of the file when it was opened."""
-        self._opening = threading.Lock()
+        self._opening = new_lock()
         self._direct_fd: int | None = None
         self.direct_refused = False
         """True once direct I/O was tried and refused; reads are buffered from then on."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from time import perf_counter
 
 from stio.errors import TruncatedError
 from stio.runtime import memory
+from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.storage.checks import refused
 from stio.storage.local import LocalFile
@@ -32,16 +32,20 @@ class MappedFile:
         lazy: `populate` will not be called. No read-ahead in huge pages, since accesses may be sparse.
 
     Raises:
+        HostMemoryError: The limit of address space is too low.
         StorageError: The operating system reported an error.
     """
 
     def __init__(self, file: LocalFile, *, lazy: bool = False) -> None:
         self._file = file
-        self._touching = threading.Lock()
+        self.path = file.path
+        """Path of the file."""
+        self._touching = new_lock()
         self._touches = hasattr(os, "preadv")
         self._patience_seconds = _PATIENCE_SECONDS
         try:
-            self.region: Region = memory.map_file(file.fd, file.identity.nbytes, huge_pages=not lazy)
+            with memory.reporting_shortage(file.path):
+                self.region: Region = memory.map_file(file.fd, file.identity.nbytes, huge_pages=not lazy)
         except OSError as error:
             raise refused("mapping", file.path, error) from error
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from stio.storage import async_files, local
-from stio.storage.base import Source
+from stio.storage.base import Root, Source
+from stio.storage.checks import open_files_limit
 
 
 def open_directory(path: str | os.PathLike[str], *, follow_symlinks: bool) -> local.LocalRoot:
@@ -27,3 +28,35 @@ def open_file(path: str) -> Source:
         StorageError: It is no regular file, or the operating system reported an error.
     """
     return local.open_file(path) if local.HAVE_PREADV else async_files.open_at(path, path, None)
+
+
+def most_open_files() -> int:
+    """Return how many files one checkpoint may keep open: half of what this process may open."""
+    return open_files_limit() // 2
+
+
+class OneFile:
+    """One file of a directory that the caller did not name itself, as a `Root` of its own.
+
+    A path would be opened as the caller's own choice, wherever it leads. This is opened by the rule for shards.
+
+    Args:
+        directory: The directory; its owner closes it.
+        name: Name of the file, relative to the directory.
+    """
+
+    def __init__(self, directory: Root, name: str) -> None:
+        self.path = directory.path
+        self.name = name
+        self._directory = directory
+
+    def listdir(self) -> list[str]:
+        """Return the name of the file."""
+        return [self.name]
+
+    def open(self, name: str, *, trusted: bool = False) -> Source:
+        """Open a file of the directory; see `LocalRoot.open`."""
+        return self._directory.open(name, trusted=trusted)
+
+    def close(self) -> None:
+        """Do nothing: the directory stays open."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support import assorted, ramp, require_equal
+from support import assorted, needs_f4, ramp, require_equal
 
 import stio
 import stio.sync
@@ -217,12 +217,14 @@ def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ({"a": torch.ones(1, dtype=torch.complex128)}, "'a'"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor:UserWarning")  # torch.load's, from 2.15 on
 def test_tensors_that_the_format_has_not(tmp_path: Path, made: Tensors, match: str) -> None:
     torch.save(made, tmp_path / "m.pt")
     with pytest.raises(stio.StioError, match=rf"m\.pt: .*({match})"):
         stio.sync.convert(tmp_path / "m.pt", tmp_path / "d.safetensors")
 
 
+@needs_f4
 def test_packed_pairs_are_not_cast(tmp_path: Path) -> None:
     """torch has no such cast, and says so by an error of its own."""
     made = {"a": torch.zeros(3, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "b": ramp(5)}

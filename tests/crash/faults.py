@@ -16,7 +16,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -218,31 +218,47 @@ class Bench:
         return True
 
 
-def play_all(bench: Bench, faults: list[Fault], *, every_kill: bool) -> Iterator[str]:
-    """Try every fault at every call; give what was not as promised."""
-    for fault in faults:
-        yield from until_untouched(
-            lambda nth, fault=fault: bench.play(fault, nth), f"{bench.scenario.name}, {describe(fault)}"
-        )
-    for how in (KILL, KILL_AFTER) if every_kill else (KILL,):
-        fault = Fault(ALL & ~OPEN, how=how)
-        yield from until_untouched(
-            lambda nth, fault=fault: bench.kill(fault, nth, by_save=bool(nth % 2)),
-            f"{bench.scenario.name}, killed {'after' if how == KILL_AFTER else 'at'}",
-        )
+def play_all(
+    bench: Bench, faults: list[Fault], *, every_kill: bool, only: str | None = None, call: int | None = None
+) -> Iterator[str]:
+    """Try every fault at every call; give what was not as promised.
+
+    Args:
+        bench: Where.
+        faults: What fails.
+        every_kill: Whether the process is also killed after each call.
+        only: Description of the one fault to try.
+        call: Number of the one call to try.
+    """
+    kills = [Fault(ALL & ~OPEN, how=how) for how in ((KILL, KILL_AFTER) if every_kill else (KILL,))]
+    for fault in [*faults, *kills]:
+        if only not in (None, describe(fault)):
+            continue
+
+        def play(nth: int, fault: Fault = fault) -> bool:
+            return bench.kill(fault, nth, by_save=bool(nth % 2)) if fault in kills else bench.play(fault, nth)
+
+        for problem in until_untouched(play, [call] if call else range(1, 400)):
+            yield (
+                f"{bench.scenario.name}, {describe(fault)}, {problem}\n    to repeat, with the shim: python -m crash.faults "
+                f"DIRECTORY --long --scenario '{bench.scenario.name}' --fault '{describe(fault)}'"
+            )
 
 
-def until_untouched(play, what: str) -> Iterator[str]:
-    for nth in range(1, 400):
+def until_untouched(play: Callable[[int], bool], numbers: Sequence[int]) -> Iterator[str]:
+    for nth in numbers:
         try:
             if not play(nth):
                 return
         except (Broken, Torn, OSError) as error:
-            yield f"{what}, call {nth}: {type(error).__name__}: {error}"
-    yield f"{what}: no end"
+            yield f"call {nth}: {type(error).__name__}: {error}"
+    if len(numbers) > 1:
+        yield "no end"
 
 
 def describe(fault: Fault) -> str:
+    if fault.how in (KILL, KILL_AFTER):
+        return f"killed {'after' if fault.how == KILL_AFTER else 'at'}"
     names = [name for name, kind in KINDS.items() if fault.kinds & kind]
     what = "all calls" if fault.kinds == ALL else "/".join(names)
     way = {SHORT: "falls short", FAIL_AFTER: "is done and fails"}.get(fault.how, "fails")
@@ -255,23 +271,30 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--long", action="store_true", help="all faults, not those of every test run alone")
     parser.add_argument("--scenario", action="append", help="name of a scenario; all of them if there is none")
+    parser.add_argument("--fault", help="description of the one fault to try, as a finding names it")
+    parser.add_argument("--call", type=int, help="number of the one call to try")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of forks beside threads
     logging.getLogger("stio").setLevel(logging.CRITICAL)
     gc.freeze()
-    problems = []
+    problems: list[str] = []
+    outcomes: Counter[str] = Counter()
     for k, scenario in enumerate(SCENARIOS):
         if arguments.scenario and scenario.name not in arguments.scenario:
             continue
         directory = arguments.directory / str(k)
         directory.mkdir(parents=True)
         bench = Bench(directory, scenario)
-        found = list(play_all(bench, LONG_LIST if arguments.long else SHORT_LIST, every_kill=arguments.long))
+        faults = LONG_LIST if arguments.long else SHORT_LIST
+        found = list(play_all(bench, faults, every_kill=arguments.long, only=arguments.fault, call=arguments.call))
         problems += found
+        outcomes += bench.outcomes
         print(f"{scenario.name}: {dict(bench.outcomes)}, {len(found)} problems", flush=True)
         shutil.rmtree(directory, ignore_errors=True)
-    print(*(problem[:500] for problem in problems), sep="\n")
+    print(*(problem[:700] for problem in problems), sep="\n")
+    killed = outcomes.pop("killed", 0)
+    print(f"{outcomes.total():,} saves with a fault, {killed:,} killed at a call, {len(problems)} problems")
     return 1 if problems else 0
 
 

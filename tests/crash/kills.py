@@ -48,6 +48,8 @@ from stio.storage.commit.recovery import collect_garbage
 _SPAN_SECONDS = 0.025
 """A child lives at most so long from its first save's begin: some saves."""
 _PATIENCE_SECONDS = 30.0
+_MOST_KEPT = 5
+"""Directories of one case that are kept."""
 _MESSAGE = struct.Struct("<q")
 
 
@@ -92,10 +94,11 @@ class Killing:
     Args:
         case: What is saved.
         directory: Where; must be there and empty.
+        keep: Where the directory is copied when anything is found.
     """
 
-    def __init__(self, case: Case, directory: Path) -> None:
-        self.case = case
+    def __init__(self, case: Case, directory: Path, keep: Path | None = None) -> None:
+        self.case, self._keep = case, keep
         self.where = directory / case.destination
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
@@ -128,6 +131,9 @@ class Killing:
             self._clean(by_save)
         except (Torn, FileNotFoundError) as error:
             self.problems.append(f"{self.case.name}, round {self.counts['kills']}: {error}")
+            if self._keep is not None and len(self.problems) <= _MOST_KEPT:
+                kept = self._keep / f"{self.case.name}, round {self.counts['kills']}".replace(" ", "-")
+                shutil.copytree(self.where.parent, kept, dirs_exist_ok=True)
             self.standing = max(self.standing, begun)
 
     def _clean(self, by_save: bool) -> None:
@@ -286,6 +292,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--case", action="append", help="name of a case; all of them if there is none")
     parser.add_argument("--control", action="store_true", help="write in place: must be found out")
+    parser.add_argument("--keep", type=Path, help="where the directory goes as it is when anything is found")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of forks beside threads
@@ -296,18 +303,22 @@ def main() -> int:
     cases = [case for case in CASES if not arguments.case or case.name in arguments.case]
     if arguments.control:
         cases = [CONTROL]
-    problems = []
+    problems: list[str] = []
+    num_kills = num_reads = 0
     for k, case in enumerate(cases):
         directory = arguments.directory / str(k)
         directory.mkdir(parents=True)
-        killing = Killing(case, directory)
+        killing = Killing(case, directory, arguments.keep)
         for n in range(arguments.rounds // len(cases) + (k < arguments.rounds % len(cases))):
             killing.round(numbers.random(), by_save=bool(n % 2))
         killing.finish()
         problems += killing.problems
+        num_kills += killing.counts["kills"]
+        num_reads += sum(number for name, number in killing.counts.items() if name.startswith("reads"))
         print(f"{case.name}: {dict(killing.counts)}, {len(killing.problems)} problems", flush=True)
         shutil.rmtree(directory, ignore_errors=True)
     print(*(problem[:500] for problem in problems), sep="\n")
+    print(f"{num_kills:,} kills, {num_reads:,} reads beside them, {len(problems)} problems")
     return 1 if problems else 0
 
 

@@ -289,3 +289,26 @@ def test_10_000_tensors_beside_a_busy_thread() -> None:
         done.set()
         thread.join()
     assert taken < 5  # 0.04 s alone, twice that here; one call that drops the GIL for each tensor makes it 50 s
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap, torch.func.functionalize])
+@pytest.mark.parametrize("part", [slice(None), slice(0, 1), slice(0, 0)])
+def test_all_tensors_of_a_function_transform_are_named(transform, part):
+    """Also those without elements; plain tensors beside them are not."""
+    plain, caught = torch.ones(2), []
+
+    def use(tensor):
+        with pytest.raises(TypeError, match="torch.func") as error:
+            describe_tensors({"plain": plain, "b": tensor[part], "c": tensor * 2, **dict.fromkeys("defghijk", tensor)})
+        caught.append(str(error.value))
+        return tensor.sum()
+
+    transform(use)(torch.ones(3, 2) if transform is torch.vmap else torch.ones(3))
+    assert "'plain'" not in caught[0]
+    assert caught[0].startswith("tensors 'b', 'c', 'd'")
+    assert "and 2 more" in caught[0]
+
+
+def test_a_tensor_of_zeros_without_memory_is_refused():
+    with pytest.raises((TypeError, ValueError), match="'zeros'"):
+        describe_tensors({"zeros": torch._efficientzerotensor((3,))})

@@ -86,7 +86,8 @@ def test_bits_storage_and_version(dtype: str, shape: tuple[int, ...]) -> None:
     assert tensor._base is None
     assert tensor.is_leaf
     assert not tensor.requires_grad
-    assert tensor._version == 0
+    # A counter of its own. Where torch does not read the dtype from DLPack, as 2.6 with floats of 8 bits, it begins at 1.
+    assert tensor._version == (0 if module._MAKERS[dtype].by_dlpack or not data else 1)
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in LOADABLE if dtype != "F4"])
@@ -166,7 +167,8 @@ def test_part_of_a_larger_region() -> None:
 
 
 def test_nothing_but_empty_tensors_needs_no_memory() -> None:
-    found = tensors_in(memory.Region(0, 0), ["a", "b"], ["F32", "F4"], [(0, 3), (2, 0)], [0, 0])
+    other = "F4" if "F4" in TORCH_DTYPES else "BF16"
+    found = tensors_in(memory.Region(0, 0), ["a", "b"], ["F32", other], [(0, 3), (2, 0)], [0, 0])
     assert [tuple(found[name].shape) for name in "ab"] == [(0, 3), (2, 0)]
 
 

@@ -358,3 +358,16 @@ def test_importing_needs_neither_torch_nor_numpy() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("bad", [b"\x80", b"\xbf\x80", b"\x80\x80\x80"])
+@pytest.mark.parametrize("escape", [b'\\"', b"\\\\", b"\\u0041", b"\\n"])
+def test_a_continuation_byte_behind_an_escape_at_the_end_of_a_window(
+    escape: bytes, bad: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window that ends behind an escape is not cut inside it, whatever follows."""
+    monkeypatch.setattr("stio.format.json_scanner.WINDOW_BYTES", 24)
+    for fill in range(40):
+        text = b'{"' + b"a" * fill + escape + bad + b'":{}}'
+        with pytest.raises(FormatError):
+            parse_header(text, file_bytes=8 + len(text), path="x", shard="x")

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stio.errors import SharedTensorsError
+from stio.errors import FormatError, LimitError, SharedTensorsError
+from stio.format import json_scanner
 from stio.format.sharding import TensorSource
-from stio.format.shared import aliases_json, overlap_groups, resolve_shared
+from stio.format.shared import aliases_json, overlap_groups, parse_aliases, resolve_shared
 
 
 def source(name: str, key: object = None, span: tuple[int, int] = (0, 4), **fields: object) -> TensorSource:
@@ -118,3 +119,46 @@ def test_aliases_as_text() -> None:
     aliases = {"é": "a", "b\n": 'a"'}
     assert aliases_json(aliases) == json.dumps(aliases, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     assert aliases_json({}) == "{}"
+    assert parse_aliases(aliases_json(aliases), path="f", max_aliases=2) == aliases
+    assert parse_aliases(" {} ", path="f", max_aliases=0) == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "null", "5", '"a"', "{}x", '{"a":5}', '{"a":{}}', "{'a':'b'}", '{"a":"b",}'),
+        *('{"a":"b","a":"b"}', "[" * 100_000, '{"a":' * 100_000, '{"a":' + "9" * 5000 + "}"),
+        *('{"a":"\\ud800"}', '{"a":"\ud800"}', "\ufeff{}"),
+    ],
+    ids=range(18),
+)
+def test_malformed_text_of_aliases(text: str) -> None:
+    with pytest.raises(FormatError, match="aliases") as caught:
+        parse_aliases(text, path="f", max_aliases=10)
+    assert type(caught.value) is FormatError
+    assert caught.value.path == "f"
+    assert caught.value.offset is None
+    assert len(str(caught.value)) < 500
+
+
+def test_many_aliases_are_counted() -> None:
+    text = aliases_json({f"x{k}": "a" for k in range(30_000)})
+    assert len(parse_aliases(text, path="f", max_aliases=30_000)) == 30_000
+    with pytest.raises(LimitError, match="aliases"):
+        parse_aliases(text, path="f", max_aliases=29_999)
+
+
+def test_no_call_decodes_much_more_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of a decoder holds the interpreter's lock, and an author can write any number of aliases."""
+    sizes = []
+    decode = json_scanner._decode_strings
+
+    def counted(raw: bytes) -> dict[str, str]:
+        sizes.append(len(raw))
+        return decode(raw)
+
+    monkeypatch.setattr(json_scanner, "_decode_strings", counted)
+    text = aliases_json({f"x{k}": "a" for k in range(100_000)})
+    assert len(parse_aliases(text, path="f", max_aliases=100_000)) == 100_000
+    assert len(sizes) > 2
+    assert max(sizes) < 2 * json_scanner.WINDOW_BYTES

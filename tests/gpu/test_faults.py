@@ -157,7 +157,6 @@ def streams_of_the_pool(device: torch.device) -> list[int]:
 
 
 @gpu
-@pytest.mark.xfail(strict=True, raises=StillThere, reason="staging memory is pinned under the lock of its pool")
 def test_fault_3_a_save_can_be_cancelled_while_memory_is_pinned(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

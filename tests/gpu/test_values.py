@@ -172,6 +172,26 @@ def test_load_into(place: Place, tmp_path: Path, assign: bool) -> None:
     assert all(value.device == place.torch_device for value in model.state_dict().values())
 
 
+@on_places
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_into_a_module_with_a_load_hook(place: Place, tmp_path: Path, assign: bool) -> None:
+    """What the hook gets is kept on the CPU if it is copied: the device may have no room for a second copy."""
+    real, devices = Model(), []
+    state = {name: value for name, value in real.state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "m.safetensors")
+    model = Model().to(place.torch_device)
+    model.head.weight = model.embed.weight
+    model.layers[2].register_load_state_dict_pre_hook(
+        lambda module, state, *_: devices.extend(value.device.type for value in state.values())
+    )
+    report = stio.sync.load_into(model, tmp_path, assign=assign, device=place.device)
+    assert report == stio.LoadReport((), ())
+    assert devices == [place.torch_device.type if assign else "cpu"] * 2
+    require_equal(dict(model.state_dict()), dict(real.state_dict()))
+    assert model.head.weight is model.embed.weight
+    assert all(value.device == place.torch_device for value in model.state_dict().values())
+
+
 # Files from a cache.
 
 

@@ -296,3 +296,26 @@ def test_with_a_manifest(tmp_path: Path) -> None:
     assert torch.equal(sync.load_state(tmp_path / "a.ckpt", verify=True)["w"], torch.ones(3))
     plugin.remove_checkpoint(tmp_path / "a.ckpt")
     assert names_in(tmp_path) == []
+
+
+def test_what_others_wrote_is_not_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    replaced, theirs = tmp_path / "replaced.ckpt", tmp_path / "theirs.ckpt"
+    plugin = StioCheckpointIO()
+    plugin.save_checkpoint({"n": 1}, replaced)
+    plugin.load_checkpoint(replaced)  # waits
+    torch.save({"state_dict": {}}, replaced)
+    torch.save({"state_dict": {}}, theirs)
+    plugin.remove_checkpoint(replaced)
+    plugin.remove_checkpoint(theirs)
+    plugin.teardown()
+    assert names_in(tmp_path) == ["replaced.ckpt", "theirs.ckpt"]
+    assert caplog.text.count("stays") == 2
+
+
+def test_a_checkpoint_of_an_earlier_process_is_removed(tmp_path: Path) -> None:
+    StioCheckpointIO(asynchronous=False, hash="sha256").save_checkpoint({"n": 1}, tmp_path / "a.ckpt")
+    (tmp_path / "link.ckpt").symlink_to("a.ckpt")
+    StioCheckpointIO().remove_checkpoint(tmp_path / "link.ckpt")
+    assert names_in(tmp_path) == ["a.ckpt", "a.ckpt.manifest.json"]
+    StioCheckpointIO().remove_checkpoint(tmp_path / "a.ckpt")
+    assert names_in(tmp_path) == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -65,12 +67,16 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path: Path) -> None:
 def test_a_failure_is_logged_and_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    begun = threading.Event()
+
     def refuse(fd: int) -> None:
+        assert begun.wait(20)  # else the second save of the step would raise the failure of the first
         raise OSError(5, "broken")
 
     monkeypatch.setattr(calls, "fsync", refuse)
     with caplog.at_level(logging.ERROR), Saver(max_pending=2) as saver:
         save = begin(tmp_path, 7, saver)
+        begun.set()
         with pytest.raises(StorageError):
             save.result()
     assert "checkpoint of step 7 failed" in caplog.text
@@ -89,3 +95,53 @@ raise SystemExit(3)
     done = run_python(code)
     assert done.returncode == 3, done.stderr
     assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-5")
+
+
+def test_what_others_added_or_replaced_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Saver(max_pending=2) as saver:
+        for step in range(4):
+            begin(tmp_path, step, saver).result()
+        (tmp_path / "checkpoint-0" / "notes.txt").write_text("mine")
+        replaced = tmp_path / "checkpoint-1" / "model.safetensors"
+        replaced.write_bytes(b"theirs")
+        (tmp_path / "checkpoint-2").rename(tmp_path / "best")
+        (tmp_path / "checkpoint-2").mkdir()
+        (tmp_path / "checkpoint-2" / TRAINER_STATE).touch()
+        begin(tmp_path, 4, saver, keep_last=1).result()
+        begin(tmp_path, 5, saver, keep_last=1).result()
+    assert os.listdir(tmp_path / "checkpoint-0") == ["notes.txt"]
+    assert replaced.read_bytes() == b"theirs"
+    assert os.listdir(tmp_path / "checkpoint-1") == ["model.safetensors"]
+    assert os.listdir(tmp_path / "checkpoint-2") == [TRAINER_STATE]
+    assert torch.equal(load(tmp_path / "best")["w"], WEIGHTS["w"])
+    assert sorted(os.listdir(tmp_path))[:4] == ["best", "checkpoint-0", "checkpoint-1", "checkpoint-2"]
+    assert sorted(os.listdir(tmp_path))[4:] == ["checkpoint-5"]
+    assert len([record for record in caplog.records if "stays" in record.getMessage()]) == 2
+
+
+def test_the_same_step_again_keeps_what_others_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    added = ("eval-results.json", f"{STATE_NAME}/notes.txt")
+    with Saver(max_pending=2) as saver:
+        begin(tmp_path, 5, saver).result()
+        for name in added:
+            (tmp_path / "checkpoint-5" / name).write_text("mine")
+        begin(tmp_path, 5, saver, state=2).result()
+        assert os.listdir(tmp_path) == ["checkpoint-5"]
+        assert [(tmp_path / "checkpoint-5" / name).read_text() for name in added] == ["mine"] * 2
+        assert load_state(tmp_path / "checkpoint-5" / STATE_NAME) == 2
+        assert not caplog.text
+        (tmp_path / "checkpoint-5" / "model.safetensors").write_bytes(b"theirs")
+        begin(tmp_path, 5, saver, keep_last=1).result()
+    assert torch.equal(load(tmp_path / "checkpoint-5")["w"], WEIGHTS["w"])
+    (kept,) = tmp_path.glob(".stio-kept-*")
+    assert os.listdir(kept) == ["model.safetensors"]
+    assert (kept / "model.safetensors").read_bytes() == b"theirs"
+    assert caplog.text.count(kept.name) == 1
+
+
+def test_a_copy_of_a_checkpoint_stays(tmp_path: Path) -> None:
+    with Saver(max_pending=2) as saver:
+        begin(tmp_path, 5, saver).result()
+        shutil.copytree(tmp_path / "checkpoint-5", tmp_path / "checkpoint-2")
+        begin(tmp_path, 6, saver, keep_last=1).result()
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "checkpoint-6"]

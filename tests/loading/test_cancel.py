@@ -8,6 +8,7 @@ import weakref
 
 import anyio
 import pytest
+import torch
 from support import (
     Gate,
     HookedRoot,
@@ -17,6 +18,7 @@ from support import (
     cancelled_natively_at_every_await,
     eventually,
     eventually_async,
+    module_of,
     nothing_left,
     oracle,
     ramp,
@@ -24,7 +26,6 @@ from support import (
     save_sharded,
     spin,
 )
-from torch import nn
 
 import stio
 from stio.loading import scheduler as load_module
@@ -47,16 +48,9 @@ def directory(tmp_path_factory, tensors):
     return save_sharded(tensors, tmp_path_factory.mktemp("model"), 3)
 
 
-class Model(nn.Module):
-    def __init__(self, tensors):
-        super().__init__()
-        self.layer = nn.ModuleList()
-        for tensor in tensors.values():
-            self.layer.append(nn.Module())
-            self.layer[-1].register_buffer("b", tensor.clone().zero_())
-
-    def state_dict(self, *args, **options):
-        return {f"layer.{k}": one.b for k, one in enumerate(self.layer)}
+def zeros_of(tensors):
+    """Return a module with buffers of zeros."""
+    return module_of({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
 
 
 WAYS = [
@@ -104,11 +98,11 @@ def make(request, directory, tensors):
             await checkpoint.read("layer.4", 3)
 
     async def load_into():
-        await stio.load_into(Model(tensors), directory, budget_bytes=64 * KIB)
+        await stio.load_into(zeros_of(tensors), directory, budget_bytes=64 * KIB)
 
     async def context_load_into():
         async with stio.open(directory, memory="copy", budget_bytes=64 * KIB) as checkpoint:
-            await checkpoint.load_into(Model(tensors))
+            await checkpoint.load_into(zeros_of(tensors))
 
     async def everything():
         async with stio.open(directory, memory="copy", budget_bytes=64 * KIB) as checkpoint:
@@ -379,7 +373,7 @@ async def test_cancel_in_the_hands_of_the_consumer(directory):
 
 async def test_cancelled_load_into_leaves_the_module_usable(root, tensors, directory):
     root.hook = gate = Gate(after=4)
-    model = Model(tensors)
+    model = zeros_of(tensors)
     async with anyio.create_task_group() as group:
         group.start_soon(lambda: stio.load_into(model, root, memory="copy", budget_bytes=64 * KIB))
         assert await eventually_async(gate.reached.is_set)

@@ -8,7 +8,7 @@ import os
 import anyio
 import pytest
 import torch
-from support import HookedRoot, nothing_left, oracle, ramp, require_equal, save_file, save_raw, save_sharded
+from support import HookedRoot, module_of, nothing_left, oracle, ramp, require_equal, save_file, save_raw, save_sharded
 from torch import nn
 
 import stio
@@ -67,11 +67,8 @@ async def by_stream(source, **keywords):
 
 
 async def by_load_into(source, **keywords):
-    class Model(nn.Module):
-        def state_dict(self, *args, **options):
-            return {f"layer.{k}": torch.zeros(64, 64 + k) for k in range(12)}
-
-    return await stio.load_into(Model(), source, **keywords)
+    module = module_of({f"layer.{k}": torch.zeros(64, 64 + k) for k in range(12)})
+    return await stio.load_into(module, source, **keywords)
 
 
 @pytest.fixture(params=[by_load, by_stream, by_load_into], ids=lambda by: by.__name__)
@@ -167,6 +164,22 @@ async def test_c91_rewritten_while_it_is_read(directory, memory):
             await checkpoint.load()
         assert caught.value.path == str(shard)
         require_equal(await checkpoint.load("layer.0"), {"layer.0": oracle(directory)["layer.0"]})
+
+
+@pytest.mark.parametrize("change", [("F32", "I32"), ("[64, 64]", "[32,128]")])
+@pytest.mark.parametrize("memory", ["copy", "map", "lazy"])
+async def test_b86_a_header_that_changes_between_plan_and_read(tmp_path, memory, change):
+    """A writer gives the bytes in place another dtype or shape. Only the time of the change shows that."""
+    data = bytes(64 * 64 * 4)
+    header = '{"a": {"dtype": "F32", "shape": [64, 64], "data_offsets": [0, 16384]}}'
+    file = save_raw(tmp_path / "x.safetensors", header, data)
+    async with stio.open(file, memory=memory) as checkpoint:
+        save_raw(file, header.replace(*change), data)
+        os.utime(file, ns=(1, 1))
+        with pytest.raises(ChangedDuringReadError) as caught:
+            await checkpoint.load()
+        assert caught.value.path == str(file)
+    assert len(await stio.load(file, memory=memory)) == 1
 
 
 async def test_c91_rewritten_during_a_load(root, directory, by):

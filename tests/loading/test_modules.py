@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 from anyio.to_thread import run_sync
-from support import HookedRoot, nothing_left, oracle, ramp, require_equal, save_file
+from support import HookedRoot, module_of, nothing_left, oracle, ramp, require_equal, save_file
 from torch import nn
 
 import stio
@@ -231,17 +231,17 @@ async def test_c96_a_full_device_is_empty_again_where_the_error_is_handled(tmp_p
     assert all(parameter.is_meta for parameter in module.values())
 
 
-async def test_a_target_that_cannot_be_written_fails_and_leaves_nothing(tmp_path):
-    """Expanded memory takes no copy: torch's error comes out, the load ends."""
-    file = save_file({f"t{k}": ramp(40, 1000) for k in range(8)}, tmp_path / "x.safetensors")
-
-    class Expanded(nn.Module):
-        def state_dict(self, *args, **options):
-            return {f"t{k}": torch.zeros(1).expand(40, 1000) for k in range(8)}
-
-    for memory in ["copy", "map"]:
-        with nothing_left(), pytest.raises(RuntimeError, match="single memory location"):
-            await stio.load_into(Expanded(), file, memory=memory, budget_bytes=64 << 10)
+async def test_a_target_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path):
+    save_file({f"t{k}": ramp(40, 1000) for k in range(8)}, tmp_path / "x.safetensors")
+    root = HookedRoot(tmp_path)
+    module = module_of(
+        {f"t{k}": torch.zeros(1).expand(40, 1000) if k == 7 else torch.zeros(40, 1000) for k in range(8)}
+    )
+    with pytest.raises(MismatchError, match=r"t7 cannot be filled: its elements share memory"):
+        await stio.load_into(module, root)
+    assert root.data_bytes_read == 0
+    assert not module.t0.any()
+    root.close()
 
 
 async def test_sync_twins(untied_file, monkeypatch):

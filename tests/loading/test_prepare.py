@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from contextlib import closing
 
+import pytest
+import safetensors.torch
+import torch
+
+import stio.sync
 from stio.format.header_build import build_header
 from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
@@ -76,3 +81,28 @@ def test_what_comes_from_a_disk_is_touched_on_the_way(monkeypatch, tmp_path, res
         opened.close()
     nbytes = sum(nbytes for _, nbytes in touched)
     assert 40 * MIB <= nbytes <= 40 * MIB + 2 * PAGE_BYTES if touches else nbytes == 0
+
+
+# Memory that a load will hold.
+
+
+@pytest.mark.parametrize("memory", ["copy", "map"])
+@pytest.mark.parametrize("dtype", [None, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "slices", [None, {"a": (slice(None), slice(0, 3))}, {"a": slice(None, None, -1)}, {"a": [2, 0]}], ids=repr
+)
+def test_the_memory_that_tensors_hold_is_known_before_the_read(tmp_path, memory, dtype, slices):
+    """Never more than they hold: then what fits would be refused."""
+    tensors = {"a": torch.rand(8, 6), "b": torch.arange(40), "c": torch.zeros(0), "d": torch.rand(30).half()}
+    safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
+    with closing(open_checkpoint(tmp_path / "x.safetensors")) as opened:
+        options = LoadOptions(memory=memory, dtype=dtype)
+        scheduler = prepare(opened, None, options, slices=slices, deliver=lambda group, loaded: None)
+        held = sum(scheduler._paths[group.selection].held_bytes(group) for group in scheduler.plan.groups)
+        loaded = stio.sync.load(tmp_path / "x.safetensors", memory=memory, dtype=dtype, slices=slices)
+    own = {name for name, tensor in loaded.items() if memory == "copy" or tensor.dtype != tensors[name].dtype}
+    own |= set(slices or ()) if memory == "map" else set()
+    limit = sum(loaded[name].nbytes for name in own)
+    assert held <= limit + 8192  # images are whole pages, with the header before the first tensor
+    if memory == "copy":
+        assert held >= sum(tensor.nbytes for tensor in loaded.values())

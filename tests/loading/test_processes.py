@@ -163,10 +163,10 @@ def test_exit_does_not_hang(zygote, directory, what):
             threading.Thread(target=body, daemon=True).start()
 
         if what == "load":
-            from stio.loading.body import collect, start_reading
+            from stio.loading.body import collect, reading_operation
             from stio.loading.options import LoadOptions
             options = LoadOptions(memory="copy")
-            operation = start_reading(root, options, lambda operation, opened: collect(operation, opened, None, options))
+            operation = reading_operation(root, options, lambda operation, opened: collect(operation, opened, None, options)).start()
         elif what == "stream":
             checkpoint = sync.open(root, memory="copy", budget_bytes=100_000)
             checkpoint.__enter__()

@@ -233,7 +233,7 @@ def test_first_come_first_served():
 
     made = Scheduler(plan_of(60, 90, 10, 10, 10), FakePath(on_read), budget_bytes=100, num_workers=4).start()
     assert held.wait(PATIENCE_SECONDS)
-    assert eventually(lambda: len(made.run._changed._waiters) == 3)  # all others wait for budget
+    assert eventually(lambda: made.run._changed.num_sleeping == 3)  # all others wait for budget
     assert made.path.reads == [(0, 0)]
     go.set()
     made.end()
@@ -242,7 +242,7 @@ def test_first_come_first_served():
 
 def test_hold_stops_reading_when_the_consumer_lags():
     made = Scheduler(plan_of(*[40] * 10), budget_bytes=100, num_workers=4, hold=True).start()
-    assert eventually(lambda: len(made.delivered) == 2 and len(made.run._changed._waiters) == 4)
+    assert eventually(lambda: len(made.delivered) == 2 and made.run._changed.num_sleeping == 4)
     assert made.path.reads == [(0, 0), (1, 0)]
     assert made.run.budget.used_bytes == 80
     groups = made.run.plan.groups
@@ -272,7 +272,7 @@ def test_p8_a_group_counts_until_the_worker_that_delivered_it_releases_it():
         assert go.wait(PATIENCE_SECONDS)
 
     made = Scheduler(plan_of(60, 60), budget_bytes=100, num_workers=2, hold=True, deliver=deliver).start()
-    assert eventually(lambda: made.delivered == [0] and len(made.run._changed._waiters) == 1)
+    assert eventually(lambda: made.delivered == [0] and made.run._changed.num_sleeping == 1)
     assert (made.path.reads, made.run.budget.used_bytes) == ([(0, 0)], 60)
     go.set()
     made.end()
@@ -311,7 +311,7 @@ def test_p8_a_group_counts_until_its_readers_release_it():
     made = Scheduler(
         plan_of(60, 60, blocks=2), Sharing(), budget_bytes=100, num_workers=2, hold=True, deliver=deliver
     ).start()
-    assert eventually(lambda: made.delivered == [0] and len(made.run._changed._waiters) == 1)
+    assert eventually(lambda: made.delivered == [0] and made.run._changed.num_sleeping == 1)
     assert ({index for index, _ in made.path.reads}, made.run.budget.used_bytes) == ({0}, 60)
     go.set()
     made.end()
@@ -404,7 +404,7 @@ def test_stop_elsewhere(where):
     )
     made.start()
     if where == "wait for budget":
-        assert eventually(lambda: len(made.run._changed._waiters) == 2)
+        assert eventually(lambda: made.run._changed.num_sleeping == 2)
         made.run.stop()
     with pytest.raises(Cancelled):
         made.end()

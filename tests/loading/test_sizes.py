@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stio.loading.sizes import mapped_block_bytes, staging_sizes, usable_cores, whole_pages
+from stio.loading.sizes import mapped_block_bytes, num_map_workers, staging_sizes, whole_pages
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -46,10 +46,14 @@ def test_p8_half_of_the_budget_at_most(num_cores: int, num_queues: int) -> None:
             assert num_slots * slot_bytes * num_queues <= max(budget_bytes // 2, 8 * 4096 * num_queues)
 
 
+@pytest.mark.parametrize("num_workers", [2, 8])
 @pytest.mark.parametrize("budget_bytes", [1, 4096, 1 << 20, 64 << 20, 1 << 40])
 @pytest.mark.parametrize("total_bytes", [0, 1, 100 << 20, 14 << 30])
-def test_mapped_blocks_are_whole_pages_within_the_budget(total_bytes: int, budget_bytes: int) -> None:
-    cold, resident = (mapped_block_bytes(total_bytes, budget_bytes, resident=known) for known in (False, True))
+def test_mapped_blocks_are_whole_pages_within_the_budget(total_bytes: int, budget_bytes: int, num_workers: int) -> None:
+    cold, resident = (
+        mapped_block_bytes(total_bytes, budget_bytes, resident=known, num_workers=num_workers)
+        for known in (False, True)
+    )
     assert 4096 <= cold <= resident <= 256 * MIB
     assert cold % 4096 == resident % 4096 == 0
     assert resident <= max(4096, budget_bytes // 2)
@@ -60,5 +64,6 @@ def test_whole_pages() -> None:
     assert [whole_pages(nbytes) for nbytes in (0, 1, 4096, 8191, 8192)] == [4096, 4096, 4096, 4096, 8192]
 
 
-def test_usable_cores() -> None:
-    assert usable_cores() >= 1
+@pytest.mark.parametrize(("num_cores", "num_workers"), [(1, 2), (2, 2), (3, 3), (8, 8), (64, 8)])
+def test_map_workers_by_cores(num_cores: int, num_workers: int) -> None:
+    assert num_map_workers(num_cores) == num_workers

@@ -15,6 +15,7 @@ from support import (
     HookedRoot,
     eventually,
     eventually_async,
+    module_of,
     nothing_left,
     num_threads,
     oracle,
@@ -318,7 +319,7 @@ async def test_reading_stops_when_the_consumer_lags(root, monkeypatch):
     async with stio.open(root, **SMALL) as checkpoint, checkpoint.stream() as stream:
         await anext(stream)
         run = runs[0]
-        assert await eventually_async(lambda: len(run._changed._waiters) == run._workers._num_working > 0)
+        assert await eventually_async(lambda: run._changed.num_sleeping == run._workers._num_working > 0)
         asked = len(root.log)
         await spin(50)
         assert len(root.log) == asked
@@ -337,12 +338,8 @@ async def test_work_goes_on_while_the_loop_is_blocked(root, directory, what):
     root.hook = lambda *_: permits.acquire(timeout=PATIENCE_SECONDS) or pytest.fail("no permit")
     expected = oracle(directory)
 
-    class Model(torch.nn.Module):
-        def state_dict(self, *args, **options):
-            return self.tensors
-
-    model = Model()
-    model.tensors = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    model = module_of(tensors)
     found = {}
 
     async def work():
@@ -350,7 +347,7 @@ async def test_work_goes_on_while_the_loop_is_blocked(root, directory, what):
             found.update(await stio.load(root, memory="copy", budget_bytes=64 * KIB, progress=events.append))
         elif what == "load_into":
             await stio.load_into(model, root, memory="copy", budget_bytes=64 * KIB, progress=events.append)
-            found.update(model.tensors)
+            found.update(tensors)
         else:
             async with stio.open(root, memory="copy", budget_bytes=256 * KIB, progress=events.append) as checkpoint:
                 found.update({name: tensor async for name, tensor in checkpoint.stream()})
@@ -439,3 +436,27 @@ async def test_asyncgen_hooks_see_nothing_of_ours(directory):
         stream = checkpoint.stream()
         await anext(stream)
         assert not asyncio.get_running_loop()._asyncgens
+
+
+@pytest.mark.anyio
+async def test_a_consumer_that_leaves_does_not_stop_another_one(tmp_path):
+    """Two tasks share a stream under the smallest budget; one takes a single tensor."""
+    file = save_file({f"t{k}": ramp(10, 10) for k in range(20)}, tmp_path / "x.safetensors")
+    found = []
+    async with stio.open(file, memory="copy", budget_bytes=1) as checkpoint:
+        stream = checkpoint.stream()
+
+        async def take_one():
+            async for name, _ in stream:
+                found.append(name)
+                return
+
+        async def take_all():
+            async for name, _ in stream:
+                found.append(name)
+
+        with anyio.fail_after(PATIENCE_SECONDS):
+            async with anyio.create_task_group() as group:
+                group.start_soon(take_one)
+                group.start_soon(take_all)
+    assert sorted(found) == sorted(f"t{k}" for k in range(20))

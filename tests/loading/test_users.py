@@ -69,6 +69,14 @@ async def test_gather_and_task_groups(directory):
             require_equal(task.result(), oracle(directory))
 
 
+async def test_c101_tasks_that_load_one_path_get_equal_tensors(directory):
+    for keywords in ({"memory": "copy"}, {"memory": "map"}, {"memory": "lazy"}, {}):
+        with nothing_left():
+            for tensors in await asyncio.gather(*[stio.load(directory, **keywords) for _ in range(8)]):
+                require_equal(tensors, oracle(directory))
+            del tensors
+
+
 async def test_task_group_with_a_failure(directory):
     root = HookedRoot(directory)
     root.hook = gate = Gate()

@@ -13,6 +13,7 @@ import torch
 from support import (
     assorted,
     bits_of,
+    module_of,
     nothing_left,
     oracle,
     ramp,
@@ -199,18 +200,10 @@ async def test_dtype_casts_what_floats(single, memory, dtype):
 @pytest.mark.parametrize("memory", MEMORY)
 async def test_load_into_every_dtype(source, memory):
     expected = oracle(source)
-    module = nn.Module()
-    for name, tensor in expected.items():
-        module.register_buffer(name.replace(".", "_"), torch.zeros_like(tensor))
-    renamed = {name.replace(".", "_"): tensor for name, tensor in expected.items()}
-
-    class Renamed(nn.Module):
-        def state_dict(self, *args, **options):
-            return {name: module.get_buffer(name.replace(".", "_")) for name in expected}
-
-    report = await stio.load_into(Renamed(), source, memory=memory)
+    module = module_of({name: torch.zeros_like(tensor) for name, tensor in expected.items()})
+    report = await stio.load_into(module, source, memory=memory)
     assert (report.missing, report.unexpected) == ((), ())
-    require_equal(dict(module.named_buffers()), renamed)
+    require_equal(dict(module.named_buffers()), expected)
 
 
 @pytest.mark.parametrize("memory", MEMORY)

@@ -20,6 +20,7 @@ from support import (
     cancelled_natively_at_every_await,
     eventually,
     eventually_async,
+    module_of,
     nothing_left,
     oracle,
     ramp,
@@ -28,7 +29,6 @@ from support import (
     save_sharded,
     spin,
 )
-from torch import nn
 
 import stio
 from stio import sync
@@ -96,13 +96,10 @@ def root(directory):
     root.close()
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tensors = {f"layer.{k}": torch.zeros(64, 64 + k) for k in range(12)}
-
-    def state_dict(self, *args, **options):
-        return self.tensors
+def zeros():
+    """Return a module of the checkpoint's names and shapes, and its tensors."""
+    tensors = {f"layer.{k}": torch.zeros(64, 64 + k) for k in range(12)}
+    return module_of(tensors), tensors
 
 
 async def by_load(source, **keywords):
@@ -120,20 +117,20 @@ async def by_stream(source, **keywords):
 
 
 async def by_load_into(source, **keywords):
-    model = Model()
+    model, tensors = zeros()
     try:
         await stio.load_into(model, source, **keywords)
     except IntegrityError:
-        assert not any(tensor.any() for tensor in model.tensors.values())  # nothing was read
+        assert not any(tensor.any() for tensor in tensors.values())  # nothing was read
         raise
-    return model.tensors
+    return tensors
 
 
 async def by_context_load_into(source, **keywords):
-    model = Model()
+    model, tensors = zeros()
     async with stio.open(source, **keywords) as checkpoint:
         await checkpoint.load_into(model)
-    return model.tensors
+    return tensors
 
 
 async def by_sync_load(source, **keywords):
@@ -149,9 +146,9 @@ async def by_sync_open(source, **keywords):
 
 
 async def by_sync_load_into(source, **keywords):
-    model = Model()
+    model, tensors = zeros()
     await anyio.to_thread.run_sync(lambda: sync.load_into(model, source, **keywords))
-    return model.tensors
+    return tensors
 
 
 WAYS = [
@@ -439,12 +436,8 @@ async def test_a_manifest_that_is_no_file(tmp_path, directory, kind):
 
 
 async def test_names_are_compared_before_anything_is_hashed(root):
-    class Other(nn.Module):
-        def state_dict(self, *args, **options):
-            return {"other": torch.zeros(1)}
-
     with pytest.raises(MismatchError):
-        await stio.load_into(Other(), root, verify=True)
+        await stio.load_into(module_of({"other": torch.zeros(1)}), root, verify=True)
     assert root.data_bytes_read == 0
 
 
@@ -547,7 +540,7 @@ async def test_c90_a_file_that_shrinks_meanwhile(root, directory):
 
 async def test_the_first_error_ends_the_others(root, directory, monkeypatch):
     """Hashing ends where it stands once a file is known to be wrong."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("stio.loading.integrity.num_processors", lambda: 2)
     monkeypatch.setattr("stio.loading.integrity.PIECE_BYTES", 4 * KIB)
     damage(directory / "model-00001-of-00003.safetensors")
     seen = threading.Event()
@@ -570,7 +563,7 @@ async def test_the_first_error_ends_the_others(root, directory, monkeypatch):
 
 
 async def test_memory_stays_within_the_budget(root, directory, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr("stio.loading.integrity.num_processors", lambda: 64)
     budget = 64 * KIB
     lengths = []
     root.hook = lambda name, offset, nbytes: lengths.append(nbytes)
@@ -588,7 +581,7 @@ async def test_without_threads_to_spare(directory, tensors, monkeypatch):
 
 
 async def test_files_are_hashed_side_by_side(root, tensors, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr("stio.loading.integrity.num_processors", lambda: 3)
     together = threading.Barrier(3, timeout=5)
     waited = set()
 
@@ -615,7 +608,7 @@ def make(request, directory):
             pass
 
     async def load_into():
-        await stio.load_into(Model(), directory, verify=True)
+        await stio.load_into(zeros()[0], directory, verify=True)
 
     return {"load": load, "open": open_only, "load_into": load_into}[request.param]
 
@@ -634,7 +627,7 @@ async def test_native_cancel_at_every_await(make):
 
 @pytest.mark.parametrize("way", [by_load, by_open, by_load_into], ids=lambda way: way.__name__)
 async def test_a_cancelled_verification_waits_for_reads_under_way(root, way, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr("stio.loading.integrity.num_processors", lambda: 3)
     root.hook = gate = Gate(after=1)
     over = []
 
@@ -658,7 +651,7 @@ async def test_a_cancelled_verification_waits_for_reads_under_way(root, way, mon
 
 
 async def test_a_cancel_ends_the_hashing_soon(root, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("stio.loading.integrity.num_processors", lambda: 2)
     monkeypatch.setattr("stio.loading.integrity.PIECE_BYTES", 4 * KIB)
     root.hook = gate = Gate()
     async with anyio.create_task_group() as group:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from stio.errors import HostMemoryError
 from stio.runtime import memory
 from stio.runtime.limits import HUGE_PAGE_BYTES, PAGE_BYTES
 from stio.runtime.memory import Region, allocate, map_file, populate
@@ -120,10 +122,40 @@ def test_what_fits_is_what_the_machine_has() -> None:
     assert not memory.fits(os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES * 2)
 
 
-def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_cgroup_limit_bytes", lambda: 1 << 30)
-    monkeypatch.setattr(memory, "_number", lambda *paths: (1 << 30) - 100)
-    cache = {"/sys/fs/cgroup/memory.stat": "anon 7\nfile 40\n"}
-    monkeypatch.setattr(memory, "_text", lambda path: cache.get(path, ""))
-    assert memory.fits(140), "the page cache gives way"
-    assert not memory.fits(141)
+@pytest.mark.parametrize(
+    ("available", "budget"),
+    [(1 << 40, 512 << 20), (1 << 30, 512 << 20), (100 << 20, 50 << 20), (1 << 20, 4 << 20), (0, 4 << 20)],
+)
+def test_the_default_budget_is_smaller_where_memory_is_short(
+    available: int, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda enough: available)
+    assert memory.default_budget_bytes() == budget
+    assert memory.default_budget_bytes(memory.UNCHECKED_BYTES) == 512 << 20
+
+
+def test_what_is_required_and_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda enough: 100)
+    assert memory.require(100, path="p") == 0
+    assert memory.require(1, path="p") == 99
+    with pytest.raises(HostMemoryError, match="p: the tensors do not fit") as caught:
+        memory.require(101, path="p")
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (101, 100)
+
+
+def test_a_shortage_of_any_library_is_one_error() -> None:
+    for refused in (
+        lambda: torch.empty(1 << 60, dtype=torch.uint8),
+        lambda: np.zeros(1 << 60, dtype=np.uint8),
+        lambda: bytes(1 << 60),
+    ):
+        with pytest.raises(HostMemoryError) as caught, memory.reporting_shortage("p"):
+            refused()
+        assert caught.value.path == "p"
+        assert caught.value.needed_bytes in (1 << 60, None)
+        assert caught.value.free_bytes is not None
+    with pytest.raises(HostMemoryError, match="refused to map") as caught, memory.reporting_shortage("p"):
+        memory.allocate(1 << 60)
+    assert (caught.value.path, caught.value.needed_bytes) == ("p", (1 << 60) + HUGE_PAGE_BYTES)
+    with pytest.raises(RuntimeError, match="other"), memory.reporting_shortage("p"):
+        raise RuntimeError("other")

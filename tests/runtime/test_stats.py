@@ -310,7 +310,7 @@ def test_an_operation_that_ends_in_a_forked_child_is_not_counted(directory):
         pid = os.fork()
         if not pid:
             stats.count_end(tally, "done", 1.0)
-            stats.count_end(stats.count_start("load"), None)
+            stats.count_not_started(stats.count_start("load"))
             os._exit(stio.stats().num_loads_done + stio.stats().num_loads_running)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         stats.count_end(tally, "done", 1.0)

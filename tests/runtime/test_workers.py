@@ -13,6 +13,7 @@ import pytest
 from support import PATIENCE_SECONDS, eventually, nothing_left
 
 from stio.runtime import workers
+from stio.runtime.locks import Condition, require_unlocked
 from stio.runtime.operation import Cancelled, start_thread
 from stio.runtime.process import NICENESS
 from stio.runtime.workers import WorkerPool
@@ -133,7 +134,7 @@ def test_a_cancel_is_no_error():
 
 def test_stop_wakes_workers_that_wait_and_is_told_once_more_by_an_error():
     told = []
-    pool = WorkerPool("test", on_stop=lambda: told.append(pool.changed._is_owned()))
+    pool = WorkerPool("test", on_stop=lambda: (require_unlocked(), told.append(True)))
 
     def work():
         with pool.changed:
@@ -145,11 +146,11 @@ def test_stop_wakes_workers_that_wait_and_is_told_once_more_by_an_error():
     pool.join()
     with pytest.raises(Cancelled):
         pool.raise_error()
-    assert told == [False]  # without the lock
+    assert told == [True]
 
 
 def test_a_condition_of_its_owner():
-    changed = threading.Condition()
+    changed = Condition()
     pool = WorkerPool("test", changed=changed)
     assert pool.changed is changed
     with pytest.raises(ZeroDivisionError):

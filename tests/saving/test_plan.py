@@ -49,7 +49,7 @@ def written(plan: WritePlan) -> list[bytes]:
             for piece in block.pieces:
                 source = plan.sources[piece.source]
                 assert piece.at == len(filled)
-                assert piece.nbytes > 0
+                assert piece.nbytes > 0 or not source.nbytes
                 assert piece.start * 8 % max(8, BITS[source.dtype]) == 0  # cuts fall between elements
                 assert piece.ends == (piece.start + piece.nbytes == source.nbytes)
                 filled += source.data[piece.start : piece.start + piece.nbytes]
@@ -145,13 +145,31 @@ def test_only_empty_tensors() -> None:
     sources = sources_of([("a", "F32", (0,)), ("b", "BF16", (3, 0))])
     plan = plan_of(sources, max_shard_bytes=1)
     check(plan, sources)
-    assert plan.shards[0].blocks[0].pieces == ()
+    assert [(piece.source, piece.nbytes, piece.ends) for piece in plan.shards[0].blocks[0].pieces] == [
+        (0, 0, True),
+        (1, 0, True),
+    ]
+
+
+@pytest.mark.parametrize("nbytes", [0, 8, PAGE_BYTES])
+def test_an_empty_tensor_at_the_end_of_a_block(nbytes: int) -> None:
+    """Where header or data end with their block, no block follows; each tensor has its piece."""
+    for padding in range(0, 2 * PAGE_BYTES, 8):
+        sources = sources_of([("a", "U8", (nbytes,)), ("b", "U8", (0,))])
+        plan = plan_of(sources, metadata={"n": "n" * padding})
+        written(plan)
+        pieces = [piece.source for block in plan.shards[0].blocks for piece in block.pieces if piece.ends]
+        assert sorted(pieces) == [0, 1]
 
 
 def test_a_header_of_many_blocks() -> None:
     sources = sources_of([("x" * 3000, "U8", (5000,)), ("y", "U8", (0,)), ("z" * 3000, "U8", (1,))])
     plan = plan_of(sources, metadata={"note": "n" * 20_000})
     check(plan, sources)
+    assert [sum(piece.source == k for block in plan.shards[0].blocks for piece in block.pieces) for k in (1, 2)] == [
+        1,
+        1,
+    ]
     assert plan.shards[0].blocks[2].head(plan.shards[0].header) == plan.shards[0].header[8192:12288]
     check(plan_of([], metadata={"note": "n" * 20_000}), [])
 

@@ -98,6 +98,37 @@ def test_any_dtype(dtype):
     assert produced(source_of(lambda: in_rows(tensor, 2, 4), tensor), step_bytes=8) == bits_of(tensor)
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0), (2, 0, 5)])
+@pytest.mark.parametrize("give", [lambda t: t, lambda t: awaited(t), lambda t: iter([t]), lambda t: t.split(1)])
+def test_no_elements(shape, give):
+    tensor, calls = torch.empty(shape), []
+    source = source_of(lambda: calls.append(1) or give(tensor), tensor)
+    production = ProducedTensors()
+    assert list(production.copies(source, 0, memory.allocate(1).sub(1, 0))) == []
+    assert calls == [1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "value", "found"),
+    [
+        ((3, 0), [torch.empty(2, 0)], "2 rows in all"),
+        ((3, 0), [], "0 rows in all"),
+        ((3, 0), [torch.empty(2, 0), torch.empty(2, 0)], "more rows"),
+        ((3, 0), torch.empty(4, 0), r"\[4, 0\]"),
+        ((0, 4), [torch.empty(0, 5)], r"\[0, 5\]"),
+        ((0, 4), [torch.empty(1, 4)], "more rows"),
+        ((0, 4), torch.empty(0, 4, dtype=torch.int32), "int32"),
+        ((0, 4), [torch.empty(0, 4, device="meta")], "meta"),
+        ((0, 4), [None], "NoneType"),
+        ((0, 4), None, "NoneType"),
+    ],
+)
+def test_no_elements_of_another_kind(shape, value, found):
+    source = source_of(lambda: value, torch.empty(shape))
+    with pytest.raises(ValueError, match=f"'t' gave .*{found}"):
+        list(ProducedTensors().copies(source, 0, memory.allocate(1).sub(1, 0)))
+
+
 def test_a_scalar():
     tensor = torch.tensor(2.5)
     assert produced(source_of(lambda: tensor, tensor)) == bits_of(tensor)

@@ -23,7 +23,8 @@ def made(budget_bytes: int | None, block_bytes: int = PAGE_BYTES) -> StagingPool
 
 def take(pool: StagingPool) -> Region | None:
     with pool.changed:
-        return pool.try_take()
+        taken = pool.try_take()
+    return taken and taken()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_a_block_that_cannot_be_made_costs_nothing():
     pool.fit(PAGE_BYTES, refuse)
     with pytest.raises(MemoryError):
         take(pool)
-    assert pool.peak_bytes == 0
+    assert pool.held_bytes == 0
     pool.fit(PAGE_BYTES, memory.allocate)
     assert take(pool) is not None
 
@@ -156,7 +157,7 @@ def test_a_waiting_thread_is_notified_of_a_block_that_is_back():
             waiting.set()
             while (mine := pool.try_take()) is None:
                 assert pool.changed.wait(PATIENCE_SECONDS)
-            found.append(mine)
+            found.append(mine())
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -170,3 +171,31 @@ def test_a_waiting_thread_is_notified_of_a_block_that_is_back():
 def test_a_budget_is_positive(budget):
     with pytest.raises(ValueError, match="positive"):
         StagingPool(budget)
+
+
+@pytest.mark.parametrize(
+    ("budget", "data", "free", "expected"),
+    [
+        (None, 100, 100, None), (None, 100, 99, 49), (None, 100, 0, 1), (50, 100, 60, 50), (50, 100, 40, 20),
+        (None, 15, 0, None), (10, 100, 0, 10),
+    ],
+)  # fmt: skip
+def test_the_budget_is_smaller_where_memory_is_short(
+    budget: int | None, data: int, free: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In MiB; up to 16 nothing is examined."""
+    mib = 1 << 20
+    monkeypatch.setattr("stio.saving.staging_pool.available_bytes", lambda enough: free * mib)
+    pool = StagingPool(None if budget is None else budget * mib)
+    found = pool.budget_for(data * mib)
+    assert found is None if expected is None else found is not None and found // mib == expected
+
+
+def test_a_limit_holds_until_the_next_fit() -> None:
+    pool = StagingPool(None)
+    pool.fit(PAGE_BYTES, memory.allocate, limit_bytes=2 * PAGE_BYTES)
+    blocks = [take(pool) for _ in range(3)]
+    assert [block is None for block in blocks] == [False, False, True]
+    pool.fit(PAGE_BYTES, memory.allocate)
+    with pool.changed:
+        assert pool.try_take() is not None

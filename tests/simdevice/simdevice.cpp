@@ -11,6 +11,7 @@
 #include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
+#include <c10/util/strides.h>
 #include <torch/library.h>
 
 #include "memory.hpp"
@@ -392,6 +393,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset",
          [](Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) -> Tensor& {
            at::native::checkSetStorage(self, source, offset, size, stride);
+           const auto contiguous = c10::contiguous_strides(size);
+           if (!stride.data()) stride = contiguous;  // none given, as when torch copies a storage
            grow(source, at::detail::computeStorageNbytes(size, stride, self.dtype().itemsize(), offset));
            auto* const impl = self.unsafeGetTensorImpl();
            impl->set_storage_offset(offset);

@@ -204,6 +204,7 @@ def steps(model, optimizer, scheduler, count):
             scheduler.step(*[loss] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # of SequentialLR itself, in torch 2.6
 @pytest.mark.parametrize(
     ("optimizer", "scheduler"), [*[(name, None) for name in OPTIMIZERS], *[("adamw", name) for name in SCHEDULERS]]
 )

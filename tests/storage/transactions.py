@@ -199,7 +199,10 @@ FALLIBLE = [
     "fsync", "make_directory", "open_directory", "open_file", "rename", "rename_new", "reserve", "sync_directory",
     "unlink", "write", "write_bytes",
 ]  # fmt: skip
-INFALLIBLE = ["close", "exists", "fchmod", "remove_tree", "start_writeback", "try_lock", "unlock"]
+INFALLIBLE = [
+    "close", "copy_owner", "exists", "fchmod", "read_attributes", "remove_attribute",
+    "remove_directory", "remove_tree", "start_writeback", "try_lock", "unlock", "write_attribute",
+]  # fmt: skip
 
 
 class System:

@@ -668,7 +668,7 @@ def states_and_frameworks() -> list[Scenario]:
         trainer("published", "published", after(RENAME, "run/checkpoint-1"), "recorded", "recorded"),
         trainer("replaced", "over one of that name: the old one is renamed to trash, the new one not published",
                 after(RENAME, "run/.stio-trash-checkpoint-1"), MISSING, MISSING, prepare=train(save_optimizer=False)),
-        trainer("rotated", "an older one is renamed to trash", after(RENAME, "run/.stio-trash-b000000005"), MISSING,
+        trainer("rotated", "an older one is renamed to trash", after(RENAME, "run/.stio-trash-b000000007"), MISSING,
                 MISSING, max_steps=2, keywords={"keep_last": 1}, also=(reads_same("run/checkpoint-2", "recorded"),)),
     ]  # fmt: skip
 
@@ -677,20 +677,20 @@ def retention() -> list[Scenario]:
     def case(name: str, kind: str, kill: Kill, now: str, *names: str, **fields: Any) -> Scenario:
         keywords = fields.pop("keywords", MANY)
         return dead(f"retention-{name}", f"keep_last: {kind}", fields.pop("prepare", made("run")),
-                    saver(1, *names, **keywords), kill, now, now, path=names[0], destination=names[0],
+                    saver(1, *names, **keywords), kill, now, fields.pop("then", now), path=names[0], destination=names[0],
                     also=(reads_same(names[1], "new"),), next=("save", keywords), **fields)  # fmt: skip
 
     steps = ("run/step-1", "run/step-2")
     files = ("run/step-1.safetensors", "run/step-2.safetensors")
-    trash = "run/.stio-trash-b000000003"
+    trash = ".stio-trash-b000000003"
     return [
-        case("trash", "the old directory is renamed to trash", after(RENAME, trash), MISSING, *steps),
-        case("trash-half", "the trash is half deleted", after(UNLINK, trash, 2), MISSING, *steps),
+        case("trash", "the old directory is renamed to trash", after(RENAME, f"run/{trash}"), MISSING, *steps),
+        case("trash-half", "the trash is half deleted", after(UNLINK, f"run/{trash}", 2), MISSING, *steps),
         case("files-half", "in a directory of the user's the index is removed",
-             after(UNLINK, "run/step-1/model.safetensors.index"), "AmbiguousCheckpointError", *steps,
-             prepare=in_turn(made("run"), made("run/step-1"))),
-        case("file-half", "a file is removed, its manifest not", after(UNLINK, "run/step-1.safetensors"), MISSING,
-             *files, keywords=SHA),
+             after(UNLINK, f"run/step-1/{trash}/model.safetensors.index"), MISSING, *steps,
+             then="AmbiguousCheckpointError", prepare=in_turn(made("run"), made("run/step-1"))),
+        case("file-half", "a file is removed, its manifest not", after(UNLINK, f"run/{trash}/step-1.safetensors"),
+             MISSING, *files, keywords=SHA),
     ]  # fmt: skip
 
 

@@ -20,6 +20,9 @@ Answer = dict[str, Any]
 directories: dict[str, int] = {}
 """Directories whose lock is held, with their descriptors."""
 
+files: dict[str, int] = {}
+"""Directories whose lock file is locked, with the descriptors of those files."""
+
 locks: dict[str, int] = {}
 """Staging directories whose lock is held, with the descriptors of their lock files."""
 
@@ -36,15 +39,35 @@ def try_lock(fd: int) -> bool:
 
 def take_directory(path: str) -> Answer:
     """Take the lock that a save holds while it publishes, and a clean-up while it finishes or undoes a save."""
-    # 2. It is on the directory itself: no lock file, nothing is left behind. Of a checkpoint's directory that is there
-    #    it is that directory; of a single file the one that holds it. A first save into a directory that is not there
-    #    takes none: its commit is a rename that fails where something has the name (RENAME_NOREPLACE).
+    # 2. In 0.1.0.dev0 it is on the directory itself: no lock file, nothing is left behind. Of a checkpoint's directory
+    #    that is there it is that directory; of a single file the one that holds it. A first save into a directory that
+    #    is not there takes none: its commit is a rename that fails where something has the name (RENAME_NOREPLACE).
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     if not try_lock(fd):
         os.close(fd)
         return {"taken": False}
     directories[path] = fd
     return {"taken": True}
+
+
+def take_lock_file(path: str) -> Answer:
+    """Take the lock that versions after 0.1.0.dev0 hold in the same cases."""
+    # It is on the file `.stio-lock` in that directory, whose maker writes into it which process it is. The owner removes
+    # the file before it releases the lock, so the next one checks that the name is still that of the locked file.
+    name = os.path.join(path, ".stio-lock")
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    if not try_lock(fd) or not os.path.samestat(os.fstat(fd), os.stat(name)):
+        os.close(fd)
+        return {"taken": False}
+    os.write(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+    files[path] = fd
+    return {"taken": True}
+
+
+def drop_lock_file(path: str) -> Answer:
+    os.unlink(os.path.join(path, ".stio-lock"))
+    os.close(files.pop(path))
+    return {}
 
 
 def drop_directory(path: str) -> Answer:
@@ -112,7 +135,7 @@ def make_directory(path: str, source: str) -> Answer:
 
 
 def drop_all() -> Answer:
-    for held in (directories, locks):
+    for held in (directories, files, locks):
         while held:
             os.close(held.popitem()[1])
     return {}
@@ -125,6 +148,8 @@ def main() -> None:
         for call in (
             take_directory,
             drop_directory,
+            take_lock_file,
+            drop_lock_file,
             drop_all,
             stage,
             try_staging,

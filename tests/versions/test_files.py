@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import run
 from crash.generations import fast_directory
 from versions import archive, look
@@ -70,11 +71,20 @@ def of(name: str) -> Scenario:
     return ALL[f"{NEWEST}/{name}"]
 
 
+HAS_EVERY_DTYPE = hasattr(torch, "float8_e8m0fnu")
+"""False for torch 2.6, which has all other dtypes of the archives."""
+
+WITHOUT_A_DTYPE = {"assorted": "UnsupportedDtypeError", "every node": "FormatError"}
+"""By description of a content with every dtype, how a reader refuses it if torch lacks one."""
+
+
 def require_found(scenario: Scenario, root: Path, when: str) -> None:
     """Require that every reader finds what `scenarios.json` says, bit for bit."""
     for read in scenario.says["reads"]:
         found = look.found_by(read["way"], root / read["path"])
         expected = read[when]
+        if not HAS_EVERY_DTYPE:
+            expected = WITHOUT_A_DTYPE.get(expected, expected)
         where = f"{read['path']} by {read['way']}"
         if expected == "mixed":
             # The documented window of commit="files": each tensor is whole, the old one or the new one.
@@ -372,6 +382,8 @@ WRITTEN = [name for name, one in ALL.items() if "rewrite" in one.says and name.s
 def test_this_version_writes_the_same_bytes(name: str, place: Path) -> None:
     """What was saved is loaded and saved again."""
     scenario = ALL[name]
+    if not HAS_EVERY_DTYPE and any(read["now"] in WITHOUT_A_DTYPE for read in scenario.says["reads"]):
+        pytest.skip("this torch has no float8_e8m0fnu")
     there, here = place / "there", place / "here"
     for directory in (there, here):
         directory.mkdir()

@@ -121,12 +121,12 @@ class Place:
         return "model.safetensors.index.json" if self.keywords else "model.safetensors"
 
     def staging(self) -> list[Path]:
-        return sorted(self.home.glob(".stio-*"))
+        return sorted(path for path in self.home.glob(".stio-*") if path.is_dir())
 
     def require(self, generation: int) -> None:
         """Require a whole generation, and nothing staged."""
         assert found_by("load", self.path) == describe_tensors(tensors_of(generation))
-        assert self.staging() == []
+        assert sorted(self.home.glob(".stio-*")) == []
 
 
 PLACES = {
@@ -185,19 +185,31 @@ class Saving:
             raise self.error
 
 
-# The other version holds a lock.
+# The other version holds a lock: the directory's own as 0.1.0.dev0 does, or the lock file.
 
 
-def test_a_save_waits_while_another_version_publishes(place: Place, other: OtherVersion) -> None:
+LOCKS = ["directory", "lock_file"]
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_save_waits_while_another_version_publishes(place: Place, other: OtherVersion, lock: str) -> None:
     """It changes nothing that is seen and loses nothing; then it goes on."""
     before = listing(place.root)
-    assert other("take_directory", path=place.home)["taken"]
+    assert other(f"take_{lock}", path=place.home)["taken"]
     saving = Saving(place.path, place.keywords)
     assert eventually(lambda: bool(place.staging()))
     assert not eventually(saving.done, A_WHILE), f"it did not wait: {saving.error!r}"
     assert [name for name in listing(place.root) if "/.stio-" not in f"/{name}"] == before
     assert found_by("load", place.path) == describe_tensors(tensors_of(OLD))
-    other("drop_directory", path=place.home)
+    other(f"drop_{lock}", path=place.home)
+    saving.result()
+    place.require(NEW)
+
+
+def test_the_lock_of_the_directory_itself_is_waited_for_shortly(place: Place, other: OtherVersion) -> None:
+    """A user who may only read can hold it for ever. What stands there is compared in any case."""
+    assert other("take_directory", path=place.home)["taken"]
+    saving = Saving(place.path, place.keywords)
     saving.result()
     place.require(NEW)
 
@@ -205,26 +217,29 @@ def test_a_save_waits_while_another_version_publishes(place: Place, other: Other
 def test_a_save_that_has_waited_a_minute_refuses(
     place: Place, other: OtherVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert other("take_directory", path=place.home)["taken"]
+    assert other("take_lock_file", path=place.home)["taken"]
     saving = Saving(place.path, place.keywords)
     assert not eventually(saving.done, A_WHILE / 2)
     clock, looks = time.monotonic, itertools.count(1)
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 61 * next(looks))  # a minute goes by at each look
     with pytest.raises(stio.ConcurrentSaveError, match="another save has been publishing here"):
         saving.result()
+    other("drop_lock_file", path=place.home)
     place.require(OLD)
 
 
-def test_the_command_waits_while_another_version_publishes(tmp_path: Path, other: OtherVersion) -> None:
+@pytest.mark.parametrize("lock", LOCKS)
+def test_the_command_waits_while_another_version_publishes(tmp_path: Path, other: OtherVersion, lock: str) -> None:
     root = unpack(archive.FILES / NEWEST / "files-one-replaced.tar.xz", tmp_path)
     before = listing(root)
-    assert other("take_directory", path=root / "model")["taken"]
+    assert other(f"take_{lock}", path=root / "model")["taken"]
+    before += ["model/.stio-lock"] if lock == "lock_file" else []
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(look.collect(root / "model", root)), daemon=True)
     thread.start()
     assert not eventually(lambda: bool(found), A_WHILE)
-    assert listing(root) == before
-    other("drop_directory", path=root / "model")
+    assert listing(root) == sorted(before)
+    other(f"drop_{lock}", path=root / "model")
     thread.join(BOUND)
     assert found == [{"finished": ["model/.stio-b000000001"]}]
 
@@ -336,6 +351,7 @@ def test_another_version_finds_a_commit_taken(place: Place, other: OtherVersion,
     (staging,) = place.staging()
     require_owned(staging, other)
     assert not other("try_directory", path=place.home)["taken"]
+    assert not other("take_lock_file", path=place.home)["taken"]
     stopped_at.go_on()
     saving.result()
     place.require(NEW)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +25,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from stio.compat.huggingface_hub.load import (
     MapLocation,
+    OpenFile,
     fill,
     load_safetensors,
     missing_and_unexpected,
     only_file,
+    open_files,
     read_index,
     require_all,
 )
@@ -49,6 +52,7 @@ from stio.compat.huggingface_hub.tensors import (
 )
 from stio.errors import CheckpointNotFoundError, printable
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
+from stio.storage.open import open_directory
 
 __all__ = [
     "StateDictSplit",
@@ -224,6 +228,10 @@ def load_torch_model(
 ) -> _IncompatibleKeys:
     """Load a file, a sharded checkpoint, or the only file of a directory into a model.
 
+    All files of a directory are opened, and the headers of safetensors files checked, before the model changes. A file
+    of a directory, or its index, may be no link that leads out of the directory, except into the `blobs/` of the same
+    repository of the hub's cache. A file that the caller names may be a link to any place.
+
     Args:
         model: The model; its parameters are filled in place.
         checkpoint_path: A file, or a directory.
@@ -239,8 +247,8 @@ def load_torch_model(
         Names that only the model has, and names that only the checkpoint has.
 
     Raises:
-        FileNotFoundError: The path does not exist.
-        ValueError: It is no checkpoint, or a malformed one.
+        FileNotFoundError: The path, or a shard, does not exist.
+        ValueError: It is no checkpoint, or a malformed one; or a file is a link that leads out of its directory.
         OSError: A file's metadata name another format; the system refused.
         RuntimeError: Names or shapes differ.
     """
@@ -249,7 +257,7 @@ def load_torch_model(
         raise CheckpointNotFoundError(f"Checkpoint path {printable(str(path))} does not exist")
     if not path.is_file():
         pattern = _choose_pattern(path, filename_pattern, safe=safe)
-        if (path / (pattern.format(suffix="") + INDEX_SUFFIX)).is_file():
+        if os.path.lexists(path / (pattern.format(suffix="") + INDEX_SUFFIX)):
             return _load_sharded_checkpoint(
                 model=model,
                 save_directory=path,
@@ -260,11 +268,22 @@ def load_torch_model(
                 map_location=map_location,
                 mmap=mmap,
             )
-        path = only_file(path, safe=safe)
-    state_dict = load_state_dict_from_file(
-        checkpoint_file=path, map_location=map_location, weights_only=weights_only, mmap=mmap, safe=safe
-    )
+    with _opened(path, safe=safe) as file:
+        state_dict = load_state_dict_from_file(
+            checkpoint_file=file, map_location=map_location, weights_only=weights_only, mmap=mmap, safe=safe
+        )
     return fill(model, state_dict, strict=strict)
+
+
+@contextmanager
+def _opened(path: Path, *, safe: bool) -> Iterator[Path | OpenFile]:
+    """Yield a file that the caller named, or the only file of a directory, opened."""
+    if path.is_file():
+        yield path
+        return
+    name = only_file(path, safe=safe).name
+    with open_directory(path, follow_symlinks=False) as root, open_files(root, [name], safe=safe) as (file,):
+        yield file
 
 
 def _choose_pattern(path: Path, pattern: str | None, *, safe: bool) -> str:
@@ -292,20 +311,21 @@ def _load_sharded_checkpoint(
 ) -> _IncompatibleKeys:
     """Load a sharded checkpoint into a model, one shard at a time; see `load_torch_model`."""
     whole = filename_pattern.format(suffix="")
-    directory = os.fsdecode(save_directory)
-    index = read_index(os.path.join(directory, whole + INDEX_SUFFIX), Path(whole).suffix)
     loaded: dict[str, None] = {}
-    for shard in index.shards:
-        state_dict = load_state_dict_from_file(
-            os.path.join(directory, shard),
-            map_location="cpu" if map_location is None else map_location,
-            weights_only=weights_only,
-            mmap=mmap,
-            safe=safe,
-        )
-        loaded |= dict.fromkeys(state_dict)
-        model.load_state_dict(state_dict, strict=False)
-        del state_dict  # before the next one is loaded
+    with open_directory(os.fsdecode(save_directory), follow_symlinks=False) as root:
+        index = read_index(root, whole + INDEX_SUFFIX, Path(whole).suffix)
+        with open_files(root, index.shards, safe=safe) as files:
+            for file in files:
+                state_dict = load_state_dict_from_file(
+                    file,
+                    map_location="cpu" if map_location is None else map_location,
+                    weights_only=weights_only,
+                    mmap=mmap,
+                    safe=safe,
+                )
+                loaded |= dict.fromkeys(state_dict)
+                model.load_state_dict(state_dict, strict=False)
+                del state_dict  # before the next one is loaded
     # The loaded names are those in the shards: the index may differ from them.
     if unexpected := [name for name in loaded if name not in index.weight_map]:
         logger.warning("the shards hold tensors that the index does not name: %s", printable(sorted(unexpected)))
@@ -341,12 +361,13 @@ def load_state_dict_from_file(
         OSError: Its metadata name another format; the system refused.
     """
     path = os.fsdecode(checkpoint_file)
-    if not Path(path).is_file():
+    opened = checkpoint_file.opened if isinstance(checkpoint_file, OpenFile) else None
+    if opened is None and not Path(path).is_file():
         raise CheckpointNotFoundError(
             f"No checkpoint file found at '{printable(path)}'; is the path right, and the download complete?"
         )
     if safe or _is_safetensors(path):
-        return load_safetensors(path, map_location, safe=safe)
+        return load_safetensors(path, map_location, safe=safe, opened=opened)
     if not weights_only:
         logger.warning(
             "%s is loaded without torch's restricted unpickler: it can execute arbitrary code at load time. Trust "

@@ -1,13 +1,19 @@
 """Loads by the hub's rules: one safetensors file, the index of a sharded checkpoint, the tied names of a module.
 
-Nothing here unpickles. Tensors are read by the same operation as in any load of stio.
+Nothing here unpickles. Tensors are read by the same operation as in any load of stio. A file that the caller names may
+be a link to any place. The files of a directory are opened by the rule for shards, all of them before the first tensor
+is read (`open_files`).
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +24,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from stio.compat.huggingface_hub.tensors import covers_storage, get_torch_storage_id, is_wrapper
 from stio.errors import (
     AmbiguousCheckpointError,
+    CheckpointNotFoundError,
     FormatError,
     IndexFormatError,
     StorageError,
@@ -29,10 +36,13 @@ from stio.errors import (
 from stio.format.header import Header
 from stio.format.index import ShardIndex, parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
-from stio.loading.body import collect, start_reading
-from stio.loading.open import OpenCheckpoint
+from stio.loading.body import collect, reading_operation
+from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions
+from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
+from stio.storage.base import Root
+from stio.storage.open import OneFile, most_open_files
 
 logger = logging.getLogger("stio")
 
@@ -47,25 +57,78 @@ MapLocation = Any
 """What `torch.load` takes: a device, its name or index, a mapping of them; for pickles a function too."""
 
 
-def load_safetensors(path: str, map_location: MapLocation, *, safe: bool) -> dict[str, torch.Tensor]:
-    """Load one safetensors file.
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A file of a directory that `open_files` has checked. It is a path for functions that take one."""
+
+    path: str
+    """The file."""
+    opened: OpenCheckpoint | None
+    """The open file with its header; None: a pickle."""
+
+    def __fspath__(self) -> str:
+        return self.path
+
+
+@contextmanager
+def open_files(root: Root, names: Sequence[str], *, safe: bool) -> Iterator[list[OpenFile]]:
+    """Open files of a directory and check their headers; closes them at the end. No link may lead out.
+
+    If they are more than may be open at once, each is opened again when it is loaded, and must be the same file then.
 
     Args:
-        path: The file, under any name.
-        map_location: Device, its name, its index, or a mapping from `"cpu"` to one of them.
-        safe: Whether the caller requires the format; then every error says that the file is not of this format.
+        root: The directory.
+        names: Names of the files, relative to the directory.
+        safe: Whether the caller requires safetensors. Else pickles are checked for their place and kind only.
 
     Raises:
-        FormatError: The file is not of the format.
-        StorageError: The metadata name no format of torch's weights; or the system refused.
-        UnsupportedDtypeError: torch has no type for a tensor's dtype.
-        TypeError: A function as `map_location`: it would need storages, and there are none.
-        RuntimeError: There is no such device.
+        CheckpointNotFoundError: A file does not exist.
+        UnsafePathError: A file is a link that leads out of the directory.
+        FormatError: A header is wrong.
+        StorageError: A file is no regular one, or its metadata name another format; or the system refused.
     """
+    with ExitStack() as stack:
+        files = []
+        in_turns = len(names) > most_open_files()
+        for name in names:
+            path, opened = os.path.join(root.path, name), None
+            with _explained(path, safe=safe), _refusals(path):
+                if safe or name.lower().endswith(FILE_SUFFIX):
+                    opened = stack.enter_context(closing(open_checkpoint(OneFile(root, name))))
+                    _require_format(opened.headers[0], path)
+                    if in_turns:
+                        opened.files[0].close()
+                        opened.openers = (partial(root.open, name),)
+                else:
+                    root.open(name).close()
+            files.append(OpenFile(path, opened))
+        yield files
+
+
+@contextmanager
+def _refusals(path: str) -> Iterator[None]:
+    """Raise errors about a file that a directory or an index names in the words of the hub."""
     try:
-        if path.endswith(INDEX_SUFFIX):
-            raise FormatError("an index holds no tensors", path=path)  # stio's own loads would load its shards
-        return _load_file(path, map_location)
+        yield
+    except CheckpointNotFoundError:
+        raise CheckpointNotFoundError(
+            f"No checkpoint file found at '{printable(path)}'; is the path right, and the download complete?"
+        ) from None
+    except UnsafePathError as error:
+        raise UnsafePathError(
+            "the file is a link that leads out of the checkpoint; replace it by the file, or load the checkpoint by "
+            "`stio.load_into(..., follow_symlinks=True)`, if you trust it",
+            path=error.path,
+            expected=error.expected,
+            found=error.found,
+        ) from None
+
+
+@contextmanager
+def _explained(path: str, *, safe: bool) -> Iterator[None]:
+    """If the caller requires safetensors, let an error about the format say so."""
+    try:
+        yield
     except (FormatError, UnsupportedDtypeError) as error:
         if not safe:
             raise
@@ -75,7 +138,31 @@ def load_safetensors(path: str, map_location: MapLocation, *, safe: bool) -> dic
         ) from error
 
 
-def _load_file(path: str, map_location: MapLocation) -> dict[str, torch.Tensor]:
+def load_safetensors(
+    path: str, map_location: MapLocation, *, safe: bool, opened: OpenCheckpoint | None = None
+) -> dict[str, torch.Tensor]:
+    """Load one safetensors file.
+
+    Args:
+        path: The file, under any name.
+        map_location: Device, its name, its index, or a mapping from `"cpu"` to one of them.
+        safe: Whether the caller requires the format; then every error says that the file is not of this format.
+        opened: The open file; None: it is opened by its path.
+
+    Raises:
+        FormatError: The file is not of the format.
+        StorageError: The metadata name no format of torch's weights; or the system refused.
+        UnsupportedDtypeError: torch has no type for a tensor's dtype.
+        TypeError: A function as `map_location`: it would need storages, and there are none.
+        RuntimeError: There is no such device.
+    """
+    with _explained(path, safe=safe):
+        if path.endswith(INDEX_SUFFIX):
+            raise FormatError("an index holds no tensors", path=path)  # stio's own loads would load its shards
+        return _load_file(path, opened, map_location)
+
+
+def _load_file(path: str, opened: OpenCheckpoint | None, map_location: MapLocation) -> dict[str, torch.Tensor]:
     device = _device(map_location)
     target = device if device.type in _BY_STIO else torch.device("cpu")
     options = LoadOptions(device=target)
@@ -84,7 +171,11 @@ def _load_file(path: str, map_location: MapLocation) -> dict[str, torch.Tensor]:
         _require_format(opened.headers[0], path)
         return collect(operation, opened, None, options)
 
-    tensors = start_reading(path, options, read).result()()
+    if opened is None:
+        operation = reading_operation(path, options, read)
+    else:
+        operation = Operation(partial(read, opened=opened), name="load", kind="load", about=path).start()
+    tensors = operation.result()()
     return tensors if target == device else {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
@@ -135,20 +226,25 @@ def only_file(path: Path, *, safe: bool) -> Path:
     return found[0]
 
 
-def read_index(path: str, suffix: str) -> ShardIndex:
+def read_index(root: Root, name: str, suffix: str) -> ShardIndex:
     """Read an index and check the names of its shards, by the rules of `stio.format.index`.
 
     Args:
-        path: The index.
+        root: The directory of the index.
+        name: Name of the index.
         suffix: Required end of each shard's name.
 
     Raises:
         IndexFormatError: It is too long, malformed, or a shard's name has another end.
-        UnsafePathError: A shard's name leads out of the directory.
-        OSError: The system refused.
+        UnsafePathError: The index is a link that leads out of the directory, or a shard's name leads out.
+        StorageError: It is no regular file, or the system refused.
     """
-    with open(path, "rb") as file:
-        raw = file.read(_MAX_INDEX_BYTES + 1)
+    path = os.path.join(root.path, name)
+    with _refusals(path), closing(root.open(name)) as file:
+        nbytes = min(file.identity.nbytes, _MAX_INDEX_BYTES + 1)
+        memory = allocate(max(nbytes, 1)).sub(0, nbytes)
+        file.read_into(0, [memory])
+        raw = memory.tobytes()
     where = f"index file '{printable(path)}'"
     if len(raw) > _MAX_INDEX_BYTES:
         raise IndexFormatError(f"Invalid {where}: it is longer than {_MAX_INDEX_BYTES} bytes")
@@ -162,7 +258,7 @@ def read_index(path: str, suffix: str) -> ShardIndex:
     except IndexFormatError as error:
         raise IndexFormatError(f"Invalid {where}: {without_path(error)}") from error
     for shard in index.shards:
-        if not shard.endswith(suffix):
+        if not shard.endswith(suffix) or shard.rpartition("/")[2] == suffix:
             raise IndexFormatError(
                 f"Invalid shard filename '{printable(shard)}' in {where}. Expected '{suffix}' extension to match the "
                 "index format"

@@ -26,11 +26,12 @@ from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
 from stio.saving.plan import plan_files
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit.directory_lock import directory_lock
 from stio.storage.commit.file_writer import write_refused
 from stio.storage.commit.small_files import MAX_INDEX_BYTES, closing, read_small
-from stio.storage.commit.staging_dir import directory_lock
 from stio.storage.commit.target import CommitPlan, SaveTarget, existing_checkpoint
 from stio.storage.commit.transaction import LocalTransaction
+from stio.storage.paths import resolve_links
 
 _FORMAT = {"format": "pt"}
 
@@ -55,14 +56,14 @@ class HubDirectory:
             FileNotFoundError, NotADirectoryError: There is no such directory; the hub's callers catch these.
             StorageError: The operating system refused.
         """
-        home_fd = self._open()
+        real, home_fd = self._open()
         with self.refusals():
-            target = SaveTarget(self.path, "update", os.path.realpath(self.path), "")
+            target = SaveTarget(self.path, "update", real, "")
             return LocalTransaction(target, home_fd, self.plan, durable=True, last_wins=True)
 
     def clear(self) -> None:
         """Remove the old checkpoint if no new one replaces it; its index first."""
-        with closing(self._open()) as home_fd, self.refusals(), directory_lock(home_fd, self.path):
+        with closing(self._open()[1]) as home_fd, self.refusals(), directory_lock(home_fd, self.path):
             for name in self.plan(home_fd, "").existing.files:
                 calls.unlink(name, dir_fd=home_fd)
                 if name.endswith(INDEX_SUFFIX):
@@ -100,9 +101,13 @@ class HubDirectory:
                 pass  # a broken index names no files
         return sorted(dict.fromkeys((*names, *own)), key=lambda name: not name.endswith(INDEX_SUFFIX))
 
-    def _open(self) -> int:
+    def _open(self) -> tuple[str, int]:
+        """Return the path of the directory without links, and the directory, open."""
         try:
-            return calls.open_directory(self.path)
+            real = resolve_links(self.path)
+            return real, calls.open_directory(real)
+        except StorageError:
+            raise
         except (FileNotFoundError, NotADirectoryError):
             raise
         except OSError as error:

@@ -40,7 +40,7 @@ class AcceleratorTensors(Tensors):
         operation = Operation(lambda operation: collect(operation, opened, None, options), name="load")
         with reading(file.path):
             try:
-                return operation.start().result()()
+                return operation.result()()
             except DeviceMemoryError as error:
                 raise torch.OutOfMemoryError(str(error)) from error
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,8 @@ from dataclasses import dataclass, replace
 from stio.errors import ClosedError, NoSpaceError, StorageError
 from stio.loading.cache.file_image import CachedFile, FileImage
 from stio.runtime import memory
+from stio.runtime.control_groups import room_in_memory
+from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.storage.base import Source
 
@@ -84,7 +85,7 @@ class CacheEntries:
     def __init__(self, budget_bytes: int, allocate: Callable[[int], Region]) -> None:
         self._budget_bytes = budget_bytes
         self._allocate = allocate
-        self._lock = threading.RLock()  # a finaliser may release while its own thread is inside
+        self._lock = new_lock()  # a finaliser may release while its own thread is inside
         self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
         self._labels: dict[str, tuple[int, int]] = {}
         self._held_bytes = 0
@@ -92,9 +93,8 @@ class CacheEntries:
         self._closed = False
 
     def stats(self) -> CacheStats:
-        """Return a snapshot."""
-        with self._lock:
-            return replace(self._counts, entries=len(self._entries), held_bytes=self._held_bytes)
+        """Return a snapshot. Takes no lock: a load that goes on may change one figure before another."""
+        return replace(self._counts, entries=len(self._entries), held_bytes=self._held_bytes)
 
     def hold(self, files: Sequence[RequestedFile], *, every: str | None = None) -> list[CachedFile | None]:
         """Return a hold on the image of each file; None for a file that is not in the cache and is not added.
@@ -107,10 +107,11 @@ class CacheEntries:
         Raises:
             ClosedError: The cache was closed.
             NoSpaceError: The whole checkpoint does not fit; nothing was evicted for it.
-            MemoryError: The host has too little memory for all of it.
+            HostMemoryError: The host has too little memory for all of it.
             StorageError: A file has no inode, so it cannot be identified.
         """
         out: list[FileImage] = []
+        short: list[str] = []
         held: list[CachedFile | None] = []
         try:
             with self._lock:
@@ -118,12 +119,16 @@ class CacheEntries:
                 # Those in the cache first, so that none of them is evicted for another.
                 held += [self._hold(self._found(file, out)) for file in files]
                 if every is not None:
-                    self._require_space([file for file, one in zip(files, held, strict=True) if one is None], every)
+                    self._admit([file for file, one in zip(files, held, strict=True) if one is None], every, out)
                 for k, file in enumerate(files):
-                    if held[k] is None and (every is not None or file.nbytes * 2 >= file.file.identity.nbytes):
-                        held[k] = self._hold(self._add(file, out))
-            if every is not None and None in held:
-                raise MemoryError("the host has too little memory to hold the checkpoint")
+                    if held[k] is not None:
+                        continue
+                    if file.key in self._entries or every is not None:
+                        held[k] = self._hold(self._entries[file.key])
+                    elif file.nbytes * 2 >= file.file.identity.nbytes:
+                        held[k] = self._hold(self._admit_if_it_fits(file, out, short))
+            for path in short:
+                logger.warning("host memory is short: %s is read without the cache", path)
         except BaseException:
             for one in held:
                 if one is not None:
@@ -158,7 +163,7 @@ class CacheEntries:
 
     def abandon(self) -> list[FileImage]:
         """Remove all entries in a forked child, where the lock may be held for ever; return their images."""
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         images = [entry.image for entry in self._listed()]
         self._entries, self._labels = OrderedDict(), {}
         return images
@@ -182,26 +187,67 @@ class CacheEntries:
         self._count(hits=int(entry is not None), misses=int(entry is None))
         return entry
 
-    def _add(self, file: RequestedFile, out: list[FileImage]) -> _Entry | None:
-        """Add an entry, and evict others for it; None if it does not fit."""
-        if file.key in self._entries:
-            return self._entries[file.key]  # the same file was added under another name just before
+    def _admit(self, files: Sequence[RequestedFile], path: str, out: list[FileImage]) -> None:
+        """Add all of these files, and evict others for them.
+
+        Raises:
+            NoSpaceError: They do not fit into the budget; nothing is evicted.
+            HostMemoryError: The host has too little memory for them; nothing is evicted.
+        """
+        self._require_space(files, path)
+        files = list({file.key: file for file in files}.values())  # one file may have two names
+        needed = sum(file.file.identity.nbytes for file in files)
+        victims = self._victims(needed)
+        if not self._fits_memory(needed, victims):
+            message = "the host has too little memory for the cache"
+            raise memory.memory_error(needed, message, path=path, free_bytes=room_in_memory())
+        for file in files:
+            self._add(file)
+        for entry in victims:
+            self._drop(entry, out)
+
+    def _admit_if_it_fits(self, file: RequestedFile, out: list[FileImage], short: list[str]) -> _Entry | None:
+        """Add an entry, and evict others for it; None if it does not fit. `short` gets its path if memory is short."""
         nbytes = file.file.identity.nbytes
         if not file.key[1] or not nbytes or nbytes > self._free_bytes():
             return None
-        before = self._held_bytes
-        for entry in [entry for entry in self._listed() if not entry.num_holds]:
-            if self._held_bytes + nbytes <= self._budget_bytes:
-                break
-            self._drop(entry, out)
-        if not memory.fits(max(0, nbytes - (before - self._held_bytes))):
-            logger.warning("host memory is short: %s is read without the cache", file.file.path)
+        victims = self._victims(nbytes)
+        if not self._fits_memory(nbytes, victims):
+            short.append(file.file.path)
             return None
-        entry = _Entry(file.key, file.state, file.label, FileImage(nbytes, self._allocate))
-        self._entries[file.key] = entry
+        for entry in victims:
+            self._drop(entry, out)
+        return self._add(file)
+
+    def _add(self, file: RequestedFile) -> _Entry:
+        nbytes = file.file.identity.nbytes
+        entry = self._entries[file.key] = _Entry(file.key, file.state, file.label, FileImage(nbytes, self._allocate))
         self._labels[file.label] = file.key
         self._held_bytes += nbytes
         return entry
+
+    def _victims(self, nbytes: int) -> list[_Entry]:
+        """Return the entries to evict for so many bytes, the least recently used first."""
+        victims: list[_Entry] = []
+        excess = self._held_bytes + nbytes - self._budget_bytes
+        for entry in self._listed():
+            if excess <= 0:
+                break
+            if not entry.num_holds:
+                victims.append(entry)
+                excess -= entry.image.nbytes
+        return victims
+
+    def _fits_memory(self, nbytes: int, victims: Sequence[_Entry]) -> bool:
+        """Return whether the host has memory for so many bytes, after these entries were evicted."""
+        freed = {id(entry) for entry in victims}
+        change = sum(
+            -entry.image.allocated_bytes
+            if id(entry) in freed
+            else max(0, entry.image.nbytes - entry.image.allocated_bytes)  # allocated later, while loads read it
+            for entry in self._listed()
+        )
+        return memory.fits(max(0, nbytes + change))
 
     def _require_space(self, files: Sequence[RequestedFile], path: str) -> None:
         for file in files:

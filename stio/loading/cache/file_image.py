@@ -9,15 +9,20 @@ each image that it uses by a `CachedFile`.
 
 from __future__ import annotations
 
-import threading
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol, runtime_checkable
 
 from stio.runtime.limits import PAGE_BYTES
+from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled
+from stio.runtime.operation import Cancelled, start_thread
+from stio.runtime.process import thread_name
 from stio.storage.base import Source
+
+logger = logging.getLogger("stio")
 
 CHUNK_BYTES = 2 << 20
 """Unit of a claim. Neighbouring blocks share one chunk at most, and the second reader waits for it."""
@@ -47,8 +52,8 @@ class FileImage:
         self._starts = _segment_starts(nbytes)
         self._segments: list[Region | None] = [None] * (len(self._starts) - 1)
         self._chunks = bytearray(-(-nbytes // CHUNK_BYTES))
-        self._changed = threading.Condition()
-        self._allocating = threading.Lock()
+        self._changed = Condition()
+        self._being_allocated: set[int] = set()  # segments
 
     @property
     def is_empty(self) -> bool:
@@ -119,19 +124,24 @@ class FileImage:
         self._segments = []
 
     def _segment(self, k: int) -> Region:
-        region = self._segments[k]
-        if region is not None:
-            return region
-        with self._allocating:
+        """Return a segment. One thread allocates it, without a lock, while others that need it wait."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._segments[k] is not None or k not in self._being_allocated)
             region = self._segments[k]
-            if region is None:
-                try:
-                    region = self._segments[k] = self._allocate(self._starts[k + 1] - self._starts[k])
-                except MemoryError:
-                    with self._changed:
-                        self.failed = True
-                        self._changed.notify_all()
-                    raise
+            if region is not None:
+                return region
+            self._being_allocated.add(k)
+        try:
+            region = self._allocate(self._starts[k + 1] - self._starts[k])
+        except MemoryError:
+            self.failed = True
+            logger.warning("too little host memory for the cache: files that it cannot hold are read without it")
+            raise
+        finally:
+            with self._changed:
+                self._segments[k] = region
+                self._being_allocated.discard(k)
+                self._changed.notify_all()
         return region
 
     def _mark(self, begin: int, end: int, state: int) -> None:
@@ -173,6 +183,10 @@ class CachedFile:
             release()
 
     def __del__(self) -> None:
+        if self._release is not None and not thread_name():  # a thread of a caller's, which takes no lock
+            with suppress(RuntimeError):  # no more threads
+                start_thread(self._release, name="release")
+                return
         self.release()
 
 

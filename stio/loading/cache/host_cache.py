@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
 from stio.device.base import current_device, resolve_device, with_current_index
 from stio.device.cuda import TorchAccelerator, has_streams
+from stio.errors import StorageError
 from stio.format.naming import INDEX_SUFFIX
 from stio.loading.body import carry_out, open_source
 from stio.loading.cache.entries import CacheEntries, CacheStats, RequestedFile
@@ -29,13 +29,15 @@ from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.prepare import prepare_prefetch
 from stio.runtime import memory
 from stio.runtime.limits import Limits, check_budget_bytes
+from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation, start_thread
-from stio.runtime.process import after_fork_in_child
+from stio.runtime.process import after_fork_in_child, thread_name
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
 from stio.storage.base import Root, Source
 
+T = TypeVar("T")
 logger = logging.getLogger("stio")
 
 _TICK_SECONDS = 0.05
@@ -54,7 +56,7 @@ class _Memory:
 
     def __init__(self, device: str | int | torch.device) -> None:
         self._device = device
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._make: Callable[[int], Region] | None = None
 
     @property
@@ -81,11 +83,7 @@ class _Memory:
         Raises:
             MemoryError: The host has too little memory.
         """
-        try:
-            return self.resolve()(nbytes)
-        except MemoryError:
-            logger.warning("too little host memory for the cache: files that it cannot hold are read without it")
-            raise
+        return self.resolve()(nbytes)
 
 
 class HostCache:
@@ -143,14 +141,14 @@ class HostCache:
 
         Raises:
             NoSpaceError: The checkpoint is larger than the budget, or than the part that loads under way do not use.
-            MemoryError: The host has too little memory.
+            HostMemoryError: The host has too little memory.
             ClosedError: The cache was closed.
             StioError: See `stio.load`.
         """
         options = LoadOptions(
             strict=strict, limits=limits, follow_symlinks=follow_symlinks, progress=progress, trace=trace
         )
-        await self._start_prefetch(source, options).wait()
+        await self._prefetch_operation(source, options).wait()
 
     def stats(self) -> CacheStats:
         """Return the present contents in numbers, and counters since the cache was made."""
@@ -166,17 +164,18 @@ class HostCache:
             Size of the evicted files, in bytes.
         """
         place = None if source is None else _place_of(source)
-        return _free(self._entries.evict(lambda label: place is None or _is_below(label, place)))
+        return _on_own_thread(
+            lambda: _free(self._entries.evict(lambda label: place is None or _is_below(label, place)))
+        )
 
     def close(self) -> None:
         """Cancel prefetches and evict all files; further use raises `ClosedError`. Idempotent; does not wait.
 
         Loads under way continue; the memory that they use is freed when they have ended.
         """
-        images = self._entries.close()
+        _on_own_thread(lambda: _free(self._entries.close()))
         for operation in list(self._operations):
             operation.cancel()
-        _free(images)
 
     def __enter__(self) -> Self:
         return self
@@ -203,7 +202,7 @@ class HostCache:
         _wait_for_tick([file for file, _ in files])
         return [RequestedFile(file, _label(file.path), nbytes) for file, nbytes in files]
 
-    def _start_prefetch(self, source: SourceLike, settings: LoadOptions) -> Operation[None]:
+    def _prefetch_operation(self, source: SourceLike, settings: LoadOptions) -> Operation[None]:
         def body(operation: Operation[None]) -> None:
             with closing(open_source(operation, source, settings)) as opened:
                 requested = self._requested([(file, file.identity.nbytes) for file in opened.files])
@@ -213,7 +212,15 @@ class HostCache:
         self._entries.require_open()
         operation = Operation(body, name="prefetch")
         self._operations.add(operation)
-        return operation.start()
+        return operation
+
+
+def _on_own_thread(work: Callable[[], T]) -> T:
+    """Call a function that takes locks on a thread of stio's, and wait for it; see `stio.runtime.locks`."""
+    if not thread_name():
+        with suppress(StorageError):  # no more threads
+            return Operation(lambda _: work(), name="evict").result()
+    return work()
 
 
 def _place_of(source: SourceLike) -> str:

@@ -91,7 +91,8 @@ def warm_start(
 
     Raises:
         ValueError: On entering the block: `device=` names more than one device.
-        WarmStartError: The module shards, replicates or compiles its parameters, or they are lazy.
+        WarmStartError: The module shards, replicates or compiles its parameters, or they are lazy, or it has load hooks
+            or extra state.
         MismatchError: On entering the block: module and checkpoint differ.
         TensorNotFoundError: On entering the block: `order` has a name that the module does not have.
         StioError: On entering the block, by `done()` or on leaving; see `stio.load`. A use of a parameter then raises
@@ -162,6 +163,9 @@ class WarmStart:
         if error is None:
             try:
                 await self.done()
+            except GeneratorExit:
+                self._begun.operation.cancel()
+                raise
             except BaseException:
                 with suppress(asyncio.CancelledError):  # the first exception is raised
                     await self.aclose()
@@ -193,10 +197,7 @@ class WarmStart:
         """
         if self._load is None:
             return
-        try:
-            await close_all([self._load.operation])
-        finally:
-            self._load.close()
+        await close_all([self._load.operation], self._load.close)
 
     def _begin(self) -> Operation[_Ready]:
         """Start the work before the block."""
@@ -205,13 +206,13 @@ class WarmStart:
             raise RuntimeError("a warm start cannot be entered twice; make another one")
         restore_ended(module)
         into = ModuleTarget(module, fills=True)
-        names = in_order(list(into.sources), self._order)
+        names = in_order(into.names, self._order)
 
         def body(operation: Operation[Any]) -> _Ready:
             with shortened(self._settings.switch_interval):
                 return self._prepare(operation, module, into, names)
 
-        return Operation(body, name="open", discard=lambda ready: ready.load.abandon()).start()
+        return Operation(body, name="open", discard=lambda ready: ready.load.abandon())
 
     def _prepare(self, operation: Operation[Any], module: nn.Module, into: ModuleTarget, names: list[str]) -> _Ready:
         require_supported(module)  # it may have changed since the constructor

@@ -10,7 +10,6 @@ class. A hook is removed when the submodule's last parameter is filled, and all 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +27,7 @@ from stio.loading.plan import Group, ReadPlan
 from stio.loading.prepare import prepare
 from stio.loading.scheduler import LoadScheduler
 from stio.loading.warm_start.parameter import Placeholder
+from stio.runtime.locks import new_lock
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation
 from stio.runtime.process import switch_interval as shortened
@@ -106,7 +106,7 @@ class WarmStartLoad:
         self._by_source: dict[str, list[Placeholder]] = {}
         self._owners: dict[Placeholder, list[_Owner]] = {}
         self._encoders: list[nn.TransformerEncoder] = []
-        self._lock = threading.Lock()  # for `_owners`, `_encoders` and `_placeholders`
+        self._lock = new_lock()  # for `_owners` and `_encoders`, on stio's threads
         self._abandoned = False
         self._run: LoadScheduler | None = None
         self._order = _Order()
@@ -201,8 +201,7 @@ class WarmStartLoad:
 
     def restore_unfilled(self) -> None:
         """Restore parameters that the checkpoint lacks (strict=False) to plain ones on `meta`. Idempotent."""
-        with self._lock:
-            placeholders, self._placeholders = self._placeholders, []
+        placeholders, self._placeholders = self._placeholders, []
         for placeholder in placeholders:
             placeholder.restore()
 

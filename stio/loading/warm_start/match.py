@@ -162,25 +162,18 @@ class Match:
         buffers: dict[int, str] = {}
         casts: dict[str, torch.dtype] = {}
         seen: set[int] = set()
-        registered = {id(buffer) for buffer in module.buffers()}
         sources = into.sources
-        with_data: dict[int, str] = {}  # of tied names, the first that has data is the source
         for name in names:
-            if sources[name][0] in infos:
-                with_data.setdefault(id(sources[name][1]), name)
-        for name in dict.fromkeys(with_data[key] for n in names if (key := id(sources[n][1])) in with_data):
             source, target = sources[name]
+            if source not in infos or id(target) in seen:
+                continue
             seen.add(id(target))
             final = _final_dtype(name, infos[source], target, dtype, opened.path)
             casts.setdefault(source, final)
             if isinstance(target, nn.Parameter):
                 parameters.append(MatchedParameter(target, name, source, final))
-            elif id(target) in registered:
-                buffers[id(target)] = source
             else:
-                raise MismatchError(
-                    "state_dict() has an entry that is neither parameter nor buffer", path=opened.path, found=name
-                )
+                buffers[id(target)] = source
         _require_meta(module, parameters, seen, opened.path)
         parameters += [
             MatchedParameter(parameter, name, None, parameter.dtype)

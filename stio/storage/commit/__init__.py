@@ -1,10 +1,11 @@
 """A save to a local filesystem: one transaction (`transaction.py`, start there), and the recovery after a crash.
 
 Prepare: `target.py` describes the destination and plans names and commit step; `staging_dir.py` makes `.stio-<id>`
-beside the new files' place and locks it; `file_writer.py` writes the new files into it. Commit: `transaction.py`
-renames, by the plan; `journal.py` records in `intent.json` what a save over an existing checkpoint will change, before
-it changes it. Roll back: the staging directory is removed. `small_files.py` and `syscalls.py` (every call that changes
-a disk) serve all.
+beside the new files' place and locks it; `file_writer.py` writes the new files into it; `directory_lock.py` excludes
+other saves from the directory that is changed. Commit: `transaction.py` renames, by the plan; `journal.py` records in
+`intent.json` what a save over an existing checkpoint will change, before it changes it. Roll back: the staging
+directory is removed. `attributes.py` (what a new file keeps of the one it replaces), `small_files.py` and `syscalls.py`
+(every call that changes a disk) serve all.
 
 After a crash, the next save in the directory, or `collect_garbage` (`stio gc`), cleans up by `recovery.py`:
 
@@ -13,10 +14,13 @@ After a crash, the next save in the directory, or `collect_garbage` (`stio gc`),
   destination are removed, notes get their old content; then the staging directory is removed;
 - one with a record, its commit in place: rolled forward: the remaining files are replaced, notes get their new
   content, old files are removed; then the staging directory is removed;
+- `.stio-aside-<id>`, a directory for what a deletion or a replacement has set aside (`aside.py`): its content is put
+  back, or gets a name `.stio-kept-<id>` if its own is in use; what has that name is never deleted;
 - `.stio-trash-<id>`, a directory whose deletion was interrupted: deleted.
 
 Invariants: a reader through the index finds the whole old or the whole new checkpoint. Recovery changes only what
 has a dead owner: its lock is free and, on a filesystem that is not local, it is old too. No file is removed or replaced
 unless its size and time, or its content, are those in the record. `retention.py` deletes old checkpoints (`keep_last`);
-it is no part of a transaction.
+it is no part of a transaction. A transaction records what it published (`LocalTransaction.written`), and a deletion
+compares with that. `written_list.py` stores such a record with a checkpoint, for deletions by a later process.
 """

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Sequence
 
 from stio.errors import NoSpaceError, StorageError
 from stio.runtime.limits import PAGE_BYTES
+from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.storage.checks import refused
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit.attributes import FileAttributes
 from stio.storage.commit.small_files import closing
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -77,17 +78,19 @@ class LocalFileWriter:
         name: Name in it.
         path: Name for messages: the path that the file will have.
         nbytes: Its size.
-        mode: Mode that `finish` sets; None: the one that follows from the umask.
+        attributes: Those that `finish` gives it; None: those that a new file gets.
         durable: Whether `finish` syncs.
     """
 
-    def __init__(self, dir_fd: int, name: str, path: str, nbytes: int, *, mode: int | None, durable: bool) -> None:
+    def __init__(
+        self, dir_fd: int, name: str, path: str, nbytes: int, *, attributes: FileAttributes | None, durable: bool
+    ) -> None:
         self.name = name
         """Name in the staging directory; a commit does not change it."""
         self.path = path
         """Name for messages: the path that the file will have."""
-        self._dir_fd, self._nbytes, self._mode, self._durable = dir_fd, nbytes, mode, durable
-        self._lock = threading.Lock()
+        self._dir_fd, self._nbytes, self._attributes, self._durable = dir_fd, nbytes, attributes, durable
+        self._lock = new_lock()
         self._fd: int | None = None
         self._direct_fd: int | None = None
         self._written_bytes = 0
@@ -114,9 +117,9 @@ class LocalFileWriter:
                     "not all of the file was written", path=self.path, expected=self._nbytes, found=self._written_bytes
                 )
             fd = self._opened()
-            if self._mode is not None:
+            if self._attributes is not None:
                 # Not before: files are opened by name, and a mode without the owner's write bit would refuse that.
-                calls.fchmod(fd, self._mode)
+                self._attributes.apply(fd)
             if self._durable:
                 self._sync(fd)
             self.finished = True
@@ -213,7 +216,7 @@ def create_files(
     *,
     path: str,
     where: Sequence[str],
-    mode: int | None,
+    attributes: Sequence[FileAttributes | None],
     durable: bool,
 ) -> list[LocalFileWriter]:
     """Create files with their space reserved; each is opened at its first write.
@@ -223,7 +226,7 @@ def create_files(
         files: Name and size of each.
         path: The destination, for messages.
         where: Path that each will have, for messages.
-        mode: Mode that `finish` sets; None: the one that follows from the umask.
+        attributes: Those that `finish` gives each; None: those that a new file gets.
         durable: Whether complete files must survive a power cut.
 
     Raises:
@@ -237,11 +240,11 @@ def create_files(
         # write a byte. And space that is reserved for the system is not used for checkpoints, even if root saves.
         raise write_refused("reserving space", path, OSError(errno.ENOSPC, ""), needed_bytes=needed, free=free)
     writers = []
-    for (name, nbytes), final in zip(files, where, strict=True):
+    for (name, nbytes), final, kept in zip(files, where, attributes, strict=True):
         try:
             with closing(calls.open_file(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=dir_fd)) as fd:
                 calls.reserve(fd, nbytes)
         except OSError as error:
             raise write_refused("reserving space", final, error, needed_bytes=needed, free=free) from error
-        writers.append(LocalFileWriter(dir_fd, name, final, nbytes, mode=mode, durable=durable))
+        writers.append(LocalFileWriter(dir_fd, name, final, nbytes, attributes=kept, durable=durable))
     return writers

@@ -18,11 +18,11 @@ import msgspec
 from stio.format.naming import INDEX_SUFFIX
 from stio.storage.base import Note
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit.attributes import attributes_at
 from stio.storage.commit.small_files import (
     MAX_INDEX_BYTES,
     Stamp,
     digest_of,
-    mode_at,
     read_small,
     remove_file,
     stamp_of,
@@ -146,10 +146,10 @@ def stage_notes(home_fd: int, staging_fd: int, notes: Sequence[Note], *, durable
     staged = []
     for k, note in enumerate(notes):
         was = read_small(home_fd, note.name, MAX_NOTE_BYTES)
-        mode = mode_at(home_fd, note.name)
+        attributes = attributes_at(home_fd, note.name)
         for phase, data in (("was", was), ("before", note.before), ("after", note.after)):
             if data is not None:
-                write_small(staging_fd, _staged_note(k, phase), data, mode=mode, durable=durable)
+                write_small(staging_fd, _staged_note(k, phase), data, attributes=attributes, durable=durable)
         staged.append(NoteDigests(note.name, digest_of(was), digest_of(note.before), digest_of(note.after)))
     return tuple(staged)
 

@@ -2,7 +2,11 @@
 
 A save works in `.stio-<id>` and holds a lock on a file in it until it ends. On a filesystem of this machine a
 free lock means a dead owner: the save is rolled forward or back by its journal record, then the directory is renamed to
-`.stio-trash-<id>` and deleted. On other filesystems locks may not reach other machines: there the age decides too.
+`.stio-trash-<id>` and deleted. What a dead owner has set aside (`aside.py`) is put back. On other filesystems locks may
+not reach other machines: there the age decides too.
+
+A save does not need the recovery that it begins with: what could not be recovered, since another save holds the lock of
+the directory, is left to a later one.
 """
 
 from __future__ import annotations
@@ -14,13 +18,24 @@ import re
 import socket
 import stat
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from operator import add
 
-from stio.errors import CheckpointNotFoundError, ConcurrentSaveError
+from stio.errors import CheckpointNotFoundError, ConcurrentSaveError, StorageError
+from stio.runtime.log import log
 from stio.storage.checks import refused
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit.aside import ASIDE_PREFIX, Aside, entries, put_back, remove_aside
+from stio.storage.commit.directory_lock import (
+    LockTimeout,
+    boot_id,
+    directory_lock,
+    is_directory_lock,
+    is_same,
+    remove_free_lock,
+)
 from stio.storage.commit.journal import (
     JournalRecord,
     clean_up,
@@ -29,20 +44,17 @@ from stio.storage.commit.journal import (
     replace_files,
     roll_back,
 )
-from stio.storage.commit.small_files import MAX_INDEX_BYTES, closing, digest_of, read_small
+from stio.storage.commit.small_files import MAX_INDEX_BYTES, closing, digest_of, read_small, status_at
 from stio.storage.commit.staging_dir import (
     DELETED_PREFIX,
     FILES_NAME,
     LOCK_NAME,
     STAGING_PREFIX,
-    boot_id,
-    directory_lock,
-    is_same,
     rename_for_deletion,
 )
+from stio.storage.commit.written_list import merge_replaced
 from stio.storage.local import is_local
-
-logger = logging.getLogger("stio")
+from stio.storage.paths import resolve_links
 
 MAX_AGE_SECONDS = 24 * 3600.0
 """On filesystems whose locks prove nothing, the owner of an older staging directory counts as dead."""
@@ -61,7 +73,8 @@ class GarbageReport:
     finished: tuple[str, ...] = ()
     """Staging directories whose save had committed and was rolled forward."""
     undone: tuple[str, ...] = ()
-    """Staging directories whose save had not committed and was rolled back."""
+    """Staging directories whose save had not committed and was rolled back; and directories with what a save had set
+    aside, which was put back."""
     kept: tuple[str, ...] = ()
     """Staging directories whose owner runs or may run, or that could not be removed."""
     removed: tuple[str, ...] = ()
@@ -90,10 +103,17 @@ def collect_garbage(
 
     Raises:
         CheckpointNotFoundError: Neither the destination nor its parent exists.
-        StorageError: The destination exists, but cannot be opened.
+        StorageError: The destination exists, but cannot be opened, or a link of another user in a directory such as
+            /tmp is on the way.
     """
-    where = os.path.realpath(os.fsdecode(path))
-    report, num_opened = GarbageReport(), 0
+    name = os.fsdecode(path)
+    try:
+        where = resolve_links(name)
+    except StorageError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise refused("looking at the destination", name, error) from error
+    report, num_opened, timeout = GarbageReport(), 0, LockTimeout()
     for directory in (where, os.path.dirname(where)):
         try:
             opened = calls.open_directory(directory)
@@ -105,24 +125,32 @@ def collect_garbage(
             raise refused("opening the directory", directory, error) from error
         num_opened += 1
         with closing(opened) as fd:
-            report += recover(fd, directory, max_age_seconds=max_age_seconds, dry_run=dry_run)
+            report += recover(fd, directory, timeout, max_age_seconds=max_age_seconds, dry_run=dry_run)
     if not num_opened:
         raise CheckpointNotFoundError("there is no such destination", path=where)
     return report
 
 
 def recover(
-    home_fd: int, path: str, *, max_age_seconds: float = MAX_AGE_SECONDS, dry_run: bool = False
+    home_fd: int,
+    path: str,
+    timeout: LockTimeout | None = None,
+    check: Callable[[], None] = lambda: None,
+    *,
+    max_age_seconds: float = MAX_AGE_SECONDS,
+    dry_run: bool = False,
 ) -> GarbageReport:
     """Clean up one directory; see `collect_garbage`. A directory that cannot be removed stays, without an error.
 
     Args:
         home_fd: The directory, by a descriptor that the caller alone uses (its lock is taken).
         path: Name for messages.
+        timeout: How long to wait for the directory's lock, for all staging directories together; None: the default.
+        check: Called between steps and during waits; it raises to end the recovery, as `Operation.check` does.
         max_age_seconds: See `collect_garbage`.
         dry_run: Change nothing.
     """
-    report = GarbageReport()
+    report, timeout = GarbageReport(), timeout or LockTimeout()
     try:
         names = [name for name in os.listdir(home_fd) if name.startswith(STAGING_PREFIX)]
     except OSError:
@@ -130,50 +158,115 @@ def recover(
     # Interrupted deletions come first: one of them may have the name that a staging directory gets next.
     for name in sorted(names, key=lambda name: not name.startswith(DELETED_PREFIX)):
         where = os.path.join(path, name)
+        check()
         if name.startswith(DELETED_PREFIX):
-            if not dry_run:
-                calls.remove_tree(name, dir_fd=home_fd)
-            is_left = not dry_run and calls.exists(name, dir_fd=home_fd)
+            is_left = not _is_trusted_at(home_fd, name) or (not dry_run and not _delete(home_fd, name, check))
             report += GarbageReport(**{"kept" if is_left else "removed": (where,)})
-        elif _STAGING_NAME.fullmatch(name):
+        elif is_directory_lock(name) and not dry_run:
+            remove_free_lock(home_fd, name)
+        elif _STAGING_NAME.fullmatch(name) or name.startswith(ASIDE_PREFIX):
+            recover_one = _recover_aside if name.startswith(ASIDE_PREFIX) else _recover_one
             try:
-                outcome = _recover_one(home_fd, name, path, max_age_seconds, dry_run)
+                outcome, deleted = recover_one(home_fd, name, path, max_age_seconds, dry_run, timeout, check)
+                if deleted is not None:
+                    _delete(home_fd, deleted, check)
             except (OSError, ConcurrentSaveError) as error:
                 # A read-only directory too: a process that can write there will clean it up.
-                logger.debug("%s is left alone: %s", where, error)
+                log(logging.DEBUG, "%s is left alone: %s", where, error)
                 outcome = "kept"
             if outcome is not None:
                 report += GarbageReport(**{outcome: (where,)})
     return report
 
 
-def _recover_one(home_fd: int, name: str, path: str, max_age_seconds: float, dry_run: bool) -> str | None:
-    """Roll one save forward or back if its owner is dead; return what was done, None if another recovery did it."""
+def _delete(home_fd: int, name: str, check: Callable[[], None]) -> bool:
+    """Delete a directory; return whether it does not exist any more."""
+    calls.remove_tree(name, dir_fd=home_fd, check=check)
+    try:
+        return not calls.exists(name, dir_fd=home_fd)
+    except OSError:
+        return False
+
+
+def _recover_one(
+    home_fd: int,
+    name: str,
+    path: str,
+    max_age_seconds: float,
+    dry_run: bool,
+    timeout: LockTimeout,
+    check: Callable[[], None],
+) -> tuple[str | None, str | None]:
+    """Roll one save forward or back if its owner is dead.
+
+    Returns:
+        What was done, None if another recovery did it; and the directory's new name, to delete it by. It is deleted
+        when none of its files is open: filesystems in user space keep the names of open files.
+    """
     with ExitStack() as stack:
         try:
             fd = stack.enter_context(closing(calls.open_directory(name, dir_fd=home_fd)))
             if not _is_trusted(home_fd, fd):
-                return "kept"
+                return "kept", None
             lock = _open_lock(fd, may_create=not dry_run)
         except FileNotFoundError:
-            return None
+            return None, None
         if lock is None:
-            return "kept"
+            return "kept", None
         stack.callback(calls.close, lock)
         held = calls.try_lock(lock)
         if held:
             stack.callback(calls.unlock, lock)
         if held is False or not ((held and is_local(lock)) or _is_expired(lock, max_age_seconds)):
-            return "kept"
+            return "kept", None
         if not is_same(home_fd, name, fd):
-            return None
+            return None, None
         if dry_run:
-            return "finished" if _is_forward(home_fd, read_record(fd)) else "undone"
-        with directory_lock(home_fd, path):
+            return "finished" if _is_forward(home_fd, read_record(fd)) else "undone", None
+        with directory_lock(home_fd, path, timeout, check):
             outcome = _roll(home_fd, fd)
-            deleted = rename_for_deletion(home_fd, name)
-        calls.remove_tree(deleted, dir_fd=home_fd)
-        return outcome
+            return outcome, rename_for_deletion(home_fd, name)
+
+
+def _recover_aside(
+    home_fd: int,
+    name: str,
+    path: str,
+    max_age_seconds: float,
+    dry_run: bool,
+    timeout: LockTimeout,
+    check: Callable[[], None],
+) -> tuple[str | None, str | None]:
+    """Put back what a dead owner has set aside; return as `_recover_one` does."""
+    with ExitStack() as stack:
+        try:
+            fd = stack.enter_context(closing(calls.open_directory(name, dir_fd=home_fd)))
+        except FileNotFoundError:
+            return None, None
+        if not _is_trusted(home_fd, fd):
+            return "kept", None
+        held = calls.try_lock(fd)
+        if held:
+            stack.callback(calls.unlock, fd)
+        is_old = time.time() - os.fstat(fd).st_mtime >= max_age_seconds
+        if held is False or not ((held and is_local(fd)) or is_old):
+            return "kept", None
+        if not is_same(home_fd, name, fd):
+            return None, None
+        if not dry_run:
+            aside, where = Aside(name, fd), os.path.join(path, name)
+            with directory_lock(home_fd, path, timeout, check):
+                put_back(home_fd, path, aside, lambda entry: merge_replaced(where, fd, home_fd, entry))
+            remove_aside(home_fd, aside)
+            if entries(aside):
+                return "kept", None
+        return "undone", None
+
+
+def _is_trusted_at(home_fd: int, name: str) -> bool:
+    """Return whether a directory may be deleted; see `_is_trusted`."""
+    found = status_at(home_fd, name)
+    return found is None or _is_trusted_owner(home_fd, found)
 
 
 def _is_trusted(home_fd: int, fd: int) -> bool:
@@ -182,8 +275,12 @@ def _is_trusted(home_fd: int, fd: int) -> bool:
     In a directory such as /tmp every user may create files, and may delete only files of that user. There, the record
     of another user would cause deletions with the rights of this process.
     """
+    return _is_trusted_owner(home_fd, os.fstat(fd))
+
+
+def _is_trusted_owner(home_fd: int, found: os.stat_result) -> bool:
     home = os.fstat(home_fd)
-    return not home.st_mode & stat.S_ISVTX or os.fstat(fd).st_uid in (os.geteuid(), home.st_uid)
+    return not home.st_mode & stat.S_ISVTX or found.st_uid in (os.geteuid(), home.st_uid)
 
 
 def _open_lock(fd: int, *, may_create: bool) -> int | None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from stio.errors import StorageError
 from stio.storage.checks import OPEN_FLAGS, require_regular
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit.attributes import FileAttributes
+from stio.storage.paths import open_by_rule, stat_by_rule
 
 MAX_INDEX_BYTES = 256 << 20
 """Longest index that a save reads; a load has a smaller limit."""
@@ -41,14 +43,16 @@ def closing(fd: int) -> Iterator[int]:
         calls.close(fd)
 
 
-def write_small(dir_fd: int, name: str, data: bytes, *, mode: int | None = None, durable: bool = True) -> None:
+def write_small(
+    dir_fd: int, name: str, data: bytes, *, attributes: FileAttributes | None = None, durable: bool = True
+) -> None:
     """Write a small new file.
 
     Args:
         dir_fd: Its directory.
         name: Its name, which must be free.
         data: Its content.
-        mode: Its mode; None: the one that follows from the umask.
+        attributes: Those of the file that it will replace; None: those that a new file gets.
         durable: Whether its content survives a power cut (its name needs a sync of the directory).
 
     Raises:
@@ -61,8 +65,8 @@ def write_small(dir_fd: int, name: str, data: bytes, *, mode: int | None = None,
             if count <= 0:
                 raise OSError(errno.EIO, "the system wrote no bytes")
             done += count
-        if mode is not None:
-            calls.fchmod(fd, mode)
+        if attributes is not None:
+            attributes.apply(fd)
         if durable:
             calls.fsync(fd)
 
@@ -72,7 +76,7 @@ def read_small(dir_fd: int, name: str, limit_bytes: int, *, where: str = "") -> 
 
     Args:
         dir_fd: Its directory.
-        name: Its name; a link is followed.
+        name: Its name; a link is followed by the rule of `stio.storage.paths`.
         limit_bytes: Its largest allowed size.
         where: Path of the directory, for messages.
 
@@ -83,8 +87,8 @@ def read_small(dir_fd: int, name: str, limit_bytes: int, *, where: str = "") -> 
     path = os.path.join(where, name)
     try:
         # Checked before it is opened: to open a device may have an effect.
-        require_regular(os.stat(name, dir_fd=dir_fd), path)
-        fd = os.open(name, OPEN_FLAGS, dir_fd=dir_fd)
+        require_regular(stat_by_rule(name, dir_fd=dir_fd), path)
+        fd = open_by_rule(name, OPEN_FLAGS, dir_fd=dir_fd)
     except FileNotFoundError:
         return None
     with open(fd, "rb") as file:
@@ -117,7 +121,9 @@ def status_at(dir_fd: int, name: str, *, follow_symlinks: bool = False) -> os.st
         OSError: The operating system reported an error.
     """
     try:
-        return os.stat(name, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
+        if follow_symlinks:
+            return stat_by_rule(name, dir_fd=dir_fd)
+        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:
         return None
 
@@ -136,13 +142,3 @@ def stamp_of(dir_fd: int, name: str) -> Stamp | None:
     """Return the stamp of a regular file or a link, None if there is neither of this name."""
     found = file_at(dir_fd, name)
     return None if found is None else Stamp(found.st_size, found.st_mtime_ns)
-
-
-def mode_at(dir_fd: int, name: str) -> int | None:
-    """Return the mode of a file (links followed), None if there is none of this name.
-
-    Raises:
-        OSError: The operating system reported an error.
-    """
-    found = status_at(dir_fd, name, follow_symlinks=True)
-    return None if found is None else found.st_mode & 0o777

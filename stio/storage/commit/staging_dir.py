@@ -1,26 +1,19 @@
-"""The staging directory of a save and its lock, and the lock of the directory that a save changes.
+"""The staging directory of a save, and the lock on it.
 
 A save works in `.stio-<id>` and holds a lock on the file `lock` in it until it ends: by a free lock, recovery
-recognises a dead save. The other lock is on the destination's directory. It is held only while that directory is
-changed.
+recognises a dead save. The directory's mode is 0700, so other users cannot hold that lock.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import socket
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import secrets
 from typing import Self
 
-from stio.errors import ConcurrentSaveError
+from stio.runtime.log import log
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.small_files import status_at
-
-logger = logging.getLogger("stio")
+from stio.storage.commit.directory_lock import is_same, owner_record
 
 STAGING_PREFIX = ".stio-"
 """Prefix of a staging directory's name; the rest is the save's id."""
@@ -33,46 +26,6 @@ LOCK_NAME = "lock"
 
 FILES_NAME = "new"
 """Directory in a staging directory for the new files."""
-
-LOCK_TIMEOUT_SECONDS = 60.0
-"""Seconds that a save or a recovery waits for the lock of the destination's directory."""
-
-
-def boot_id() -> str:
-    """Return the id of this start of the machine, empty if the system has none."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-@contextmanager
-def directory_lock(dir_fd: int, path: str) -> Iterator[None]:
-    """Hold the lock of a directory, which saves and recovery hold while they change it.
-
-    Where locks do not exist the block runs without one: each change compares first, with and without a lock.
-
-    Args:
-        dir_fd: The directory, by a descriptor that the caller alone uses.
-        path: Name for messages.
-
-    Raises:
-        ConcurrentSaveError: Another process held the lock for `LOCK_TIMEOUT_SECONDS`.
-    """
-    deadline, pause = time.monotonic() + LOCK_TIMEOUT_SECONDS, 0.001
-    while calls.try_lock(dir_fd) is False:
-        if time.monotonic() >= deadline:
-            raise ConcurrentSaveError(
-                f"another save has been publishing here for {LOCK_TIMEOUT_SECONDS:.0f} s; this one was rolled back",
-                path=path,
-            )
-        time.sleep(pause)  # no blocking flock: its wait cannot be interrupted
-        pause = min(2 * pause, 0.05)
-    try:
-        yield
-    finally:
-        calls.unlock(dir_fd)
 
 
 class StagingDirectory:
@@ -117,8 +70,7 @@ class StagingDirectory:
             fds.append(fd := calls.open_directory(name, dir_fd=home_fd))
             fds.append(lock := calls.open_file(LOCK_NAME, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=fd))
             if calls.try_lock(lock) is not False and is_same(home_fd, name, fd):
-                owner = {"pid": os.getpid(), "boot": boot_id(), "host": socket.gethostname(), "time": time.time()}
-                calls.write_bytes(lock, json.dumps(owner).encode(), 0)
+                calls.write_bytes(lock, owner_record(), 0)
                 calls.make_directory(FILES_NAME, dir_fd=fd)
                 fds.append(files := calls.open_directory(FILES_NAME, dir_fd=fd))
                 created = cls(home_fd, save_id, fd=fd, files_fd=files, lock_fd=lock)
@@ -127,38 +79,40 @@ class StagingDirectory:
         except (FileExistsError, FileNotFoundError):
             pass
         except BaseException:
+            _close_all(fds)  # first: some filesystems keep the names of open files
             calls.remove_tree(name, dir_fd=home_fd)
             raise
         finally:
-            for fd in fds:
-                calls.close(fd)
+            _close_all(fds)
         return None
 
     def remove(self) -> None:
         """Remove the directory and its content as far as possible, and close it. Never raises."""
+        name = None
         try:
             name = rename_for_deletion(self._home_fd, STAGING_PREFIX + self.save_id)
-            calls.remove_tree(name, dir_fd=self._home_fd)
         except FileNotFoundError:
             pass  # another program has removed it, or all of the destination
         except OSError as error:
-            logger.warning("a staging directory is left, the next save here or `stio gc` removes it: %s", error)
+            message = "a staging directory is left, the next save here or `stio gc` removes it: %s"
+            log(logging.WARNING, message, error)
+        # Before the removal: filesystems in user space keep the names of open files, and the directory with them. By
+        # its new name it belongs to whoever deletes it.
         self.release()
+        if name is not None:
+            calls.remove_tree(name, dir_fd=self._home_fd)
 
     def release(self) -> None:
         """Close the directory and release its lock; the next recovery handles it. Idempotent."""
         fds, self.fd, self.files_fd, self._lock_fd = (self.files_fd, self.fd, self._lock_fd), -1, -1, -1
         if fds[-1] >= 0:
             calls.unlock(fds[-1])
-        for fd in fds:
-            if fd >= 0:
-                calls.close(fd)
+        _close_all([fd for fd in fds if fd >= 0])
 
 
-def is_same(dir_fd: int, name: str, fd: int) -> bool:
-    """Return whether a name in a directory still is that of an open directory."""
-    found = status_at(dir_fd, name)
-    return found is not None and os.path.samestat(found, os.fstat(fd))
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        calls.close(fds.pop())
 
 
 def rename_for_deletion(home_fd: int, name: str) -> str:
@@ -167,7 +121,9 @@ def rename_for_deletion(home_fd: int, name: str) -> str:
     Raises:
         OSError: The operating system reported an error.
     """
-    # Before any file is deleted: recovery must not roll a half-deleted staging directory forward.
-    deleted = DELETED_PREFIX + name.removeprefix(STAGING_PREFIX)
+    # Before any file is deleted: recovery must not roll a half-deleted staging directory forward. The new name has not
+    # the old one in it: that may be as long as the system allows.
+    is_staged = name.startswith(STAGING_PREFIX)
+    deleted = DELETED_PREFIX + (name.removeprefix(STAGING_PREFIX) if is_staged else secrets.token_hex(5))
     calls.rename(name, deleted, source_fd=home_fd, target_fd=home_fd)
     return deleted

@@ -10,14 +10,16 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import shutil
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 from stio.runtime.memory import libc
+from stio.runtime.process import after_fork_in_child
 from stio.storage.local import function_of
+from stio.storage.paths import open_resolved
 
 fcntl: ModuleType | None
 try:
@@ -49,8 +51,10 @@ def _check(result: int, *names: str) -> int:
 
 
 def open_directory(name: str, *, dir_fd: int | None = None) -> int:
-    """Open a directory; a link is followed only without `dir_fd`, where the path comes from the caller."""
-    return os.open(name, _DIRECTORY_FLAGS | (0 if dir_fd is None else getattr(os, "O_NOFOLLOW", 0)), dir_fd=dir_fd)
+    """Open a directory; no link is followed. Without `dir_fd`, the name is a path that contains no links."""
+    if dir_fd is None:
+        return open_resolved(name)
+    return os.open(name, _DIRECTORY_FLAGS | getattr(os, "O_NOFOLLOW", 0), dir_fd=dir_fd)
 
 
 def open_file(name: str, flags: int, *, dir_fd: int, mode: int = 0o666) -> int:
@@ -60,6 +64,7 @@ def open_file(name: str, flags: int, *, dir_fd: int, mode: int = 0o666) -> int:
 
 def close(fd: int) -> None:
     """Close a descriptor. An error is ignored: the `fsync` before has reported it."""
+    _locked.discard(fd)
     with suppress(OSError):
         os.close(fd)
 
@@ -118,9 +123,40 @@ def unlink(name: str, *, dir_fd: int) -> None:
     os.unlink(name, dir_fd=dir_fd)
 
 
-def remove_tree(name: str, *, dir_fd: int) -> None:
-    """Remove a directory with its content as far as possible; follows no link and raises nothing."""
-    shutil.rmtree(name, ignore_errors=True, dir_fd=dir_fd)
+def remove_directory(name: str, *, dir_fd: int) -> None:
+    """Remove an empty directory."""
+    os.rmdir(name, dir_fd=dir_fd)
+
+
+def remove_tree(name: str, *, dir_fd: int, check: Callable[[], None] = lambda: None) -> None:
+    """Remove a directory with its content as far as possible; follows no link and raises no error.
+
+    Another process may remove the same directory at the same time.
+
+    Args:
+        name: Its name.
+        dir_fd: The directory that holds it.
+        check: Called before each file; it raises to end the removal, as `Operation.check` does.
+    """
+    with suppress(OSError, RecursionError):
+        _remove_below(name, dir_fd, check)
+
+
+def _remove_below(name: str, dir_fd: int, check: Callable[[], None]) -> None:
+    fd = os.open(name, _DIRECTORY_FLAGS | getattr(os, "O_NOFOLLOW", 0), dir_fd=dir_fd)
+    try:
+        with os.scandir(fd) as entries:
+            names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for below, is_directory in names:
+            check()
+            with suppress(OSError, RecursionError):  # directories may be nested too deep
+                if is_directory:
+                    _remove_below(below, fd, check)
+                else:
+                    os.unlink(below, dir_fd=fd)
+    finally:
+        os.close(fd)
+    os.rmdir(name, dir_fd=dir_fd)
 
 
 def fsync(fd: int) -> None:
@@ -147,6 +183,47 @@ def fchmod(fd: int, mode: int) -> None:
     """Set the mode of a file; an error is ignored: some filesystems have no modes."""
     with suppress(OSError, AttributeError):
         os.fchmod(fd, mode)
+
+
+def copy_owner(found: os.stat_result, fd: int) -> None:
+    """Give a file an owner and a group as far as this process may; an error is ignored."""
+    file = os.fstat(fd)
+    for owner in (found.st_uid, -1):
+        if (owner in (file.st_uid, -1)) and file.st_gid == found.st_gid:
+            return
+        try:
+            os.fchown(fd, owner, found.st_gid)
+        except (OSError, AttributeError):
+            continue
+        return
+
+
+def read_attributes(file: int | str) -> dict[str, bytes]:
+    """Return the extended attributes of an open file, or of a path's; without those that this process may not read."""
+    found: dict[str, bytes] = {}
+    with suppress(OSError, AttributeError):
+        for name in os.listxattr(file):
+            with suppress(OSError):
+                found[name] = os.getxattr(file, name)
+    return found
+
+
+def write_attribute(fd: int, name: str, value: bytes) -> bool:
+    """Set an extended attribute; return False if the system refuses."""
+    try:
+        os.setxattr(fd, name, value)
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def remove_attribute(fd: int, name: str) -> bool:
+    """Remove an extended attribute; return False if the system refuses."""
+    try:
+        os.removexattr(fd, name)
+    except (OSError, AttributeError):
+        return False
+    return True
 
 
 def reserve(fd: int, nbytes: int) -> None:
@@ -192,11 +269,25 @@ def try_lock(fd: int) -> bool | None:
         return False
     except OSError:  # ENOLCK, ENOTSUP; EBADF for a directory on NFS
         return None
+    _locked.add(fd)
     return True
 
 
 def unlock(fd: int) -> None:
     """Release the lock, also for copies of the descriptor in forked children."""
+    _locked.discard(fd)
     if fcntl is not None:
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+_locked: set[int] = set()
+"""Descriptors whose lock this process holds."""
+
+
+@after_fork_in_child
+def _close_locked() -> None:
+    """Close the parent's locked files in a forked child: it would hold their locks after the parent's death."""
+    while _locked:
+        with suppress(OSError):
+            os.close(_locked.pop())

@@ -17,8 +17,10 @@ from stio.runtime.limits import Limits
 from stio.storage.base import Identity
 from stio.storage.checks import identity_of, refused
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.small_files import MAX_INDEX_BYTES, digest_of, file_at, mode_at, read_small, status_at
+from stio.storage.commit.attributes import FileAttributes, attributes_at
+from stio.storage.commit.small_files import MAX_INDEX_BYTES, digest_of, file_at, read_small, status_at
 from stio.storage.local import is_local
+from stio.storage.paths import resolve_links
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
             one leads to nothing, the file or directory is created there.
 
     Raises:
-        StorageError: Something of another kind has this path, or the operating system reported an error.
+        StorageError: Something of another kind has this path, a link of another user in a directory such as /tmp is on
+            the way (`stio.storage.paths`), or the operating system reported an error.
     """
     path = os.fsdecode(destination)
 
@@ -74,10 +77,10 @@ def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
     if not path:
         raise wrong(errno.ENOENT, "the destination is an empty path")
     try:
-        real = os.path.realpath(path)
-        mode = os.stat(real).st_mode
-    except FileNotFoundError:
-        mode = 0
+        real = resolve_links(path)
+        mode = _mode_of(real)
+    except StorageError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise refused("looking at the destination", path, error) from error
     parent, name = os.path.split(real)
@@ -92,40 +95,74 @@ def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
     return SaveTarget(path, "update", real, "") if mode else SaveTarget(path, "fresh", parent, name)
 
 
-def make_parents(directory: str, *, durable: bool) -> None:
+def _mode_of(real: str) -> int:
+    """Return the mode of what has a path, 0 if it does not exist."""
+    try:
+        return os.stat(real, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return 0
+
+
+def make_parents(directory: str, *, durable: bool) -> dict[str, DirectoryIdentity]:
     """Make a directory and its missing parents, and make their names durable; also its own name if it existed.
 
     They stay if the save fails: another save may work in them.
 
+    Args:
+        directory: Path without links.
+        durable: Whether their names are made durable.
+
+    Returns:
+        The directories that were made, by path.
+
     Raises:
         OSError: The operating system reported an error.
     """
-    missing = []
-    while not os.path.isdir(directory):
-        if os.path.lexists(directory):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory)
-        directory, name = os.path.split(directory)
-        missing.append(name)
-    if not missing:  # the caller may have made it a moment ago, without a sync
-        directory = os.path.dirname(directory)
+    fd, where, missing = _open_existing(directory)
+    made: dict[str, DirectoryIdentity] = {}
     try:
-        fd = calls.open_directory(directory)
-    except PermissionError:
-        if missing:
-            raise
-        return
-    try:
-        if durable and not missing:
-            calls.sync_directory(fd)
+        if not missing and durable:
+            _sync_parent(directory)
         while missing:
             name = missing.pop()
+            where = os.path.join(where, name)
+            is_made = False
             with suppress(FileExistsError):  # another save has just made it, and may not have synced it yet
                 calls.make_directory(name, dir_fd=fd)
+                is_made = True
             if durable:
                 calls.sync_directory(fd)
             below = calls.open_directory(name, dir_fd=fd)
             calls.close(fd)
             fd = below
+            if is_made:
+                made[where] = directory_identity(fd)
+    finally:
+        calls.close(fd)
+    return made
+
+
+def _open_existing(directory: str) -> tuple[int, str, list[str]]:
+    """Open the first of a directory and its parents that exists; return also its path, and the names below it."""
+    missing: list[str] = []
+    while True:
+        try:
+            return calls.open_directory(directory), directory, missing
+        except FileNotFoundError:
+            directory, name = os.path.split(directory)
+            if not name:
+                raise
+            missing.append(name)
+
+
+def _sync_parent(directory: str) -> None:
+    """Make the name of a directory durable: the caller may have made it a moment ago, without a sync."""
+    try:
+        fd = calls.open_directory(os.path.dirname(directory))
+    except PermissionError:
+        return
+    try:
+        calls.sync_directory(fd)
     finally:
         calls.close(fd)
 
@@ -140,10 +177,24 @@ class ExistingCheckpoint:
     """SHA-256 of the index's content; None if there is none."""
     files: dict[str, Identity] = field(default_factory=dict)
     """Its files of tensors: those that the index names, and those with the name of a checkpoint's file."""
-    index_mode: int | None = None
-    """Mode of the index."""
-    shard_mode: int | None = None
-    """Mode of the first shard."""
+    index_attributes: FileAttributes | None = None
+    """Those of the index."""
+    shard_attributes: FileAttributes | None = None
+    """Those of the shard that the fewest users may read, for new shards that replace no file of their name."""
+
+
+DirectoryIdentity: TypeAlias = tuple[int, int]
+"""Device and inode of a directory; zeros where inodes are not stable."""
+
+
+def directory_identity(fd: int) -> DirectoryIdentity:
+    """Return the identity of an open directory.
+
+    Raises:
+        OSError: The operating system reported an error.
+    """
+    found = os.fstat(fd)
+    return (found.st_dev, found.st_ino) if is_local(fd) else (0, 0)
 
 
 def identity_at(dir_fd: int, name: str) -> Identity | None:
@@ -176,7 +227,7 @@ def describe_existing(home_fd: int, target: SaveTarget, pattern: str) -> Existin
     if target.kind == "file":
         identity = identity_at(home_fd, target.name)
         found = {target.name: identity} if identity else {}
-        return ExistingCheckpoint(files=found, shard_mode=mode_at(home_fd, target.name))
+        return ExistingCheckpoint(files=found, shard_attributes=attributes_at(home_fd, target.name))
     index = index_name(pattern)
     raw = read_small(home_fd, index, MAX_INDEX_BYTES, where=target.path)
     shards: tuple[str, ...] = ()
@@ -202,8 +253,10 @@ def existing_checkpoint(home_fd: int, index: str, raw: bytes | None, names: Iter
         OSError: The operating system reported an error.
     """
     files = {name: found for name in dict.fromkeys(names) if (found := identity_at(home_fd, name)) is not None}
-    modes = (mode for name in files if name != index and (mode := mode_at(home_fd, name)) is not None)
-    return ExistingCheckpoint(index, digest_of(raw), files, mode_at(home_fd, index), next(modes, None))
+    statuses = {name: status_at(home_fd, name, follow_symlinks=True) for name in files if name != index}
+    readers = {name: status.st_mode & 0o044 for name, status in statuses.items() if status is not None}
+    shard = attributes_at(home_fd, min(readers, key=readers.__getitem__)) if readers else None
+    return ExistingCheckpoint(index, digest_of(raw), files, attributes_at(home_fd, index), shard)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """A save to a local filesystem as one transaction: prepare, commit, or roll back.
 
-Prepare: new files are created in a staging directory, written and made durable (`create`, `finish_file`). Commit: one
-step publishes them, by the plan that the transaction's policy made: the rename of a directory, of one file, of the
-index, or the journal's record. Roll back: the staging directory is removed. After a crash recovery does the same.
+Prepare: new files are created in a staging directory, written and made durable (`create`, `finish_file`); then the
+lock is taken that the commit needs (`prepare_commit`, the last step that can be cancelled). Commit: one step publishes
+them, by the plan that the transaction's policy made: the rename of a directory, of one file, of the index, or the
+journal's record. Roll back: the staging directory is removed. After a crash recovery does the same.
 
 The order of the steps protects a commit against a power cut: files and their record are durable before a change is
 visible, the files that the commit refers to are durable before it, and old files are removed only when it is durable.
@@ -14,13 +15,18 @@ import errno
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Literal
 
 from stio.errors import CommitUncertainError, ConcurrentSaveError, StorageError
-from stio.storage.base import Note
+from stio.runtime.log import log
+from stio.storage.base import Identity, Note
 from stio.storage.checks import refused
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit.aside import Aside, aside_directory, put_back
+from stio.storage.commit.attributes import FileAttributes, attributes_at, keep_default_list, keep_tree
+from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS, LockTimeout, directory_lock, is_same
 from stio.storage.commit.file_writer import LocalFileWriter, create_files, write_refused
 from stio.storage.commit.journal import (
     MAX_NOTE_BYTES,
@@ -37,6 +43,7 @@ from stio.storage.commit.journal import (
     write_record,
 )
 from stio.storage.commit.recovery import recover
+from stio.storage.commit.retention import WrittenFiles, survey
 from stio.storage.commit.small_files import (
     MAX_INDEX_BYTES,
     Stamp,
@@ -50,27 +57,29 @@ from stio.storage.commit.staging_dir import (
     FILES_NAME,
     STAGING_PREFIX,
     StagingDirectory,
-    directory_lock,
-    is_same,
-    rename_for_deletion,
 )
 from stio.storage.commit.target import (
     CommitPlan,
     CommitPolicy,
+    DirectoryIdentity,
     OneFile,
     SaveTarget,
     choose_names,
     describe_existing,
+    directory_identity,
     identity_at,
     make_parents,
     require_replaceable,
     resolve,
 )
-
-logger = logging.getLogger("stio")
+from stio.storage.commit.written_list import merge_replaced
+from stio.storage.paths import resolve_links
 
 _ID_BYTES = 5
 _ATTEMPTS = 8
+_RECOVERY_SECONDS = 1.0
+"""Most of its `lock_timeout` that a save spends on recovery, which it can do without."""
+_DEFAULT_NAME_BYTES = 255
 _INTERRUPTED = "replacing the files was interrupted; the next save here, or collect_garbage, completes it"
 _SHADOWED = "the old index could not be removed, so readers load the old checkpoint; the next save here removes it"
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
@@ -84,6 +93,8 @@ def begin_local(
     shard_names: Literal["auto", "hub"] = "auto",
     commit: Literal["index", "files"] = "index",
     durability: Literal["full", "none"] = "full",
+    lock_timeout: float = LOCK_TIMEOUT_SECONDS,
+    check: Callable[[], None] = lambda: None,
 ) -> LocalTransaction:
     """Begin the transaction of a save of tensors: recover dead saves, plan the commit, make a staging directory.
 
@@ -101,6 +112,8 @@ def begin_local(
             until the next save or `collect_garbage` rolls the save forward.
         durability: "full": after `commit` the checkpoint survives a power cut. "none": nothing is synced; a crash of
             the process still leaves the old or the new checkpoint.
+        lock_timeout: Seconds for which the whole save waits for locks of other saves.
+        check: Called while it waits here; it raises to end the wait, as `Operation.check` does.
 
     Raises:
         ValueError: Arguments contradict each other, or do not fit the content of the destination.
@@ -126,14 +139,26 @@ def begin_local(
             require_replaceable(home_fd, target, plan.shards)
         return plan
 
-    return _begin(target, policy, durable=durability == "full", last_wins=isinstance(destination, OneFile))
+    return _begin(
+        target,
+        policy,
+        durable=durability == "full",
+        last_wins=isinstance(destination, OneFile),
+        lock_timeout=lock_timeout,
+        check=check,
+    )
 
 
 def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTransaction:
     """Begin the transaction of a directory whose files other libraries and other saves write, below its `files_path`.
 
     `commit` makes every file in it durable and renames it to `path`, in the place of a directory of this name. That
-    one is renamed shortly before: if the process dies between these two steps, there is no directory at `path`.
+    one is set aside shortly before: if the process dies between these two steps, there is no directory at `path` until
+    the next save there, or `collect_garbage`, puts the old one back.
+
+    Of the old directory only that is deleted which its list (`written_list.py`) names and nobody has changed. What
+    others have added is moved into the new directory if no new file has its name; what else is left is kept beside it
+    as `.stio-kept-<id>`, with a warning. Without a list that is all of the old directory.
 
     Args:
         path: Path of the directory. Links to its parent are followed, missing parents made.
@@ -143,22 +168,47 @@ def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTran
         StorageError: The operating system reported an error.
     """
     home, name = os.path.split(os.path.abspath(path))
-    target = SaveTarget(os.fspath(path), "fresh", os.path.realpath(home), name)
+    try:
+        target = SaveTarget(os.fspath(path), "fresh", resolve_links(home), name)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise refused("looking at the destination", os.fspath(path), error) from error
     return _begin(target, lambda home_fd, save_id: CommitPlan("replacement", (), None), durable=durable)
 
 
-def _begin(target: SaveTarget, policy: CommitPolicy, *, durable: bool, last_wins: bool = False) -> LocalTransaction:
+def _begin(
+    target: SaveTarget,
+    policy: CommitPolicy,
+    *,
+    durable: bool,
+    last_wins: bool = False,
+    lock_timeout: float = LOCK_TIMEOUT_SECONDS,
+    check: Callable[[], None] = lambda: None,
+) -> LocalTransaction:
     if os.open not in os.supports_dir_fd:
         raise StorageError("saving needs a system with POSIX files", errno=errno.ENOSYS)
+    needed = "readable and writable"
     try:
-        make_parents(target.home, durable=durable)
-        return LocalTransaction(target, calls.open_directory(target.home), policy, durable=durable, last_wins=last_wins)
+        made = make_parents(target.home, durable=durable)
+        home_fd = calls.open_directory(target.home)
+        needed = "writable"
+        return LocalTransaction(
+            target,
+            home_fd,
+            policy,
+            durable=durable,
+            last_wins=last_wins,
+            made=made,
+            lock_timeout=lock_timeout,
+            check=check,
+        )
     except OSError as error:
         if isinstance(error, StorageError):
             raise
         failure = write_refused("beginning the save", target.path, error)
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            failure.message += "; the directory that holds the checkpoint must be writable"
+            failure.message += f"; the directory that holds the checkpoint must be {needed}"
         raise failure from error
 
 
@@ -173,23 +223,42 @@ class LocalTransaction:
         last_wins: Of several saves at once the last one replaces the others: `commit` makes the plan again, under the
             lock, and replaces the files of that moment. Otherwise it raises if the destination has changed since the
             first plan.
+        made: The parents of the destination that were made for this save.
+        lock_timeout: Seconds for which it waits for locks of other saves, all waits together.
+        check: Called while it waits here; it raises to end the wait.
 
     Raises:
         ValueError: The policy refused.
+        StorageError: A name is too long, or the old checkpoint could not be read.
         OSError: The operating system reported an error. All that was made is removed again.
     """
 
     def __init__(
-        self, target: SaveTarget, home_fd: int, policy: CommitPolicy, *, durable: bool, last_wins: bool
+        self,
+        target: SaveTarget,
+        home_fd: int,
+        policy: CommitPolicy,
+        *,
+        durable: bool,
+        last_wins: bool,
+        made: Mapping[str, DirectoryIdentity] | None = None,
+        lock_timeout: float = LOCK_TIMEOUT_SECONDS,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        self._parents = dict(made or {})
+        self.written = WrittenFiles()
+        """What the commit published; empty before it."""
         self._target, self._home_fd, self._policy = target, home_fd, policy
         self._durable, self._last_wins = durable, last_wins
         self._writers: list[LocalFileWriter] = []
         self._finished: set[str] = set()  # names of the files that other libraries wrote
         self._ended = False
         self._needs_recovery = False  # if True, the staging directory stays: recovery reads it
+        self._timeout = LockTimeout(lock_timeout)
+        self._left_by: OSError | None = None  # why cleaning up failed; logged when the lock is released
+        self._lock: ExitStack | None = None  # holds the lock of the directory, where the commit needs it
         try:
-            recover(home_fd, target.home)
+            recover(home_fd, target.home, self._timeout.part(_RECOVERY_SECONDS), check)
             self._plan, self._staging = self._stage()
         except BaseException:
             calls.close(home_fd)
@@ -198,11 +267,26 @@ class LocalTransaction:
     def _stage(self) -> tuple[CommitPlan, StagingDirectory]:
         for _ in range(_ATTEMPTS):
             save_id = secrets.token_hex(_ID_BYTES)
-            plan = self._policy(self._home_fd, save_id)  # first: it raises before anything is made
+            plan = self._planned(save_id)  # first: it raises before anything is made
+            self.require_names(*plan.shards, *([] if plan.index is None else [plan.index]))
             staging = StagingDirectory.create(self._home_fd, save_id)
             if staging is not None:
+                if plan.commit == "replacement":
+                    keep_default_list(self._home_fd, self._target.name, staging.files_fd)
                 return plan, staging
         raise OSError(f"no staging directory in {_ATTEMPTS} attempts")
+
+    def _planned(self, save_id: str) -> CommitPlan:
+        """Return the policy's plan; it reads the old checkpoint."""
+        try:
+            return self._policy(self._home_fd, save_id)
+        except StorageError:
+            raise
+        except OSError as error:
+            path = self._target.path
+            if isinstance(error.filename, str):
+                path = os.path.join(self._target.home, error.filename)
+            raise refused("reading the old checkpoint", path, error) from error
 
     @property
     def path(self) -> str:
@@ -213,11 +297,6 @@ class LocalTransaction:
     def files_path(self) -> str:
         """Directory of the new files while the transaction is open, for libraries that write files by their path."""
         return os.path.join(self._target.home, STAGING_PREFIX + self._staging.save_id, FILES_NAME)
-
-    @property
-    def makes_directory(self) -> bool:
-        """Whether the save makes the checkpoint's directory: it did not exist."""
-        return self._target.kind == "fresh"
 
     @property
     def shard_names(self) -> tuple[str, ...]:
@@ -231,6 +310,26 @@ class LocalTransaction:
 
     # Prepare.
 
+    def require_names(self, *names: str) -> None:
+        """Require that the filesystem allows names of this length, before anything is written.
+
+        Raises:
+            StorageError: One is too long.
+        """
+        try:
+            limit = os.fpathconf(self._home_fd, "PC_NAME_MAX")
+        except (OSError, ValueError):
+            limit = _DEFAULT_NAME_BYTES
+        for name in names:
+            if len(os.fsencode(name)) > limit:
+                raise StorageError(
+                    "the name of a file of the checkpoint is too long for the filesystem",
+                    path=os.path.join(self._target.home, name),
+                    errno=errno.ENAMETOOLONG,
+                    expected=f"at most {limit} bytes",
+                    found=len(os.fsencode(name)),
+                )
+
     def create(self, nbytes: Sequence[int]) -> Sequence[LocalFileWriter]:
         """Create all shards, their space reserved; see `Transaction.create`."""
         shards = self._plan.shards
@@ -242,21 +341,28 @@ class LocalTransaction:
             list(zip(shards, nbytes, strict=True)),
             path=self.path,
             where=[self.path if single else os.path.join(self.path, name) for name in shards],
-            mode=self._plan.existing.shard_mode,
+            attributes=[self._replaced_attributes(name) for name in shards],
             durable=self._durable,
         )
         return self._writers
 
+    def _replaced_attributes(self, shard: str) -> FileAttributes | None:
+        """Return the attributes that a new shard keeps: of the file that it replaces, else of an old shard."""
+        existing = self._plan.existing
+        own = attributes_at(self._home_fd, shard) if shard in existing.files else None
+        return own or existing.shard_attributes
+
     def finish_file(self, name: str) -> None:
-        """Complete a shard that another library wrote below `files_path`: set its mode, make it durable.
+        """Complete a shard that another library wrote below `files_path`: set its attributes, make it durable.
 
         Raises:
             StorageError: The operating system reported an error.
         """
         try:
             with closing(calls.open_file(name, os.O_RDWR, dir_fd=self._staging.files_fd)) as fd:
-                if self._plan.existing.shard_mode is not None:
-                    calls.fchmod(fd, self._plan.existing.shard_mode)
+                attributes = self._replaced_attributes(name)
+                if attributes is not None:
+                    attributes.apply(fd)
                 if self._durable:
                     calls.fsync(fd)
         except OSError as error:
@@ -282,6 +388,38 @@ class LocalTransaction:
                 return None  # the name of its file may be as long as the system allows, and a note's name is longer
             raise refused(f"reading {name}", self.path, error) from error
 
+    def prepare_commit(self, check: Callable[[], None] = lambda: None) -> None:
+        """Do all that precedes the commit and can be cancelled: take the directory's lock where the commit needs it.
+
+        `commit` does this itself if it was not called. After an error or a cancel the caller rolls back.
+
+        Args:
+            check: Called during the wait; it raises to end it, as `Operation.check` does.
+
+        Raises:
+            ConcurrentSaveError: Another save holds the lock, and the save's `lock_timeout` has passed.
+            StorageError: The operating system reported an error.
+        """
+        if self._lock is not None or self._ended:
+            return
+        try:
+            if self._plan.commit == "replacement":
+                keep_tree(self._home_fd, self._target.name, self._staging.files_fd)
+                if self._durable:
+                    _sync_tree(self.files_path)
+            with ExitStack() as stack:
+                if self._plan.commit != "directory":
+                    stack.enter_context(self._directory_lock(check))
+                self._lock = stack.pop_all()
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise write_refused("publishing the checkpoint", self.path, error) from error
+
+    def _directory_lock(self, check: Callable[[], None]) -> AbstractContextManager[None]:
+        home, path = self._target.home, self._target.path
+        return directory_lock(self._home_fd, home, self._timeout, check, destination=path)
+
     # Commit.
 
     def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
@@ -302,6 +440,7 @@ class LocalTransaction:
         for note in notes:
             _require_plain(note.name)
         try:
+            self.prepare_commit()
             if plan.commit == "directory":
                 self._publish_directory(index, notes)
             elif plan.commit == "replacement":
@@ -322,6 +461,7 @@ class LocalTransaction:
             if file is not None and data is not None:
                 write_small(files_fd, file, data, durable=self._durable)
         self._sync(files_fd)
+        written = self._surveyed()
         try:
             calls.rename_new(FILES_NAME, name, source_fd=self._staging.fd, target_fd=self._home_fd, is_directory=True)
         except OSError as error:
@@ -330,54 +470,66 @@ class LocalTransaction:
             if is_same(self._home_fd, name, files_fd):
                 raise self._uncertain("the system reported an error for a rename that it did", error) from error
             raise
+        self.written = written
         self._confirm()
 
     def _replace_directory(self) -> None:
-        """Sync all files of a directory and rename it; it replaces a directory of the same name."""
+        """Rename a directory, whose files are durable; it replaces a directory of the same name."""
         home_fd, name = self._home_fd, self._target.name
-        if self._durable:
-            _sync_tree(self.files_path)
-        with directory_lock(home_fd, self._target.path):
-            try:
-                old = rename_for_deletion(home_fd, name)
-            except FileNotFoundError:
-                old = None
+        written = self._surveyed()
+        with ExitStack() as stack:
+            aside = None
+            if calls.exists(name, dir_fd=home_fd):
+                aside = stack.enter_context(aside_directory(home_fd))
+                calls.rename(name, name, source_fd=home_fd, target_fd=aside.fd)
             try:
                 calls.rename(FILES_NAME, name, source_fd=self._staging.fd, target_fd=home_fd)
             except OSError:
-                if old is not None:
-                    calls.rename(old, name, source_fd=home_fd, target_fd=home_fd)
+                if aside is not None:
+                    with suppress(OSError):  # recovery puts it back
+                        put_back(home_fd, self._target.home, aside)
                 raise
-        try:
+            self.written = written
+            self._unlock()
             self._confirm()
-        finally:
-            if old is not None:
-                calls.remove_tree(old, dir_fd=home_fd)
+            if aside is not None:
+                self._remove_replaced(aside)
+
+    def _remove_replaced(self, aside: Aside) -> None:
+        """Delete what a save has written in the directory that was replaced; keep the rest."""
+        home_fd, home = self._home_fd, self._target.home
+        where = os.path.join(home, aside.name)
+        try:
+            put_back(home_fd, home, aside, lambda name: merge_replaced(where, aside.fd, home_fd, name))
+        except OSError as error:
+            self._left_by = error
 
     def _publish_files(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Publish files in a directory that exists, under its lock."""
-        with directory_lock(self._home_fd, self._target.path):
-            if self._last_wins:
-                self._plan = self._policy(self._home_fd, self._staging.save_id)
-            self._require_unchanged()
-            try:
-                record = self._record(index, notes)
-            except OSError as error:
-                self._withdraw(error)
-                raise
-            if record.commit == "files":
-                self._replace_files(record)
-            else:
-                self._rename_files(record)
-                self._needs_recovery = _needs_record(record)
-                self._confirm()
-            try:
-                clean_up(self._home_fd, self._staging.fd, record, durable=self._durable)
-                self._needs_recovery = False
-            except OSError as error:
-                if has_old_index(self._home_fd, record):
-                    raise self._uncertain(_SHADOWED, error) from error
-                self._warn(error)
+        if self._last_wins:
+            self._plan = self._planned(self._staging.save_id)
+        self._require_unchanged()
+        try:
+            record = self._record(index, notes)
+            files = {name: identity_at(self._staging.files_fd, name) for name in (*record.moves, record.last)}
+        except OSError as error:
+            self._withdraw(error)
+            raise
+        if record.commit == "files":
+            self._replace_files(record)
+        else:
+            self._rename_files(record)
+            self._needs_recovery = _needs_record(record)
+            self._confirm()
+        try:
+            clean_up(self._home_fd, self._staging.fd, record, durable=self._durable)
+            self._needs_recovery = False
+        except OSError as error:
+            if has_old_index(self._home_fd, record):
+                raise self._uncertain(_SHADOWED, error) from error
+            self._left_by = error
+        with suppress(OSError):  # retention does not delete what is not described
+            self.written = self._written(files, notes)
 
     def _require_unchanged(self) -> None:
         """Require that the destination is as planned. Called under the lock, and also where locks do not exist."""
@@ -397,7 +549,9 @@ class LocalTransaction:
         moves, last = (shards, plan.index) if plan.index is not None else ((), shards[0])
         if plan.index is not None:
             assert index is not None
-            write_small(staging.files_fd, plan.index, index, mode=plan.existing.index_mode, durable=self._durable)
+            write_small(
+                staging.files_fd, plan.index, index, attributes=plan.existing.index_attributes, durable=self._durable
+            )
         record = JournalRecord(
             version=1,
             save_id=staging.save_id,
@@ -420,6 +574,25 @@ class LocalTransaction:
             write_record(staging.fd, record, durable=self._durable)
             self._sync(self._home_fd)  # the staging directory's own name
         return record
+
+    def _surveyed(self) -> WrittenFiles:
+        """Return what the rename of the staged directory will publish."""
+        found = survey(self._staging.files_fd, self._target.real)
+        parents = {self._target.home: directory_identity(self._home_fd), **self._parents}
+        return WrittenFiles(found.files, {**found.directories, **parents}, found.made | self._parents.keys())
+
+    def _written(self, files: Mapping[str, Identity | None], notes: Sequence[Note]) -> WrittenFiles:
+        """Return what was published in a directory that existed: files that were staged, and notes."""
+        home, found = self._target.home, dict(files)
+        for note in notes:
+            identity = identity_at(self._home_fd, note.name)
+            if note.after is not None and read_small(self._home_fd, note.name, MAX_NOTE_BYTES) == note.after:
+                found[note.name] = identity
+        return WrittenFiles(
+            {os.path.join(home, name): identity for name, identity in found.items() if identity is not None},
+            {home: directory_identity(self._home_fd), **self._parents},
+            self._parents.keys(),
+        )
 
     def _stamp(self, name: str) -> Stamp:
         stamp = stamp_of(self._staging.files_fd, name)
@@ -467,7 +640,7 @@ class LocalTransaction:
                 roll_back(self._home_fd, self._staging.fd, record, durable=self._durable)
                 self._needs_recovery = False
         except OSError as error:
-            self._warn(error)
+            self._left_by = error
             return
         if committed:
             raise self._uncertain("the system reported an error for a rename that it did")
@@ -500,8 +673,13 @@ class LocalTransaction:
         if not self._ended:
             self._end()
 
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
     def _end(self) -> None:
         self._ended = True
+        self._unlock()
         for writer in self._writers:
             writer.close()
         if self._needs_recovery:
@@ -509,6 +687,7 @@ class LocalTransaction:
         else:
             self._staging.remove()
         calls.close(self._home_fd)
+        self._log_left()
 
     # Errors.
 
@@ -527,10 +706,11 @@ class LocalTransaction:
             path=self._target.path,
         )
 
-    def _warn(self, error: OSError) -> None:
-        logger.warning(
-            "%s: cleaning up failed, the next save here or `stio gc` completes it: %s", self._target.path, error
-        )
+    def _log_left(self) -> None:
+        error, self._left_by = self._left_by, None
+        if error is not None:
+            message = "%s: cleaning up failed, the next save here or `stio gc` completes it: %s"
+            log(logging.WARNING, message, self._target.path, error)
 
 
 def _needs_record(record: JournalRecord) -> bool:

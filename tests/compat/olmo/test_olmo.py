@@ -8,6 +8,8 @@ import collections
 import os
 import pickle
 import random
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import stio
 from stio.compat import olmo
+from stio.format.safe_pickle import PlainPickles
 
 Nested = dict[Any, Any]
 
@@ -154,7 +157,11 @@ def test_crafted_names_and_leaves_run_nothing(path: Path, tmp_path: Path, monkey
 def test_trusted_pickles_are_read_and_said_aloud(path: Path) -> None:
     state = {"numpy": np.random.get_state(), "when": collections.Counter("aab").most_common, "plain": 1}
     state["when"] = collections.deque([1])
-    olmo.state_dict_to_safetensors_file(state, path)
+    with pytest.warns(
+        RuntimeWarning, match=r"only trust_pickle=True will read \['numpy'\] .*\['when'\] .*deque"
+    ) as said:
+        olmo.state_dict_to_safetensors_file(state, path)
+    assert [warning.filename for warning in said] == [__file__]
     with pytest.raises(stio.FormatError, match="trust_pickle"):
         olmo.safetensors_file_to_state_dict(path)
     with pytest.warns(RuntimeWarning, match=r"unpickling \['.*can run any code") as said:
@@ -166,6 +173,81 @@ def test_trusted_pickles_are_read_and_said_aloud(path: Path) -> None:
     assert said[0].filename == __file__
     assert found["when"] == collections.deque([1])
     assert (found["numpy"][1] == state["numpy"][1]).all()
+
+
+def test_the_warning_of_a_save_lists_a_few_values(path: Path) -> None:
+    torch.save({"optim": {k: complex(k) for k in range(8)}, "lr": [torch.ones(1)]}, path.with_suffix(".pt"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        olmo.pt_file_to_safetensors_file(path.with_suffix(".pt"), path, trust_pickle=True)
+    (warning,) = [warning for warning in said if "only trust_pickle=True will read" in str(warning.message)]
+    assert re.search(r"\['optim'\]\[0\] .*\['optim'\]\[4\] .* and 4 more; save", str(warning.message))
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (np.float32(1), 1.0),
+        (np.longlong(3), 3),
+        ({"lr": np.float64(0.5)}, {"lr": 0.5}),
+        ([np.bool_(True)], [True]),
+        (torch.float16, "float16"),
+    ],
+)
+def test_a_save_warns_of_what_stands_anywhere_but_in_plain_state(path: Path, value: Any, plain: Any) -> None:
+    with pytest.warns(RuntimeWarning, match="deep"):
+        olmo.state_dict_to_safetensors_file({"a": {"deep": [value]}}, path)
+    olmo.state_dict_to_safetensors_file({"a": {"deep": [plain]}}, path)
+    assert olmo.safetensors_file_to_state_dict(path) == {"a": {"deep": [plain]}}
+
+
+@pytest.mark.parametrize("key", [float("nan"), ("a", float("nan")), (((float("nan"),),),)])
+@pytest.mark.parametrize("value", [1, {"a": 1, "b": 2}])
+def test_a_key_that_is_nan_is_refused(path: Path, key: Any, value: Any) -> None:
+    with pytest.raises(ValueError, match="NaN"):
+        olmo.state_dict_to_safetensors_file({"x": {key: value}}, path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("number", [10_000, 10_001])
+@pytest.mark.parametrize("key", [lambda k: (k,), lambda k: k + 0.5, lambda k: k + (1 << 64)])
+def test_a_save_counts_odd_keys_as_the_reader_does(path: Path, key: Any, number: int) -> None:
+    state = {"names": dict.fromkeys(map(key, range(9_990)), 1), "value": [{key(k): 1 for k in range(number - 9_990)}]}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        olmo.state_dict_to_safetensors_file(state, path)
+    assert len(caught) == (number > 10_000)
+    if caught:
+        with pytest.raises(stio.FormatError, match="too many keys"):
+            olmo.safetensors_file_to_state_dict(path)
+    else:
+        assert olmo.safetensors_file_to_state_dict(path) == state
+
+
+def test_a_save_counts_steps_at_least_as_the_reader_does(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlainPickles.__init__, "__defaults__", (1_000,))
+    for number in range(5, 60, 5):
+        state = {
+            "t": {k: torch.ones(1) for k in range(number)},
+            "n": {"a" * k: 1 for k in range(number)},
+            "l": [1] * number,
+        }
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            olmo.state_dict_to_safetensors_file(state, path)
+        if not caught:
+            assert olmo.safetensors_file_to_state_dict(path) == state
+    assert caught
+
+
+def test_a_value_whose_pickling_fails_in_any_way_is_named(path: Path) -> None:
+    class Odd:
+        def __reduce__(self) -> Any:
+            raise NotImplementedError("of the value")
+
+    with pytest.raises(TypeError, match=r"\['odd'\] cannot be pickled: of the value"):
+        olmo.state_dict_to_safetensors_file({"odd": [Odd()]}, path)
 
 
 def test_trust_says_nothing_where_it_is_not_used(path: Path) -> None:

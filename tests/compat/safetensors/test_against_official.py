@@ -16,6 +16,7 @@ import safetensors.torch as theirs
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import HAVE_E8
 
 import stio.compat.safetensors as package
 from stio.compat.safetensors import numpy as our_numpy
@@ -24,7 +25,8 @@ from stio.compat.safetensors import torch as ours
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    *([torch.float8_e8m0fnu] if HAVE_E8 else []),
 ]
 QUICK = settings(max_examples=60, deadline=None)
 FILES = settings(max_examples=25, deadline=None)

@@ -21,6 +21,7 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch as official
 import torch
+from support import needs_f4
 
 import stio.compat.safetensors as package
 from stio.compat.safetensors import SafetensorError, _safe_open_handle, safe_open
@@ -365,6 +366,7 @@ def test_dtypes_beyond_torch(tmp_path: Path) -> None:
     ]
 
 
+@needs_f4
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_odd_f4(tmp_path: Path, backend: str) -> None:
     path = written(tmp_path / "f", {"x": entry("F4", [2, 3], 0, 3)}, b"abc")

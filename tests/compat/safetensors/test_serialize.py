@@ -11,6 +11,7 @@ import pytest
 import safetensors
 import safetensors.torch as official
 import torch
+from support import needs_f4
 
 from stio.compat.safetensors import SafetensorError, TensorSpec, deserialize, serialize, serialize_file
 from stio.compat.safetensors import numpy as in_numpy
@@ -149,6 +150,7 @@ def test_load_makes_copies() -> None:
     assert in_numpy.load(raw)["a"][0] == 0
 
 
+@needs_f4
 def test_load_of_dtypes_that_the_original_cannot() -> None:
     """Better: `load` knows no F8_E8M0 and no F4 there."""
     tensors = {

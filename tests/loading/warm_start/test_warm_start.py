@@ -11,7 +11,17 @@ from functools import partial
 
 import pytest
 import torch
-from support import HookedRoot, eventually, eventually_async, nothing_left, ramp, require_equal, save_file, save_sharded
+from support import (
+    HookedRoot,
+    eventually,
+    eventually_async,
+    needs_f4,
+    nothing_left,
+    ramp,
+    require_equal,
+    save_file,
+    save_sharded,
+)
 from torch import nn
 from warm import TOKENS, Net, alike, held, in_thread, load_of, made, on_meta, saved
 
@@ -303,6 +313,10 @@ async def test_dtypes_that_cannot_be(tmp_path):
     module = nn.Linear(3, 4, device="meta")
     await refused(module, tmp_path, MismatchError, "requires a gradient", dtype=torch.int32)
     require_untouched(module)
+
+
+@needs_f4
+async def test_f4_cannot_be_cast(tmp_path):
     fours = {"weight": torch.zeros(4, 2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "bias": ramp(4)}
     save_file(fours, tmp_path / "4" / "m.safetensors")
     await refused(nn.Linear(2, 4, device="meta"), tmp_path / "4", UnsupportedDtypeError, "cannot cast")

@@ -493,7 +493,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Lazy modules:UserWarning")
+@pytest.mark.filterwarnings("ignore")  # torch warns of lazy modules and of torch.jit, by a class of each version
 def test_modules_that_are_refused(kind):
     make, match = REFUSED[kind]
     for face in (stio.warm_start, sync.warm_start):
@@ -528,7 +528,7 @@ def without_overrides(module):
 
 
 @pytest.mark.parametrize("use", BELOW)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore")  # torch warns of torch.jit, by a class of each version
 def test_uses_that_are_refused(tmp_path, use):
     """They look at what a parameter is now, and would compute garbage with it, or keep it."""
     with held(Net, tmp_path) as load:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,11 @@ import pytest
 
 import stio
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit.directory_lock import LockTimeout, directory_lock
+from stio.storage.commit.recovery import collect_garbage
 from stio.storage.commit.transaction import LocalTransaction, begin_directory
+from stio.storage.commit.written_list import LIST_NAME, write_list
+from tests.storage.transactions import Killed, System
 
 
 def names_in(directory: Path) -> list[str]:
@@ -39,7 +45,14 @@ def staged_with(path: Path, text: str) -> LocalTransaction:
     staged = begin_directory(path, durable=True)
     (Path(staged.files_path) / "below").mkdir()
     (Path(staged.files_path) / "below" / "file").write_text(text)
+    write_list(staged.files_path, "")
     return staged
+
+
+def kept_in(directory: Path) -> Path:
+    """Return the only thing that was kept of what was replaced."""
+    (path,) = directory.glob(".stio-kept-*")
+    return path
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -58,11 +71,118 @@ def test_nothing_is_seen_before_all_is(tmp_path: Path, monkeypatch: pytest.Monke
     staged.roll_back()
 
 
-def test_what_stood_there_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "one" / "deep").mkdir(parents=True)
-    staged_with(tmp_path / "one", "new").commit(index=None)
+def test_what_a_save_wrote_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for text in ("old", "new"):
+        staged_with(tmp_path / "one", text).commit(index=None)
     assert names_in(tmp_path) == ["one"]
-    assert names_in(tmp_path / "one") == ["below"]
+    assert names_in(tmp_path / "one") == [LIST_NAME, "below"]
+    assert (tmp_path / "one" / "below" / "file").read_text() == "new"
+    assert not caplog.text
+
+
+def test_of_a_directory_without_a_list_nothing_is_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "one" / "below").mkdir(parents=True)
+    (tmp_path / "one" / "below" / "file").write_text("theirs")
+    (tmp_path / "one" / "other").write_text("theirs")
+    staged_with(tmp_path / "one", "new").commit(index=None)
+    assert names_in(tmp_path / "one") == [LIST_NAME, "below"]
+    kept = kept_in(tmp_path)
+    assert names_in(kept) == ["below", "other"]
+    assert (kept / "below" / "file").read_text() == "theirs"
+    collect_garbage(tmp_path)
+    assert names_in(tmp_path) == [kept.name, "one"]
+    assert [record.getMessage().count(kept.name) for record in caplog.records] == [1]
+
+
+def test_a_copy_of_a_list_is_none(tmp_path: Path) -> None:
+    staged_with(tmp_path / "one", "old").commit(index=None)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    staged_with(tmp_path / "two", "new").commit(index=None)
+    assert names_in(kept_in(tmp_path)) == [LIST_NAME, "below"]
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_is_no_directory_is_kept(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine").touch()
+    (tmp_path / "one").write_text("mine") if kind == "file" else (tmp_path / "one").symlink_to("elsewhere")
+    staged_with(tmp_path / "one", "new").commit(index=None)
+    assert names_in(tmp_path / "elsewhere") == ["mine"]
+    assert names_in(tmp_path / "one") == [LIST_NAME, "below"]
+    kept = kept_in(tmp_path)
+    assert kept.is_symlink() if kind == "link" else kept.read_text() == "mine"
+
+
+def test_what_others_added_moves_into_the_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = tmp_path / "one"
+    staged_with(one, "old").commit(index=None)
+    added = ("results.json", "below/results.json", "plots/a/b.png")
+    for name in added:
+        (one / name).parent.mkdir(parents=True, exist_ok=True)
+        (one / name).write_text("mine")
+    (one / ".stio-lock").touch()
+    staged_with(one, "new").commit(index=None)
+    assert [(one / name).read_text() for name in added] == ["mine"] * 3
+    assert (one / "below" / "file").read_text() == "new"
+    assert names_in(tmp_path) == ["one"]
+    assert names_in(one) == [LIST_NAME, "below", "plots", "results.json"]
+    assert not caplog.text
+    staged_with(one, "third").commit(index=None)
+    assert [(one / name).read_text() for name in added] == ["mine"] * 3
+
+
+def test_what_has_the_name_of_a_new_file_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = tmp_path / "one"
+    staged_with(one, "old").commit(index=None)
+    (one / "below" / "file").write_text("replaced by others")
+    (one / "mine").write_text("the old mine")
+    (one / "free").write_text("moves")
+    staged = staged_with(one, "new")
+    (Path(staged.files_path) / "mine").write_text("the new mine")
+    staged.commit(index=None)
+    assert (one / "mine").read_text() == "the new mine"
+    assert (one / "free").read_text() == "moves"
+    kept = kept_in(tmp_path)
+    assert names_in(kept) == ["below", "mine"]
+    assert (kept / "below" / "file").read_text() == "replaced by others"
+    assert (kept / "mine").read_text() == "the old mine"
+    assert len(caplog.records) == 1
+    staged_with(tmp_path / "two", "new").commit(index=None)  # its recovery deletes nothing of this
+    assert names_in(kept) == ["below", "mine"]
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_killed_at_every_call_nothing_of_others_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    """The new checkpoint or the old one is there after recovery, and what others added and replaced is somewhere."""
+    found = []
+    for n in range(1, 400):
+        home = tmp_path / str(n)
+        staged_with(home / "one", "old").commit(index=None)
+        (home / "one" / "mine").write_text("mine")
+        (home / "one" / "below" / "mine").write_text("mine too")
+        staged = staged_with(home / "one", "new")
+        (Path(staged.files_path) / "mine").write_text("new mine")
+        with monkeypatch.context() as patch:
+            system = System(patch, kill_at=n, kill_after=after)
+            with suppress(Killed):
+                staged.commit(index=None)
+            system.bury()
+        calls.unlock(staged._staging._lock_fd) if staged._staging._lock_fd >= 0 else None
+        collect_garbage(home)
+        collect_garbage(home)
+        found.append((home / "one" / "below" / "file").read_text())
+        texts = [path.read_text() for path in home.rglob("*mine") if path.is_file()]
+        assert {"mine", "mine too"} <= set(texts), (n, system.hit)
+        assert not [name for name in names_in(home) if name.startswith((".stio-aside", ".stio-trash", ".stio-lock"))]
+        if system.hit is None:
+            break
+    assert system.hit is None
+    turn = found.index("new")
+    assert 0 < turn < len(found) - 1
+    assert set(found[:turn]) == {"old"} and set(found[turn:]) == {"new"}
 
 
 def test_what_stood_there_stays_when_the_new_one_cannot_take_its_place(
@@ -118,3 +238,43 @@ def test_a_home_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(stio.StorageError, match="beginning the save failed: Input/output error"):
         begin_directory(tmp_path / "one", durable=True)
     assert names_in(tmp_path) == ["file"]
+
+
+def test_a_directory_with_the_longest_name_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * os.pathconf(tmp_path, "PC_NAME_MAX"))
+    for text in ("old", "new"):
+        staged_with(path, text).commit(index=None)
+        assert names_in(tmp_path) == [path.name]
+        assert (path / "below" / "file").read_text() == text
+
+
+class Cancelled(BaseException):
+    """A cancel of the operation that commits."""
+
+
+def test_a_cancel_ends_the_wait_for_the_lock(tmp_path: Path) -> None:
+    staged = staged_with(tmp_path / "one", "new")
+    fd = os.open(tmp_path, os.O_RDONLY)
+
+    def check() -> None:
+        raise Cancelled
+
+    try:
+        with directory_lock(fd, str(tmp_path)), pytest.raises(Cancelled):
+            staged.prepare_commit(check)
+    finally:
+        os.close(fd)
+    staged.roll_back()
+    assert names_in(tmp_path) == []
+
+
+def test_the_lock_is_held_from_the_preparation_to_the_commit(tmp_path: Path) -> None:
+    staged, other = staged_with(tmp_path / "one", "first"), staged_with(tmp_path / "one", "second")
+    staged.prepare_commit()
+    staged.prepare_commit()
+    other._timeout = LockTimeout(0)
+    with pytest.raises(stio.ConcurrentSaveError, match="publishing here"):
+        other.commit(index=None)
+    staged.commit(index=None)
+    assert names_in(tmp_path) == ["one"]
+    assert (tmp_path / "one" / "below" / "file").read_text() == "first"

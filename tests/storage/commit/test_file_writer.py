@@ -23,6 +23,7 @@ from stio.runtime.memory import Region, allocate
 from stio.storage.base import FileWriter
 from stio.storage.commit import file_writer
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit.attributes import FileAttributes, attributes_at
 from stio.storage.commit.file_writer import LocalFileWriter, create_files
 from stio.storage.commit.small_files import write_small
 
@@ -37,9 +38,12 @@ def place(tmp_path: Path) -> Iterator[int]:
     os.close(fd)
 
 
-def create(place: int, *files: tuple[str, int], mode: int | None = None, durable: bool = True) -> list[LocalFileWriter]:
+def create(
+    place: int, *files: tuple[str, int], attributes: FileAttributes | None = None, durable: bool = True
+) -> list[LocalFileWriter]:
     where = [f"final/{name}" for name, _ in files]
-    return create_files(place, files, path="final", where=where, mode=mode, durable=durable)
+    kept = [attributes] * len(files)
+    return create_files(place, files, path="final", where=where, attributes=kept, durable=durable)
 
 
 def region_of(data: bytes) -> Region:
@@ -97,10 +101,12 @@ def test_name_is_never_reused(place: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_c118_mode_is_the_umasks_or_the_one_that_was_given(place: int, tmp_path: Path, umask: int) -> None:
+    (tmp_path / "replaced").touch()
+    (tmp_path / "replaced").chmod(0o440)
     before = os.umask(umask)
     try:
         (plain,) = create(place, ("plain", len(DATA)))
-        (given,) = create(place, ("given", len(DATA)), mode=0o440)
+        (given,) = create(place, ("given", len(DATA)), attributes=attributes_at(place, "replaced"))
     finally:
         os.umask(before)
     for one in (plain, given):
@@ -388,7 +394,7 @@ def test_c103_file_size_limit(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         fd = calls.open_directory(sys.argv[1])
         try:
-            create_files(fd, [("a", 2 << 20)], path="p", where=["p/a"], mode=None, durable=True)
+            create_files(fd, [("a", 2 << 20)], path="p", where=["p/a"], attributes=[None], durable=True)
         except NoSpaceError as error:
             print(error.errno, error.needed_bytes)
         """

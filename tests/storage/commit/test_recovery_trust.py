@@ -59,6 +59,25 @@ def test_a_record_of_another_user_in_a_directory_such_as_tmp(tmp_path, mode, own
     assert bool(report.kept) is not obeyed
 
 
+@pytest.mark.parametrize("prefix", [".stio-trash-", ".stio-aside-"])
+@pytest.mark.parametrize(
+    ("mode", "owner", "obeyed"), [(0o1777, NOBODY, False), (0o1777, 0, True), (0o777, NOBODY, True)]
+)
+def test_names_that_another_user_plants_in_a_directory_such_as_tmp(tmp_path, prefix, mode, owner, obeyed):
+    place = tmp_path / "shared"
+    planted = place / f"{prefix}photos"
+    (planted / "a").mkdir(parents=True)
+    (planted / "a" / "f").write_text("somebody's")
+    place.chmod(mode)
+    for path in (planted / "a" / "f", planted / "a", planted):
+        os.chown(path, owner, owner)
+    assert bool(collect_garbage(place, dry_run=True).kept) is not obeyed
+    report = collect_garbage(place)
+    assert planted.exists() is not obeyed
+    assert bool(report.kept) is not obeyed
+    assert bool(report.removed or report.undone) is obeyed
+
+
 def test_the_owner_of_the_directory_may_speak(tmp_path):
     place = tmp_path / "shared"
     place.mkdir()

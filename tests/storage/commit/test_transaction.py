@@ -6,6 +6,7 @@ import errno
 import inspect
 import logging
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -22,8 +23,9 @@ import torch
 import stio.sync
 from stio.errors import CommitUncertainError, ConcurrentSaveError, NoSpaceError, StioError, StorageError
 from stio.storage.base import Note, Transaction
-from stio.storage.commit import staging_dir, target
+from stio.storage.commit import directory_lock, target
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit.directory_lock import DIRECTORY_LOCK_NAME
 from stio.storage.commit.transaction import begin_local
 from tests.storage.transactions import (
     CHANGES,
@@ -372,11 +374,25 @@ def test_wrong_arguments(tmp_path: Path, name: str, options: dict[str, object], 
         ({"shard_names": "other"}, "shard_names"),
         ({"commit": "never"}, "commit"),
         ({"durability": "some"}, "durability"),
+        ({"lock_timeout": -1}, "lock_timeout"),
+        ({"lock_timeout": float("nan")}, "lock_timeout"),
+        ({"lock_timeout": float("inf")}, "lock_timeout"),
+        ({"lock_timeout": -float("inf")}, "lock_timeout"),
+        ({"lock_timeout": 10**400}, "lock_timeout"),
+        ({"lock_timeout": -(10**5000)}, "lock_timeout"),
+        ({"lock_timeout": 1e300}, "lock_timeout"),
     ],
 )
 def test_wrong_keywords_of_a_save(tmp_path: Path, options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         stio.sync.save({"a": torch.ones(1)}, tmp_path / "c", **options)
+    assert not names_in(tmp_path)
+
+
+@pytest.mark.parametrize("value", [None, "60", True])
+def test_a_time_that_is_no_number_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(TypeError, match="lock_timeout"):
+        stio.sync.save({"a": torch.ones(1)}, tmp_path / "c", lock_timeout=value)
     assert not names_in(tmp_path)
 
 
@@ -631,14 +647,19 @@ def test_saves_to_different_files_of_a_directory_do_not_meet(tmp_path: Path) -> 
     assert names_in(tmp_path) == set(names)
 
 
-def test_directory_that_stays_locked_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_that_stays_locked_is_given_up(tmp_path: Path) -> None:
     save(tmp_path / "c", "old", 2)
-    monkeypatch.setattr(staging_dir, "LOCK_TIMEOUT_SECONDS", 0.0)
     fd = calls.open_directory(str(tmp_path / "c"))
     try:
-        assert calls.try_lock(fd)
-        with pytest.raises(ConcurrentSaveError, match="publishing here"):
-            save(tmp_path / "c", "new", 2)
+        with directory_lock.directory_lock(fd, str(tmp_path / "c")):
+            for seconds in (0, 0.05):
+                with pytest.raises(
+                    ConcurrentSaveError, match=rf"publishing here.* {seconds:g} s .*lock_timeout"
+                ) as caught:
+                    save(tmp_path / "c", "new", 2, lock_timeout=seconds)
+                assert f"process {os.getpid()} on {socket.gethostname()}" in str(caught.value)
+                assert caught.value.path == str(tmp_path / "c")
+            assert read(tmp_path / "c") == "old"
     finally:
         os.close(fd)
     require_clean(tmp_path / "c", ["old"])
@@ -792,6 +813,6 @@ def test_failed_cleaning_is_logged_and_not_raised(
         patch.setattr(calls, "unlink", unlink)
         save(tmp_path / "c", "new", 2)
     assert "cleaning up failed" in caplog.text
-    assert read(tmp_path / "c") == "new" and len(names_in(tmp_path / "c")) == 6
+    assert read(tmp_path / "c") == "new" and len(names_in(tmp_path / "c") - {DIRECTORY_LOCK_NAME}) == 6
     assert len(sweep(monkeypatch, tmp_path / "c").finished) == 1
     require_clean(tmp_path / "c", ["new"])

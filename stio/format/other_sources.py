@@ -1,0 +1,83 @@
+"""Sources that are no safetensors checkpoint on this machine, and what to do with each: for errors that help.
+
+Each function is called after a source could not be opened, and returns a clause to add to the message, or nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from stio.errors import printable
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
+
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+"""Ends of names of files of `torch.save`."""
+
+PICKLE_START_BYTES = 4
+"""Bytes that `is_pickle_start` needs."""
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_PICKLE_PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_CONVERT = "`stio convert SOURCE DESTINATION` (stio.convert) makes safetensors of it"
+
+# At least two letters: one is a drive of Windows. `pathlib` makes one slash of two.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", re.DOTALL)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_OTHER_SUFFIXES = (FILE_SUFFIX, INDEX_SUFFIX, *PICKLE_SUFFIXES)
+
+
+def is_zip_start(head: bytes) -> bool:
+    """Return whether a file starts like one of `torch.save` in its new format."""
+    return head.startswith(_ZIP_MAGIC)
+
+
+def is_pickle_start(head: bytes) -> bool:
+    """Return whether a file starts like one of `torch.save`, in its new or its old format."""
+    return is_zip_start(head) or head.startswith(_PICKLE_PROTOCOLS)
+
+
+def advice_for_missing(path: str, *, parent_exists: bool) -> str:
+    """Return what to do about a path where nothing is: it may be a URL, or an id of the Hugging Face hub.
+
+    Args:
+        path: What the caller passed.
+        parent_exists: Whether there is a directory of the name before its first slash.
+    """
+    url = None if parent_exists else _URL.fullmatch(path)
+    if url is not None:
+        scheme, second_slash, rest = url.groups()
+        if scheme.lower() == "hf" and _HUB_ID.fullmatch(rest.rstrip("/")):
+            return _advice_for_hub_id(rest.rstrip("/"))
+        if not second_slash and not rest:
+            return ""
+        text = printable(f"{scheme}://{rest}")
+        cut = "" if second_slash else ", from which a pathlib.Path has removed a slash"
+        return f"; it looks like the URL {text}{cut}; stio opens local paths, and no scheme {printable(scheme)!r}"
+    if _HUB_ID.fullmatch(path) and not parent_exists and not path.endswith(_OTHER_SUFFIXES):
+        return _advice_for_hub_id(path)
+    return ""
+
+
+def _advice_for_hub_id(name: str) -> str:
+    return (
+        "; it looks like an id of the Hugging Face hub: download it, for instance by "
+        f"huggingface_hub.snapshot_download({name!r}), and pass the directory"
+    )
+
+
+def advice_for_start(head: bytes) -> str:
+    """Return what to do about a file that is not in the format, by its first bytes."""
+    return f"; it starts like a file of torch.save: {_CONVERT}" if is_pickle_start(head) else ""
+
+
+def advice_for_names(names: Iterable[str]) -> str:
+    """Return what to do about a directory without a checkpoint, by the names in it."""
+    found = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
+    return f"; {printable(found[0])} looks like a file of torch.save: {_CONVERT}" if found else ""
+
+
+def advice_for_index(name: str) -> str:
+    """Return what to do about an index that cannot be read, by its name."""
+    pickled = name.removesuffix(INDEX_SUFFIX).endswith(PICKLE_SUFFIXES)
+    return f"; it looks like an index of files of torch.save: {_CONVERT}" if pickled else ""

@@ -1,0 +1,335 @@
+"""The lock of a directory that saves and recovery change: held while they change it, and only then.
+
+The lock is a `flock` on the file `.stio-lock` in the directory. Its mode, or its access control list, follows from the
+directory's: who may write the directory may open the file. So a user who may only read cannot hold the lock. In a
+sticky directory such as /tmp each user has a file of its own, `.stio-lock-<uid>`: there no user can replace files of
+another. The owner of the lock writes its process into the file, and removes the file before it releases the lock. A
+file that a crash left is free: the next owner of the lock, or the next recovery, removes it.
+
+Older versions lock the directory itself instead. That lock is taken too, but nobody waits long for it: every user who
+may read the directory can hold it. Locks alone decide nothing: each change compares first what is in the directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from stio.errors import ConcurrentSaveError, printable
+from stio.runtime.log import log
+from stio.storage.commit import syscalls as calls
+from stio.storage.commit.small_files import status_at
+
+LOCK_TIMEOUT_SECONDS = 60.0
+"""Default of `lock_timeout=`."""
+
+DIRECTORY_LOCK_NAME = ".stio-lock"
+"""Name of the lock file of a directory that is not sticky."""
+
+_LOCK_FILE = re.compile(rf"{re.escape(DIRECTORY_LOCK_NAME)}(-\d+)?(\.[0-9a-f]{{10}})?")
+"""The name of a lock file. A new one has a suffix until its rights are set: all who may use the lock can open it, even
+if its maker dies."""
+
+_SHORT_SECONDS = 0.5
+"""Longest wait for a lock that perhaps no save holds: the directory's own, or a lock file that cannot be opened. An
+older version publishes within this time, unless the disk is slow."""
+
+_OWNER_BYTES = 512
+"""Length of the owner's description, padded by spaces: so a new owner replaces all of an old one's."""
+
+_USER_OBJ, _GROUP_OBJ, _OTHER, _NO_ID = 1, 4, 32, 0xFFFFFFFF
+_ACCESS_LIST, _LIST_VERSION = "system.posix_acl_access", struct.pack("<I", 2)
+_ENTRY = struct.Struct("<HHI")
+"""One entry of an access control list: tag, rights, id (acl(5), linux/posix_acl_xattr.h)."""
+
+_UNUSABLE = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO, errno.ENODEV}
+
+
+def _no_check() -> None:
+    pass
+
+
+class LockTimeout:
+    """The time for which a save, or a recovery, waits for locks of others: all its waits together.
+
+    Args:
+        seconds: That time.
+        whole: The time that this one is a part of.
+    """
+
+    def __init__(self, seconds: float = LOCK_TIMEOUT_SECONDS, whole: LockTimeout | None = None) -> None:
+        self.seconds = seconds
+        """See above."""
+        self._left_seconds = seconds
+        self._whole = whole
+
+    def part(self, seconds: float) -> LockTimeout:
+        """Return a part of this time, at most `seconds`: what it does not use is still there."""
+        return LockTimeout(min(seconds, self._left_seconds), self)
+
+    def wait_until(
+        self, ready: Callable[[], bool], check: Callable[[], None] = _no_check, *, at_most_seconds: float = float("inf")
+    ) -> bool:
+        """Call `ready` again and again until it returns True; return False if the time passed before.
+
+        Args:
+            ready: Called at least once. No blocking `flock`: its wait could not be interrupted.
+            check: Called between two calls; it raises to end the wait, as `Operation.check` does.
+            at_most_seconds: Limit of this wait.
+        """
+        begin, pause = time.monotonic(), 0.001
+        longest = min(self._left_seconds, at_most_seconds)
+        try:
+            while not ready():
+                check()
+                left = begin + longest - time.monotonic()
+                if left <= 0:
+                    return False
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, 0.05)
+            return True
+        finally:
+            self._spend(time.monotonic() - begin)
+
+    def _spend(self, seconds: float) -> None:
+        self._left_seconds = max(0.0, self._left_seconds - seconds)
+        if self._whole is not None:
+            self._whole._spend(seconds)
+
+
+@contextmanager
+def directory_lock(
+    dir_fd: int,
+    path: str,
+    timeout: LockTimeout | None = None,
+    check: Callable[[], None] = _no_check,
+    *,
+    destination: str | None = None,
+) -> Iterator[None]:
+    """Hold the lock of a directory, which saves and recovery hold while they change it.
+
+    Where there are no locks the block runs without one.
+
+    Args:
+        dir_fd: The directory, by a descriptor that the caller alone uses.
+        path: Its path, for messages.
+        timeout: How long to wait; None: for `LOCK_TIMEOUT_SECONDS`.
+        check: Raises to end the wait; see `LockTimeout.wait_until`.
+        destination: What is saved there, for the error; None: the directory.
+
+    Raises:
+        ConcurrentSaveError: Another process holds the lock, and the time has passed.
+        OSError: The lock file could not be made.
+    """
+    timeout = timeout or LockTimeout()
+    lock = _LockFile(dir_fd, path)
+    older = timeout.wait_until(lambda: calls.try_lock(dir_fd) is not False, check, at_most_seconds=_SHORT_SECONDS)
+    try:
+        if not timeout.wait_until(lambda: lock.try_lock() is not False, check):
+            raise ConcurrentSaveError(
+                f"another save has been publishing here; this one waited {timeout.seconds:g} s in all (lock_timeout=) "
+                "and was rolled back",
+                path=path if destination is None else destination,
+                found=lock.owner,
+            )
+        older = older or calls.try_lock(dir_fd) is True
+        yield
+    finally:
+        lock.release()
+        if older:
+            calls.unlock(dir_fd)
+
+
+def remove_free_lock(dir_fd: int, name: str) -> None:
+    """Remove a lock file that a crash left. One that is held, or that another user made, stays. Never raises."""
+    with suppress(OSError):
+        lock = _LockFile(dir_fd, "")
+        if name.startswith(f"{lock.name}."):
+            found = status_at(dir_fd, name)  # its maker, if it lives, makes another one
+            if found is not None and (not lock.is_sticky or found.st_uid == os.geteuid()):
+                calls.unlink(name, dir_fd=dir_fd)
+        elif name == lock.name:
+            lock.try_lock(may_create=False)
+            lock.release()
+
+
+def is_directory_lock(name: str) -> bool:
+    """Return whether a name is that of a directory's lock file."""
+    return _LOCK_FILE.fullmatch(name) is not None
+
+
+class _LockFile:
+    """The lock file of a directory.
+
+    Args:
+        dir_fd: The directory; the caller keeps it open.
+        path: Name of the directory, for messages.
+    """
+
+    def __init__(self, dir_fd: int, path: str) -> None:
+        self._dir_fd, self._path = dir_fd, path
+        self._home = os.fstat(dir_fd)
+        self.is_sticky = bool(self._home.st_mode & stat.S_ISVTX)
+        self._fd = -1
+        self._unusable_since: float | None = None
+        self.name = f"{DIRECTORY_LOCK_NAME}-{os.geteuid()}" if self.is_sticky else DIRECTORY_LOCK_NAME
+        """Name in the directory."""
+        self.owner: str | None = None
+        """Description of the process that holds it, as far as it is known."""
+
+    def try_lock(self, *, may_create: bool = True) -> bool | None:
+        """Take the lock without waiting: True; False if another holds it; None if there is none to take.
+
+        Raises:
+            OSError: The file could not be made.
+        """
+        must_create = may_create and status_at(self._dir_fd, self.name) is None
+        fd = self._create() if must_create else self._open()
+        if fd is None:
+            return self._refused()
+        taken: bool | None = False
+        try:
+            taken = calls.try_lock(fd)
+            if taken is False:
+                self.owner = _read_owner(fd)
+            elif taken is None:
+                calls.unlink(self.name, dir_fd=self._dir_fd)  # it has no use where there are no locks
+            elif not is_same(self._dir_fd, self.name, fd):
+                taken = False  # its last owner has removed it
+            else:
+                self._fd = fd
+                _write_owner(fd)
+        finally:
+            if self._fd != fd:
+                calls.close(fd)
+        return taken
+
+    def release(self) -> None:
+        """Remove the file and release the lock, if it is held. Never raises."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                if is_same(self._dir_fd, self.name, fd):
+                    calls.unlink(self.name, dir_fd=self._dir_fd)
+            calls.unlock(fd)
+            calls.close(fd)
+
+    def _open(self) -> int | None:
+        """Open the file; None if it is not there any more, or is none that this process may use."""
+        try:
+            fd = calls.open_file(self.name, os.O_RDWR | getattr(os, "O_NONBLOCK", 0), dir_fd=self._dir_fd)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno not in _UNUSABLE:
+                raise
+            self._unusable_since = self._unusable_since or time.monotonic()
+            return None
+        found = os.fstat(fd)
+        # Another user may have put it here: a link to a file of this user would be written.
+        is_own = not self.is_sticky or found.st_uid == os.geteuid()
+        if is_own and stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+            self._unusable_since = None
+            return fd
+        calls.close(fd)
+        self._unusable_since = self._unusable_since or time.monotonic()
+        return None
+
+    def _create(self) -> int | None:
+        """Make the file; None if another one is faster."""
+        mode = 0o600 if self.is_sticky else _mode_for(self._home.st_mode)
+        new = f"{self.name}.{secrets.token_hex(5)}"
+        fd = calls.open_file(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=self._dir_fd, mode=mode)
+        try:
+            same_group = True
+            if not self.is_sticky:
+                calls.copy_owner(self._home, fd)
+                same_group = os.fstat(fd).st_gid == self._home.st_gid
+            # The umask may have limited the mode. And the group's rights are for the directory's group.
+            calls.fchmod(fd, mode if same_group else mode & ~0o070)
+            self._set_list(fd, same_group)
+            calls.rename_new(new, self.name, source_fd=self._dir_fd, target_fd=self._dir_fd)
+        except BaseException as error:
+            calls.close(fd)
+            with suppress(OSError):
+                calls.unlink(new, dir_fd=self._dir_fd)
+            if isinstance(error, FileExistsError | FileNotFoundError):  # not found: a recovery has removed it
+                return None
+            raise
+        return fd
+
+    def _set_list(self, fd: int, same_group: bool) -> None:
+        """Set an access control list if the directory has one, or if the file has inherited one."""
+        raw = None if self.is_sticky else calls.read_attributes(self._dir_fd).get(_ACCESS_LIST)
+        if raw is None and _ACCESS_LIST not in calls.read_attributes(fd):
+            return
+        if raw is None or not same_group:
+            mode = 0o600 if self.is_sticky else self._home.st_mode
+            rights = (mode >> 6 & 7, mode >> 3 & 7 if same_group else 0, mode & 7)
+            found = list(zip((_USER_OBJ, _GROUP_OBJ, _OTHER), rights, (_NO_ID,) * 3, strict=True))
+        else:
+            found = list(_ENTRY.iter_unpack(raw[len(_LIST_VERSION) :]))
+        packed = (_ENTRY.pack(tag, 6 if rights & 2 or tag == _USER_OBJ else 0, number) for tag, rights, number in found)
+        if not calls.write_attribute(fd, _ACCESS_LIST, _LIST_VERSION + b"".join(packed)):
+            calls.fchmod(fd, 0o600)
+
+    def _refused(self) -> bool | None:
+        """Return the answer of `try_lock` where the file was not opened."""
+        if self._unusable_since is None or time.monotonic() - self._unusable_since < _SHORT_SECONDS:
+            return False  # its maker may be about to set its mode
+        where = os.path.join(self._path, self.name)
+        message = "%s cannot be used as a lock; the files are compared and replaced without it"
+        log(logging.WARNING, message, printable(where))
+        return None
+
+
+def _mode_for(directory_mode: int) -> int:
+    """Return the mode of a lock file: read and write for those who may write the directory, and for its maker."""
+    return 0o600 | sum(6 << shift for shift in (3, 0) if directory_mode >> shift & 2)
+
+
+# The owner of a lock.
+
+
+def owner_record() -> bytes:
+    """Return the identity of this process, as the owner of a lock writes it into the lock file."""
+    owner = {"pid": os.getpid(), "boot": boot_id(), "host": socket.gethostname(), "time": time.time()}
+    return json.dumps(owner).encode()
+
+
+def boot_id() -> str:
+    """Return the id of this start of the machine, empty if the system has none."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def is_same(dir_fd: int, name: str, fd: int) -> bool:
+    """Return whether a name in a directory still is that of an open file or directory."""
+    found = status_at(dir_fd, name)
+    return found is not None and os.path.samestat(found, os.fstat(fd))
+
+
+def _write_owner(fd: int) -> None:
+    with suppress(OSError):  # it is for messages only
+        calls.write_bytes(fd, owner_record().ljust(_OWNER_BYTES), 0)
+
+
+def _read_owner(fd: int) -> str | None:
+    try:
+        owner = json.loads(os.pread(fd, _OWNER_BYTES, 0))
+        return f"the lock of process {int(owner['pid'])} on {printable(str(owner['host']))}"
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
