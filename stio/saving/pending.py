@@ -91,7 +91,8 @@ class PendingSave:
         self._stage_first = pool is not None
         self._pool = pool or StagingPool(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes)
         self._previous: PendingSave | None = None
-        self._order: dict[str, PendingSave] = {}  # "previous": itself once it has begun, or a save that came between
+        # "previous": a save that came between; None once this one has begun.
+        self._order: dict[str, PendingSave | None] = {}
         self.started = False
         """Whether the save has its place behind the one before it."""
         self._when_durable = when_durable
@@ -131,16 +132,17 @@ class PendingSave:
 
     def comes_before(self, other: PendingSave) -> bool:
         """Return whether this save has begun. If not, it waits for the other one from now on."""
-        return self.started or self._order.setdefault("previous", other) is self
+        return self.started or self._order.setdefault("previous", other) is None
 
     # The steps of a save, on its own thread.
 
     def _run(self, operation: Operation[SaveResult]) -> SaveResult:
         options, trace = self._options, self._options.trace
-        between = self._order.setdefault("previous", self)
-        if between is not self:
+        between = self._order.setdefault("previous", None)
+        if between is not None:
             self._previous = between
         self.started = True
+        self._order["previous"] = None  # `_previous` alone refers to that save, until it is durable
         with switch_interval(options.switch_interval):
             with traced(trace, "plan"), collection_paused(len(self._tensors)):
                 plan, fit_pool = self._plan()
@@ -377,8 +379,7 @@ class PendingSave:
                     "a thread of a save cannot wait for it, nor for a later one of the same saver",
                     path=str(self.destination),
                 )
-            between = save._order.get("previous", save)
-            save = save._previous if between is save else between
+            save = save._order.get("previous") or save._previous
 
     def _staged_or_done(self) -> bool:
         return self.staged or self.operation.done

@@ -79,8 +79,8 @@ class SaveScheduler:
         self._produced = ProducedTensors()
         self._pool = pool
         self._changed = pool.changed
-        self._on_stop = on_stop
-        self._workers = WorkerPool("save", changed=pool.changed, on_stop=self._stopped)
+        # The function that is passed does not refer to this object, which refers to the workers: see `WorkerPool`.
+        self._workers = WorkerPool("save", changed=pool.changed, on_stop=partial(_stopped, self._produced, on_stop))
         self._ready = ready
         self._on_staged = on_staged
         self._stage_first = stage_first
@@ -139,10 +139,6 @@ class SaveScheduler:
     def is_stopped(self) -> bool:
         """Return whether it was stopped, or has failed: then `complete` raises."""
         return self._workers.stopped
-
-    def _stopped(self) -> None:
-        self._produced.stop()
-        self._on_stop()
 
     def join(self) -> None:
         """Wait until no worker is left, and return the blocks to the pool. Idempotent."""
@@ -280,3 +276,8 @@ class SaveScheduler:
     def _span(self, name: str, start: float, block: WriteBlock) -> None:
         if self._trace is not None:
             self._trace.add(name, start, perf_counter(), num_bytes=block.nbytes, detail=f"shard {block.shard + 1}")
+
+
+def _stopped(produced: ProducedTensors, on_stop: Callable[[], None]) -> None:
+    produced.stop()
+    on_stop()
