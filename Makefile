@@ -91,7 +91,7 @@ rehearse-gpu: $(STAMP)  ## the same stages, small, on the simulated device: two 
 # In stages, two at a time; build/nightly/summary.md says what each did and found. All stages run, even if one of them
 # fails; the command then fails at the end. NIGHTLY_ARGS="--stage kills --scale 0.05" for a part, or for a short form.
 # Power cuts need root, and mkfs of ext4, xfs and btrfs (Debian: xfsprogs, btrfs-progs); what is missing is skipped.
-nightly: $(STAMP) $(MODEL_STAMP) $(NIGHTLY_STAMP)  ## all that takes too long for `make test`: 40 minutes on two cores, and then the mutants
+nightly: $(STAMP) $(MODEL_STAMP) $(NIGHTLY_STAMP)  ## all that takes too long for `make test`: 35 minutes on two cores, and 10 for the mutants
 	@PYTHONPATH=.:tests $(BIN)/python -m nightly.run --fuzz-python $(NIGHTLY)/bin/python $(NIGHTLY_ARGS)
 
 mutants: $(STAMP)  ## break the code of devices at one place at a time; the tests must detect each mutant
