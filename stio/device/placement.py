@@ -60,10 +60,12 @@ def resolve_placement(device: Any) -> Target | Placement:
     Raises:
         DeviceError: torch has no such device, or this machine does not.
     """
+    # First, because a torch.device is callable (it decorates functions), and because a check of a protocol takes 10 us.
+    if device is None or isinstance(device, str | int | torch.device):
+        return resolve_device(device)
     if isinstance(device, Accelerator):
         return device
-    # A torch.device is callable: it decorates functions.
-    if isinstance(device, Mapping) or (callable(device) and not isinstance(device, torch.device)):
+    if isinstance(device, Mapping) or callable(device):
         return Placement(device)
     return resolve_device(device)
 
