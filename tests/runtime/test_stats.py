@@ -182,6 +182,7 @@ def test_a_conversion_is_a_save(directory, tmp_path):
 
 
 def test_staging_memory_of_a_device_is_held_while_it_loads(directory):
+    gc.collect()  # what other tests left behind
     since, seen = Since(), []
     sync.load(
         directory,
@@ -190,11 +191,13 @@ def test_staging_memory_of_a_device_is_held_while_it_loads(directory):
         progress=lambda _: seen.append(since.added().get("staging_held_bytes", 0)),
     )
     assert max(seen) > 0
-    assert since.added().get("staging_held_bytes", 0) <= 0
+    # A reader's thread may hold the last reference for a moment after the load has returned.
+    assert eventually(lambda: since.added().get("staging_held_bytes", 0) <= 0)
 
 
 @pytest.mark.parametrize("end", ["done", "cancelled"])
 def test_staging_memory_of_a_saver_is_held_until_it_goes(tmp_path, end):
+    gc.collect()  # what other tests left behind
     since = Since()
     saver = sync.Saver()
     saver.save({"a": ramp(512, 1024)}, tmp_path / "a").result()
