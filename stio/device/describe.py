@@ -59,7 +59,12 @@ class LazyTensor:
         object.__setattr__(self, "shape", shape)
 
 
-def describe_tensors(tensors: Mapping[str, torch.Tensor | LazyTensor]) -> list[TensorSource]:
+_CHECK_EVERY = 1000  # tensors; they take a few milliseconds
+
+
+def describe_tensors(
+    tensors: Mapping[str, torch.Tensor | LazyTensor], *, check: Callable[[], None] = lambda: None
+) -> list[TensorSource]:
     """Describe tensors for the plan of a save, in the order of the mapping. Copies nothing and waits for no device.
 
     Parameters, views, expanded, transposed, conjugated and negated tensors are saved by their values. So are subclasses
@@ -67,6 +72,7 @@ def describe_tensors(tensors: Mapping[str, torch.Tensor | LazyTensor]) -> list[T
 
     Args:
         tensors: Name to tensor. They must stay unchanged until their bytes have been copied.
+        check: Called now and then; what it raises ends the call.
 
     Raises:
         TypeError: A name is no string; a value is no tensor, or a tensor without memory of its own (distributed, fake,
@@ -77,7 +83,9 @@ def describe_tensors(tensors: Mapping[str, torch.Tensor | LazyTensor]) -> list[T
     """
     sources = []
     devices: set[torch.device] = set()
-    for name, tensor in tensors.items():
+    for number, (name, tensor) in enumerate(tensors.items()):
+        if number % _CHECK_EVERY == 0:
+            check()
         if not isinstance(name, str):
             raise TypeError(f"tensors are saved by name, and a name is a string, not {printable(name)}")
         if isinstance(tensor, LazyTensor):

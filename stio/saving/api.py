@@ -342,6 +342,11 @@ class Saver:
         """Wait for the saves that are under way; raise the first failure that was not awaited. Idempotent.
 
         A cancel during the wait rolls back the saves whose commit has not begun.
+
+        Raises:
+            SaveInProgressError: A callback or a finaliser calls it on a thread of a save under way; the saver stays
+                open.
+            StioError: An earlier save failed.
         """
         failed = await self._close(self._drain)
         if failed is not None:
@@ -400,12 +405,16 @@ class Saver:
         message = ""
         if self._when_full == "error":
             message = "a save is under way; await it, or let this one wait by when_full='wait'"
-        elif current_operation() in [save.operation for save in self.pending]:
+        elif self._is_own_thread():
             message = "a save is under way, and this is its own thread, which cannot wait for it"
         if message:
             raise SaveInProgressError(
                 message, path=str(destination), expected=f"at most {self._max_pending}", found=len(self.pending)
             )
+
+    def _is_own_thread(self) -> bool:
+        """Return whether a save under way calls this: a callback, a finaliser, a handler of its log lines."""
+        return current_operation() in [save.operation for save in self.pending]
 
     def _require_open(self, destination: DestinationLike) -> None:
         """Raise the failure of an earlier save that was not awaited, or `ClosedError`."""
@@ -467,6 +476,8 @@ class Saver:
 
     async def _close(self, end_saves: Callable[[], Awaitable[None]]) -> BaseException | None:
         """Refuse further saves, end those under way, release the memory; return the first failure not awaited."""
+        if self._is_own_thread():
+            raise SaveInProgressError("a save of this saver is under way, and its own thread cannot wait for its end")
         with self._lock:
             self._closed = True
         try:

@@ -145,7 +145,7 @@ class PendingSave:
         self._order["previous"] = None  # `_previous` alone refers to that save, until it is durable
         with switch_interval(options.switch_interval):
             with traced(trace, "plan"), collection_paused(len(self._tensors)):
-                plan, fit_pool = self._plan()
+                plan, fit_pool = self._plan(operation)
             self._wait_for_previous(operation, None)
             fit_pool()
             scheduler = SaveScheduler(
@@ -180,10 +180,11 @@ class PendingSave:
                 if not self._stage_first:
                     self._pool.clear()
 
-    def _plan(self) -> tuple[WritePlan, Callable[[], None]]:
+    def _plan(self, operation: Operation[SaveResult]) -> tuple[WritePlan, Callable[[], None]]:
         """Return the plan, and a function that sets the pool's block size."""
         tensors, self._tensors = self._tensors, {}
-        sources = describe_tensors(tensors)
+        sources = describe_tensors(tensors, check=operation.check)
+        operation.check()
         data_bytes = sum(source.nbytes for source in sources)
         budget_bytes = self._pool.budget_for(data_bytes)
         block_bytes = block_bytes_for(data_bytes, budget_bytes, stage_first=self._stage_first)

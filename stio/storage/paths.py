@@ -148,8 +148,9 @@ def _follow(path: str, dir_fd: int | None) -> tuple[int, list[str], list[str]]:
                 target = os.readlink(name, dir_fd=fd)
                 ahead += target.split(os.sep)[::-1]
                 if target.startswith(os.sep):
+                    root = os.open(os.sep, _PASSED)
                     os.close(fd)
-                    fd = os.open(os.sep, _PASSED)
+                    fd = root
                     passed.clear()
             else:
                 rest.append(name)

@@ -8,6 +8,7 @@ import gc
 import os
 import shutil
 import threading
+import time
 import warnings
 
 import anyio
@@ -211,3 +212,69 @@ def test_c113_a_failure_that_was_told_is_not_logged_again(caplog):
     del saver
     gc.collect()
     assert not caplog.text
+
+
+@pytest.mark.parametrize("end", ["close", "leave"])
+def test_221_a_save_that_closes_its_saver_is_refused_and_goes_on(tmp_path, end):
+    """Its thread would wait for its own end."""
+    saver, raised = stio.sync.Saver(), []
+
+    def close(event):
+        try:
+            if end == "close":
+                saver.close()
+            else:
+                with saver:
+                    pass
+        except stio.SaveInProgressError as error:
+            raised.append(str(error))
+
+    saver.save({"a": torch.ones(1000)}, tmp_path / "a", progress=close).result(timeout=30)
+    assert raised and all("its own thread cannot wait for its end" in text for text in raised)
+    saver.save({"a": torch.ones(1000)}, tmp_path / "b").result(timeout=30)  # it stayed open
+    saver.close()
+
+
+def test_221_a_finaliser_that_closes_its_saver_on_a_thread_of_the_save(tmp_path):
+    class Trainer:
+        def __init__(self):
+            self.saver, self.me = stio.sync.Saver(), self
+
+        def __del__(self):
+            with pytest.raises(stio.SaveInProgressError):
+                self.saver.close()
+            ended.append(True)
+
+    ended, events, begun = [], [], threading.Event()
+
+    def collect(event):
+        events.append(event)
+        if len(events) > 1:  # the first comes before the snapshot, for which the caller waits
+            begun.wait(30)
+            gc.collect()
+
+    def begin():
+        return Trainer().saver.save({"a": torch.ones(1000)}, tmp_path / "a", progress=collect)
+
+    gc.collect()
+    gc.disable()
+    try:
+        pending = begin()
+        begun.set()
+        pending.result(timeout=30)
+    finally:
+        gc.enable()
+    assert ended
+
+
+def test_206_a_cancel_ends_the_plan_of_many_tensors(tmp_path):
+    many = {f"t{k}": tensor for k, tensor in enumerate(torch.zeros(200_000, 1).unbind())}
+    saver = stio.sync.Saver()
+    timer = threading.Timer(0.05, lambda: [save.cancel() for save in saver.pending])
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(stio.ClosedError):
+        saver.save(many, tmp_path / "a").result()
+    assert time.monotonic() - started < 10  # 0.3 s on a quiet machine; the whole save takes much longer
+    timer.join()
+    saver.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import stat
@@ -155,3 +156,27 @@ def test_garbage_behind_a_planted_link(tmp_path: Path, sticky: Path) -> None:
     with pytest.raises(stio.StorageError, match="link of another user"):
         collect_garbage(link)
     assert (tmp_path / "victim" / ".stio-trash-0123456789").exists()
+
+
+def test_a_descriptor_is_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed twice, the number could be another thread's file by then."""
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    real_open, real_close, closed, opened = os.open, os.close, [], []
+
+    def open_once(path: str, *args: object, **kwargs: object) -> int:
+        if path == os.sep and opened:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        opened.append(path)
+        return real_open(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    def close(fd: int) -> None:
+        closed.append(fd)
+        real_close(fd)
+
+    monkeypatch.setattr(os, "open", open_once)
+    monkeypatch.setattr(os, "close", close)
+    with pytest.raises(OSError) as info:
+        resolve_links(str(tmp_path / "link"))
+    assert info.value.errno == errno.EMFILE
+    assert len(closed) == len(opened)
