@@ -196,9 +196,7 @@ def select_and_cast(
         own = tensors[name].dtype
         # As integers, because torch neither flips nor selects every dtype.
         tensor = tensors[name].view(INTEGERS[own.itemsize])
-        if selection.post is not None:
-            tensor = tensor[selection.post]
-        tensor = tensor.flip(selection.flip) if selection.flip else tensor.clone(memory_format=torch.contiguous_format)
+        tensor = _selected(tensor, selection)
         tensors[name] = typed(tensor, FORMAT_DTYPES[own], tuple(tensor.shape))
     if dtype is not None:
         for name, tensor in tensors.items():
@@ -206,6 +204,21 @@ def select_and_cast(
             if tensor.dtype != wanted:
                 tensors[name] = cast(name, tensor, wanted)
     return tensors
+
+
+def _selected(tensor: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """Return the selected part of a tensor of integers, in memory of its own."""
+    stages = selection.stages()
+    if stages is not None:
+        first, joins, last = stages
+        tensor = tensor[first]
+        for dim, parts in joins:
+            tensor = torch.cat([tensor.narrow(dim, part.start, part.stop - part.start) for part in parts], dim)
+        tensor = tensor[last]
+        return tensor.flip(selection.flip) if selection.flip else tensor
+    if selection.post is not None:
+        tensor = tensor[selection.post]
+    return tensor.flip(selection.flip) if selection.flip else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def cast_dtype(name: str, own: torch.dtype, casts: Casts) -> torch.dtype:

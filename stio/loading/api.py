@@ -64,7 +64,8 @@ async def load(
             an index file, or a storage of your own (`stio.testing`).
         names: What to load: one name, several names, or a predicate that gets a name. None: everything. Only the shards
             that hold these names by the index are opened; the others may be missing, and are not checked.
-        slices: By name, an index as `numpy.s_[...]` gives it; only the bytes of that part are read.
+        slices: By name, an index as `numpy.s_[...]` gives it; only the bytes of that part are read, and short gaps
+            between them. A list of slices selects several intervals of a dimension, one after the other.
         device: Device of the tensors: an argument of `torch.device`, or `"auto"`. Or one device for each tensor: a
             mapping from names, and from prefixes of names that end at a dot (the longest one counts, `""` means all
             others), or a callable that gets a name.

@@ -12,6 +12,7 @@ import difflib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from stio.errors import FormatError, SliceError, TensorNotFoundError, printable
 from stio.format.dtypes import bits
@@ -42,6 +43,9 @@ class FileSelection:
     """Largest read, a multiple of the page size. Groups are about as large; a larger tensor is a group of its own."""
     gap_bytes: int = 256 << 10
     """Longest run of other bytes that is read and discarded: about the bytes that a disk reads in one access time."""
+    image_bytes: int = 0
+    """Largest image that may be made of whole rows of a tensor, of which a part is selected then; 0: the block size.
+    A mapping needs no memory for it, so there it may have any size."""
 
     @property
     def is_whole(self) -> bool:
@@ -223,11 +227,15 @@ def _whole_group(index: int, number: int, run: Sequence[int], selection: FileSel
 
 
 def _sliced_group(index: int, number: int, k: int, part: object, selection: FileSelection) -> Group:
-    """Plan a part of one tensor: dense if its bytes are contiguous, otherwise compact."""
+    """Plan a part of one tensor: dense if its bytes are contiguous or whole rows are read, otherwise compact."""
     header = selection.header
     name, dtype = header.names[k], header.dtypes[k]
+    shape, item_bytes = stored_shape(dtype, header.shapes[k], name=name)
+    whole_rows = partial(select, part, shape, item_bytes, gap_bytes=selection.gap_bytes)
     try:
-        chosen = select(part, *stored_shape(dtype, header.shapes[k], name=name))
+        chosen = whole_rows(image_bytes=max(selection.image_bytes, selection.block_bytes))
+        if len(chosen.starts) > 1 and chosen.nbytes > selection.block_bytes:  # not one range, so it is not mapped
+            chosen = whole_rows(image_bytes=selection.block_bytes)
     except SliceError as error:  # add the name of the tensor
         message = f"{printable(name)!r}: {error.message}"
         raise SliceError(message, expected=error.expected, found=error.found) from None

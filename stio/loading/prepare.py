@@ -220,6 +220,16 @@ class DeviceLoad:
                 if part is not None:
                     closing.callback(part.close)
 
+    def selection(self, file: Source, header: Header, shard: int) -> FileSelection:
+        """Return what is read of a shard for this device."""
+        maps = isinstance(file, LocalFile) and self._maps_file(file)
+        return FileSelection(
+            header=header,
+            positions=self.positions[shard],
+            block_bytes=self.block_bytes,
+            image_bytes=sys.maxsize if maps else self.budget_bytes // 4,
+        )
+
     def under_selected_names(self, loaded: LoadedGroup) -> LoadedGroup:
         """Return a group's tensors under the names that were selected."""
         if self._selected:
@@ -328,7 +338,7 @@ def _scheduler(
 ) -> LoadScheduler:
     """Plan the reads of each file for each device; choose the read paths."""
     reads = [
-        (file, load, FileSelection(header=header, positions=load.positions[shard], block_bytes=load.block_bytes))
+        (file, load, load.selection(file, header, shard))
         for shard, (file, header) in enumerate(zip(opened_files, opened.headers, strict=True))
         for load in loads
         if load.positions[shard]

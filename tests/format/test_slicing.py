@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from stio.device.tensors import select_and_cast
 from stio.errors import SliceError
 from stio.format.slicing import MANY_CHUNKS, PAGE_BYTES, SMALL_CHUNK_BYTES, Selection, select
 
@@ -235,6 +236,119 @@ def test_refusals(index: Any) -> None:
     with pytest.raises(SliceError) as caught:
         select(index, (3, 4, 5), ITEM)
     assert "(3, 4, 5)" in str(caught.value)
+
+
+# Whole rows instead of many chunks.
+
+
+@settings(max_examples=1000, deadline=None)
+@given(indexed(), st.sampled_from([4, 40, 400, 1 << 30]), st.sampled_from([0, 64, 4096, 1 << 30]))
+def test_whole_rows_give_the_same(case: tuple[Any, tuple[int, ...]], gap_bytes: int, image_bytes: int) -> None:
+    index, shape = case
+    try:
+        plain = select(index, shape, ITEM)
+    except SliceError:
+        return
+    wide = select(index, shape, ITEM, gap_bytes=gap_bytes, image_bytes=image_bytes)
+    array = np.arange(math.prod(shape), dtype=np.uint32).reshape(shape)
+    assert np.array_equal(apply(wide, array.tobytes()), array[index])
+    assert plain.shape == wide.shape
+    assert len(wide.starts) <= len(plain.starts)
+    assert wide.nbytes <= max(plain.nbytes, image_bytes)
+
+
+@pytest.mark.parametrize(
+    ("index", "shape", "gap_bytes", "chunks", "chunk_bytes"),
+    [
+        (np.s_[:, 0:500], (8, 2000), 6000, 1, 64_000),
+        (np.s_[:, 0:500], (8, 2000), 5999, 8, 2000),
+        (np.s_[2:5, 0:500], (8, 2000), 6000, 1, 24_000),
+        (np.s_[:, 2, :], (8, 4, 1000), 12_000, 1, 128_000),
+        (np.s_[:, 2, :], (8, 4, 1000), 11_999, 8, 4000),
+        (np.s_[[0, 6], :, 0:500], (8, 4, 1000), 2000, 2, 16_000),  # inner dimensions whole, two ranges
+        (np.s_[::2], (8, 1000), 4000, 1, 28_000),
+        (np.s_[::2], (8, 1000), 3999, 4, 4000),
+        (np.s_[3, 0:500], (8, 1000), 1 << 30, 1, 2000),  # contiguous already
+        (np.s_[[0, 1, 3]], (8, 1000), 4000, 1, 16_000),
+        (np.s_[[0, 1, 4]], (8, 1000), 4000, 3, 4000),
+    ],
+)
+def test_where_whole_rows_are_read(
+    index: Any, shape: tuple[int, ...], gap_bytes: int, chunks: int, chunk_bytes: int
+) -> None:
+    selection = select(index, shape, ITEM, gap_bytes=gap_bytes, image_bytes=1 << 30)
+    assert (len(selection.starts), selection.chunk_bytes) == (chunks, chunk_bytes)
+    bounded = select(index, shape, ITEM, gap_bytes=gap_bytes, image_bytes=selection.nbytes - 1)
+    assert bounded == select(index, shape, ITEM)
+
+
+# Several intervals.
+
+
+@st.composite
+def with_intervals(draw: st.DrawFn) -> tuple[list[Any], tuple[int, ...]]:
+    shape = (6, 5, 9)[: draw(st.integers(1, 3))]
+    items: list[Any] = []
+    for length in shape:
+        bound = st.none() | st.integers(-length - 2, length + 2)
+        intervals = draw(st.lists(st.builds(slice, bound, bound, st.sampled_from([None, 1])), min_size=1, max_size=4))
+        other = st.sampled_from([slice(None), slice(1, None, 2), slice(None, None, -1), 2, -1, [3, 0, 0]])
+        items.append(draw(st.one_of(st.just(intervals), st.just(intervals), other)))
+    assume(sum(isinstance(item, list) and isinstance(item[0], int) for item in items) < 2)
+    if draw(st.booleans()):
+        items.insert(draw(st.integers(0, len(items))), None)
+    return items, shape
+
+
+def joined(array: Any, items: list[Any]) -> Any:
+    """The parts of each list of slices one after the other, then the other items."""
+    dim, rest = 0, []
+    for item in items:
+        if isinstance(item, list) and isinstance(item[0], slice):
+            array = np.concatenate([array[(slice(None),) * dim + (part,)] for part in item], dim)
+            item = slice(None)
+        rest.append(item)
+        dim += item is not None
+    return array[tuple(rest)]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(with_intervals(), st.sampled_from([0, 16, 1 << 30]))
+def test_intervals(case: tuple[list[Any], tuple[int, ...]], gap_bytes: int) -> None:
+    items, shape = case
+    array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    try:
+        selection = select(tuple(items), shape, ITEM, gap_bytes=gap_bytes, image_bytes=1 << 30)
+    except SliceError as error:
+        assert "differently" in str(error)
+        return
+    expected = joined(array, items)
+    assert selection.shape == expected.shape
+    raw = array.tobytes()
+    compact = bytearray(b"".join(raw[start : start + selection.chunk_bytes] for start in selection.starts))
+    if not compact:
+        assert not expected.size
+        return
+    tensor = torch.frombuffer(compact, dtype=torch.int32).view(selection.read_shape)
+    found = select_and_cast({"w": tensor}, {"w": selection}, None)["w"] if selection.post or selection.flip else tensor
+    assert np.array_equal(found.numpy(), expected)
+    assert found.untyped_storage().nbytes() == found.nbytes == expected.nbytes
+
+
+def test_intervals_of_rows_are_read_alone() -> None:
+    selection = select([slice(8, 16), slice(64, 72)], (96, 1000), ITEM)
+    assert selection.nbytes == 16 * 4000
+    assert selection.post is None
+    assert select([slice(8, 16)], (96, 1000), ITEM) == select(slice(8, 16), (96, 1000), ITEM)
+    backwards = select([slice(64, 72), slice(8, 16), slice(70, 80)], (96, 1000), ITEM)
+    assert backwards.nbytes == (8 + 16) * 4000  # rows of two intervals are read once
+    assert backwards.shape == (26, 1000)
+
+
+@pytest.mark.parametrize("index", [[slice(0, 2), 1], [slice(0, 4, 2)], [slice(0, 1), slice(4, 1, -1)]], ids=repr)
+def test_intervals_are_slices_of_step_1(index: Any) -> None:
+    with pytest.raises(SliceError, match=r"step of 1|integers"):
+        select(index, (3, 4, 5), ITEM)
 
 
 def test_selection_is_frozen() -> None:

@@ -177,7 +177,10 @@ def test_a65_empty_tensors() -> None:
         (np.s_[0:128, :], 1, 128 * 8192),
         (np.s_[5], 1, 8192),
         (np.s_[...], 1, 1024 * 8192),
-        (np.s_[:, 0:2048], 1, 1024 * 4096),  # gaps of 4 KiB are read through
+        (np.s_[:, 0:2048], 1, 1024 * 8192),  # gaps of 4 KiB: whole rows are read
+        (np.s_[::2, :], 1, 1023 * 8192),
+        ([slice(0, 8), slice(512, 520)], 2, 16 * 8192),
+        ([slice(0, 8), slice(16, 24)], 1, 24 * 8192),
         (np.s_[::512], 2, 2 * 8192),  # of 4 MiB are not
         (np.s_[3:3], 0, 0),
     ],

@@ -1,8 +1,9 @@
 """torch tensors over a file's bytes, each with a storage of exactly its bytes.
 
-Over a mapping, whole tensors are not copied. A part that is contiguous in the file is a tensor over that range of the
-mapping; another part is copied, so that only its own pages are read. torch itself does the indexing there. With `pread`
-the index becomes byte ranges, and only those are read.
+Over a mapping, nothing is copied but what an index by a list or a mask selects. A part that is contiguous in the file
+is a tensor over that range of the mapping; another part is a strided view of its tensor, whose pages are read when they
+are used. torch itself does the indexing there. With `pread` the index becomes byte ranges: only those are read, and
+short gaps between them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from stio.compat.safetensors._file import File, Framework, offsets_in
 from stio.compat.safetensors._index import checked
 from stio.device.tensors import INTEGERS, TORCH_DTYPES, select_and_cast, tensors_in, torch_shape, typed
 from stio.format.header import Header
-from stio.format.slicing import select
+from stio.format.slicing import WORTHWHILE_STRIDE_BYTES, select
 from stio.runtime.memory import Region
 
 Shape = tuple[int, ...]
+
+_WHOLE_ROWS_BYTES = 64 << 20
+"""Most bytes that are read at once where only a part of each row is selected (`pread`)."""
 
 
 def require_torch_dtypes(dtypes: Sequence[str], shapes: Sequence[Shape]) -> None:
@@ -84,7 +88,7 @@ def _view(file: File, row: int, dtype: str, shape: Shape, index: Any) -> torch.T
     if picked.untyped_storage().data_ptr() != numbers.untyped_storage().data_ptr():
         return typed(picked.contiguous(), dtype, sizes)  # indexed by a list or mask: a copy already
     if not picked.is_contiguous():
-        return typed(picked.clone(memory_format=torch.contiguous_format), dtype, sizes)
+        return picked.view(TORCH_DTYPES[dtype])  # strided, as in the original: a user copies it to its place once
     part = file.region(file.header.begins[row] + int(picked.storage_offset()) * item, picked.numel() * item)
     return tensors_in(part, [""], [dtype], [_format_shape(dtype, sizes)], [0])[""]
 
@@ -92,7 +96,9 @@ def _view(file: File, row: int, dtype: str, shape: Shape, index: Any) -> torch.T
 def _read(file: File, row: int, dtype: str, shape: Shape, index: Any) -> torch.Tensor:
     wanted = checked(index, shape, negative_steps=False)
     sizes = torch_shape(dtype, shape)
-    selection = select(wanted, sizes, TORCH_DTYPES[dtype].itemsize)
+    selection = select(
+        wanted, sizes, TORCH_DTYPES[dtype].itemsize, gap_bytes=WORTHWHILE_STRIDE_BYTES, image_bytes=_WHOLE_ROWS_BYTES
+    )
     if dtype == "F4":
         _require_whole_pairs(shape, select(wanted, shape, 1).shape, selection.shape)
     region = file.gather(file.header.begins[row], selection.starts, selection.chunk_bytes)
