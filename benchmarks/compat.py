@@ -38,6 +38,9 @@ ROWS = 8192
 MATRIX = "matrix"
 """Its name."""
 
+NUM_MATRICES, COLUMNS = 60, 2048
+"""Of the file of which half of the columns are read: matrices, and rows and columns of each."""
+
 NUM_PARAMETERS = 20_000
 """Of the optimizer's state, each with three tensors."""
 
@@ -86,6 +89,14 @@ CASES: tuple[Case, ...] = (
         state="slice",
     ),
     Case(
+        "columns",
+        f"half of the columns of {NUM_MATRICES} matrices [{COLUMNS}, {COLUMNS}] of F32, warm, in memory of their own",
+        (*(Entry(name) for name in ("stio-slices", "stio", "official", "official-whole", "official-pread")),),
+        rounds=5,
+        layout="matrices",
+        state="columns",
+    ),
+    Case(
         "state",
         f"an optimizer's state of {NUM_PARAMETERS:,} parameters, {3 * NUM_PARAMETERS:,} tensors",
         (Entry("stio-state"), Entry("torch-state")),
@@ -130,6 +141,15 @@ BOUNDS: tuple[Bound, ...] = (
     _quicker("slice", "open and get_slice()[row], mmap", "stio", "official-pread", "open_seconds", 20.0),
     _quicker("slice", 'open and get_slice()[row], "pread"', "stio-pread", "official-pread", "open_seconds", 20.0),
     _quicker("slice", "get_slice()[row], mmap / official mmap", "stio", "official", "row_seconds", None),
+    _quicker(
+        "columns", "stio.load(slices=) / everything mapped and copied", "stio-slices", "official-whole", "seconds", 0.83
+    ),
+    _quicker("columns", "stio.load(slices=) / official slices, copied", "stio-slices", "official", "seconds", 1.0),
+    _quicker("columns", 'stio.load(slices=) / official "pread"', "stio-slices", "official-pread", "seconds", 1.0),
+    _quicker(
+        "columns", "drop-in's slices, copied / everything mapped and copied", "stio", "official-whole", "seconds", 0.83
+    ),
+    _quicker("columns", "drop-in's slices, copied / official slices, copied", "stio", "official", "seconds", 1.0),
     _quicker("state", "save_state / torch.save + fsync", "stio-state", "torch-state", "save_seconds", 5.0),
     _quicker("state", "load_state / torch.load", "stio-state", "torch-state", "load_seconds", 5.0),
 )
@@ -148,6 +168,7 @@ class Contestant:
     sync: bool = False  # sync the file and its directory after a save: the package does not do it itself
     atomic: bool = False  # save to another name, sync, rename, sync the directory: the least that is atomic and durable
     suffix: str = ".safetensors"  # of what a nested state is saved to
+    whole: bool = False  # load tensors whole, then copy a part of each
     state: Callable[[], tuple[Callable[[Any, Path], Any], Callable[[Path], Any]]] | None = None
     """Gives how nested state is saved, durably, and loaded."""
 
@@ -199,6 +220,8 @@ CONTESTANTS: dict[str, Contestant] = {
     ),
     "stio-pread": Contestant('stio.compat.safetensors, backend="pread"', OURS, "pread"),
     "official-pread": Contestant('safetensors, backend="pread"', OFFICIAL, "pread"),
+    "stio-slices": Contestant("stio.sync.load(slices=)"),
+    "official-whole": Contestant("safetensors, load_file and one strided copy a tensor", OFFICIAL, whole=True),
     "stio-state": Contestant("stio.sync.save_state, load_state", state=_stio_state),
     "torch-state": Contestant(
         "torch.save, fsync of file and directory; torch.load(weights_only=True)", suffix=".pt", state=_torch_state
@@ -222,6 +245,8 @@ def data_bytes(case: Case, size_bytes: int) -> int:
         return ROWS * 4
     if case.layout == "state":
         return NUM_PARAMETERS * (2 * _ELEMENTS + 1) * 4
+    if case.layout == "matrices":
+        return NUM_MATRICES * COLUMNS * COLUMNS * 4 // 2
     return layout_of(case, size_bytes).data_bytes
 
 
@@ -235,6 +260,22 @@ def write_matrix(path: Path) -> None:
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.write(numbers.data)
+
+
+def write_matrices(path: Path) -> None:
+    """Write a file with the matrices of F32, of which half of the columns are read."""
+    nbytes = COLUMNS * COLUMNS * 4
+    entries = {
+        f"{MATRIX}.{k}": {"dtype": "F32", "shape": [COLUMNS, COLUMNS], "data_offsets": [k * nbytes, (k + 1) * nbytes]}
+        for k in range(NUM_MATRICES)
+    }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    chance = np.random.default_rng(_STATE_SEED)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _ in range(NUM_MATRICES):
+            file.write(chance.random((COLUMNS, COLUMNS), np.float32).data)
 
 
 def make_state() -> dict[str, Any]:
@@ -360,6 +401,43 @@ def _slice(spec: Spec) -> Record:
     return {"seconds": row_seconds, "row_seconds": row_seconds, "open_seconds": open_seconds}
 
 
+def _columns_of(contestant: Contestant) -> Callable[[Path], dict[str, Any]]:
+    """Give how half of the columns of each matrix are loaded, into memory of their own."""
+    part = np.s_[:, : COLUMNS // 2]
+    names = [f"{MATRIX}.{k}" for k in range(NUM_MATRICES)]
+    if not contestant.package:
+        load = import_module("stio.sync").load
+        return lambda path: load(path, slices=dict.fromkeys(names, part))
+    if contestant.whole:
+        load_file = import_module(f"{contestant.package}.torch").load_file
+        return lambda path: {name: tensor[part].contiguous() for name, tensor in load_file(path).items()}
+    open_file = opener(contestant)
+
+    def sliced(path: Path) -> dict[str, Any]:
+        with open_file(path) as file:
+            return {name: file.get_slice(name)[part].contiguous() for name in names}
+
+    return sliced
+
+
+def _half_columns(spec: Spec) -> Record:
+    """Read half of the columns of each matrix: seconds, of a warm file, once in a process."""
+    path = Path(spec.path)
+    load = _columns_of(CONTESTANTS[spec.contestant])
+    spec.prime()
+    pagecache.fill_by_reads(path)
+    load(path)  # imports modules, and touches memory that the next call uses again
+    started = time.perf_counter()
+    found = load(path)
+    seconds = time.perf_counter() - started
+    start, spans = files.read_header(path)
+    for name, tensor in found.items():
+        matrix = np.memmap(path, np.float32, mode="r", offset=start + spans[name][0], shape=(COLUMNS, COLUMNS))
+        if not np.array_equal(tensor.numpy(), matrix[:, : COLUMNS // 2]):
+            raise ValueError("wrong columns were read")
+    return {"seconds": seconds}
+
+
 def _state(spec: Spec) -> Record:
     """Save and load nested state once each: save_seconds, load_seconds, and seconds for both."""
     contestant = CONTESTANTS[spec.contestant]
@@ -418,7 +496,13 @@ def _median(work: Callable[[], Any], times: int, before: Callable[[], None] = la
     return median(seconds)
 
 
-_TASKS: dict[str, Callable[[Spec], Record]] = {"load": _load, "save": _save, "slice": _slice, "state": _state}
+_TASKS: dict[str, Callable[[Spec], Record]] = {
+    "load": _load,
+    "save": _save,
+    "slice": _slice,
+    "columns": _half_columns,
+    "state": _state,
+}
 
 
 # The runs of a case.
@@ -458,6 +542,8 @@ def prepared(case: Case, settings: Settings) -> Iterator[Measure]:
             path = directory / f"{entry.contestant}.safetensors"
             if case.state == "slice":
                 write_matrix(path)
+            elif case.state == "columns":
+                write_matrices(path)
             else:
                 files.write_file(path, layout_of(case, settings.size_bytes))
         yield measure
@@ -475,6 +561,7 @@ _KEYS = {
         "cold, touched": "cold_seconds",
     },
     "save": {"median of a process's saves": "seconds", "its first save": "first_seconds"},
+    "columns": {"half of the columns": "seconds"},
     "slice": {"one row": "row_seconds", "open and one row": "open_seconds"},
     "state": {"save": "save_seconds", "load": "load_seconds"},
 }

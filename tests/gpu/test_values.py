@@ -76,6 +76,7 @@ def test_casts(place: Place, tmp_path: Path, dtype: torch.dtype) -> None:
 INDICES: list[Any] = [
     slice(2, 9), (slice(None), slice(5, 17)), slice(None, None, 3), (slice(None, None, -2), slice(3, 40)), 7,
     (slice(4, 30, 5), slice(None, None, -1)), slice(3, 3),
+    [slice(2, 9), slice(30, 36)], (slice(None, None, 2), [slice(40, 50), slice(3, 5)]),
 ]  # fmt: skip
 
 
@@ -93,6 +94,8 @@ def test_slices(place: Place, tmp_path: Path, index: Any, dtype: torch.dtype) ->
     for dim, step in enumerate(steps):
         if isinstance(step, int):
             expected = expected[step]
+        elif isinstance(step, list):
+            expected = torch.cat([expected.narrow(dim, part.start, part.stop - part.start) for part in step], dim)
         else:
             expected = expected.index_select(
                 dim, torch.tensor(range(*step.indices(expected.shape[dim])), dtype=torch.int64)

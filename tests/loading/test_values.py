@@ -149,6 +149,19 @@ async def test_slices_are_what_numpy_picks(source, memory):
             assert part.untyped_storage().nbytes() == part.nbytes, index
 
 
+@pytest.mark.parametrize("memory", MEMORY)
+async def test_several_intervals_in_one_request(sharded, memory):
+    whole = oracle(sharded)["large"]
+    rows, columns = [slice(3, 7), slice(90, 93)], [slice(6, 9), slice(0, 2), slice(7, 9)]
+    wanted = {"rows": torch.cat([whole[part] for part in rows])}
+    wanted["columns"] = torch.cat([whole[:, part] for part in columns], 1)
+    wanted["both"] = torch.cat([wanted["rows"][:, part] for part in columns], 1)
+    for name, index in {"rows": rows, "columns": (slice(None), columns), "both": (rows, columns)}.items():
+        found = (await stio.load(sharded, memory=memory, names="large", slices={"large": index}))["large"]
+        assert torch.equal(found, wanted[name]), name
+        assert found.untyped_storage().nbytes() == found.nbytes
+
+
 async def test_slices_of_a_load_and_of_a_stream(sharded):
     expected = oracle(sharded)
     slices = {"large": np.s_[7:9], "dtype.float32": np.s_[:, 1]}
