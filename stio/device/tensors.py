@@ -9,6 +9,7 @@ thread. One tensor takes about 1 microsecond.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,7 +21,8 @@ from stio.device.torch_private import from_dlpack
 from stio.errors import UnsupportedDtypeError, printable
 from stio.format.dtypes import BITS, LIBRARY_NAMES
 from stio.format.slicing import Selection
-from stio.runtime.memory import Region
+from stio.runtime.limits import HUGE_PAGE_BYTES
+from stio.runtime.memory import Region, allocate
 from stio.runtime.process import collection_paused
 
 # DLPack's DLDataTypeCode (dlpack.h 1.1). The others are I, U or F: the place of the letter is the code.
@@ -213,12 +215,26 @@ def _selected(tensor: torch.Tensor, selection: Selection) -> torch.Tensor:
         first, joins, last = stages
         tensor = tensor[first]
         for dim, parts in joins:
-            tensor = torch.cat([tensor.narrow(dim, part.start, part.stop - part.start) for part in parts], dim)
+            pieces = [tensor.narrow(dim, part.start, part.stop - part.start) for part in parts]
+            sizes = list(tensor.shape)
+            sizes[dim] = sum(piece.shape[dim] for piece in pieces)
+            tensor = torch.cat(pieces, dim, out=_empty(sizes, tensor))
         tensor = tensor[last]
         return tensor.flip(selection.flip) if selection.flip else tensor
     if selection.post is not None:
         tensor = tensor[selection.post]
-    return tensor.flip(selection.flip) if selection.flip else tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.flip(selection.flip) if selection.flip else _empty(tensor.shape, tensor).copy_(tensor)
+
+
+def _empty(sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Return memory for a contiguous tensor. On the host that of a large one has huge pages.
+
+    To touch small pages for the first time takes longer than to copy into them.
+    """
+    nbytes = math.prod(sizes) * like.itemsize
+    if like.device.type != "cpu" or nbytes < HUGE_PAGE_BYTES:
+        return torch.empty(sizes, dtype=like.dtype, device=like.device)
+    return tensors_in(allocate(nbytes), [""], [FORMAT_DTYPES[like.dtype]], [tuple(sizes)], [0])[""]
 
 
 def cast_dtype(name: str, own: torch.dtype, casts: Casts) -> torch.dtype:
