@@ -191,15 +191,15 @@ MUTANTS = (
     mutant(
         "shared memory is not recorded",
         "the memory that small tensors lie in is not recorded for the consumer's stream",
-        PATHS,
-        ("memory_in_use = [*tensors.values(), *target.shared]", "memory_in_use = [*tensors.values()]"),
+        BASE,
+        ("self.hand_over([*self.tensors.values(), *self.shared], ", "self.hand_over([*self.tensors.values()], "),
         tests=f"{DROPPED}[small-own stream]",
     ),
     mutant(
         "large tensors are not recorded",
         "only the memory that small tensors share is recorded for the consumer's stream",
-        PATHS,
-        ("memory_in_use = [*tensors.values(), *target.shared]", "memory_in_use = [*target.shared]"),
+        BASE,
+        ("self.hand_over([*self.tensors.values(), *self.shared], ", "self.hand_over([*self.shared], "),
         tests=f"{DROPPED}[large-own stream]",
     ),
     mutant(
@@ -413,8 +413,8 @@ MUTANTS = (
         "the host waits for the copies of a parameter, but not for the cast behind them",
         PATHS,
         (
-            "        return LoadedGroup(tensors, partial(accelerator.hand_over, memory_in_use, events), events)",
-            "        return LoadedGroup(tensors, partial(accelerator.hand_over, memory_in_use, events), target.events)",
+            "        return LoadedGroup(tensors, accelerator.hand_over, events, target.shared)",
+            "        return LoadedGroup(tensors, accelerator.hand_over, target.events, target.shared)",
         ),
         tests=f"{BEHIND_CAST}[warm start]",
     ),

@@ -77,10 +77,12 @@ class LoadedGroup:
 
     tensors: dict[str, torch.Tensor]
     """By name."""
-    hand_over: Callable[[], None] | None = None
-    """Lets the calling thread's stream wait for the copies; None on the CPU, where no copy is under way."""
+    hand_over: Callable[[Iterable[torch.Tensor], Iterable[Event]], None] | None = None
+    """`Accelerator.hand_over` of the device; None on the CPU, where no copy is under way."""
     events: Sequence[Event] = ()
-    """Events behind the copies and casts, for `wait`."""
+    """Events behind the copies and casts."""
+    shared: Sequence[torch.Tensor] = ()
+    """Allocations that small tensors share; a stream that uses one of them uses these too."""
 
     def wait(self) -> None:
         """Block this thread, without the GIL, until the data is there for any stream.
@@ -94,8 +96,16 @@ class LoadedGroup:
     def take(self) -> dict[str, torch.Tensor]:
         """Return the tensors; the calling thread's current stream waits for their data, the thread does not."""
         if self.hand_over is not None:
-            self.hand_over()
+            self.hand_over([*self.tensors.values(), *self.shared], self.events)
         return self.tensors
+
+    def take_one(self, name: str) -> torch.Tensor:
+        """Return one tensor as `take` does, and remove it here."""
+        tensor = self.tensors[name]
+        if self.hand_over is not None:
+            self.hand_over([tensor, *self.shared], self.events)
+        self.tensors.pop(name, None)
+        return tensor
 
 
 def current_device() -> torch.device | None:

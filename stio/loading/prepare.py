@@ -69,6 +69,8 @@ def prepare(
     slices: Mapping[str, object] | None = None,
     casts: Casts | None = None,
     prompt: bool = False,
+    max_workers: int | None = None,
+    on_blocked: Callable[[], None] = lambda: None,
 ) -> LoadScheduler:
     """Plan a load and choose the read path of each of its files.
 
@@ -82,6 +84,8 @@ def prepare(
         slices: By name, the part to load.
         casts: Cast to it instead of `options.dtype`.
         prompt: Make small groups, so that the first ones are loaded early. Otherwise large ones, for a short load.
+        max_workers: Most threads that read; None: as many as the devices and the processors make worthwhile.
+        on_blocked: See `LoadScheduler`.
 
     Raises:
         TensorNotFoundError: The checkpoint does not have a name.
@@ -105,7 +109,17 @@ def prepare(
                 for load in loads:
                     load.allocate_ahead()
             scheduler = _scheduler(
-                opened, files, loads, options, by_stored_name, deliver, hold=hold, kept=kept, owned=owned
+                opened,
+                files,
+                loads,
+                options,
+                by_stored_name,
+                deliver,
+                hold=hold,
+                kept=kept,
+                owned=owned,
+                max_workers=max_workers,
+                on_blocked=on_blocked,
             )
             undo.pop_all()  # the scheduler closes them
             return scheduler
@@ -335,6 +349,8 @@ def _scheduler(
     hold: bool,
     kept: Collection[str] | None,
     owned: ExitStack,
+    max_workers: int | None,
+    on_blocked: Callable[[], None],
 ) -> LoadScheduler:
     """Plan the reads of each file for each device; choose the read paths."""
     reads = [
@@ -368,8 +384,9 @@ def _scheduler(
         paths,
         deliver=lambda group, loaded: deliver(group, reads[group.selection][1].under_selected_names(loaded)),
         hold=hold,
+        on_blocked=on_blocked,
         budget_bytes=budget_bytes,
-        num_workers=max((load.num_workers for load in loads), default=1),
+        num_workers=min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize),
         files=list(files.values()),
         owned=owned,
         cached_files=held,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from time import perf_counter
 from typing import Generic, TypeVar
@@ -292,8 +291,7 @@ class StagedPath:
             with accelerator.on_queue():
                 tensors = _finished(group, tensors, self._dtype)
             events = [*events, accelerator.copy([])]  # the other events stay: each tells whether its copies failed
-        memory_in_use = [*tensors.values(), *target.shared]
-        return LoadedGroup(tensors, partial(accelerator.hand_over, memory_in_use, events), events)
+        return LoadedGroup(tensors, accelerator.hand_over, events, target.shared)
 
     def held_bytes(self, group: Group) -> int:
         """Return 0: the tensors are on the device."""

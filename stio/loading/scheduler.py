@@ -68,6 +68,7 @@ class LoadScheduler:
         paths: The read path of each of the plan's selections; closed when the load has ended.
         deliver: Called on a worker with a group and its tensors. It may be called by several workers at once.
         hold: The budget of a group is released only when the consumer calls `release` too (streams).
+        on_blocked: Called, under the scheduler's lock, when `is_blocked` may have become true. It must take no lock.
         budget_bytes: See `Budget`.
         num_workers: Threads that read, the thread that calls `run` among them.
         files: Files that must be unchanged at the end.
@@ -84,6 +85,7 @@ class LoadScheduler:
         *,
         deliver: Callable[[Group, LoadedGroup], None],
         hold: bool = False,
+        on_blocked: Callable[[], None] = lambda: None,
         budget_bytes: int,
         num_workers: int,
         files: Sequence[Source] = (),
@@ -116,6 +118,9 @@ class LoadScheduler:
         self._hold = hold
         self._read_groups: set[int] = set()  # that no worker uses any more
         self._consumed_groups: set[int] = set()  # that the consumer has released
+        self._on_blocked = on_blocked
+        self._blocked = False  # whether a worker waits for budget
+        self._discarded_groups: set[int] = set()
         self._reorderings: deque[Callable[[], None]] = deque()
         self.read_bytes = 0
         """Bytes of the blocks that were read."""
@@ -198,6 +203,19 @@ class LoadScheduler:
             self._waiting = deque([*first, *(group for group in self._waiting if group.index not in chosen)])
 
         self._reorderings.append(reorder)
+        self._blocked = False  # before the workers look again
+        self._changed.wake()
+
+    def is_blocked(self, group: Group) -> bool:
+        """Return whether a group has not started, and the first of those that have not waits for budget.
+
+        With `hold`, it may wait until the consumer releases other groups. Callable from any thread; takes no lock.
+        """
+        return self._blocked and not self.budget.holds(group.index)
+
+    def discard(self, group: Group) -> None:
+        """Do not read a group, unless its read has started. Callable from any thread; takes no lock. Idempotent."""
+        self._discarded_groups.add(group.index)
         self._changed.wake()
 
     def arrange(self, order: Iterable[int]) -> None:
@@ -236,8 +254,12 @@ class LoadScheduler:
                 if not self._waiting:
                     return None
                 group = self._waiting[0]
+                if group.index in self._discarded_groups:
+                    self._waiting.popleft()
+                    continue
                 if self.budget.try_acquire(group.index, group.nbytes):
                     self._waiting.popleft()
+                    self._blocked = False
                     # A group of empty tensors has no reads; an empty block makes a worker deliver it.
                     blocks = group.blocks or [Block(group.index, max(group.offset, 0), 0, 0)]
                     self._blocks.extendleft(reversed(blocks))
@@ -246,6 +268,8 @@ class LoadScheduler:
                 if self._blocks:
                     return self._next_block(waits_since)
                 waits_since = waits_since or perf_counter()
+                self._blocked = True
+                self._on_blocked()
                 self._changed.wait()
         return None
 
@@ -338,6 +362,10 @@ class Budget:
         self._held_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)
         return True
+
+    def holds(self, key: int) -> bool:
+        """Return whether bytes are taken under a key, or were and are not counted as returned yet."""
+        return key in self._held
 
     def release(self, key: int) -> None:
         """Return the bytes that were taken under a key. One step, and idempotent."""

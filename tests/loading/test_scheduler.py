@@ -335,6 +335,52 @@ def test_promote_moves_what_has_not_begun():
     assert made.delivered == [0, 7, 4, 6, 1, 2, 3, 5]
 
 
+def test_a_group_is_blocked_until_others_are_released():
+    told = threading.Event()
+    made = Scheduler(plan_of(60, 30, 60, 10), budget_bytes=100, num_workers=2, hold=True, on_blocked=told.set)
+    groups = made.run.plan.groups
+    assert not any(map(made.run.is_blocked, groups))
+    made.start()
+    assert told.wait(PATIENCE_SECONDS)
+    assert [made.run.is_blocked(group) for group in groups] == [False, False, True, True]
+    told.clear()
+    made.run.promote(["t3"])  # it fits beside the others
+    assert eventually(lambda: 3 in made.delivered)
+    assert told.wait(PATIENCE_SECONDS)
+    assert [made.run.is_blocked(group) for group in groups] == [False, False, True, False]
+    for group in groups[:2]:
+        assert eventually(lambda group=group: group.index in made.delivered)
+        made.run.release(group)
+    made.end()
+    assert not made.run.is_blocked(groups[2])
+    assert made.run.budget.peak_bytes == 100
+
+
+def test_a_discarded_group_is_not_read():
+    told = threading.Event()
+    made = Scheduler(plan_of(60, 60, 60, 60), budget_bytes=100, num_workers=2, hold=True, on_blocked=told.set).start()
+    groups = made.run.plan.groups
+    assert told.wait(PATIENCE_SECONDS)
+    assert eventually(lambda: made.delivered == [0])
+    for k in (0, 1, 1, 3):  # the first one was read, so nothing happens to it
+        made.run.discard(groups[k])
+    assert made.run.budget.used_bytes == 60
+    made.run.release(groups[0])
+    assert eventually(lambda: made.delivered == [0, 2])
+    made.end()
+    assert made.path.reads == [(0, 0), (2, 0)]
+
+
+def test_discarding_all_that_waits_is_the_end():
+    told = threading.Event()
+    made = Scheduler(plan_of(60, 60, 60), budget_bytes=100, num_workers=3, hold=True, on_blocked=told.set).start()
+    assert told.wait(PATIENCE_SECONDS)
+    for group in made.run.plan.groups[1:]:
+        made.run.discard(group)
+    made.end()
+    assert made.delivered == [0]
+
+
 def test_arranged_before_it_runs():
     made = Scheduler(plan_of(*[10] * 5))
     made.run.arrange([3, 1, 1, 4, 0, 2, 3])

@@ -5,17 +5,45 @@ Reading runs in the caller's thread. It maps the file and copies nothing, or rea
 
 `_open` has `safe_open`; `_file` has the open file and the base class of a framework; `_arrays` (numpy), `_tensors`
 (torch) and `_accelerator` (torch on a device) are the frameworks, with `_index` for the indices of slices.
-`_serialize` has raw tensors without torch, `_write` the saves, `_shared` shared memory, `_errors` the original's
-errors. `numpy` works without torch, and only a load to a device imports stio's loads.
+`_prefetch` reads declared tensors in the background, `_serialize` has raw tensors without torch, `_write` the saves,
+`_shared` shared memory, `_errors` the original's errors. `numpy` works without torch, and only a load to a device and a
+prefetch import stio's loads.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from stio.compat.safetensors._errors import SafetensorError
-from stio.compat.safetensors._open import _safe_open_handle, safe_open
+from stio.compat.safetensors._open import PySafeSlice, TensorMeta, _safe_open_handle, safe_open
 from stio.compat.safetensors._serialize import TensorSpec, deserialize, serialize, serialize_file
 
-__all__ = ["SafetensorError", "TensorSpec", "__version__", "deserialize", "safe_open", "serialize", "serialize_file"]
+if TYPE_CHECKING:
+    from stio.compat.safetensors._prefetch import PrefetchLoader as PrefetchLoader
+
+__all__ = [
+    "PrefetchLoader",
+    "PySafeSlice",
+    "SafetensorError",
+    "TensorMeta",
+    "TensorSpec",
+    "__version__",
+    "deserialize",
+    "safe_open",
+    "serialize",
+    "serialize_file",
+]
 
 __version__ = "0.8.0"
-"""The release of the original with this behaviour; libraries compare it."""
+"""The release of the original with this behaviour; libraries compare it. `prefetch` and `get_tensor_meta` are those of
+0.9.0rc1, which is no release."""
 
 _safe_open_handle = _safe_open_handle
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name != "PrefetchLoader":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = import_module("stio.compat.safetensors._prefetch").PrefetchLoader
+        return value

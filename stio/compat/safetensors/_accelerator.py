@@ -6,6 +6,9 @@ streams in torch, or one that does not exist: there torch itself copies, or rais
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from stio.compat.safetensors._errors import reading
@@ -38,11 +41,18 @@ class AcceleratorTensors(Tensors):
         opened = OpenCheckpoint(file.path, [file.source], [header], header.metadata, {})
         options = LoadOptions(device=target)
         operation = Operation(lambda operation: collect(operation, opened, None, options), name="load")
-        with reading(file.path):
-            try:
-                return operation.result()()
-            except DeviceMemoryError as error:
-                raise torch.OutOfMemoryError(str(error)) from error
+        with loading(file.path):
+            return operation.result()()
+
+
+@contextmanager
+def loading(path: str) -> Iterator[None]:
+    """Turn the errors of a load inside the block into those of `reading`, and a full device's into torch's."""
+    with reading(path):
+        try:
+            yield
+        except DeviceMemoryError as error:
+            raise torch.OutOfMemoryError(str(error)) from error
 
 
 def served(device: str | int) -> Target | None:

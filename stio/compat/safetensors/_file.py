@@ -8,6 +8,7 @@ to an accelerator keeps the descriptor too.
 from __future__ import annotations
 
 import ctypes
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -145,6 +146,7 @@ class File:
         with reading(path):
             file = open_file(path)
         self._file = file
+        self._identity = file.identity
         try:
             self.header = self._read_header(file)
             self._mapped: Region | None = None
@@ -183,6 +185,30 @@ class File:
         if self._file is None:
             raise SafetensorError("File is closed")
         return self._file
+
+    def opened_again(self) -> LocalFile:
+        """Return the file once more, for a load that outlives this object; the caller closes it.
+
+        Raises:
+            OSError: The system refuses, or the file was changed since it was opened. A mapped file has no descriptor: if
+                another file is at its path now, that is a change too.
+        """
+        with reading(self.path):
+            if self._file is None:
+                file = open_file(self.path)
+            else:
+                fd = os.dup(self._file.fd)
+                try:
+                    file = LocalFile(fd, self.path)
+                except BaseException:
+                    os.close(fd)
+                    raise
+            try:
+                self._identity.require_same(file.identity, self.path)
+            except BaseException:
+                file.close()
+                raise
+            return file
 
     def region_of(self, rows: slice) -> Region:
         """Return the bytes of the tensors of consecutive rows; see `region`."""

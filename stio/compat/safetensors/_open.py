@@ -10,13 +10,17 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast, final
 
 from stio.compat.safetensors._arrays import Arrays
 from stio.compat.safetensors._errors import SafetensorError, wrong_type
 from stio.compat.safetensors._file import Backend, File, Framework
+
+if TYPE_CHECKING:
+    from stio.compat.safetensors._prefetch import PrefetchLoader
 
 _FRAMEWORKS = {
     **dict.fromkeys(("pt", "torch", "pytorch"), "torch"),
@@ -58,6 +62,11 @@ def _framework(name: object, device: str | int) -> Callable[[], Framework]:
     return lambda: cast(Framework, getattr(import_module(f"stio.compat.safetensors.{module}"), kind)(device))
 
 
+def is_left_to_original(framework: object) -> bool:
+    """Return whether a framework is known, and served by the original library only."""
+    return isinstance(framework, str) and _FRAMEWORKS.get(framework) == "other"
+
+
 def _device(device: object) -> str | int:
     """Return a device as torch's `to` takes it; `"cpu"` for the host.
 
@@ -83,6 +92,25 @@ def _device(device: object) -> str | int:
     if index < 0:
         raise SafetensorError(f"device {device!r} is invalid")
     return index
+
+
+PrefetchPlan: TypeAlias = dict[str, Any]
+"""What `safe_open.prefetch` reads: by name, None for the whole tensor, or the index of a part."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorMeta:
+    """What the header of a file says of a tensor. Made by `safe_open.get_tensor_meta`."""
+
+    __module__ = "stio.compat.safetensors"
+
+    dtype: str
+    """As the format spells it, such as `"F32"`."""
+    shape: list[int]
+    """Dimensions, as the file has them."""
+    data_offsets: tuple[int, int]
+    """First byte and end of the tensor's bytes in the data section."""
 
 
 class PySafeSlice:
@@ -124,7 +152,7 @@ class safe_open:  # noqa: N801 -- the original's name
     """
 
     __module__ = "stio.compat.safetensors"
-    __slots__ = ("_file", "_framework")
+    __slots__ = ("_device", "_file", "_framework")
 
     def __init__(
         self,
@@ -143,6 +171,7 @@ class safe_open:  # noqa: N801 -- the original's name
             raise SafetensorError(f'backend "{backend}" is invalid (expected one of: "mmap", "pread")')
         file = File(path, cast(Backend, backend), keep_open=device != "cpu")
         self._framework = make()
+        self._device = device
         self._file = file
 
     def _opened(self) -> File:
@@ -191,6 +220,52 @@ class safe_open:  # noqa: N801 -- the original's name
         """
         file = self._opened()
         return PySafeSlice(file, self._framework, _row(file, name))
+
+    def get_tensor_meta(self, name: str) -> TensorMeta:
+        """Return what the header says of a tensor; no data is read.
+
+        Raises:
+            SafetensorError: There is no such name, or the file was closed.
+        """
+        header, row = self._opened().header, _row(self._opened(), name)
+        return TensorMeta(header.dtypes[row], list(header.shapes[row]), (header.begins[row], header.ends[row]))
+
+    def prefetch(
+        self,
+        plan: PrefetchPlan | None = None,
+        *,
+        device: str | int | None = None,
+        threads: int = 8,
+        budget_bytes: int | None = None,
+    ) -> PrefetchLoader:
+        """Start to read tensors in the background, and return the loader from which they are taken.
+
+        The file object does not change, and may have several loaders. A loader lives on when the file is closed.
+
+        Args:
+            plan: By name, None for the whole tensor, or the part to read: an index as in `stio.load(slices=)`, with
+                bounds inside the tensor. A list of slices selects several intervals along one dimension, in this order:
+                `{"qkv": [slice(0, 8), slice(64, 72)]}`. Other tensors are not read. None: all tensors, whole.
+            device: Device of the tensors; None: that of the file.
+            threads: Most threads that read. As a rule stio reads with fewer.
+            budget_bytes: Most bytes that are read and not taken, with staging memory; None: as for `stio.load`. A
+                single larger tensor is read when nothing else is held.
+
+        Raises:
+            SafetensorError: The file is not open for `"pt"`, was closed, or has no such tensor; an index does not fit;
+                torch has no type for a tensor; or there is no such device.
+            TypeError: The plan is no dict.
+            ValueError: `threads` or `budget_bytes` is not positive.
+            OSError: The system refuses to open the file again, or it was changed or replaced.
+        """
+        file = self._opened()
+        if isinstance(self._framework, Arrays):
+            raise SafetensorError('prefetch is only compatible with framework="pt"')
+        if operator.index(threads) < 1:
+            raise ValueError(f"threads must be positive, not {threads}")
+        where = self._device if device is None else _device(device)
+        start = import_module("stio.compat.safetensors._prefetch").prefetch
+        return cast("PrefetchLoader", start(file, plan, where, threads=threads, budget_bytes=budget_bytes))
 
     def __enter__(self) -> Self:
         return self

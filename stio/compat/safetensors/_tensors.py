@@ -77,7 +77,7 @@ def _view(file: File, row: int, dtype: str, shape: Shape, index: Any) -> torch.T
     if dtype == "F4":
         asked = torch.empty(shape, device="meta")[index].shape
         got = torch.empty(whole.shape, device="meta")[index].shape
-        _require_whole_pairs(shape, asked, got)
+        require_whole_pairs(shape, asked, got)
     # As integers: torch does not index tensors of every dtype, and no bit may change.
     item = whole.itemsize
     numbers = whole.view(INTEGERS[item])
@@ -100,7 +100,7 @@ def _read(file: File, row: int, dtype: str, shape: Shape, index: Any) -> torch.T
         wanted, sizes, TORCH_DTYPES[dtype].itemsize, gap_bytes=WORTHWHILE_STRIDE_BYTES, image_bytes=_WHOLE_ROWS_BYTES
     )
     if dtype == "F4":
-        _require_whole_pairs(shape, select(wanted, shape, 1).shape, selection.shape)
+        require_whole_pairs(shape, select(wanted, shape, 1).shape, selection.shape)
     region = file.gather(file.header.begins[row], selection.starts, selection.chunk_bytes)
     tensors = tensors_in(region, [""], [dtype], [_format_shape(dtype, selection.read_shape)], [0])
     return (tensors if selection.post is None else select_and_cast(tensors, {"": selection}, None))[""]
@@ -110,7 +110,7 @@ def _format_shape(dtype: str, sizes: Shape) -> Shape:
     return (*sizes[:-1], sizes[-1] * 2) if dtype == "F4" else sizes
 
 
-def _require_whole_pairs(shape: Shape, asked: Sequence[int], got: Sequence[int]) -> None:
+def require_whole_pairs(shape: Shape, asked: Sequence[int], got: Sequence[int]) -> None:
     """Refuse an index into packed pairs: it means different elements for the file's shape and for torch's.
 
     Args:
