@@ -12,7 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _PACKAGES = (
-    *("stio", "torch", "numpy", "safetensors", "huggingface_hub", "runai-model-streamer", "fastsafetensors"),
+    *(
+        "stio",
+        "torch",
+        "numpy",
+        "safetensors",
+        "transformers",
+        "huggingface_hub",
+        "runai-model-streamer",
+        "fastsafetensors",
+    ),
     "instanttensor",
     *("anyio", "msgspec"),
     *("fastapi", "uvicorn", "uvloop", "httpx"),

@@ -159,8 +159,8 @@ def _stand_in(name: str) -> Any:
 if not TYPE_CHECKING:  # or a checker would take a name that is mistyped for one of ours
 
     def __getattr__(name: str) -> Any:
-        if name == "sync":
-            return import_module("stio.sync")
+        if name in ("compat", "sync"):
+            return import_module(f"stio.{name}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'stio' has no attribute {name!r}")
         return _resolve(name) if _is_quick(name) else _stand_in(name)

@@ -53,7 +53,10 @@ def test_readme_code_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest
             if inspect.iscoroutine(result):
                 await result
 
-    asyncio.run(run())
+    try:
+        asyncio.run(run())
+    finally:
+        stio.compat.uninstall()
 
 
 @pytest.mark.parametrize("page", ["README.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))])

@@ -59,6 +59,8 @@ DYNAMIC_IMPORTS = {
     "cli/bench_child.py": "one process measures one contestant of `stio bench`, and imports that one only",
     "cli/load.py": "torch, when the command runs: all commands are imported to list them",
     "cli/diff.py": "numpy, when values differ: a comparison of equal checkpoints needs none",
+    "compat/safetensors/__init__.py": "torch is needed with `PrefetchLoader`",
+    "compat/replacement.py": "`install` imports safetensors and torch, `import stio.compat` neither",
     "compat/safetensors/_open.py": "torch is needed with framework='pt' only, loading with another device only",
     "compat/safetensors/_serialize.py": "saving a file needs torch, `serialize` does not",
     "integrations/vllm.py": "vLLM is there when it calls; the hub is asked for files that are not on this machine only",

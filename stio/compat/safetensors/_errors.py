@@ -14,7 +14,14 @@ from contextlib import contextmanager
 from stio.errors import CheckpointNotFoundError, LimitError, StioError, StorageError, TruncatedError, printable
 
 
-class SafetensorError(Exception):
+class ErrorBase(Exception):
+    """Base of `SafetensorError`, for which `stio.compat.install` puts the original's error class.
+
+    Python replaces a base class only by one of the same layout, which `Exception` itself, no class of Python, has not.
+    """
+
+
+class SafetensorError(ErrorBase):
     """A file that breaks the format, or a call that is not valid."""
 
     __module__ = "stio.compat.safetensors"

@@ -1,0 +1,209 @@
+"""The objects that `stio.compat.install` puts in the place of safetensors' own.
+
+Functions are the drop-in's, as objects of their own: so `uninstall` finds every module that has taken one of them, and
+changes no module that imports the drop-in itself. What is more than the drop-in: `safe_open` passes the frameworks that
+stio does not serve to the original, `isinstance` knows the original's objects, and `serialize` takes tensors in the
+forms of all supported releases.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+
+from stio.compat.safetensors import _open, _serialize
+from stio.compat.safetensors import numpy as numpy_names
+from stio.compat.safetensors import torch as torch_names
+from stio.compat.safetensors._errors import SafetensorError
+from stio.format.dtypes import LIBRARY_NAMES
+
+originals: dict[str, Any] = {}
+"""What the original's release has of `REPLACEMENTS["safetensors"]`, and its `TensorSpec`, or None."""
+
+
+class _KnowsOriginal(type):
+    """Type of the classes here: the drop-in's class and the original's are subclasses, for `isinstance` too."""
+
+    drop_in: type | None
+    """The drop-in's class; None for that of a prefetch, which is imported with the first one."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return type.__instancecheck__(cls, instance) or isinstance(instance, _kinds(cls))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return type.__subclasscheck__(cls, subclass) or issubclass(subclass, _kinds(cls))
+
+
+def _kinds(cls: _KnowsOriginal) -> tuple[type, ...]:
+    if "drop_in" not in vars(cls):  # a subclass of users
+        return ()
+    drop_in = cls.drop_in or getattr(sys.modules.get("stio.compat.safetensors._prefetch"), cls.__name__, None)
+    return tuple(kind for kind in (drop_in, originals.get(cls.__name__)) if isinstance(kind, type))
+
+
+class safe_open(_open.safe_open, metaclass=_KnowsOriginal):  # noqa: N801 -- the original's name
+    __doc__ = _open.safe_open.__doc__
+    __slots__ = ()
+    drop_in = _open.safe_open
+
+    def __new__(
+        cls,
+        filename: str | os.PathLike[str],
+        framework: str,
+        device: str | int | None = "cpu",
+        *,
+        backend: str = "mmap",
+    ) -> Any:
+        served = _of_original(cls, filename, framework, device, backend)
+        return super().__new__(cls) if served is None else served
+
+
+class _safe_open_handle(_open._safe_open_handle, metaclass=_KnowsOriginal):  # noqa: N801 -- the original's name
+    __doc__ = _open._safe_open_handle.__doc__
+    __slots__ = ()
+    drop_in = _open._safe_open_handle
+
+    def __new__(cls, f: Any, framework: str, device: str | int | None = "cpu", *, backend: str = "mmap") -> Any:
+        served = _of_original(cls, f, framework, device, backend)
+        return super().__new__(cls) if served is None else served
+
+
+class PySafeSlice(metaclass=_KnowsOriginal):
+    """What `safe_open.get_slice` returns, for `isinstance`."""
+
+    drop_in = _open.PySafeSlice
+
+
+class PrefetchLoader(metaclass=_KnowsOriginal):
+    """What `safe_open.prefetch` returns, for `isinstance`."""
+
+    drop_in = None
+
+
+class TensorMeta(metaclass=_KnowsOriginal):
+    """What `safe_open.get_tensor_meta` returns, for `isinstance`."""
+
+    drop_in = _open.TensorMeta
+
+
+def _of_original(cls: type, file: Any, framework: object, device: object, backend: object) -> Any:
+    """Return the original's object if only it serves the framework, else None."""
+    if "drop_in" not in vars(cls) or cls.__name__ not in originals or not _open.is_left_to_original(framework):
+        return None
+    options = {} if backend == "mmap" else {"backend": backend}  # before 0.8 there is no such argument
+    return originals[cls.__name__](file, framework, device, **options)
+
+
+def serialize(tensor_dict: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
+    """Return the bytes of a file; see `stio.compat.safetensors.serialize`.
+
+    Args:
+        tensor_dict: Tensors by name: the original's `TensorSpec`, stio's, or dicts of `dtype`, `shape` and `data`
+            (safetensors before 0.8).
+        metadata: Text for the header.
+
+    Raises:
+        SafetensorError: The size of a tensor does not fit its shape, or a name that cannot be used.
+        TypeError: A value of a wrong type.
+    """
+    buffers: list[Any] = []
+    return _serialize.serialize(_specs(tensor_dict, buffers), metadata)
+
+
+def serialize_file(
+    tensor_dict: dict[str, Any], filename: str | os.PathLike[str], metadata: dict[str, str] | None = None
+) -> None:
+    """Write a file, atomically and durably; see `stio.compat.safetensors.serialize_file`.
+
+    Args:
+        tensor_dict: See `serialize`.
+        filename: The file.
+        metadata: Text for the header.
+
+    Raises:
+        SafetensorError: As `serialize`; or the system refuses, and the old file stays.
+        TypeError: A value of a wrong type.
+    """
+    buffers: list[Any] = []
+    _serialize.serialize_file(_specs(tensor_dict, buffers), filename, metadata)
+
+
+def _specs(tensor_dict: Any, buffers: list[Any]) -> Any:
+    """Return tensors of any form as `TensorSpec`; `buffers` keeps the memory of those that are given as bytes."""
+    if not isinstance(tensor_dict, dict):
+        return tensor_dict  # refused by the drop-in
+    original = originals.get("TensorSpec")
+    specs = {}
+    for name, value in tensor_dict.items():
+        if isinstance(value, dict):
+            value = _spec_of_dict(name, value, buffers)
+        elif isinstance(original, type) and isinstance(value, original):
+            value = _spec_of_original(value)
+        specs[name] = value
+    return specs
+
+
+def _spec_of_dict(name: str, value: dict[str, Any], buffers: list[Any]) -> _serialize.TensorSpec:
+    missing = [key for key in ("dtype", "shape", "data") if key not in value]
+    if missing:
+        raise SafetensorError(f"Missing `{missing[0]}` in tensor {name!r}")
+    buffer = np.frombuffer(value["data"], np.uint8)
+    buffers.append(buffer)
+    return _serialize.TensorSpec(
+        dtype=value["dtype"], shape=value["shape"], data_ptr=buffer.ctypes.data, data_len=buffer.nbytes
+    )
+
+
+def _spec_of_original(value: Any) -> _serialize.TensorSpec:
+    shape = list(value.shape)
+    if value.dtype == "F4" and shape:
+        shape[-1] //= 2  # the constructor takes pairs
+    return _serialize.TensorSpec(
+        dtype=LIBRARY_NAMES[value.dtype], shape=shape, data_ptr=value.data_ptr, data_len=value.data_len
+    )
+
+
+def _own(function: Callable[..., Any], module: str) -> Any:
+    """Return a function as an object of its own, which pickles by its place in this module."""
+    assert isinstance(function, FunctionType)
+    place = f"{module}_{function.__name__}"
+    own = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    own.__annotations__ = function.__annotations__
+    own.__doc__ = function.__doc__
+    own.__module__, own.__qualname__ = __name__, place
+    globals()[place] = own
+    return own
+
+
+_TORCH = (
+    *("load", "load_file", "load_model", "save", "save_file", "save_model", "storage_ptr", "storage_size"),
+    *("_end_ptr", "_find_shared_tensors", "_getdtype", "_is_complete", "_remove_duplicate_names", "_tobytes"),
+)
+_NUMPY = ("load", "load_file", "save", "save_file")
+
+REPLACEMENTS: dict[str, dict[str, Any]] = {
+    "safetensors": {
+        "PrefetchLoader": PrefetchLoader,
+        "PySafeSlice": PySafeSlice,
+        "TensorMeta": TensorMeta,
+        "_safe_open_handle": _safe_open_handle,
+        "deserialize": _own(_serialize.deserialize, "raw"),
+        "safe_open": safe_open,
+        "serialize": serialize,
+        "serialize_file": serialize_file,
+    },
+    "safetensors.torch": {name: _own(getattr(torch_names, name), "torch") for name in _TORCH},
+    "safetensors.numpy": {name: _own(getattr(numpy_names, name), "numpy") for name in _NUMPY},
+}
+"""What stands in place of the names of each module of the original."""
+
+OPTIONAL = {"PrefetchLoader", "PySafeSlice", "TensorMeta"}
+"""Public names that not all supported releases have. No release needs the names with an underscore."""
