@@ -5,8 +5,8 @@ original objects (`from safetensors.torch import load_file`). Modules that are i
 safetensors' modules. Each place is recorded before it is changed. `uninstall` puts the original back there, and in each
 module that took one of stio's objects meanwhile; a name that other code has replaced since stays.
 
-`_settle` alone changes names: it makes them be as the list of installations says. A signal handler that interrupts it
-changes the list only, and `_settle` then starts again. Each step can be repeated after an interruption.
+`_settle` alone changes names: it makes them be as the list of installations says, and starts again if a signal handler
+has changed the list meanwhile. Each step can be repeated after an interruption.
 
 `SafetensorError` and `TensorSpec` stay the original's. While installed, stio's error class has the original's as its
 base, so that every `except` catches it, however it refers to the class. stio's functions take the original's
@@ -54,7 +54,6 @@ class _State:
         self.installations: list[Installation] = []  # those that are in effect; changed in single steps
         self.places: list[_Place] = []
         self.is_replaced: bool | None = False  # whether stio's objects are in place; None: some may be
-        self.is_settling = False
         self.originals: dict[int, tuple[Any, Any]] = {}  # replacement and its last original, by the first's identity
 
 
@@ -65,7 +64,6 @@ _state = _State()
 def _settle_in_child() -> None:
     """Complete what a thread of the parent had begun. What was installed stays."""
     _state.lock = new_lock(of_callers=True)
-    _state.is_settling = False
     _settle()
 
 
@@ -247,20 +245,16 @@ def _parameters(function: Any) -> set[str]:
 def _settle() -> None:
     """Replace or restore names until they are as `installations` says. The caller holds the lock.
 
-    When a signal handler interrupts it and calls `install` or `uninstall`, the change takes effect after the handler.
+    A signal handler may interrupt it anywhere and call `install` or `uninstall`. The rest of this call may undo what
+    that did; the condition of the loop finds it.
     """
-    while not _state.is_settling and _state.is_replaced is not bool(_state.installations):
-        _state.is_settling = True
-        try:
-            is_wanted = bool(_state.installations)
-            _state.is_replaced = None
-            if is_wanted:
-                _replace_all()
-            else:
-                _restore_all()
-            _state.is_replaced = is_wanted
-        finally:
-            _state.is_settling = False
+    while _state.is_replaced is not (is_wanted := bool(_state.installations)):
+        _state.is_replaced = None
+        if is_wanted:
+            _replace_all()
+        else:
+            _restore_all()
+        _state.is_replaced = is_wanted
 
 
 def _replace_all() -> None:
@@ -281,9 +275,7 @@ def _replace_all() -> None:
     replacing.originals.update({name: pair[1] for name, pair in found.items() if pair is not None})
     replacing.originals["TensorSpec"] = raw.get("TensorSpec")
     _set_error_base(raw["SafetensorError"])
-    for module, home in homes:  # first, so that a module that is imported meanwhile takes stio's
-        _replace(module, vars(home), pairs)
-    for _ in range(2):  # again for a thread that, in an import, was between the read of a name and its assignment
+    for _ in range(2):  # again for what another thread imported during the first pass
         for module, namespace in _namespaces():
             _replace(module, namespace, pairs)
 

@@ -449,9 +449,11 @@ def test_a_thread_imports_while_another_installs(tmp_path: Path, monkeypatch: py
 
 
 @pytest.fixture
-def in_the_middle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], object]], list[int]]]:
+def in_the_middle(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Callable[[], object]], list[int]]]:
     """A function that lets a signal handler call something in the middle of the next change, once."""
-    real, previous = replacement._namespaces, signal.getsignal(signal.SIGUSR1)
+    real, previous = getattr(replacement, request.param), signal.getsignal(signal.SIGUSR1)
 
     def arrange(call: Callable[[], object]) -> list[int]:
         calls: list[int] = []
@@ -460,20 +462,26 @@ def in_the_middle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callabl
             calls.append(number)
             call()
 
-        def namespaces() -> list[tuple[str, dict[str, Any]]]:
-            found = real()
+        def interrupted(*arguments: Any) -> Any:
             if not calls:
                 signal.raise_signal(signal.SIGUSR1)
-            return found
+            return real(*arguments)
 
         signal.signal(signal.SIGUSR1, handle)
-        monkeypatch.setattr(replacement, "_namespaces", namespaces)
+        monkeypatch.setattr(replacement, request.param, interrupted)
         return calls
 
     yield arrange
     signal.signal(signal.SIGUSR1, previous)
 
 
+DURING_INSTALLATION = pytest.mark.parametrize(
+    "in_the_middle", ["_namespaces", "_set_error_base", "_Place"], indirect=True
+)
+DURING_UNINSTALLATION = pytest.mark.parametrize("in_the_middle", ["_namespaces", "_set_error_base"], indirect=True)
+
+
+@DURING_INSTALLATION
 def test_a_signal_handler_uninstalls_during_an_installation(
     importer: ModuleType, in_the_middle: Callable[[Callable[[], object]], list[int]]
 ) -> None:
@@ -488,6 +496,7 @@ def test_a_signal_handler_uninstalls_during_an_installation(
     assert importer.read is TORCH["load_file"]
 
 
+@DURING_UNINSTALLATION
 def test_a_signal_handler_installs_during_an_uninstallation(
     importer: ModuleType, in_the_middle: Callable[[Callable[[], object]], list[int]]
 ) -> None:
@@ -500,6 +509,7 @@ def test_a_signal_handler_installs_during_an_uninstallation(
     assert importer.read is TORCH["load_file"]
 
 
+@DURING_INSTALLATION
 def test_a_signal_handler_uses_a_block_during_an_installation(
     importer: ModuleType, in_the_middle: Callable[[Callable[[], object]], list[int]]
 ) -> None:
@@ -794,6 +804,42 @@ print(os.waitstatus_to_exitcode(status))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_has_it_installed_and_a_lock_of_its_own() -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "0"
+
+
+_FORK_IN_THE_MIDDLE = """
+import os, threading
+import safetensors, stio.compat
+from safetensors import safe_open
+from stio.compat import replacement
+
+original, real, statuses = [safe_open], replacement._namespaces, []
+
+def fork():
+    child = os.fork()
+    if child == 0:
+        is_complete = safe_open is safetensors.safe_open is not original[0]
+        stio.compat.uninstall()
+        os._exit(0 if is_complete and safe_open is original[0] else 1)
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+def namespaces():
+    replacement._namespaces = real
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    return real()
+
+replacement._namespaces = namespaces
+stio.compat.install()
+print(*statuses)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_that_is_forked_during_an_installation_completes_it() -> None:
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORK_IN_THE_MIDDLE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "0"
 

@@ -190,8 +190,8 @@ class File:
         """Return the file once more, for a load that outlives this object; the caller closes it.
 
         Raises:
-            OSError: The system refuses, or the file was changed since it was opened. A mapped file has no descriptor: if
-                another file is at its path now, that is a change too.
+            OSError: The system refuses, or the file was changed since it was opened. A mapped file has no descriptor:
+                if another file is at its path now, that is a change too.
         """
         with reading(self.path):
             if self._file is None:

@@ -267,6 +267,9 @@ class safe_open:  # noqa: N801 -- the original's name
         start = import_module("stio.compat.safetensors._prefetch").prefetch
         return cast("PrefetchLoader", start(file, plan, where, threads=threads, budget_bytes=budget_bytes))
 
+    def __reduce__(self) -> Any:
+        raise TypeError(f"cannot pickle {type(self).__name__!r} object")
+
     def __enter__(self) -> Self:
         return self
 

@@ -18,7 +18,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 def storage_ptr(tensor: torch.Tensor) -> int:
     """Return the address of the tensor's storage, 0 where it has none."""
-    return tensor.untyped_storage().data_ptr()
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except NotImplementedError:  # sparse
+        return 0
 
 
 def storage_size(tensor: torch.Tensor) -> int:
@@ -44,8 +47,8 @@ def find_shared_tensors(tensors: Tensors) -> list[set[str]]:
     for name, tensor in tensors.items():
         if tensor.device.type == "meta":
             continue
-        address, nbytes = storage_ptr(tensor), storage_size(tensor)
-        if address and nbytes:
+        address = storage_ptr(tensor)
+        if address and (nbytes := storage_size(tensor)):
             on_storage[tensor.device, address, nbytes].add(name)
     groups = []
     for names in on_storage.values():
