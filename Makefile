@@ -17,8 +17,10 @@ TOOLS ?= .venv-package
 TOOLS_STAMP := $(TOOLS)/.stio-tools
 NIGHTLY ?= .venv-nightly
 NIGHTLY_STAMP := $(NIGHTLY)/.stio-nightly
+FRAMEWORKS ?= .venv-frameworks
+FRAMEWORKS_STAMP := $(FRAMEWORKS)/.stio-frameworks
 
-.PHONY: demo test check check-children check-device check-faults check-packages nightly mutants faults fmt docs tutorial captures floors bench bench-save bench-compat bench-server gpu rehearse-gpu fuzz crash package extras clean
+.PHONY: demo test check check-children check-device check-faults check-packages frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-server gpu rehearse-gpu fuzz crash package release-check extras clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove that it is bit-equal, draw a timeline
 	@$(BIN)/python examples/demo.py
@@ -61,7 +63,10 @@ docs: $(STAMP) $(DOCS_STAMP)  ## build the documentation into site/; a broken li
 	@echo "open site/index.html"
 
 tutorial:  ## run each step of the tutorial in a fresh environment: takes minutes, installs torch
-	$(PYTHON) tests/newcomer.py
+	$(PYTHON) tests/newcomer.py tutorial
+
+readme: package  ## install the wheel in a fresh environment, and run the README with it: takes minutes, installs torch
+	$(PYTHON) tests/newcomer.py readme
 
 captures: $(STAMP) $(MODEL_STAMP) $(BENCH_STAMP)  ## make the output and the pictures in the documentation again: takes minutes
 	$(BIN)/python tests/captures.py
@@ -94,6 +99,10 @@ rehearse-gpu: $(STAMP)  ## the same stages, small, on the simulated device: two 
 nightly: $(STAMP) $(MODEL_STAMP) $(NIGHTLY_STAMP)  ## all that takes too long for `make test`: 35 minutes on two cores, and 10 for the mutants
 	@PYTHONPATH=.:tests $(BIN)/python -m nightly.run --fuzz-python $(NIGHTLY)/bin/python $(NIGHTLY_ARGS)
 
+# `make test` has those of them whose frameworks $(VENV) has: transformers and accelerate.
+frameworks: $(STAMP) $(MODEL_STAMP) $(FRAMEWORKS_STAMP)  ## frameworks that use safetensors, over stio: files and tensors must be equal; two minutes
+	STIO_TEST_FRAMEWORKS=all $(FRAMEWORKS)/bin/python -m pytest -q tests/frameworks
+
 mutants: $(STAMP)  ## break the code of devices at one place at a time; the tests must detect each mutant
 	$(BIN)/python tests/mutants.py
 
@@ -111,6 +120,9 @@ package: $(TOOLS_STAMP)  ## build sdist and wheel, and check their metadata for 
 	$(TOOLS)/bin/python -m build --no-isolation
 	$(TOOLS)/bin/python -m twine check --strict dist/*
 
+release-check:  ## compare a release's tag with version, changelog and pages: make release-check TAG=v0.1.0
+	$(PYTHON) tests/release.py $(TAG)
+
 floors: $(STAMP)  ## test the oldest and the newest versions in fresh environments: 20 minutes and 9 GB each; FLOORS="oldest" for some
 	$(BIN)/python tests/floors.py $(FLOORS)
 
@@ -120,7 +132,7 @@ extras: $(TOOLS_STAMP)  ## test each extra alone in a fresh environment: takes m
 	$(PYTHON) tests/extras.py $(EXTRAS)
 
 clean:
-	rm -rf $(VENV) $(TOOLS) $(NIGHTLY) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TOOLS) $(NIGHTLY) $(FRAMEWORKS) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -131,6 +143,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@# torch first and alone: the later steps must not change it
 	@$(PIP) install --constraint constraints.txt torch
 	@$(PIP) install --constraint constraints.txt hatchling editables
+	@# an editable install under another name would be a second distribution with the same entry points
+	@$(PIP) uninstall --yes stio
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[cli,dev,hash,hub,lightning,otel,plot,transformers]'
 	@touch $@
 
@@ -150,6 +164,19 @@ $(NIGHTLY_STAMP): $(STAMP)
 		> "$$($(NIGHTLY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/stio-environment.pth"
 	@$(PIP) --python $(NIGHTLY)/bin/python install --constraint constraints.txt --no-deps --only-binary :all: atheris \
 		|| echo "atheris cannot be installed for this Python: parsers are not fuzzed"
+	@touch $@
+
+# The frameworks' environment: they, and all that $(VENV) has. Without dependencies: they must not change the version of
+# torch. The second line of packages is what they require and $(VENV) has not.
+$(FRAMEWORKS_STAMP): $(STAMP)
+	@echo "making the environment in $(FRAMEWORKS): a minute, once"
+	@rm -f $@
+	@test -x $(FRAMEWORKS)/bin/python || $(BIN)/python -m venv --without-pip $(FRAMEWORKS)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(FRAMEWORKS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/stio-environment.pth"
+	@$(PIP) --python $(FRAMEWORKS)/bin/python install --constraint constraints.txt --no-deps --only-binary :all: \
+		compressed-tensors diffusers peft sentence-transformers timm torchao torchvision \
+		charset-normalizer cloudpickle importlib_metadata joblib loguru narwhals requests scikit-learn scipy threadpoolctl urllib3 zipp
 	@touch $@
 
 # A trained model for the demo. Only its file is used, so its dependencies are not installed.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 _PACKAGES = (
     *(
-        "stio",
+        "stio-torch",
         "torch",
         "numpy",
         "safetensors",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from stio.cli.interrupts import die_of_interrupt, ignore, starting
+from stio.errors import install_command
 
 try:
     with starting():
@@ -13,7 +14,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] not in ("click", "rich"):
         raise
-    print("stio: the command line needs two more packages: pip install click rich", file=sys.stderr)
+    print(f"stio: the command line needs click and rich: {install_command('cli')}", file=sys.stderr)
     sys.exit(2)
 
 __all__ = ["main"]

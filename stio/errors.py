@@ -64,6 +64,20 @@ __all__ = [
 
 SHOWN_CHARACTERS = 120
 
+DISTRIBUTION = "stio-torch"
+"""Name of the project on the package index. The name `stio` is another project there."""
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra, for a message.
+
+    It needs no package index for stio itself: pip reads the extra from the stio that is installed.
+
+    Args:
+        extra: Name of the extra, as in pyproject.toml.
+    """
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
 
 def printable(value: object) -> str:
     """Return untrusted text for a message: control characters escaped, cut to `SHOWN_CHARACTERS`."""

@@ -42,7 +42,7 @@ def main(wanted: list[str]) -> int:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     if set(CHECKS) != {NONE, *extras}:
         sys.exit(f"no check for: {sorted({NONE, *extras} ^ set(CHECKS))}")
-    (wheel,) = (ROOT / "dist").glob("stio-*.whl")
+    (wheel,) = (ROOT / "dist").glob("stio_torch-*.whl")
     failed = 0
     for extra in wanted or sorted(set(CHECKS) - LARGE):
         with tempfile.TemporaryDirectory() as folder:

@@ -38,6 +38,15 @@ LANGUAGES = ("python", "console", "text")
 _FENCE = re.compile(r'^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 _MEASURED = re.compile(r"(?<![\w.,])[0-9][0-9.,]* (?:([kMGT]?B/s)|s|ms|µs)(?![\w/])")
 _TOP_LEVEL_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+_PROMPT = """
+import contextlib, runpy, sys
+if sys.version_info >= (3, 13):  # without a terminal, its console compiles each line alone
+    with contextlib.suppress(ImportError):
+        import code, _pyrepl.console
+        _pyrepl.console.InteractiveColoredConsole = code.InteractiveConsole
+runpy.run_module("asyncio", run_name="__main__", alter_sys=True)
+"""
+"""Runs `python -m asyncio`."""
 _SHELL = 'stio() { "$STIO_PYTHON" -m stio "$@"; }; python() { "$STIO_PYTHON" "$@"; }; set -o pipefail\n'
 
 
@@ -217,7 +226,7 @@ def run_in_repl(
     """Paste the Python of a page into `python -m asyncio`, with an empty line after each block."""
     pasted = [block for block in blocks if block.language == "python" and block.runs and not block.is_file]
     done = subprocess.run(
-        [python, "-m", "asyncio"],
+        [python, "-c", _PROMPT],
         input="".join(f"{block.text}\n" for block in pasted),
         cwd=cwd,
         env=environment() if env is None else env,
@@ -227,8 +236,8 @@ def run_in_repl(
     if done.returncode or "Error" in done.stderr:
         raise PageError(f"{blocks[0].page}: pasted at a prompt it fails:\n{done.stdout}\n{done.stderr}")
     printed = re.sub(r"^(?:(?:>>>|\.\.\.) )+", "", done.stdout, flags=re.MULTILINE)
-    shown = "...\n" + "...\n".join(block.text for block in blocks if block.language == "text") + "...\n"
-    require_shown(blocks[0], shown, printed)
+    if texts := [block.text for block in blocks if block.language == "text"]:
+        require_shown(blocks[0], "...\n" + "...\n".join(texts) + "...\n", printed)
 
 
 # Check blocks that cannot run.

@@ -19,6 +19,7 @@ import extras
 import pytest
 
 import stio
+from stio.errors import DISTRIBUTION
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -69,7 +70,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    assert wheel.name == f"stio-{stio.__version__}-py3-none-any.whl"
+    assert wheel.name == f"stio_torch-{stio.__version__}-py3-none-any.whl"
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "stio").rglob("*.py")}
     assert names == {*modules, "stio/py.typed"}
@@ -77,10 +78,13 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 def test_the_wheel_says_what_the_project_does(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        folder = f"stio-{stio.__version__}.dist-info"
+        folder = f"stio_torch-{stio.__version__}.dist-info"
         metadata = email.message_from_bytes(archive.read(f"{folder}/METADATA"))
-        assert "stio = stio.__main__:main" in archive.read(f"{folder}/entry_points.txt").decode()
+        entry_points = archive.read(f"{folder}/entry_points.txt").decode()
+        assert "[console_scripts]\nstio = stio.__main__:main\n" in entry_points
+        assert "[vllm.general_plugins]\nstio = stio.integrations.vllm:register\n" in entry_points
         assert archive.read(f"{folder}/licenses/LICENSE")
+    assert metadata["Name"] == DISTRIBUTION == "stio-torch"
     assert set(metadata.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["Description-Content-Type"] == "text/markdown"
@@ -98,8 +102,11 @@ def test_the_sdist_can_be_built_from_and_tested(tmp_path: Path) -> None:
     made = build("sdist", tmp_path)
     with tarfile.open(made) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = [*(ROOT / "stio").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
-    assert {path.relative_to(ROOT).as_posix() for path in wanted} <= names
+    folders = [(ROOT / name).rglob("*") for name in (".github", "benchmarks", "docs", "examples", "stio", "tests")]
+    wanted = [path for paths in folders for path in paths if path.is_file() and "__pycache__" not in path.parts]
+    wanted += [*ROOT.glob("*.md"), *ROOT.glob("*.txt"), *ROOT.glob("*.yml")]
+    left_out = {path.relative_to(ROOT).as_posix() for path in wanted} - names
+    assert {name for name in left_out if not re.search(r"/\.gitignore$|-partial\.", name)} == set()
     assert {"pyproject.toml", "Makefile", "constraints.txt", "LICENSE", "README.md", "stio/py.typed"} <= names
     assert not [name for name in names if re.search(r"(^|/)(\.git|\.venv|dist|build|__pycache__)(/|$)", name)]
 
@@ -239,8 +246,9 @@ def findings(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     zipfile.ZipFile(wheel).extractall(packages)
     (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     python = home / "venv" / "bin" / "python"
-    where = [python, "-I", "-c", "import stio; print(stio.__file__)"]
-    assert str(packages) in subprocess.run(where, check=True, capture_output=True, text=True).stdout
+    code = f"import importlib.metadata, stio; print(stio.__file__, importlib.metadata.version({DISTRIBUTION!r}))"
+    done = subprocess.run([python, "-I", "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == f"{packages}/stio/__init__.py {stio.__version__}\n"
     for name, text in PROGRAMS.items():
         (home / name).write_text(textwrap.dedent(text))
     options = ["--strict", "--no-error-summary", "--config-file=", "--python-executable", str(python)]

@@ -124,7 +124,8 @@ def test_a_pickled_error_opens_in_a_process_that_has_nothing_imported() -> None:
 
 
 def test_version_is_the_installed_one() -> None:
-    assert run("import importlib.metadata as m; print(m.version('stio'))") == stio.__version__
+    code = "import importlib.metadata as m; (entry,) = m.entry_points(group='console_scripts', name='stio')"
+    assert run(f"{code}; print(entry.dist.version)") == stio.__version__
 
 
 def test_time_to_first_name_is_not_torch() -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from stio.errors import printable
+from stio.errors import install_command, printable
 from stio.runtime.spans import Span, covered_seconds, summarize, usable
 from stio.runtime.trace import Trace
 
@@ -22,7 +22,7 @@ try:
     from opentelemetry import trace as otel
     from opentelemetry.util.types import AttributeValue
 except ModuleNotFoundError as error:
-    raise ImportError("spans of OpenTelemetry are made with its interface: pip install opentelemetry-api") from error
+    raise ImportError(f"spans of OpenTelemetry are made with opentelemetry-api: {install_command('otel')}") from error
 
 __all__ = ["export_trace", "recording"]
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Literal, Protocol, cast
 
+from stio.errors import install_command
+
 HashName = Literal["sha256", "xxh3"]
 """Values of `hash=`: SHA-256, or XXH3 with 128 bits (faster, but no protection against forgery)."""
 
@@ -41,4 +43,4 @@ def new_hasher(algorithm: str) -> Hasher:
     try:
         return cast(Hasher, import_module("xxhash").xxh3_128())
     except ImportError as error:
-        raise ImportError("the hash xxh3 comes from the package xxhash: pip install xxhash") from error
+        raise ImportError(f"the hash xxh3 comes from the package xxhash: {install_command('hash')}") from error

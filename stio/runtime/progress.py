@@ -10,6 +10,7 @@ from importlib import import_module
 from time import perf_counter
 from typing import Any, TypeAlias
 
+from stio.errors import install_command
 from stio.runtime.locks import new_lock, require_unlocked
 
 
@@ -151,7 +152,7 @@ def progress_callback(progress: Progress, description: str = "loading") -> Calla
         try:
             return _Bar(import_module("tqdm.auto").tqdm, description)
         except ImportError as error:
-            raise ImportError("progress=True draws its bar with tqdm: pip install tqdm") from error
+            raise ImportError(f"progress=True draws its bar with tqdm: {install_command('cli')}") from error
     if isinstance(progress, type) and hasattr(progress, "update"):
         return _Bar(progress, description)
     if callable(progress):

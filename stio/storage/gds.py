@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
-from stio.errors import StorageError
+from stio.errors import StorageError, install_command
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.storage.checks import cut_short
@@ -30,7 +30,8 @@ def require_kvikio() -> Any:
         return import_module("kvikio")
     except (ImportError, OSError, RuntimeError) as error:  # it loads other libraries
         raise ImportError(
-            f"memory='gds' reads by kvikio: pip install kvikio-cu13 (or kvikio-cu12, as torch's CUDA is); {error}"
+            f"memory='gds' reads with kvikio: {install_command('gds')}, or, with a torch for CUDA 12, "
+            f"pip install kvikio-cu12; {error}"
         ) from error
 
 

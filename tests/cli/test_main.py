@@ -88,7 +88,7 @@ def test_missing_extras_are_named(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; import stio.__main__"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "stio: the command line needs two more packages: pip install click rich\n"
+    assert done.stderr == "stio: the command line needs click and rich: pip install 'stio-torch[cli]'\n"
 
 
 # Errors.

@@ -195,7 +195,7 @@ def test_verify_with_a_package_that_is_not_there(sharded: Path) -> None:
     code = "import sys; sys.modules['xxhash'] = None; from stio.cli.main import main; main(['verify', sys.argv[1]])"
     done = subprocess.run([sys.executable, "-c", code, sharded], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "Error: the hash xxh3 comes from the package xxhash: pip install xxhash\n"
+    assert done.stderr == "Error: the hash xxh3 comes from the package xxhash: pip install 'stio-torch[hash]'\n"
 
 
 def test_verify_needs_no_torch(sharded: Path) -> None:

@@ -226,7 +226,7 @@ def test_a_missing_package_is_named():
         "except ImportError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "the hash xxh3 comes from the package xxhash: pip install xxhash\n"
+    assert done.stdout == "the hash xxh3 comes from the package xxhash: pip install 'stio-torch[hash]'\n"
 
 
 def test_no_torch():

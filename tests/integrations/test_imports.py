@@ -31,6 +31,21 @@ def test_one_module_imports_a_framework(package: str) -> None:
     assert importers(f"stio.integrations.{package}") == set()
 
 
+@pytest.mark.parametrize("package", OWNERS)
+def test_a_missing_framework_is_named_with_its_extra(package: str) -> None:
+    done = run_python(
+        f"""
+        import sys
+        sys.modules[{package!r}] = None
+        try:
+            import stio.integrations.{package}
+        except ImportError as error:
+            print(error)
+        """
+    )
+    assert done.stdout.endswith(f" of {package}: pip install 'stio-torch[{package}]'\n"), done.stderr
+
+
 def test_stio_imports_none_of_them() -> None:
     done = run_python(f"import sys, stio.sync, stio.integrations; print(sorted({set(OWNERS)} & set(sys.modules)))")
     assert done.stdout == "[]\n", done.stderr

@@ -208,4 +208,4 @@ def test_the_error_names_the_extra() -> None:
             print(error)
         """
     )
-    assert "pip install opentelemetry-api" in found.stdout, found.stderr
+    assert "opentelemetry-api: pip install 'stio-torch[otel]'" in found.stdout, found.stderr

@@ -252,7 +252,7 @@ async def test_xxh3(directory, tensors):
 async def test_xxh3_without_its_package(root, directory, monkeypatch):
     write_manifest(directory, manifest_of(directory, "xxh3"))
     monkeypatch.setitem(sys.modules, "xxhash", None)
-    with pytest.raises(ImportError, match="pip install xxhash"):
+    with pytest.raises(ImportError, match=r"pip install 'stio-torch\[hash\]'"):
         await stio.load(root, verify=True)
     assert root.data_bytes_read == 0
 

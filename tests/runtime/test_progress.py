@@ -131,7 +131,7 @@ def test_progress_true_without_tqdm(zygote, directory):
         """,
         directory,
     )
-    assert "pip install tqdm" in found.stdout, found.stderr
+    assert "pip install 'stio-torch[cli]'" in found.stdout, found.stderr
 
 
 @pytest.mark.parametrize("memory", ["map", "copy"])

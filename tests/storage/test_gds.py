@@ -74,7 +74,7 @@ def test_errors_of_kvikio_become_stios(file: LocalFile, monkeypatch: pytest.Monk
 
 def test_without_kvikio(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvikio", None)
-    with pytest.raises(ImportError, match="pip install kvikio-cu13"):
+    with pytest.raises(ImportError, match=r"pip install 'stio-torch\[gds\]', or, .* pip install kvikio-cu12"):
         GdsFile(file)
 
 
