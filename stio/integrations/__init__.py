@@ -1,10 +1,25 @@
 """stio in frameworks that train and serve models: one module for each framework, which imports that framework only.
 
 `transformers.py` saves and resumes trainings of Trainer, `lightning.py` those of Lightning. `vllm.py` is a load format
-of vLLM. It uses `weights` of `iterators.py`, a source for any loader that takes pairs of name and tensor.
-`opentelemetry.py` exports traces. `_tagged.py` converts the values of frameworks to nested state and back, and
-`_step_dirs.py` holds directories of checkpoints by training step.
+of vLLM. It uses `weights` of `iterators.py`, a source for any loader that takes pairs of name and tensor. `sglang.py`
+is a plugin of SGLang, `opentelemetry.py` exports traces. `_tagged.py` converts the values of frameworks to nested state
+and back, `_step_dirs.py` holds directories of checkpoints by training step, `_hub_pushes.py` pushes them to the hub.
 
-Invariants: only public interfaces of a framework are used; nothing in a checkpoint is executed; a process that is
-killed at any time leaves a complete checkpoint. Start with the module of your framework.
+Invariants: only public interfaces of a framework are used, with exceptions that the module names; nothing in a
+checkpoint is executed; a process that is killed at any time leaves a complete checkpoint. Start with the module of your
+framework.
 """
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def lightning_callbacks() -> list[Any]:
+    """Return the callbacks that belong to `StioCheckpointIO`; none in a process that does not use it.
+
+    Every Trainer of Lightning calls it, by the entry point `lightning.pytorch.callbacks_factory`.
+    """
+    module = sys.modules.get("stio.integrations.lightning")
+    return [] if module is None else [module.RandomStates()]

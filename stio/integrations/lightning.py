@@ -7,29 +7,65 @@
 The dict that Lightning makes becomes a nested state: one file for each checkpoint, with the name that Lightning chose
 (`.ckpt`). Lightning removes an old checkpoint as soon as it has started to save a new one. Here the removal waits until
 the new one is durable, so a process that is killed at any time leaves a complete checkpoint.
+
+The random generators of each rank are part of a checkpoint, so a training with dropout resumes bit for bit. A plugin
+never runs on other ranks than the first, so the callback `RandomStates` saves them. Lightning finds it by the entry
+point of stio's distribution.
+
+This module replaces one function of Lightning that is not public: the one by which `load_from_checkpoint` reads a file.
+Files that stio saved are read by stio; other files, and other sources, go to the original.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from lightning.pytorch.plugins import CheckpointIO
 
-from stio.errors import FormatError, StioError
+from stio.errors import FormatError, StioError, install_command
 from stio.format.state_tree import STATE_KEY
 from stio.integrations._tagged import from_plain, to_plain
-from stio.saving.pending import PendingSave
+from stio.runtime.operation import Operation
+from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
 from stio.storage.commit.retention import WrittenFiles, describe_file, remove_checkpoint
 from stio.storage.commit.target import OneFile
 from stio.sync import Saver, load_state, save_state
 from stio.sync import open as open_checkpoint
 
-__all__ = ["StioCheckpointIO"]
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.core import saving as lightning_saving
+    from lightning.pytorch.plugins import CheckpointIO
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "lightning":  # a package that lightning itself requires
+        raise
+    raise ImportError(f"StioCheckpointIO is a plugin of lightning: {install_command('lightning')}") from error
+
+__all__ = ["RandomStates", "StioCheckpointIO"]
 
 logger = logging.getLogger("stio")
+
+_RANDOM = "stio.random"
+"""Key of a checkpoint: the states of the random generators, by rank."""
+
+
+@dataclass(slots=True)
+class _Save:
+    """A save under way."""
+
+    pending: PendingSave
+    file: str
+    unwanted: list[str] = field(default_factory=list)
+    """Files to remove when it is durable. What is taken out of the list is removed by the one that took it."""
+    removal: Operation[None] | None = None
+    """Waits for the save, then removes them."""
 
 
 class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed by mypy
@@ -43,9 +79,14 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
     the latest the end of `fit`, which waits for saves under way. A link to the last checkpoint (`save_last="link"`)
     points to a missing file until that checkpoint is durable; with `save_last=True` this does not occur.
 
+    A resumed training has the random generators of each rank as they were at the save: Python's, numpy's, torch's, and
+    the device's. With a checkpoint at the end of an epoch it therefore ends with the weights of an undisturbed
+    training, bit for bit. In the middle of an epoch Lightning itself does not restore the place in the data, unless the
+    loader has a state. `validate`, `test` and `predict` leave the generators alone.
+
     It supports strategies that write one file from one process: a single device, DDP. Paths are local. It does not read
-    files of `torch.save`. `load_from_checkpoint` does not use this class, and cannot read these checkpoints: load the
-    weights by `module.load_state_dict(stio.sync.load_state(path)["state_dict"])`.
+    files of `torch.save`. After an import of this module, `load_from_checkpoint` of a LightningModule reads these
+    checkpoints too: to the CPU, or to the device that `map_location` names.
 
     Args:
         asynchronous: Whether training goes on while a checkpoint is written.
@@ -64,8 +105,8 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         self._keywords = keywords
         self._saver: Saver | None = None
         self._new_saver().close()  # raises for wrong keywords
-        self._under_way: list[tuple[PendingSave, str, list[str]]] = []
-        """Saves under way, oldest first, each with its file, and with the files to remove when it is durable."""
+        self._under_way: list[_Save] = []  # oldest first
+        self._warned = False
         self._written: dict[str, WrittenFiles] = {}
         """What was saved and not removed, by path."""
 
@@ -88,9 +129,8 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             raise TypeError("StioCheckpointIO takes no storage_options; give keywords of stio.save to the class")
         file = _local(path)
         self._collect()
-        for _, _, unwanted in self._under_way:
-            if file in unwanted:
-                unwanted.remove(file)  # this save replaces it in one step
+        self._keep(file)
+        self._require_random_states(checkpoint)
         try:
             state = to_plain(checkpoint)
             if not self._asynchronous:
@@ -99,7 +139,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
                 return
             if self._saver is None:
                 self._saver = self._new_saver()
-            self._under_way.append((self._saver.save_state(state, OneFile(file)), file, []))
+            self._under_way.append(_Save(self._saver.save_state(state, OneFile(file)), file))
         except TypeError as error:
             if "hyper_parameters" in str(error):
                 error.add_note("save_hyperparameters(ignore=[...]) leaves it out of the checkpoint")
@@ -125,19 +165,11 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             CheckpointNotFoundError: There is no such file; it is a `FileNotFoundError`.
             StioError: See `stio.load_state`; or an earlier save failed, and its error was not raised yet.
         """
-        if not (map_location is None or isinstance(map_location, str | torch.device) or callable(map_location)):
-            raise TypeError(f"map_location must be a device, not {type(map_location).__name__}")
         self._collect(wait=True)
-        device = "cpu" if map_location is None or callable(map_location) else map_location
-        try:
-            loaded: dict[str, Any] = from_plain(load_state(_local(path), device=device))
-        except FormatError as error:
-            error.add_note("StioCheckpointIO loads its own checkpoints only, not those of torch.save")
-            raise
-        return loaded
+        return _load(_local(path), map_location)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint when all saves under way are durable. A missing file is no error.
+        """Remove a checkpoint, as soon as all saves under way are durable. A missing file is no error.
 
         Only a checkpoint of this class is removed. A file that another program has replaced since stays, and a warning
         names it.
@@ -147,10 +179,18 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         """
         file = _local(path)
         self._collect()
-        if self._under_way:
-            self._under_way[-1][2].append(file)
-        else:
+        if not self._under_way:
             self._remove(file)
+            return
+        save = self._under_way[-1]  # those before it end before it
+        save.unwanted.append(file)
+        if save.pending.done():  # perhaps the thread has looked for the last time
+            self._remove_unwanted(save)
+        elif save.removal is None:
+            removal = Operation(
+                lambda _: self._remove_unwanted(save), name="remove", exit_patience=EXIT_PATIENCE_SECONDS
+            )
+            save.removal = removal.start()
 
     def teardown(self) -> None:
         """Wait for saves under way, and release the staging memory.
@@ -171,18 +211,56 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
     def _collect(self, *, wait: bool = False) -> None:
         """Collect saves that have ended: remove the files that they replace, raise the first error."""
         failed: StioError | None = None
-        while self._under_way and (wait or self._under_way[0][0].done()):
-            pending, path, unwanted = self._under_way.pop(0)
+        while self._under_way and (wait or self._under_way[0].pending.done()):
+            save = self._under_way.pop(0)
             try:
-                pending.result()
-                if pending.written is not None:
-                    self._written[path] = pending.written
-                for file in unwanted:
-                    self._remove(file)
+                save.pending.result()
+                self._written_by(save)
+                if save.removal is not None:
+                    save.removal.result()
+                self._remove_unwanted(save)
             except StioError as error:
                 failed = failed or error  # the files that it should replace stay
         if failed is not None:
             raise failed
+
+    def _written_by(self, save: _Save) -> None:
+        if save.pending.written is not None:
+            self._written[save.file] = save.pending.written
+
+    def _keep(self, file: str) -> None:
+        """Do not remove a file that is to be replaced: the rename does it in one step."""
+        for save in self._under_way:
+            while file in save.unwanted:
+                try:
+                    save.unwanted.remove(file)
+                except ValueError:  # the thread took it
+                    break
+            if save.removal is not None and save.pending.done():
+                save.removal.result()  # it may be removing this file
+        self._written.pop(file, None)
+
+    def _remove_unwanted(self, save: _Save) -> None:
+        """Wait for a save, and remove the files that it replaces; they stay if it fails."""
+        try:
+            save.pending.result()
+        except StioError:
+            return  # `_collect` raises it
+        while save.unwanted:
+            try:
+                file = save.unwanted.pop()
+            except IndexError:  # another thread took it
+                break
+            self._remove(file)
+
+    def _require_random_states(self, checkpoint: dict[str, Any]) -> None:
+        """Warn, once, if a checkpoint from which a training can resume has no random generators."""
+        if "optimizer_states" in checkpoint and _RANDOM not in checkpoint and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the checkpoint holds no random generators: Lightning finds stio's callback only if stio is installed, "
+                "by pip. Or give it: Trainer(callbacks=[RandomStates()])"
+            )
 
     def _remove(self, file: str) -> None:
         """Delete a checkpoint of this object, or of an earlier process."""
@@ -193,6 +271,109 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
                 logger.warning("%s stays: it is no checkpoint that StioCheckpointIO saved", file)
                 return
         remove_checkpoint(written)
+
+
+class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed by mypy
+    """Saves and restores the random generators of each rank. Every Trainer with `StioCheckpointIO` has one.
+
+    It saves those of Python, numpy, torch, and of the rank's device. Saving is a collective call if there are several
+    ranks, as Lightning's `save_checkpoint` is. A rank that the checkpoint does not have goes on with the generators
+    that it has, after a warning.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._restored: dict[str, Any] | None = None
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the states of all ranks."""
+        if not isinstance(trainer.strategy.checkpoint_io, StioCheckpointIO) or _RANDOM in checkpoint:
+            return
+        states = [_random_states(trainer.strategy.root_device)]
+        if trainer.world_size > 1 and torch.distributed.is_initialized():
+            own, states = states[0], [{}] * trainer.world_size
+            torch.distributed.all_gather_object(states, own)
+        checkpoint[_RANDOM] = states
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Restore this rank's states if a training resumes."""
+        states = checkpoint.pop(_RANDOM, None)
+        if states is None or trainer.state.fn != "fit":
+            return
+        if trainer.global_rank >= len(states):
+            logger.warning(
+                "the checkpoint has the random generators of %d ranks, and none of rank %d: they are not restored",
+                len(states),
+                trainer.global_rank,
+            )
+            return
+        self._restored = states[trainer.global_rank]
+        self._restore(trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore them again: what sets up a strategy may have used them."""
+        self._restore(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget them."""
+        self._restored = None
+
+    def _restore(self, trainer: Trainer) -> None:
+        if self._restored is None:
+            return
+        try:
+            _set_random_states(self._restored, trainer.strategy.root_device)
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise FormatError(f"the checkpoint holds random generators of another form: {error}") from error
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    states = {
+        "python": {"version": version, "words": np.array(words, np.int64), "gauss": gauss},
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state()  # of the rank's device: it is the current
+    return states
+
+
+def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    python = states["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"].cpu())
+    if device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type].cpu())
+
+
+def _load(file: str, map_location: Any) -> dict[str, Any]:
+    """Load a checkpoint; see `StioCheckpointIO.load_checkpoint`."""
+    if not (map_location is None or isinstance(map_location, str | torch.device) or callable(map_location)):
+        raise TypeError(f"map_location must be a device, not {type(map_location).__name__}")
+    device = "cpu" if map_location is None or callable(map_location) else map_location
+    try:
+        loaded: dict[str, Any] = from_plain(load_state(file, device=device))
+    except FormatError as error:
+        error.add_note("StioCheckpointIO loads its own checkpoints only, not those of torch.save")
+        raise
+    return loaded
+
+
+def _reads_own(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that reads a file for `load_from_checkpoint`, with stio for the files of stio."""
+
+    def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if isinstance(path_or_url, str | Path) and os.path.isfile(path_or_url) and _is_checkpoint(str(path_or_url)):
+            return _load(str(path_or_url), map_location)
+        return original(path_or_url, map_location=map_location, weights_only=weights_only)
+
+    return load
+
+
+if hasattr(lightning_saving, "pl_load"):
+    lightning_saving.pl_load = _reads_own(lightning_saving.pl_load)
 
 
 def _is_checkpoint(file: str) -> bool:

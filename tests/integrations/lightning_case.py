@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,13 +23,13 @@ NUM_STEPS = 4 * STEPS_PER_EPOCH
 
 
 class Small(LightningModule):
-    """Two layers, an optimizer with a state, and a schedule."""
+    """Two layers, dropout, an optimizer with a state, and a schedule."""
 
     def __init__(self, **hyperparameters: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.save_hyperparameters()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
 
     def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
         loss = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
@@ -48,9 +48,9 @@ class Validated(Small):
         self.log("val", nn.functional.mse_loss(self.layers(batch[0]), batch[1]))
 
 
-def loader() -> DataLoader[Any]:
+def loader(*, shuffle: bool = False) -> DataLoader[Any]:
     inputs = torch.randn(4 * STEPS_PER_EPOCH, 4, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
+    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4, shuffle=shuffle)
 
 
 def make_trainer(
@@ -79,11 +79,12 @@ class Telling(Callback):
 
 def train(directory: Path) -> None:
     warnings.simplefilter("ignore")
+    seed_everything(0, verbose=False)
     found = sorted(directory.glob("*.ckpt"), key=lambda path: int(path.stem.partition("step=")[2].partition("-")[0]))
     # Lightning does not restore the place in an epoch's data: a checkpoint at the end of each.
     saving = ModelCheckpoint(directory, save_top_k=1)
     trainer = make_trainer(directory, StioCheckpointIO(), Telling(), saving)
-    trainer.fit(Small(), loader(), ckpt_path=found[-1] if found else None)
+    trainer.fit(Small(), loader(shuffle=True), ckpt_path=found[-1] if found else None)
 
 
 def result(directory: Path) -> dict[str, bytes]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import random
+import subprocess
+import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable
@@ -11,19 +15,21 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from integrations.lightning_case import STEPS_PER_EPOCH, Small, Validated, loader, make_trainer
 from integrations.test_train_example import run_kills
-from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
-from support import require_equal
+from support import eventually, require_equal
 from torch import nn
+from torch.utils.data import DataLoader
 
 import stio
 from stio import sync
-from stio.integrations.lightning import StioCheckpointIO
+from stio.integrations.lightning import RandomStates, StioCheckpointIO
 from stio.storage.commit import syscalls as calls
 
 pytestmark = pytest.mark.filterwarnings(
@@ -31,7 +37,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",  # of torch, in Lightning's own code
 )
 
-KILLS = int(os.environ.get("STIO_TRAIN_KILLS", "0"))
 Weights = dict[str, torch.Tensor]
 
 
@@ -78,18 +83,18 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_resumed_training_ends_with_the_same_weights(tmp_path: Path, asynchronous: bool) -> None:
     undisturbed = Small()
-    make_trainer(tmp_path, TorchCheckpointIO(), enable_checkpointing=False).fit(undisturbed, loader())
+    make_trainer(tmp_path, TorchCheckpointIO(), enable_checkpointing=False).fit(undisturbed, loader(shuffle=True))
 
     first = Small()
     plugin = StioCheckpointIO(asynchronous=asynchronous)
-    make_trainer(tmp_path, plugin, checkpoints(tmp_path / "c"), epochs=2).fit(first, loader())
+    make_trainer(tmp_path, plugin, checkpoints(tmp_path / "c"), epochs=2).fit(first, loader(shuffle=True))
     assert names_in(tmp_path / "c") == ["epoch=1-step=8.ckpt"]
     resumed = Small()
     trainer = make_trainer(
         tmp_path, StioCheckpointIO(asynchronous=asynchronous), checkpoints(tmp_path / "c", save_top_k=-1)
     )
     with pytest.warns(UserWarning, match="exists and is not empty"):
-        trainer.fit(resumed, loader(), ckpt_path=tmp_path / "c" / "epoch=1-step=8.ckpt")
+        trainer.fit(resumed, loader(shuffle=True), ckpt_path=tmp_path / "c" / "epoch=1-step=8.ckpt")
     assert trainer.global_step == 4 * STEPS_PER_EPOCH
     require_equal(weights_of(resumed), weights_of(undisturbed))
 
@@ -130,16 +135,130 @@ def require_same(found: Any, expected: Any, path: str = "") -> None:
             require_same(one, other, f"{path}/{number}")
     elif isinstance(expected, torch.Tensor):
         assert found.dtype == expected.dtype and torch.equal(found, expected), path
+    elif isinstance(expected, np.ndarray):
+        assert found.dtype == expected.dtype and np.array_equal(found, expected), path
     else:
         assert found == expected, path
 
 
-@pytest.mark.timeout(120 + KILLS)
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    steps = range(1, 4 * STEPS_PER_EPOCH + 1) if KILLS else (4, 8, 15)
-    done = run_kills("lightning_case", tmp_path, "--steps", *steps, "--trainings", 1 + KILLS // 4, "--kills", 4)
+def random_states() -> dict[str, Any]:
+    return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize("case", ["lightning_case", "lightning_best_case"])
+def test_killed_at_any_moment(tmp_path: Path, case: str) -> None:
+    """With dropout and a shuffled loader, so that each random generator must be restored."""
+    done = run_kills(case, tmp_path, "--steps", 4, 8, 15)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", ["lightning_case", "lightning_best_case"])
+def test_killed_20_times(tmp_path: Path, case: str) -> None:
+    done = run_kills(case, tmp_path, "--steps", 4, 8, 15, "--kills", 4, "--at-least", 20)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("fn", ["validate", "predict", "load_from_checkpoint"])
+def test_242_only_a_training_gets_the_random_generators(tmp_path: Path, fn: str) -> None:
+    module = Validated()
+    trainer = make_trainer(tmp_path, StioCheckpointIO(), epochs=1, enable_checkpointing=False)
+    trainer.fit(module, loader(shuffle=True), loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer.strategy.checkpoint_io.teardown()
+    seed_everything(5, verbose=False)
+    if fn == "load_from_checkpoint":
+        before = random_states()
+        Validated.load_from_checkpoint(tmp_path / "a.ckpt")  # its `__init__` seeds torch
+        require_same(random_states() | {"torch": None}, before | {"torch": None})
+        return
+    data = DataLoader(loader().dataset, batch_size=4, generator=torch.Generator())
+    module.predict_step = lambda *_: None
+    getattr(trainer, fn)(module, data, ckpt_path=tmp_path / "a.ckpt")
+    found = random_states()
+    seed_everything(5, verbose=False)
+    require_same(found, random_states())
+
+
+def test_242_a_resumed_training_gets_the_random_generators(tmp_path: Path) -> None:
+    """Python's and numpy's too; what is drawn before the first step changes nothing."""
+    drawn: dict[str, list[object]] = {"whole": [], "resumed": []}
+
+    class Draws(Callback):
+        def __init__(self, to: list[object]) -> None:
+            self.to = to
+
+        def setup(self, *_: object, **__: object) -> None:
+            random.random(), np.random.random(), torch.rand(1)
+
+        def on_train_batch_start(self, *_: object) -> None:
+            self.to.append((random.random(), np.random.random(), float(torch.rand(1))))
+
+    saving = checkpoints(tmp_path / "c", save_top_k=-1)
+    whole = make_trainer(tmp_path, StioCheckpointIO(), saving, Draws(drawn["whole"]), epochs=2)
+    whole.fit(Small(), loader(shuffle=True))
+    resumed = make_trainer(tmp_path, StioCheckpointIO(), Draws(drawn["resumed"]), epochs=2, enable_checkpointing=False)
+    with pytest.warns(UserWarning, match="callbacks used to create the checkpoint"):
+        resumed.fit(Small(), loader(shuffle=True), ckpt_path=tmp_path / "c" / "epoch=0-step=4.ckpt")
+    assert len(drawn["whole"]) == 8
+    assert drawn["resumed"] == drawn["whole"][4:]
+
+
+def test_a_rank_that_the_checkpoint_does_not_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(tmp_path, StioCheckpointIO(), epochs=1)
+    trainer.state.fn = "fit"
+    before = random_states()
+    RandomStates().on_load_checkpoint(trainer, Small(), {"stio.random": []})
+    require_same(random_states()["python"], before["python"])
+    assert "none of rank 0" in caplog.text
+    with pytest.raises(stio.FormatError, match="random generators of another form"):
+        RandomStates().on_load_checkpoint(trainer, Small(), {"stio.random": [{"python": {}}]})
+
+
+def test_a_training_without_the_callback_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(tmp_path, StioCheckpointIO(), epochs=1, enable_checkpointing=False)
+    trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, RandomStates)]
+    trainer.fit(Small(), loader())
+    for _ in range(2):
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer.save_checkpoint(tmp_path / "b.ckpt", weights_only=True)
+    trainer.strategy.checkpoint_io.teardown()
+    assert caplog.text.count("holds no random generators") == 1
+
+
+def test_the_callback_is_for_stio_only(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, TorchCheckpointIO(), epochs=1, enable_checkpointing=False)
+    assert sum(isinstance(one, RandomStates) for one in trainer.callbacks) == 1
+    trainer.fit(Small(), loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert "stio.random" not in torch.load(tmp_path / "a.ckpt", weights_only=True)
+    code = "import sys, stio.integrations as i; assert i.lightning_callbacks() == [] and 'lightning' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_load_from_checkpoint(tmp_path: Path) -> None:
+    module = Small(rate=0.25)
+    trainer = make_trainer(tmp_path, StioCheckpointIO(), epochs=1, enable_checkpointing=False)
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer.strategy.checkpoint_io.teardown()
+    found = Small.load_from_checkpoint(tmp_path / "a.ckpt")
+    require_equal(weights_of(found), weights_of(module))
+    assert found.hparams == {"rate": 0.25}
+    found = Small.load_from_checkpoint(str(tmp_path / "a.ckpt"), map_location="cpu", weights_only=True, rate=1.0)
+    assert found.hparams == {"rate": 1.0}
+    theirs = make_trainer(tmp_path, TorchCheckpointIO(), epochs=1, enable_checkpointing=False)
+    theirs.fit(Small(rate=0.5), loader())
+    theirs.save_checkpoint(tmp_path / "theirs.ckpt")
+    for source in (tmp_path / "theirs.ckpt", io.BytesIO((tmp_path / "theirs.ckpt").read_bytes())):
+        assert Small.load_from_checkpoint(source).hparams == {"rate": 0.5}
+    with pytest.raises(FileNotFoundError):
+        Small.load_from_checkpoint(tmp_path / "missing.ckpt")
+    with pytest.raises(TypeError, match="map_location"):
+        Small.load_from_checkpoint(tmp_path / "a.ckpt", map_location={"cuda:0": "cpu"})
 
 
 def test_validate_takes_the_best(tmp_path: Path) -> None:
@@ -195,6 +314,24 @@ def test_an_old_checkpoint_goes_when_the_new_one_is_durable(tmp_path: Path, held
     plugin.remove_checkpoint(new)
     plugin.remove_checkpoint(new)  # is not there
     assert names_in(tmp_path) == []
+
+
+def test_242_a_removal_needs_no_further_call(tmp_path: Path, held: threading.Event) -> None:
+    """A process that is killed before its next save would leave the old file for ever."""
+    old, new, plugin = tmp_path / "old.ckpt", tmp_path / "new.ckpt", StioCheckpointIO()
+    held.set()
+    plugin.save_checkpoint({"n": 1}, old)
+    plugin.load_checkpoint(old)  # waits
+    held.clear()
+    plugin.save_checkpoint({"n": 2}, new)
+    plugin.remove_checkpoint(old)
+    plugin.remove_checkpoint(old)  # is a no-op
+    assert visible(tmp_path) == ["old.ckpt"]
+    held.set()
+    assert eventually(lambda: names_in(tmp_path) == ["new.ckpt"])
+    plugin.remove_checkpoint(new)  # the save has ended
+    assert names_in(tmp_path) == []
+    plugin.teardown()
 
 
 def test_what_is_saved_again_is_not_removed(tmp_path: Path, held: threading.Event) -> None:
