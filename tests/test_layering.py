@@ -41,6 +41,7 @@ SAME_LEVEL = {
     ("__main__.py", "cli"): "it runs the command",
     ("__init__.py", "sync.py"): "`stio.sync` is a public name",
     ("testing", "__init__.py"): "fakes are written against the public names",
+    ("integrations", "compat"): "the plugin of SGLang is a call of `stio.compat.install`",
 }
 """Imports between parts of one level that are meant, with the reason."""
 

@@ -1,14 +1,16 @@
 """A load format of vLLM: `vllm serve MODEL --load-format stio`, by an entry point that vLLM calls in each process.
 
 The import of this module imports neither vLLM nor CUDA: `register`, which vLLM calls, makes the class of the loader.
-It uses only the public interface for loaders (`register_model_loader`, `BaseModelLoader`). vLLM is too large for the
-tests of this project. They check the loader with a stand-in of that interface, and with vLLM where it is installed.
+It uses only the public interface for loaders (`register_model_loader`, `BaseModelLoader`), and the attributes by which
+models name their files for the loaders of vLLM. vLLM is too large for the tests of this project. They check the loader
+with a stand-in of that interface, and with vLLM where it is installed; `make frameworks` compares the interface with
+the newest release.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
 from functools import cache, partial
@@ -69,6 +71,16 @@ class _Checkpoint:
     """Prefix for each name."""
     patterns: Sequence[str] = (_ALL,)
     """Patterns of file names. The first pattern that matches any file counts."""
+    subfolder: str | None = None
+    """Directory of the files below the model's."""
+    is_unused: Callable[[str], bool] | None = None
+    """Whether the model does not use a weight, by its name without the prefix. Such a weight is not read."""
+
+    @property
+    def downloads(self) -> list[str]:
+        """Patterns of the files to download."""
+        below = f"{self.subfolder}/" if self.subfolder else ""
+        return [below + pattern for pattern in dict.fromkeys([*self.patterns, *_DOWNLOADS])]
 
 
 class _Loading:
@@ -109,12 +121,13 @@ class _Loading:
             StioError: See `stio.load`.
         """
         keywords: dict[str, Any] = {"device": _device(model), "progress": self._shows_progress(), **self._extra}
-        # Models use these two attributes to name their files for the loaders of vLLM.
+        # Models use these attributes to name their files for the loaders of vLLM.
         patterns = getattr(model, "allow_patterns_overrides", None) or (_ALL,)
-        checkpoints = [_Checkpoint(model_config.model, model_config.revision, patterns=patterns)]
-        for other in getattr(model, "secondary_weights", ()):
-            chosen = getattr(other, "allow_patterns_overrides", None) or (_ALL,)
-            checkpoints.append(_Checkpoint(other.model_or_path, other.revision, other.prefix, chosen))
+        is_unused = getattr(model, "is_unused_checkpoint_weight", None)
+        checkpoints = [
+            _Checkpoint(model_config.model, model_config.revision, patterns=patterns, is_unused=is_unused),
+            *map(_secondary, getattr(model, "secondary_weights", ())),
+        ]
         with closing(self._tensors(checkpoints, keywords)) as tensors:  # an error in the model ends the load too
             loaded = model.load_weights(tensors)  # type: ignore[operator]  # every model of vLLM has it
         if loaded is not None and getattr(model_config, "quantization", None) is None:
@@ -125,24 +138,26 @@ class _Loading:
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         follow_symlinks = keywords.get("follow_symlinks", False)
         for checkpoint in checkpoints:
+            names = None if checkpoint.is_unused is None else partial(_is_used, checkpoint.is_unused)
             with open_directory(self._directory(checkpoint), follow_symlinks=follow_symlinks) as root:
                 for source in _sources(root, checkpoint.patterns):
-                    with closing(weights(source, **keywords)) as pairs:
+                    with closing(weights(source, names=names, **keywords)) as pairs:
                         yield from map(partial(_prefixed, checkpoint.prefix), pairs) if checkpoint.prefix else pairs
 
     def _directory(self, checkpoint: _Checkpoint) -> str:
         """Return the directory of a checkpoint; downloads it from the hub if it is not a local directory."""
+        below = checkpoint.subfolder or ""
         if os.path.isdir(checkpoint.model):
-            return checkpoint.model
+            return os.path.join(checkpoint.model, below)
         hub = import_module("huggingface_hub")  # vLLM requires it
         found: str = hub.snapshot_download(
             checkpoint.model,
             revision=checkpoint.revision,
             cache_dir=self.load_config.download_dir,
-            allow_patterns=list(dict.fromkeys([*checkpoint.patterns, *_DOWNLOADS])),
+            allow_patterns=checkpoint.downloads,
             ignore_patterns=self.load_config.ignore_patterns,
         )
-        return found
+        return os.path.join(found, below)
 
     def _shows_progress(self) -> bool:
         return bool(self.load_config.use_tqdm_on_load) and _rank() == 0
@@ -166,6 +181,22 @@ def _sources(root: Root, patterns: Sequence[str]) -> Sequence[Root]:
                 root.open(name).close()
             return [OneFile(root, name) for name in names]
     raise CheckpointNotFoundError("there are no safetensors files", path=root.path, expected=" or ".join(patterns))
+
+
+def _secondary(source: Any) -> _Checkpoint:
+    """Return a further checkpoint of a model; older releases of vLLM do not have all attributes."""
+    return _Checkpoint(
+        source.model_or_path,
+        source.revision,
+        source.prefix,
+        getattr(source, "allow_patterns_overrides", None) or (_ALL,),
+        getattr(source, "subfolder", None),
+        getattr(source, "is_unused_weight", None),
+    )
+
+
+def _is_used(is_unused: Callable[[str], bool], name: str) -> bool:
+    return not is_unused(name)
 
 
 def _prefixed(prefix: str, pair: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """A stand-in for vLLM with the interface that it publishes for loaders of others, and no more.
 
-Written from the API pages of vLLM 0.32.0 (`vllm.model_executor.model_loader`, `vllm.config.load`, "Plugin System"); the
-same names and signatures stand in those of 0.15.0 and 0.28.0. What is not loading (configurations, quantization,
+Written from vLLM 0.33.0 (`vllm.model_executor.model_loader`, `vllm.config.load`); `check_published.py` compares it. The
+same names and signatures stand in 0.15.0 and 0.28.0. What is not loading (configurations, quantization,
 building a model from its name) is left out: `load_model` here is given the model's class.
 """
 
@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import nn
 
-VERSION = "0.32.0"
+VERSION = "0.33.0"
 
 
 @dataclass

@@ -168,7 +168,7 @@ def test_extra_configuration_becomes_keywords(loaders, directory, monkeypatch):
     loader = loader_of(loaders, model_loader_extra_config=json.loads(text))
     loader.load_weights(model := Model(), config_of(directory))
     require_loaded(model, tensors_of("a", "b"))
-    assert seen == [{"progress": False, **json.loads(text)}]
+    assert seen == [{"progress": False, "names": None, **json.loads(text)}]
 
 
 @pytest.mark.parametrize(
@@ -251,6 +251,105 @@ def test_secondary_weights_and_their_prefix(loaders, directory, tmp_path):
     ]
     loader_of(loaders).load_weights(model, config_of(directory))
     require_loaded(model, {**tensors_of("a", "b"), "tower_weight": ramp(4, 6, start=9)})
+
+
+def test_secondary_weights_in_a_subfolder(loaders, directory, tmp_path, monkeypatch):
+    save_file({"weight": ramp(4, 6, start=9), "unused": ramp(1)}, tmp_path / "second" / "tower" / "model.safetensors")
+    model = Model(("a", "b", "tower_weight"))
+    second = SimpleNamespace(
+        model_or_path=str(tmp_path / "second"),
+        revision=None,
+        subfolder="tower",
+        prefix="tower_",
+        fall_back_to_pt=True,
+        allow_patterns_overrides=None,
+        is_unused_weight=lambda name: name == "unused",
+    )
+    model.secondary_weights = [second]
+    loader_of(loaders).load_weights(model, config_of(directory))
+    require_loaded(model, {**tensors_of("a", "b"), "tower_weight": ramp(4, 6, start=9)})
+
+    asked = []
+    fetched = lambda repository, **keywords: asked.append(keywords) or str(tmp_path / "second")  # noqa: E731
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    second.model_or_path = "org/tower"
+    loader_of(loaders).load_weights(model, config_of(directory))
+    assert [keywords["allow_patterns"] for keywords in asked] == [
+        ["tower/*.safetensors", "tower/*.safetensors.index.json"]
+    ]
+
+
+def test_weights_that_the_model_does_not_use_are_not_read(loaders, tmp_path):
+    save_file({**tensors_of("a", "b"), "draft.c": ramp(4, 6)}, tmp_path / "model.safetensors")
+    model = Model()
+    model.is_unused_checkpoint_weight = lambda name: name.startswith("draft.")
+    loader_of(loaders).load_weights(model, config_of(tmp_path))  # the model does not know draft.c
+    require_loaded(model, tensors_of("a", "b"))
+
+
+class Parallel(nn.Module):
+    """One rank of a layer whose weights are divided as vLLM's are: each loader takes its part of a whole tensor."""
+
+    def __init__(self, rank, size):
+        super().__init__()
+        heads, kv_heads, width = 8 // size, max(1, 2 // size), 4
+        self.rank, self.size, self.kv_rank = rank, size, rank // max(1, size // 2)
+        self.sizes = {"q": heads * width, "k": kv_heads * width, "v": kv_heads * width}
+        shapes = {
+            "column": (48 // size, 16),
+            "row": (16, 48 // size),
+            "qkv": (sum(self.sizes.values()), 16),
+            "gate_up": (2 * 24 // size, 16),
+            "vocab": (-(-13 // 4) * 4 // size, 16),  # 13 words, padded to 16
+        }
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape), requires_grad=False))
+
+    def load_weights(self, pairs):
+        loaded = set()
+        for name, tensor in pairs:
+            loaded.add(self.load(name, tensor))
+        return loaded
+
+    def load(self, name, tensor):
+        if name == "row":
+            length = self.row.shape[1]
+            self.row.copy_(tensor.narrow(1, self.rank * length, length))
+        elif name in self.sizes:
+            begin = sum(list(self.sizes.values())[: list(self.sizes).index(name)])
+            length, part = self.sizes[name], self.rank if name == "q" else self.kv_rank
+            self.qkv.narrow(0, begin, length).copy_(tensor.narrow(0, part * length, length))
+            return "qkv"
+        elif name in ("gate", "up"):
+            length = self.gate_up.shape[0] // 2
+            target = self.gate_up.narrow(0, length * (name == "up"), length)
+            target.copy_(tensor.narrow(0, self.rank * length, length))
+            return "gate_up"
+        elif name == "vocab":
+            length = self.vocab.shape[0]
+            part = tensor[self.rank * length : (self.rank + 1) * length]
+            self.vocab[: len(part)].copy_(part)
+        else:
+            length = self.column.shape[0]
+            self.column.copy_(tensor.narrow(0, self.rank * length, length))
+        return name
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("memory", ["map", "copy"])
+def test_each_rank_takes_its_part(loaders, tmp_path, monkeypatch, size, memory):
+    rows = {"column": 48, "q": 32, "k": 8, "v": 8, "gate": 24, "up": 24, "vocab": 13}
+    tensors = {name: torch.randn(count, 16) for name, count in rows.items()} | {"row": torch.randn(16, 48)}
+    save_sharded(tensors, tmp_path, 2)
+    monkeypatch.setattr(vllm, "_num_ranks", lambda: size)
+    for rank in range(size):
+        expected = Parallel(rank, size)
+        expected.load_weights(tensors.items())
+        loader = loader_of(loaders, model_loader_extra_config={"memory": memory})
+        loader.load_weights(found := Parallel(rank, size), config_of(tmp_path))
+        for name, parameter in expected.named_parameters():
+            assert torch.equal(found.get_parameter(name), parameter), (rank, name)
+            assert parameter.any()
 
 
 @pytest.mark.parametrize("name", ["model.bin", "readme.md"])
