@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Self
 
@@ -36,8 +37,17 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     Args:
         directory: `output_dir`. Checkpoints of Trainer itself count too; those without an optimizer do not.
     """
-    found = [path for path, names in _checkpoints(directory) if not names.isdisjoint((STATE_NAME, _TRAINER_OPTIMIZER))]
+    found = resumable_checkpoints(directory)
     return found[-1] if found else None
+
+
+def resumable_checkpoints(directory: str | os.PathLike[str]) -> list[str]:
+    """Return the paths of the checkpoints from which a training can resume, oldest first.
+
+    Args:
+        directory: See `latest_checkpoint`.
+    """
+    return [path for path, names in _checkpoints(directory) if not names.isdisjoint((STATE_NAME, _TRAINER_OPTIMIZER))]
 
 
 def _checkpoints(directory: str | os.PathLike[str], *, until: int | None = None) -> list[tuple[str, set[str]]]:
@@ -80,15 +90,30 @@ class PublishedSave:
         """Let the commit wait for a save to `path` or below."""
         self._saves.append(save)
 
-    def start(self, *, keep_last: int | None) -> None:
+    def start(
+        self,
+        *,
+        keep_last: int | None,
+        when_durable: Callable[[str], None] = lambda path: None,
+        protected: Callable[[], Collection[str]] = tuple,
+    ) -> None:
         """Start to wait for the saves and to commit, on a thread.
 
         Args:
             keep_last: Number of durable checkpoints to keep; older ones are deleted. None keeps all.
+            when_durable: Called on that thread with the path of the durable checkpoint, before old ones are deleted. It
+                must not raise.
+            protected: Called on that thread; returns the checkpoints that are not deleted. They count among those to
+                keep.
         """
-        operation = Operation(
-            lambda operation: self._publish(operation, keep_last), name="publish", exit_patience=EXIT_PATIENCE_SECONDS
-        )
+
+        def publish(operation: Operation[None]) -> None:
+            self._publish(operation)
+            when_durable(os.path.join(self._all, f"checkpoint-{self._step}"))
+            if keep_last:
+                self._delete_old(keep_last, protected())
+
+        operation = Operation(publish, name="publish", exit_patience=EXIT_PATIENCE_SECONDS)
         self._operation = operation.start()
 
     def result(self) -> None:
@@ -100,7 +125,7 @@ class PublishedSave:
         if self._operation is not None:
             self._operation.result()
 
-    def _publish(self, operation: Operation[None], keep_last: int | None) -> None:
+    def _publish(self, operation: Operation[None]) -> None:
         for save in self._saves:
             operation.on_cancel(save.cancel)
         try:
@@ -115,8 +140,6 @@ class PublishedSave:
                 log(logging.ERROR, "saving the checkpoint of step %d failed: %s", self._step, error)
             self._roll_back()
             raise
-        if keep_last:
-            self._delete_old(keep_last)
 
     def _roll_back(self) -> None:
         for save in self._saves:
@@ -125,14 +148,17 @@ class PublishedSave:
             run_blocking(save.aclose())
         self._transaction.roll_back()
 
-    def _delete_old(self, keep_last: int) -> None:
-        """Delete checkpoints older than the newest `keep_last` up to this one.
+    def _delete_old(self, keep_last: int, protected: Collection[str]) -> None:
+        """Delete the oldest checkpoints up to this one, until `keep_last` are left.
 
         Only those of this class count, also of earlier processes: each has a list of its files. What is not in the
-        list, or was replaced since, stays.
+        list, or was replaced since, stays. So do the newest one and the protected ones.
         """
-        found = [read_list(path, STATE_NAME) for path, _ in _checkpoints(self._all, until=self._step)]
-        for written in [one for one in found if one is not None][:-keep_last]:
+        own = [(path, read_list(path, STATE_NAME)) for path, _ in _checkpoints(self._all, until=self._step)]
+        found = [(path, written) for path, written in own if written is not None]
+        stay = {os.path.realpath(path) for path in protected} | {os.path.realpath(path) for path, _ in found[-1:]}
+        others = [written for path, written in found if os.path.realpath(path) not in stay]
+        for written in others[: max(0, len(found) - keep_last)]:
             try:
                 remove_checkpoint(written)
             except StioError as error:

@@ -7,6 +7,12 @@
 The callback uses the public events of Trainer only. Trainer decides to save at the end of a step, then logs and
 evaluates, and would save after that. So the callback takes over the request, and saves at the next event: random
 numbers that are drawn in between belong to the steps before. A resume sets the random generators at the same event.
+
+At the end Trainer logs its summary, and loads the best model after that. So the callback ends the last save at that
+log event: before it the model has the weights of the last step, after it all checkpoints are durable on all processes.
+
+Processes that train together get the same events in the same order. At each save, and at the end, they tell each other
+their errors: an error of one process is raised on all of them.
 """
 
 from __future__ import annotations
@@ -14,8 +20,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import pickle
 import random
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
@@ -23,14 +31,27 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
 
-from stio.errors import CheckpointNotFoundError, MismatchError, StioError
-from stio.integrations._step_dirs import STATE_NAME, TRAINER_STATE, PublishedSave, latest_checkpoint
+from stio.errors import CheckpointNotFoundError, MismatchError, StioError, install_command
+from stio.integrations._hub_pushes import HubPushes
+from stio.integrations._step_dirs import (
+    STATE_NAME,
+    TRAINER_STATE,
+    PublishedSave,
+    latest_checkpoint,
+    resumable_checkpoints,
+)
 from stio.integrations._tagged import from_plain, to_plain
 from stio.runtime.hashing import HashName
 from stio.sync import Saver, load_state
+
+try:
+    from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import ExportableState
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "transformers":  # a package that transformers itself requires
+        raise
+    raise ImportError(f"StioCallback is a callback of transformers: {install_command('transformers')}") from error
 
 __all__ = ["StioCallback", "latest_checkpoint"]
 
@@ -39,6 +60,12 @@ logger = logging.getLogger("stio")
 _WEIGHTS = "model.safetensors"
 _STATE_PATTERN = "state{suffix}.safetensors"
 
+_SUMMARY = "train_runtime"
+"""Key that only the summary has that Trainer logs after the last step."""
+
+_BATCHES = "get_batch_samples"
+"""Method of Trainer that returns the batches of the next step."""
+
 _MARK = "stio"
 """Key among the states of callbacks in `trainer_state.json`: the optimizer is in `STATE_NAME`."""
 
@@ -46,23 +73,28 @@ _MARK = "stio"
 class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
     """Saves model, optimizer, scheduler and random generators while the training goes on, and resumes from them.
 
-    It saves in place of Trainer, when `TrainingArguments` requests it (`save_strategy="steps"` or `"epoch"`,
+    It saves in place of Trainer, when `TrainingArguments` requests it (`save_strategy="steps"`, `"epoch"` or `"best"`,
     `save_steps`), to `checkpoint-<step>` in `output_dir`. The directory appears when it is complete and durable. It
     holds the files for `from_pretrained` (with the names of the weights in memory), `trainer_state.json`, and
-    `training_state/` for `stio.load_state`. There is no pickle, so no `training_args.bin` either.
+    `training_state/` for `stio.load_state`. There is no pickle, so no `training_args.bin` either. Of a PEFT model only
+    the adapters are saved, by PEFT itself, while the training waits.
 
     Train with `resume(trainer)`. `trainer.train(resume_from_checkpoint=True)` works too if the trainer has this
     callback. **Without the callback** Trainer loads only the model from such a checkpoint, without a warning.
 
+    `load_best_model_at_end` loads the best checkpoint, and no limit deletes it before. With `push_to_hub`, a checkpoint
+    is pushed when it is durable, as `hub_strategy` says; a failed push logs a warning.
+
     If a save fails, the next save raises the error, at the latest the end of the training, which waits for saves under
-    way. Features that only a save by Trainer itself supports raise an error at the start of the training:
-    `load_best_model_at_end`, `save_strategy="best"`, pushes of each save, DeepSpeed, FSDP, PEFT, quantized models.
+    way. Of several processes each raises it, and `train` returns on each when the last checkpoint is durable.
+    Features that only a save by Trainer itself supports raise an error at the start of the training: DeepSpeed, FSDP,
+    hyperparameter search, adapters without PEFT's own model, quantized models.
 
     Args:
         output_dir: Directory of the checkpoints; by default that of `TrainingArguments`.
         keep_last: Number of durable checkpoints to keep. Older ones of this callback are deleted, those of earlier
-            processes too. What another program has replaced or added in them stays, and a warning names it. The default
-            is `save_total_limit`; if that is None too, all are kept.
+            processes too, except the best one. What another program has replaced or added in them stays, and a warning
+            names it. The default is `save_total_limit`; if that is None too, all are kept.
         save_optimizer: False saves only the model; a training cannot resume from that. `save_only_model` does the same.
         max_shard_size: See `stio.save`.
         durability: See `stio.save`.
@@ -90,18 +122,17 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._keep_last = keep_last
         self._save_optimizer = save_optimizer
         self._durability: Literal["full", "none"] = durability
-        # Two saves: the model and its training state. There is one checkpoint at a time.
-        self._make_saver = partial(
-            Saver,
-            max_pending=2,
-            max_shard_size=max_shard_size,
-            durability=durability,
-            hash=hash,
-            budget_bytes=budget_bytes,
+        self._make_savers = partial(
+            _Savers, max_shard_size=max_shard_size, durability=durability, hash=hash, budget_bytes=budget_bytes
         )
-        self._saver = self._make_saver()
+        self._savers = self._make_savers()
         self._publishing: PublishedSave | None = None
+        self._pushes: HubPushes | None = None
         self._due = False
+        self._training = False
+        """Whether a training has begun, and its last save has not ended."""
+        self._complete = False
+        """Whether the training was complete when it was started again."""
         self._trainer: Trainer | None = None
         self._resume_from: str | None = None
         self._random: Mapping[str, Any] | None = None
@@ -114,21 +145,25 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def resume(self, trainer: Trainer, checkpoint: str | os.PathLike[str] | None = None, **keywords: Any) -> Any:
         """Train, from a checkpoint on. Only this method saves and restores the states of other callbacks.
 
+        A training that is complete takes no further step and saves nothing. (`trainer.train` itself takes one more
+        step if `max_steps` ended it within an epoch.)
+
         Args:
             trainer: The callback is added to it if it is missing.
-            checkpoint: By default the newest one in the directory of this callback. If there is none, the training
-                starts from the beginning.
+            checkpoint: By default the newest one in the directory of this callback, of several processes the newest
+                that all of them see. If there is none, the training starts from the beginning.
             **keywords: Keywords of `Trainer.train`.
 
         Returns:
             The result of `Trainer.train`.
 
         Raises:
+            MismatchError: The processes see no checkpoint in common, but some see one.
             StioError: A save failed.
         """
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
-        found = latest_checkpoint(self._directory(trainer.args)) if checkpoint is None else os.fspath(checkpoint)
+        found = self._newest(trainer.args) if checkpoint is None else os.fspath(checkpoint)
         self._trainer, self._resume_from = trainer, found
         try:
             result = trainer.train(resume_from_checkpoint=found, **keywords)
@@ -140,7 +175,21 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             raise
         finally:
             self._trainer = self._resume_from = self._random = None
+            vars(trainer).pop(_BATCHES, None)
         return result
+
+    def _newest(self, args: TrainingArguments) -> str | None:
+        """Return the newest checkpoint that all processes see. All processes must call it."""
+        directory = self._directory(args)
+        seen = [set(one) for one in _gather(args, resumable_checkpoints(directory))]
+        common = set.intersection(*seen)
+        if not common and any(seen):
+            raise MismatchError(
+                "some processes see a checkpoint and others do not; all of them need the same directory",
+                path=directory,
+                found=[len(one) for one in seen],
+            )
+        return next((path for path in reversed(resumable_checkpoints(directory)) if path in common), None)
 
     def wait(self) -> None:
         """Wait until the save under way is durable.
@@ -154,53 +203,131 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     # Events of Trainer, in their order.
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
+    ) -> TrainerControl:
         """Check for unsupported features; restore the optimizer if Trainer restored the model from our checkpoint."""
         reason = _why_not(args, state, now["model"]) or self._why_stateless(args, state)
         if reason:
             raise ValueError(f"StioCallback: {reason}")
         self._due, self._random = False, None
-        self._saver = self._make_saver()
+        control = _plain(control)
+        self._savers = self._make_savers()
+        pushes = args.push_to_hub and state.is_world_process_zero and args.hub_strategy != "end"
+        self._pushes = HubPushes(args) if pushes else None
+        self._training = True
+        self._complete = 0 < state.max_steps <= state.global_step
         if state.stateful_callbacks.pop(_MARK, None) is not None:
             self._restore(args, state, now)
+        if self._complete and self._trainer is not None:
+            # Trainer would take a step before it checks for the end: it gets no batches.
+            setattr(self._trainer, _BATCHES, lambda *arguments, **keywords: ([], None))
+        return control
 
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> None:
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
+    ) -> TrainerControl:
         """Save if a save is due, or set the random generators."""
+        control = self._take(control)
         self._pass(args, state, control, now, at_epoch=True)
+        return control
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
+    ) -> TrainerControl:
         """Save if a save is due, or set the random generators."""
+        control = self._take(control)
         self._pass(args, state, control, now, at_epoch=False)
+        return control
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> TrainerControl:
         """Take over a requested save."""
+        control = self._take(control)
         if control.should_save:
             control.should_save = False
-            self._due = True
+            self._due = not self._complete
         return control
 
     on_epoch_end = on_step_end
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
+    ) -> TrainerControl:
+        """Take over the request that Trainer makes right after this event if the model is the best one."""
+        if self._training and args.save_strategy == "best" and not isinstance(control, _RequestControl):
+            return _RequestControl(**vars(control))
+        return control
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> None:
         """Save nothing: another callback made Trainer save itself."""
         self._due = False
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> None:
-        """Save if a save is due, and wait until it is durable."""
-        if self._due:
-            self._save(args, state, control, now, at_epoch=float(state.epoch or 0).is_integer())
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
+    ) -> TrainerControl:
+        """At the summary of the training: save if a save is due, and wait until it is durable."""
+        if self._training and _SUMMARY in (now.get("logs") or {}):
+            control = self._take(control)
+            self._finish(args, state, control, now)
+        return control
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
+    ) -> TrainerControl:
+        """Wait for pushes under way."""
+        control = self._take(control)
+        if self._training:  # a subclass of Trainer logs no summary
+            self._finish(args, state, control, now)
+        if self._pushes is not None:
+            self._pushes.wait()
         self._end()
+        return control
 
     # Saving.
 
+    def _take(self, control: TrainerControl) -> TrainerControl:
+        """Take over a request that Trainer made after an evaluation; return an ordinary control."""
+        if isinstance(control, _RequestControl) and control.requested:
+            self._due = not self._complete
+        return _plain(control)
+
     def _end(self) -> None:
         """Wait for the save under way, and release the staging memory."""
+        self._training = False
         try:
             self.wait()
         finally:
-            self._saver.close()
+            self._savers.close()
+
+    def _finish(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, now: Mapping[str, Any]
+    ) -> None:
+        """Save if a save is due, and wait until the last save is durable. All processes must call it."""
+        self._training = False
+        try:
+            if self._due:
+                self._save(args, state, control, now, at_epoch=float(state.epoch or 0).is_integer())
+            _exchange(args, self._failed())
+        finally:
+            self._savers.close()
+        self._record_best(args, state)
+
+    def _failed(self) -> Exception | None:
+        """Wait for the save under way; return its error."""
+        try:
+            self.wait()
+        except Exception as error:  # raised on all processes
+            return error
+        return None
+
+    def _record_best(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Record the checkpoint of the best model, as Trainer does when it saves."""
+        if args.save_strategy != "no" and state.best_global_step:
+            path = os.path.join(self._output(args), f"checkpoint-{state.best_global_step}")
+            if (state.best_global_step == state.global_step and self._due) or os.path.isdir(path):
+                state.best_model_checkpoint = path
 
     def _pass(
         self,
@@ -226,32 +353,64 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         *,
         at_epoch: bool,
     ) -> None:
-        """Start to save a checkpoint; return when its snapshot is complete."""
+        """Start to save a checkpoint; return when its snapshot is complete. All processes must call it."""
+        self._record_best(args, state)
         self._due = False
-        self.wait()
-        with_state = self._save_optimizer and not args.save_only_model
-        training = {"global_step": state.global_step, "at_epoch": at_epoch, "random": _gather_random(args)}
+        random_states = _exchange(args, self._failed(), _get_random())
+        training = {"global_step": state.global_step, "at_epoch": at_epoch, "random": random_states}
         if self._trainer is not None:
             self._trainer.store_flos()  # gathers from all processes too
-        if not args.should_save:
-            return  # another process saves
+        failed: Exception | None = None
+        if args.should_save:
+            try:
+                self._start(args, state, control, now, training)
+            except Exception as error:
+                if args.world_size == 1:
+                    raise
+                failed = error
+        if args.world_size > 1:
+            _exchange(args, failed)
+
+    def _start(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        now: Mapping[str, Any],
+        training: dict[str, Any],
+    ) -> None:
+        with_state = self._save_optimizer and not args.save_only_model
         save = PublishedSave(self._directory(args), state.global_step, durable=self._durability == "full")
         with save:
             weights = _write_model_files(now["model"], save.path)
             if now.get("processing_class") is not None:
                 now["processing_class"].save_pretrained(save.path)
             self._describe(state, control, with_state).save_to_json(os.path.join(save.path, TRAINER_STATE))
-            # transformers reads the framework from the metadata.
-            save.add(self._saver.save(weights, save.path, metadata={"format": "pt"}))
+            if weights is not None:
+                # transformers reads the framework from the metadata.
+                save.add(self._savers.model.save(weights, save.path, metadata={"format": "pt"}))
             if with_state:
                 training |= _states_of(now)
                 where = os.path.join(save.path, STATE_NAME)
-                save.add(self._saver.save_state(to_plain(training), where, filename_pattern=_STATE_PATTERN))
-        save.start(keep_last=self._keep_last if self._keep_last is not None else args.save_total_limit)
+                save.add(self._savers.state.save_state(to_plain(training), where, filename_pattern=_STATE_PATTERN))
+        pushes, best, step, epoch = self._pushes, state.best_model_checkpoint, state.global_step, state.epoch
+
+        def push(path: str) -> None:
+            if pushes is not None:
+                pushes.push(path, step=step, epoch=epoch)
+
+        def protected() -> Collection[str]:
+            return [*(pushes.under_way() if pushes is not None else ()), *([best] if best else ())]
+
+        keep_last = self._keep_last if self._keep_last is not None else args.save_total_limit
+        save.start(keep_last=keep_last, when_durable=push, protected=protected)
         self._publishing = save
 
+    def _output(self, args: TrainingArguments) -> str:
+        return os.fspath(args.output_dir if self._output_dir is None else self._output_dir)
+
     def _directory(self, args: TrainingArguments) -> str:
-        return os.path.abspath(args.output_dir if self._output_dir is None else self._output_dir)
+        return os.path.abspath(self._output(args))
 
     def _describe(self, state: TrainerState, control: TrainerControl, with_state: bool) -> TrainerState:
         """Return the content of `trainer_state.json`."""
@@ -299,31 +458,87 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             )
 
 
+class _RequestControl(TrainerControl):  # type: ignore[misc]  # transformers is not followed by mypy
+    """Keeps a request to save for the callback, and does not show it to Trainer.
+
+    With `save_strategy="best"` Trainer decides and saves without an event in between.
+    """
+
+    requested = False
+    """Whether a save was requested."""
+
+    @property
+    def should_save(self) -> bool:
+        return False
+
+    @should_save.setter
+    def should_save(self, value: bool) -> None:
+        self.requested |= bool(value)
+
+
+def _plain(control: TrainerControl) -> TrainerControl:
+    if not isinstance(control, _RequestControl):
+        return control
+    return TrainerControl(**control.state()["args"])
+
+
+class _Savers:
+    """The savers of the model and of the training state.
+
+    Each has its own staging memory: the sizes of their blocks differ, and memory of another size is released. A budget
+    bounds both, so with a budget they are the same.
+
+    Args:
+        budget_bytes: See `stio.Saver`.
+        **options: See `stio.Saver`.
+    """
+
+    def __init__(self, *, budget_bytes: int | None, **options: Any) -> None:
+        make = partial(Saver, max_pending=2, budget_bytes=budget_bytes, **options)  # there is one checkpoint at a time
+        self.model = make()
+        self.state = make() if budget_bytes is None else self.model
+
+    def close(self) -> None:
+        """Wait for both, and release the staging memory."""
+        try:
+            self.model.close()
+        finally:
+            self.state.close()
+
+
 def _why_not(args: TrainingArguments, state: TrainerState, model: nn.Module) -> str | None:
     """Return the reason why only Trainer itself can save, None if there is none."""
-    if args.load_best_model_at_end or args.save_strategy == "best":
-        return "only a save by Trainer itself records the best model; leave out load_best_model_at_end and 'best'"
-    if args.push_to_hub and args.hub_strategy != "end":
-        return 'only Trainer\'s own saving pushes; use hub_strategy="end", which pushes after the training'
     if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
         return "DeepSpeed and FSDP need Trainer's own saving"
     if state.is_hyper_param_search:
         return "a hyperparameter search needs Trainer's own saving"
+    if _has_adapters(model):
+        return None  # only the adapters are saved
     if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
-        return "adapters (PEFT) need Trainer's own saving"
+        return "Trainer resumes adapters only of a model that peft.get_peft_model made"
     if getattr(model, "hf_quantizer", None) is not None:
         return "quantized models need Trainer's own saving"
     return None
 
 
-def _write_model_files(model: nn.Module, directory: str) -> dict[str, torch.Tensor]:
-    """Write all files for `from_pretrained` except the weights; return the weights."""
+def _has_adapters(model: nn.Module) -> bool:
+    peft = sys.modules.get("peft")  # whoever has such a model has imported it
+    return peft is not None and isinstance(model, (peft.PeftModel, peft.PeftMixedModel))
+
+
+def _write_model_files(model: Any, directory: str) -> dict[str, torch.Tensor] | None:
+    """Write all files for `from_pretrained` except the weights; return the weights, None if they are written too."""
     model = getattr(model, "_orig_mod", model)  # the model inside a compiled one
+    if _has_adapters(model):
+        # Its weights are small, and PEFT alone knows which belong to an adapter.
+        model.save_pretrained(directory)
+        return None
     if isinstance(model, PreTrainedModel):
         model.save_pretrained(directory, state_dict={})  # config, generation config, its code
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(directory, _WEIGHTS))  # some versions write one without tensors
-    return model.state_dict()
+    weights: dict[str, torch.Tensor] = model.state_dict()
+    return weights
 
 
 def _states_of(now: Mapping[str, Any]) -> dict[str, Any]:
@@ -340,14 +555,45 @@ def _scaler_of(now: Mapping[str, Any]) -> Any:
     return getattr(now["optimizer"], "scaler", None)
 
 
-def _gather_random(args: TrainingArguments) -> list[dict[str, Any]]:
-    """Return the states of the random generators of all processes, in order. All processes must call it."""
-    mine = _get_random()
+def _gather(args: TrainingArguments, value: Any) -> list[Any]:
+    """Return the values of all processes, in order. All processes must call it."""
     if args.world_size == 1:
-        return [mine]
-    states: list[Any] = [None] * args.world_size
-    torch.distributed.all_gather_object(states, mine)
-    return states
+        return [value]
+    values: list[Any] = [None] * args.world_size
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def _exchange(args: TrainingArguments, failed: Exception | None, value: Any = None) -> list[Any]:
+    """Return the values of all processes, in order. All processes must call it.
+
+    Args:
+        args: Those of the training.
+        failed: The error of this process.
+        value: The value of this process.
+
+    Raises:
+        Exception: The error of this process, or else the first error of another one.
+    """
+    found = _gather(args, (None if failed is None else _sendable(failed, args), value))
+    if failed is not None:
+        raise failed
+    for process, (error, _) in enumerate(found):
+        if error is not None:
+            error.add_note(f"process {process} raised it")
+            raise error
+    return [one for _, one in found]
+
+
+def _sendable(error: Exception, args: TrainingArguments) -> Exception:
+    """Return the error, or what describes it if another process cannot receive it."""
+    if args.world_size == 1:
+        return error
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # any class may be here
+        return StioError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _get_random() -> dict[str, Any]:

@@ -3,7 +3,8 @@
     python -m integrations.kills integrations.plain_case DIRECTORY --steps 1 2 3 --trainings 4 --kills 6
 
 What a training needs is imported once; each of its lives is forked, and prints `step N` after each step. In the end
-its files must be, byte for byte, those of an undisturbed training.
+its files must be, byte for byte, those of an undisturbed training. A life may fork processes that train with it: then
+all of them are killed, or only the first one, and the others must end by themselves.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ class Killed:
     Args:
         case: The training.
         directory: For all of them.
+        numbers: Chooses which processes are killed.
     """
 
-    def __init__(self, case: Case, directory: Path) -> None:
+    def __init__(self, case: Case, directory: Path, numbers: random.Random) -> None:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
-        self._case, self._directory = case, directory
+        self._case, self._directory, self._numbers = case, directory, numbers
         self._expected = self._finish(directory / "undisturbed")
 
     def training(self, name: str, kills: list[tuple[int, float]]) -> None:
@@ -84,6 +86,7 @@ class Killed:
         child = os.fork()
         if not child:
             os.close(source)
+            os.setpgid(0, 0)
             _live_and_die(self._case, where, target)
         os.close(target)
         try:
@@ -92,8 +95,12 @@ class Killed:
             deadline = time.perf_counter() + seconds
             while (left := deadline - time.perf_counter()) > 0:
                 select.select([], [], [], left)
-            os.kill(child, signal.SIGKILL)
+            if self._numbers.random() < 0.5:
+                os.killpg(child, signal.SIGKILL)
+            else:
+                os.kill(child, signal.SIGKILL)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            _reach(source, None)  # the end of all that hold the other end
         finally:
             os.close(source)
         self.counts["kills"] += status == -signal.SIGKILL
@@ -141,6 +148,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, nargs="*", default=[], help="a training for each, killed there once")
     parser.add_argument("--trainings", type=int, default=0, help="so many more")
     parser.add_argument("--kills", type=int, default=5, help="in each of these, at random steps")
+    parser.add_argument("--at-least", type=int, default=0, help="so many kills in all; more trainings if needed")
     parser.add_argument("--seed", type=int, default=None)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -151,12 +159,14 @@ def main() -> int:
     seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(4), "little")
     print(f"seed {seed}", flush=True)
     numbers = random.Random(seed)
-    killed = Killed(case, arguments.directory)
+    killed = Killed(case, arguments.directory, numbers)
     for step in arguments.steps:
         killed.training(f"at-{step}", [(step, numbers.uniform(0, LONGEST_SECONDS))])
-    for k in range(arguments.trainings):
+    k = 0
+    while k < arguments.trainings or killed.counts["kills"] < arguments.at_least:
         steps = sorted(numbers.choices(range(1, case.NUM_STEPS + 1), k=arguments.kills))
         killed.training(f"random-{k}", [(step, numbers.uniform(0, LONGEST_SECONDS)) for step in steps])
+        k += 1
     print(dict(killed.counts), *killed.problems, sep="\n")
     return 1 if killed.problems else 0
 

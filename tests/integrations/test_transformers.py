@@ -9,12 +9,12 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from integrations.test_train_example import run_kills
 from integrations.trainer_case import NUM_STEPS, STEPS_PER_EPOCH, WEIGHTS, AtStep, make_model, make_trainer, result
 from safetensors.torch import load_file
 from support import REPOSITORY, require_equal
@@ -24,8 +24,6 @@ import stio
 from stio import sync
 from stio.integrations.transformers import StioCallback, latest_checkpoint
 from stio.storage.commit import syscalls as calls
-
-KILLS = int(os.environ.get("STIO_TRAIN_KILLS", "0"))
 
 Weights = dict[str, torch.Tensor]
 
@@ -122,14 +120,6 @@ def test_all_of_the_last_checkpoint_is_the_same(tmp_path: Path, arguments: dict[
     last = f"checkpoint-{plain.state.max_steps}"
     for name in (WEIGHTS, "training_state/state.safetensors"):
         assert (tmp_path / "plain" / last / name).read_bytes() == (tmp_path / "stopped" / last / name).read_bytes()
-
-
-@pytest.mark.timeout(120 + KILLS)
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    steps = range(1, NUM_STEPS + 1) if KILLS else (2, 5, 9)
-    done = run_kills("trainer_case", tmp_path, "--steps", *steps, "--trainings", 1 + KILLS // 4, "--kills", 4)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_two_processes(tmp_path: Path) -> None:
@@ -383,30 +373,21 @@ def test_what_another_callback_makes_trainer_save_is_left_to_it(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("change", "message"),
     [
-        ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}, "best model"),
-        (
-            {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"},
-            "best model",
-        ),
-        ({"push_to_hub": True, "hub_token": "none"}, "pushes"),
+        (lambda trainer: setattr(trainer.args, "fsdp", ["full_shard"]), "FSDP"),
+        (lambda trainer: setattr(trainer.args, "deepspeed", {"zero": 3}), "DeepSpeed"),
+        (lambda trainer: setattr(trainer.state, "is_hyper_param_search", True), "hyperparameter"),
     ],
 )
-def test_what_needs_trainers_own_saving_is_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
-    if "push_to_hub" in arguments:
-        trainer = make_trainer(tmp_path, [StioCallback()])
-        trainer.args.push_to_hub = True  # at the beginning Trainer would make a repository
-    else:
-        trainer = make_trainer(tmp_path, [StioCallback()], **arguments)
+def test_what_needs_trainers_own_saving_is_refused(
+    tmp_path: Path, change: Callable[[Trainer], None], message: str
+) -> None:
+    trainer = make_trainer(tmp_path, [StioCallback()])
+    change(trainer)
+    callback = trainer.pop_callback(StioCallback)
     with pytest.raises(ValueError, match=message):
-        StioCallback.on_train_begin(
-            next(one for one in trainer.callback_handler.callbacks if isinstance(one, StioCallback)),
-            trainer.args,
-            trainer.state,
-            trainer.control,
-            model=trainer.model,
-        )
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
 
 
 @pytest.mark.parametrize(
