@@ -163,7 +163,7 @@ def test_killed_20_times(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("fn", ["validate", "predict", "load_from_checkpoint"])
-def test_242_only_a_training_gets_the_random_generators(tmp_path: Path, fn: str) -> None:
+def test_c242_only_a_training_gets_the_random_generators(tmp_path: Path, fn: str) -> None:
     module = Validated()
     trainer = make_trainer(tmp_path, StioCheckpointIO(), epochs=1, enable_checkpointing=False)
     trainer.fit(module, loader(shuffle=True), loader())
@@ -183,7 +183,7 @@ def test_242_only_a_training_gets_the_random_generators(tmp_path: Path, fn: str)
     require_same(found, random_states())
 
 
-def test_242_a_resumed_training_gets_the_random_generators(tmp_path: Path) -> None:
+def test_c242_a_resumed_training_gets_the_random_generators(tmp_path: Path) -> None:
     """Python's and numpy's too; what is drawn before the first step changes nothing."""
     drawn: dict[str, list[object]] = {"whole": [], "resumed": []}
 
@@ -316,7 +316,7 @@ def test_an_old_checkpoint_goes_when_the_new_one_is_durable(tmp_path: Path, held
     assert names_in(tmp_path) == []
 
 
-def test_242_a_removal_needs_no_further_call(tmp_path: Path, held: threading.Event) -> None:
+def test_c242_a_removal_needs_no_further_call(tmp_path: Path, held: threading.Event) -> None:
     """A process that is killed before its next save would leave the old file for ever."""
     old, new, plugin = tmp_path / "old.ckpt", tmp_path / "new.ckpt", StioCheckpointIO()
     held.set()

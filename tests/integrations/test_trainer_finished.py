@@ -48,14 +48,14 @@ def require_nothing_done(directory: Path, first: Trainer, again: Trainer, start:
     ],
     ids=["epoch", "best", "max_steps", "max_steps-epoch", "ignore_data_skip"],
 )
-def test_resume_does_nothing(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_c243_resume_does_nothing(tmp_path: Path, arguments: dict[str, Any]) -> None:
     first, again = (make_trainer(tmp_path, [], **arguments) for _ in range(2))
     StioCallback().resume(first)
     require_nothing_done(tmp_path, first, again, lambda: StioCallback().resume(again))
 
 
 @pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 2}, BEST], ids=["steps", "some", "best"])
-def test_train_does_nothing(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_c243_train_does_nothing(tmp_path: Path, arguments: dict[str, Any]) -> None:
     first, again = (make_trainer(tmp_path, [StioCallback()], **arguments) for _ in range(2))
     first.train()
     require_nothing_done(tmp_path, first, again, lambda: again.train(resume_from_checkpoint=True))
