@@ -20,7 +20,7 @@ NIGHTLY_STAMP := $(NIGHTLY)/.stio-nightly
 FRAMEWORKS ?= .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS)/.stio-frameworks
 
-.PHONY: demo test check check-children check-device check-faults check-packages frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-server gpu rehearse-gpu fuzz crash package release-check extras clean
+.PHONY: demo test check check-children check-device check-faults check-packages frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server gpu rehearse-gpu fuzz crash package release-check extras clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove that it is bit-equal, draw a timeline
 	@$(BIN)/python examples/demo.py
@@ -80,6 +80,9 @@ bench-save: $(STAMP)  ## benchmark of saves
 bench-compat: $(STAMP)  ## the drop-in modules compared with the packages that they replace
 	$(BIN)/python -m benchmarks.compat
 
+bench-frameworks: $(STAMP)  ## from_pretrained and save_pretrained after stio.compat.install()
+	$(BIN)/python -m benchmarks.frameworks
+
 bench-server: $(STAMP)  ## the latency of a server's responses during a load
 	$(BIN)/python -m benchmarks.server
 
@@ -100,8 +103,9 @@ nightly: $(STAMP) $(MODEL_STAMP) $(NIGHTLY_STAMP)  ## all that takes too long fo
 	@PYTHONPATH=.:tests $(BIN)/python -m nightly.run --fuzz-python $(NIGHTLY)/bin/python $(NIGHTLY_ARGS)
 
 # `make test` has those of them whose frameworks $(VENV) has: transformers and accelerate.
-frameworks: $(STAMP) $(MODEL_STAMP) $(FRAMEWORKS_STAMP)  ## frameworks that use safetensors, over stio: files and tensors must be equal; two minutes
-	STIO_TEST_FRAMEWORKS=all $(FRAMEWORKS)/bin/python -m pytest -q tests/frameworks
+frameworks: $(STAMP) $(MODEL_STAMP) $(FRAMEWORKS_STAMP)  ## frameworks that use safetensors, over stio: files and tensors must be equal; the newest vLLM and SGLang are compared with the record; three minutes
+	STIO_TEST_FRAMEWORKS=all $(FRAMEWORKS)/bin/python -m pytest -q tests/frameworks tests/integrations/test_trainer_peft.py
+	$(BIN)/python tests/integrations/check_published.py --download
 
 mutants: $(STAMP)  ## break the code of devices at one place at a time; the tests must detect each mutant
 	$(BIN)/python tests/mutants.py

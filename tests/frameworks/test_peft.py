@@ -1,0 +1,115 @@
+"""PEFT over stio: adapters that are saved, loaded, merged and converted are as over safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+# peft reads a name of transformers that is deprecated
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+Compare = Callable[..., Any]
+TOKENS = torch.arange(8).reshape(1, 8)
+
+CONFIGS = {
+    "lora": lambda: peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+    "dora": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, init_lora_weights=False),
+    "all layers": lambda: peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["lm_head"]),
+    "embeddings": lambda: peft.LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]),
+    "loha": lambda: peft.LoHaConfig(r=2, target_modules=["q_proj"], init_weights=False),
+    "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "vera": lambda: peft.VeraConfig(r=2, target_modules=["q_proj"], save_projection=True),
+    "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+def base(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def logits(module: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return module(TOKENS).logits
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    torch.manual_seed(1)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`")
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_adapter_is_saved_and_loaded(compare: Compare, source: Path, kind: str) -> None:
+    def action(folder: Path) -> Any:
+        torch.manual_seed(2)
+        module = peft.get_peft_model(base(source), CONFIGS[kind]()).eval()
+        module.save_pretrained(folder)
+        again = peft.PeftModel.from_pretrained(base(source), folder).eval()
+        assert torch.equal(logits(again), logits(module))
+        return module, again, logits(again)
+
+    compare(action, saves=True)
+
+
+def test_merged_model(compare: Compare, source: Path) -> None:
+    def action(folder: Path) -> Any:
+        torch.manual_seed(2)
+        peft.get_peft_model(base(source), CONFIGS["lora"]()).save_pretrained(folder / "adapter")
+        merged = peft.PeftModel.from_pretrained(base(source), folder / "adapter").merge_and_unload()
+        merged.save_pretrained(folder / "merged", max_shard_size="20KB")
+        return merged, base(folder / "merged")
+
+    compare(action, saves=True)
+
+
+def test_several_adapters(compare: Compare, source: Path) -> None:
+    def action(folder: Path) -> Any:
+        torch.manual_seed(2)
+        module = peft.get_peft_model(base(source), CONFIGS["lora"](), adapter_name="first")
+        module.add_adapter("second", CONFIGS["dora"]())
+        module.save_pretrained(folder)
+        again = peft.PeftModel.from_pretrained(base(source), folder / "first", adapter_name="first")
+        again.load_adapter(folder / "second", adapter_name="second", is_trainable=True)
+        again.set_adapter("second")
+        return again, logits(again.eval())
+
+    compare(action, saves=True)
+
+
+def test_auto_model_finds_the_base_model(compare: Compare, source: Path) -> None:
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+
+    def action(folder: Path) -> Any:
+        torch.manual_seed(2)
+        peft.get_peft_model(base(source), config).save_pretrained(folder)
+        return peft.AutoPeftModelForCausalLM.from_pretrained(folder), base(folder)
+
+    compare(action, saves=True)
+
+
+def test_adapter_of_a_dispatched_model(compare: Compare, source: Path) -> None:
+    def action(folder: Path) -> Any:
+        torch.manual_seed(2)
+        peft.get_peft_model(base(source), CONFIGS["lora"]()).save_pretrained(folder)
+        module = transformers.AutoModelForCausalLM.from_pretrained(source, device_map="auto")
+        again = peft.PeftModel.from_pretrained(module, folder, low_cpu_mem_usage=True)
+        return again, logits(again.eval())
+
+    compare(action, saves=True)
