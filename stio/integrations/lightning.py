@@ -20,17 +20,16 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from stio.errors import FormatError, StioError, install_command
 from stio.format.state_tree import STATE_KEY
+from stio.integrations._random import random_states, set_random_states
 from stio.integrations._tagged import from_plain, to_plain
 from stio.runtime.operation import Operation
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
@@ -80,7 +79,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
     points to a missing file until that checkpoint is durable; with `save_last=True` this does not occur.
 
     A resumed training has the random generators of each rank as they were at the save: Python's, numpy's, torch's, and
-    the device's. With a checkpoint at the end of an epoch it therefore ends with the weights of an undisturbed
+    those of CUDA devices. With a checkpoint at the end of an epoch it therefore ends with the weights of an undisturbed
     training, bit for bit. In the middle of an epoch Lightning itself does not restore the place in the data, unless the
     loader has a state. `validate`, `test` and `predict` leave the generators alone.
 
@@ -276,7 +275,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
 class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed by mypy
     """Saves and restores the random generators of each rank. Every Trainer with `StioCheckpointIO` has one.
 
-    It saves those of Python, numpy, torch, and of the rank's device. Saving is a collective call if there are several
+    It saves those of Python, numpy, torch, and torch's CUDA devices. Saving is a collective call if there are several
     ranks, as Lightning's `save_checkpoint` is. A rank that the checkpoint does not have goes on with the generators
     that it has, after a warning.
     """
@@ -289,7 +288,7 @@ class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed
         """Add the states of all ranks."""
         if not isinstance(trainer.strategy.checkpoint_io, StioCheckpointIO) or _RANDOM in checkpoint:
             return
-        states = [_random_states(trainer.strategy.root_device)]
+        states = [random_states()]
         if trainer.world_size > 1 and torch.distributed.is_initialized():
             own, states = states[0], [{}] * trainer.world_size
             torch.distributed.all_gather_object(states, own)
@@ -322,30 +321,9 @@ class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed
         if self._restored is None:
             return
         try:
-            _set_random_states(self._restored, trainer.strategy.root_device)
+            set_random_states(self._restored)
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise FormatError(f"the checkpoint holds random generators of another form: {error}") from error
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    states = {
-        "python": {"version": version, "words": np.array(words, np.int64), "gauss": gauss},
-        "numpy": np.random.get_state(legacy=False),
-        "torch": torch.get_rng_state(),
-    }
-    if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state()  # of the rank's device: it is the current
-    return states
-
-
-def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    python = states["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"].cpu())
-    if device.type in states:
-        torch.get_device_module(device).set_rng_state(states[device.type].cpu())
 
 
 def _load(file: str, map_location: Any) -> dict[str, Any]:

@@ -21,19 +21,18 @@ import dataclasses
 import logging
 import os
 import pickle
-import random
 import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
 from stio.errors import CheckpointNotFoundError, MismatchError, StioError, install_command
 from stio.integrations._hub_pushes import HubPushes
+from stio.integrations._random import random_states, set_random_states
 from stio.integrations._step_dirs import (
     STATE_NAME,
     TRAINER_STATE,
@@ -341,7 +340,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if self._due:
             self._save(args, state, control, now, at_epoch=at_epoch)
         if self._random is not None and self._random_at_epoch == at_epoch:
-            _set_random(self._random)
+            set_random_states(self._random)
             self._random = None
 
     def _save(
@@ -356,8 +355,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """Start to save a checkpoint; return when its snapshot is complete. All processes must call it."""
         self._record_best(args, state)
         self._due = False
-        random_states = _exchange(args, self._failed(), _get_random())
-        training = {"global_step": state.global_step, "at_epoch": at_epoch, "random": random_states}
+        of_ranks = _exchange(args, self._failed(), random_states())
+        training = {"global_step": state.global_step, "at_epoch": at_epoch, "random": of_ranks}
         if self._trainer is not None:
             self._trainer.store_flos()  # gathers from all processes too
         failed: Exception | None = None
@@ -594,21 +593,3 @@ def _sendable(error: Exception, args: TrainingArguments) -> Exception:
     except Exception:  # any class may be here
         return StioError(f"{type(error).__name__}: {error}")
     return error
-
-
-def _get_random() -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        # No states of unused devices: the query would initialize them.
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
-    }
-
-
-def _set_random(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    for device, one in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-        torch.cuda.set_rng_state(one, device)

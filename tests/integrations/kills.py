@@ -27,6 +27,8 @@ from typing import NoReturn, Protocol, cast
 import torch
 import torch._dynamo  # an optimizer's first step imports it, for seconds
 
+from stio.storage.commit.recovery import collect_garbage
+
 LONGEST_SECONDS = 0.012
 """After the step's line: enough for the save that follows to begin, be written, or be published."""
 
@@ -70,7 +72,10 @@ class Killed:
         self.counts["trainings"] += 1
         if different:
             self.problems.append(f"{name}, killed at {kills}: {', '.join(sorted(different))} differ")
-        # One whose owner died before it had locked it is left alone for a minute.
+        # A training that was killed in its last save has no later one that cleans up. A directory whose owner died before
+        # it had locked it is left alone for a minute.
+        for directory in {path.parent for path in _leftovers(where)}:
+            collect_garbage(directory)
         if left := [path for path in _leftovers(where) if (path / "lock").exists()]:
             self.problems.append(f"{name}, killed at {kills}: left {left}")
 

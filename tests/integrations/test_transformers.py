@@ -83,7 +83,7 @@ def test_forgotten_generators_are_noticed(
     """The comparison can fail: without the generators dropout differs, and so do the weights."""
     with pytest.raises(Stop):
         StioCallback().resume(make_trainer(tmp_path, [stop_at(7)]))
-    monkeypatch.setattr("stio.integrations.transformers._set_random", lambda _: None)
+    monkeypatch.setattr("stio.integrations.transformers.set_random_states", lambda _: None)
     again = make_trainer(tmp_path, [])
     StioCallback().resume(again)
     with pytest.raises(AssertionError):
