@@ -74,9 +74,10 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
     stored as tagged dicts. Loading restores them and executes nothing. A value of another type, for example an enum or
     an object among the hyperparameters, raises an error that names its path, before anything is written.
 
-    An asynchronous save returns when its snapshot is complete. If it fails later, the next call raises the error, at
-    the latest the end of `fit`, which waits for saves under way. A link to the last checkpoint (`save_last="link"`)
-    points to a missing file until that checkpoint is durable; with `save_last=True` this does not occur.
+    An asynchronous save returns when its snapshot is complete; that of a dict which is no checkpoint of Lightning, when
+    it is durable. If it fails later, the next call raises the error, at the latest the end of `fit`, which waits for
+    saves under way. A link to the last checkpoint (`save_last="link"`) points to a missing file until that checkpoint
+    is durable; with `save_last=True` this does not occur.
 
     A resumed training has the random generators of each rank as they were at the save: Python's, numpy's, torch's, and
     those of CUDA devices. With a checkpoint at the end of an epoch it therefore ends with the weights of an undisturbed
@@ -132,7 +133,8 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         self._require_random_states(checkpoint)
         try:
             state = to_plain(checkpoint)
-            if not self._asynchronous:
+            # The launcher of forked ranks passes weights in a file, and ends the process that has written it.
+            if not self._asynchronous or "state_dict" not in checkpoint:
                 save_state(state, OneFile(file), budget_bytes=self._budget_bytes, **self._keywords)
                 self._written[file] = describe_file(file)
                 return

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",  # of torch, in Lightning's own code
 )
 
+ROOT = Path(__file__).parents[2]
 Weights = dict[str, torch.Tensor]
 
 
@@ -157,6 +158,23 @@ def test_killed_20_times(tmp_path: Path, case: str) -> None:
     done = run_kills(case, tmp_path, "--steps", 4, 8, 15, "--kills", 4, "--at-least", 20)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_two_ranks_resume_with_their_own_generators(tmp_path: Path) -> None:
+    """Also: the launcher of forked ranks passes weights in a file, which must be there when its process ends."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    command = [sys.executable, "-m", "integrations.lightning_ranks", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("equal\n")
+
+
+def test_a_dict_that_is_no_checkpoint_is_durable_at_once(tmp_path: Path, held: threading.Event) -> None:
+    held.set()
+    plugin = StioCheckpointIO()
+    plugin.save_checkpoint({"w": torch.ones(2)}, tmp_path / "a.ckpt")
+    assert names_in(tmp_path) == ["a.ckpt"]
 
 
 @pytest.mark.parametrize("fn", ["validate", "predict", "load_from_checkpoint"])
@@ -299,10 +317,10 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, held
 def test_an_old_checkpoint_goes_when_the_new_one_is_durable(tmp_path: Path, held: threading.Event) -> None:
     old, new, plugin = tmp_path / "old.ckpt", tmp_path / "new.ckpt", StioCheckpointIO()
     held.set()
-    plugin.save_checkpoint({"n": 1}, old)
+    plugin.save_checkpoint({"state_dict": {}, "n": 1}, old)
     plugin.load_checkpoint(old)  # waits
     held.clear()
-    plugin.save_checkpoint({"n": 2}, new)
+    plugin.save_checkpoint({"state_dict": {}, "n": 2}, new)
     plugin.remove_checkpoint(old)
     assert visible(tmp_path) == ["old.ckpt"]
     held.set()
@@ -317,10 +335,10 @@ def test_c242_a_removal_needs_no_further_call(tmp_path: Path, held: threading.Ev
     """A process that is killed before its next save would leave the old file for ever."""
     old, new, plugin = tmp_path / "old.ckpt", tmp_path / "new.ckpt", StioCheckpointIO()
     held.set()
-    plugin.save_checkpoint({"n": 1}, old)
+    plugin.save_checkpoint({"state_dict": {}, "n": 1}, old)
     plugin.load_checkpoint(old)  # waits
     held.clear()
-    plugin.save_checkpoint({"n": 2}, new)
+    plugin.save_checkpoint({"state_dict": {}, "n": 2}, new)
     plugin.remove_checkpoint(old)
     plugin.remove_checkpoint(old)  # is a no-op
     assert visible(tmp_path) == ["old.ckpt"]
@@ -333,13 +351,13 @@ def test_c242_a_removal_needs_no_further_call(tmp_path: Path, held: threading.Ev
 
 def test_what_is_saved_again_is_not_removed(tmp_path: Path, held: threading.Event) -> None:
     file, plugin = tmp_path / "last.ckpt", StioCheckpointIO()
-    plugin.save_checkpoint({"n": 1}, file)
+    plugin.save_checkpoint({"state_dict": {}, "n": 1}, file)
     plugin.remove_checkpoint(file)
     threading.Timer(0.05, held.set).start()  # the second save waits for the first
-    plugin.save_checkpoint({"n": 2}, file)
+    plugin.save_checkpoint({"state_dict": {}, "n": 2}, file)
     plugin.teardown()
-    assert plugin.load_checkpoint(file) == {"n": 2}
-    plugin.save_checkpoint({"n": 3}, file)
+    assert plugin.load_checkpoint(file) == {"state_dict": {}, "n": 2}
+    plugin.save_checkpoint({"state_dict": {}, "n": 3}, file)
     plugin.remove_checkpoint(file)
     plugin.teardown()
     assert names_in(tmp_path) == []
@@ -354,7 +372,7 @@ def test_an_error_of_a_save_is_raised_and_the_old_checkpoint_stays(tmp_path: Pat
     assert last[-1] < 4 * STEPS_PER_EPOCH
     (tmp_path / "old.ckpt").touch()
     plugin = StioCheckpointIO()
-    plugin.save_checkpoint({"n": 1}, tmp_path / "new.ckpt")
+    plugin.save_checkpoint({"state_dict": {}, "n": 1}, tmp_path / "new.ckpt")
     with pytest.raises(stio.StorageError):
         plugin.remove_checkpoint(tmp_path / "old.ckpt")  # the save may have failed by now
         plugin.teardown()
@@ -373,7 +391,7 @@ def test_an_error_at_the_end_is_raised_by_fit(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("broken")
 def test_an_error_is_raised_at_once_when_not_asynchronous(tmp_path: Path) -> None:
     with pytest.raises(stio.StorageError, match="Input/output error"):
-        StioCheckpointIO(asynchronous=False).save_checkpoint({"n": 1}, tmp_path / "a.ckpt")
+        StioCheckpointIO(asynchronous=False).save_checkpoint({"state_dict": {}, "n": 1}, tmp_path / "a.ckpt")
 
 
 def test_hyperparameters(tmp_path: Path) -> None:
@@ -435,7 +453,7 @@ def test_with_a_manifest(tmp_path: Path) -> None:
 def test_what_others_wrote_is_not_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     replaced, theirs = tmp_path / "replaced.ckpt", tmp_path / "theirs.ckpt"
     plugin = StioCheckpointIO()
-    plugin.save_checkpoint({"n": 1}, replaced)
+    plugin.save_checkpoint({"state_dict": {}, "n": 1}, replaced)
     plugin.load_checkpoint(replaced)  # waits
     torch.save({"state_dict": {}}, replaced)
     torch.save({"state_dict": {}}, theirs)
@@ -447,7 +465,7 @@ def test_what_others_wrote_is_not_removed(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_checkpoint_of_an_earlier_process_is_removed(tmp_path: Path) -> None:
-    StioCheckpointIO(asynchronous=False, hash="sha256").save_checkpoint({"n": 1}, tmp_path / "a.ckpt")
+    StioCheckpointIO(asynchronous=False, hash="sha256").save_checkpoint({"state_dict": {}, "n": 1}, tmp_path / "a.ckpt")
     (tmp_path / "link.ckpt").symlink_to("a.ckpt")
     StioCheckpointIO().remove_checkpoint(tmp_path / "link.ckpt")
     assert names_in(tmp_path) == ["a.ckpt", "a.ckpt.manifest.json"]
