@@ -1,4 +1,4 @@
-"""The parts of a release that a person may forget: `make release-check TAG=v0.1.0`. Builds and uploads nothing.
+"""Checks of a release that no test makes: `make release-check TAG=v0.1.0`. Builds and uploads nothing.
 
 The tag, the version in stio/__init__.py and the first heading of CHANGELOG.md must agree, the version must be that of a
 release, no page may say that stio is not published, and the README must work as the project's page on a package index.

@@ -8,8 +8,8 @@ The dict that Lightning makes becomes a nested state: one file for each checkpoi
 (`.ckpt`). Lightning removes an old checkpoint as soon as it has started to save a new one. Here the removal waits until
 the new one is durable, so a process that is killed at any time leaves a complete checkpoint.
 
-The random generators of each rank are part of a checkpoint, so a training with dropout resumes bit for bit. A plugin
-never runs on other ranks than the first, so the callback `RandomStates` saves them. Lightning finds it by the entry
+The random generators of each rank are part of a checkpoint, so a training with dropout resumes bit for bit. Lightning
+saves by the plugin of the first rank only, so the callback `RandomStates` saves them. Lightning finds it by the entry
 point of stio's distribution.
 
 This module replaces one function of Lightning that is not public: the one by which `load_from_checkpoint` reads a file.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +75,17 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
     an object among the hyperparameters, raises an error that names its path, before anything is written.
 
     An asynchronous save returns when its snapshot is complete; that of a dict which is no checkpoint of Lightning, when
-    it is durable. If it fails later, the next call raises the error, at the latest the end of `fit`, which waits for
-    saves under way. A link to the last checkpoint (`save_last="link"`) points to a missing file until that checkpoint
-    is durable; with `save_last=True` this does not occur.
+    it is durable. If it fails later, the next call raises the error, at the latest `teardown`, which waits for saves
+    under way; the end of `fit` calls it. A link to the last checkpoint (`save_last="link"`) points to a missing file
+    until that checkpoint is durable; with `save_last=True` this does not occur.
 
     A resumed training has the random generators of each rank as they were at the save: Python's, numpy's, torch's, and
     those of CUDA devices. With a checkpoint at the end of an epoch it therefore ends with the weights of an undisturbed
     training, bit for bit. In the middle of an epoch Lightning itself does not restore the place in the data, unless the
-    loader has a state. `validate`, `test` and `predict` leave the generators alone.
+    loader has a state. `validate`, `test` and `predict` do not restore the generators.
 
-    It supports strategies that write one file from one process: a single device, DDP. Paths are local. It does not read
+    It supports strategies that write one file from one process: a single device, DDP. It needs no `AsyncCheckpointIO`
+    around it. Paths are local. It does not read
     files of `torch.save`. After an import of this module, `load_from_checkpoint` of a LightningModule reads these
     checkpoints too: to the CPU, or to the device that `map_location` names.
 
@@ -157,7 +158,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
 
         Args:
             path: A file that this class saved.
-            map_location: Device to load to, the CPU by default; other forms are not supported.
+            map_location: Device to load to. None, or a function, means the CPU. A dict is not supported.
             weights_only: Has no effect: nothing is ever executed.
             state: Has no effect; Lightning applies the returned dict.
 
@@ -227,7 +228,8 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
 
     def _written_by(self, save: _Save) -> None:
         if save.pending.written is not None:
-            self._written[save.file] = save.pending.written
+            # A directory that the save made is Lightning's, which puts further checkpoints there: it stays.
+            self._written[save.file] = replace(save.pending.written, made=frozenset())
 
     def _keep(self, file: str) -> None:
         """Do not remove a file that is to be replaced: the rename does it in one step."""
@@ -288,7 +290,10 @@ class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the states of all ranks."""
-        if not isinstance(trainer.strategy.checkpoint_io, StioCheckpointIO) or _RANDOM in checkpoint:
+        plugin = trainer.strategy.checkpoint_io
+        while not isinstance(plugin, StioCheckpointIO) and hasattr(plugin, "checkpoint_io"):
+            plugin = plugin.checkpoint_io  # it is wrapped
+        if not isinstance(plugin, StioCheckpointIO) or _RANDOM in checkpoint:
             return
         states = [random_states()]
         if trainer.world_size > 1 and torch.distributed.is_initialized():
@@ -315,8 +320,20 @@ class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed
         """Restore them again: what sets up a strategy may have used them."""
         self._restore(trainer)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget them."""
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore them again: an epoch that had only its end left has used them for batches that nobody takes."""
+        self._restore(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Forget them: the training goes on."""
+        self._restored = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Forget them: they are not for a later training."""
+        self._restored = None
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget them: they are not for a later training."""
         self._restored = None
 
     def _restore(self, trainer: Trainer) -> None:

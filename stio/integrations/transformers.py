@@ -65,7 +65,7 @@ _SUMMARY = "train_runtime"
 _BATCHES = "get_batch_samples"
 """Method of Trainer that returns the batches of the next step."""
 
-_MARK = "stio"
+_STATE_KEY = "stio"
 """Key among the states of callbacks in `trainer_state.json`: the optimizer is in `STATE_NAME`."""
 
 
@@ -144,7 +144,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def resume(self, trainer: Trainer, checkpoint: str | os.PathLike[str] | None = None, **keywords: Any) -> Any:
         """Train, from a checkpoint on. Only this method saves and restores the states of other callbacks.
 
-        A training that is complete takes no further step and saves nothing. (`trainer.train` itself takes one more
+        A training that is complete takes no further step and saves nothing: it has reached `max_steps` or its last
+        epoch. One that another callback has stopped goes on. (`trainer.train` itself takes one more
         step if `max_steps` ended it within an epoch.)
 
         Args:
@@ -206,7 +207,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> TrainerControl:
         """Check for unsupported features; restore the optimizer if Trainer restored the model from our checkpoint."""
-        reason = _why_not(args, state, now["model"]) or self._why_stateless(args, state)
+        reason = _unsupported_reason(args, state, now["model"]) or self._missing_states_reason(args, state)
         if reason:
             raise ValueError(f"StioCallback: {reason}")
         self._due, self._random = False, None
@@ -216,7 +217,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._pushes = HubPushes(args) if pushes else None
         self._training = True
         self._complete = 0 < state.max_steps <= state.global_step
-        if state.stateful_callbacks.pop(_MARK, None) is not None:
+        if state.stateful_callbacks.pop(_STATE_KEY, None) is not None:
             self._restore(args, state, now)
         if self._complete and self._trainer is not None:
             # Trainer would take a step before it checks for the end: it gets no batches.
@@ -227,23 +228,23 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> TrainerControl:
         """Save if a save is due, or set the random generators."""
-        control = self._take(control)
-        self._pass(args, state, control, now, at_epoch=True)
+        control = self._take_request(control)
+        self._save_or_restore(args, state, control, now, at_epoch=True)
         return control
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> TrainerControl:
         """Save if a save is due, or set the random generators."""
-        control = self._take(control)
-        self._pass(args, state, control, now, at_epoch=False)
+        control = self._take_request(control)
+        self._save_or_restore(args, state, control, now, at_epoch=False)
         return control
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> TrainerControl:
         """Take over a requested save."""
-        control = self._take(control)
+        control = self._take_request(control)
         if control.should_save:
             control.should_save = False
             self._due = not self._complete
@@ -268,7 +269,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     ) -> TrainerControl:
         """At the summary of the training: save if a save is due, and wait until it is durable."""
         if self._training and _SUMMARY in (now.get("logs") or {}):
-            control = self._take(control)
+            control = self._take_request(control)
             self._finish(args, state, control, now)
         return control
 
@@ -276,7 +277,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> TrainerControl:
         """Wait for pushes under way."""
-        control = self._take(control)
+        control = self._take_request(control)
         if self._training:  # a subclass of Trainer logs no summary
             self._finish(args, state, control, now)
         if self._pushes is not None:
@@ -286,7 +287,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     # Saving.
 
-    def _take(self, control: TrainerControl) -> TrainerControl:
+    def _take_request(self, control: TrainerControl) -> TrainerControl:
         """Take over a request that Trainer made after an evaluation; return an ordinary control."""
         if isinstance(control, _RequestControl) and control.requested:
             self._due = not self._complete
@@ -328,7 +329,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             if (state.best_global_step == state.global_step and self._due) or os.path.isdir(path):
                 state.best_model_checkpoint = path
 
-    def _pass(
+    def _save_or_restore(
         self,
         args: TrainingArguments,
         state: TrainerState,
@@ -418,11 +419,11 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             exported = [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
             callbacks = dataclasses.replace(state, stateful_callbacks=[*exported, control]).stateful_callbacks
         if with_state:
-            callbacks[_MARK] = {"args": {}, "attributes": {}}
+            callbacks[_STATE_KEY] = {"args": {}, "attributes": {}}
         return dataclasses.replace(state, stateful_callbacks=callbacks)
 
-    def _why_stateless(self, args: TrainingArguments, state: TrainerState) -> str | None:
-        others = set(state.stateful_callbacks) - {TrainerControl.__name__, _MARK}
+    def _missing_states_reason(self, args: TrainingArguments, state: TrainerState) -> str | None:
+        others = set(state.stateful_callbacks) - {TrainerControl.__name__, _STATE_KEY}
         if self._trainer is None and others and args.restore_callback_states_from_checkpoint:
             return f"it cannot reach the states of {', '.join(sorted(others))}; train with StioCallback.resume(trainer)"
         return None
@@ -505,7 +506,7 @@ class _Savers:
             self.state.close()
 
 
-def _why_not(args: TrainingArguments, state: TrainerState, model: nn.Module) -> str | None:
+def _unsupported_reason(args: TrainingArguments, state: TrainerState, model: nn.Module) -> str | None:
     """Return the reason why only Trainer itself can save, None if there is none."""
     if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
         return "DeepSpeed and FSDP need Trainer's own saving"

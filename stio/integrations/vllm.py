@@ -87,7 +87,7 @@ class _Loading:
     """Loads safetensors with stio.
 
     `--model-loader-extra-config` takes the keywords of `stio.open`. Tensors go to the device of the model. With several
-    ranks they stay on the CPU: the ranks share the pages of the files, and each uses its part.
+    ranks they stay on the CPU: the ranks share the pages of the files, and each copies its part.
     """
 
     load_config: Any
@@ -120,7 +120,27 @@ class _Loading:
             ValueError: The model reports the weights that it took, and some are missing.
             StioError: See `stio.load`.
         """
-        keywords: dict[str, Any] = {"device": _device(model), "progress": self._shows_progress(), **self._extra}
+        with closing(
+            self._all_weights(model_config, model, _device(model))
+        ) as tensors:  # an error in the model ends it
+            loaded = model.load_weights(tensors)  # type: ignore[operator]  # every model of vLLM has it
+        if loaded is not None and getattr(model_config, "quantization", None) is None:
+            _require_all(model, loaded)
+
+    def get_all_weights(self, model_config: Any, model: nn.Module) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Return the tensors of the checkpoint. vLLM asks for them when an engine that runs reloads its weights.
+
+        They are on the CPU, unless the extra configuration has a `device`: the memory of the model's device is in use.
+
+        Raises:
+            StioError: At a step; see `stio.load`.
+        """
+        return self._all_weights(model_config, model, torch.device("cpu"))
+
+    def _all_weights(
+        self, model_config: Any, model: nn.Module, device: torch.device
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        keywords: dict[str, Any] = {"device": device, "progress": self._shows_progress(), **self._extra}
         # Models use these attributes to name their files for the loaders of vLLM.
         patterns = getattr(model, "allow_patterns_overrides", None) or (_ALL,)
         is_unused = getattr(model, "is_unused_checkpoint_weight", None)
@@ -128,10 +148,7 @@ class _Loading:
             _Checkpoint(model_config.model, model_config.revision, patterns=patterns, is_unused=is_unused),
             *map(_secondary, getattr(model, "secondary_weights", ())),
         ]
-        with closing(self._tensors(checkpoints, keywords)) as tensors:  # an error in the model ends the load too
-            loaded = model.load_weights(tensors)  # type: ignore[operator]  # every model of vLLM has it
-        if loaded is not None and getattr(model_config, "quantization", None) is None:
-            _require_all(model, loaded)
+        return self._tensors(checkpoints, keywords)
 
     def _tensors(
         self, checkpoints: Sequence[_Checkpoint], keywords: Mapping[str, Any]

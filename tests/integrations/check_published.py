@@ -155,6 +155,22 @@ def model_attributes(name: str) -> Callable[[ast.Module], list[str]]:
     return find
 
 
+def asks_for(name: str, attribute: str) -> Callable[[ast.Module], bool]:
+    """Find whether a function asks by `hasattr` whether something has an attribute."""
+
+    def find(tree: ast.Module) -> bool:
+        calls = (node for node in ast.walk(_named(tree, name)) if isinstance(node, ast.Call))
+        return any(
+            isinstance(call.func, ast.Name)
+            and call.func.id == "hasattr"
+            and isinstance(call.args[1], ast.Constant)
+            and call.args[1].value == attribute
+            for call in calls
+        )
+
+    return find
+
+
 def uses_of(*packages: str) -> Callable[[ast.Module], list[str]]:
     """Find what a module takes from packages by dotted names, such as `safetensors.safe_open`."""
 
@@ -255,6 +271,18 @@ VLLM = Contract(
                 *("allow_patterns_overrides", "fall_back_to_pt_during_load"),
                 *("is_unused_checkpoint_weight", "secondary_weights"),
             ],
+        ),
+        Fact(
+            "the weights for a reload",
+            f"{_LOADERS}/default_loader.py",
+            parameters("DefaultModelLoader.get_all_weights"),
+            ["self", "model_config", "model"],
+        ),
+        Fact(
+            "a reload asks for them",
+            f"{_LOADERS}/reload/inplace.py",
+            asks_for("reload_weights", "get_all_weights"),
+            True,
         ),
     ),
 )

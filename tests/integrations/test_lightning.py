@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import threading
+import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from enum import Enum
@@ -22,7 +23,7 @@ from integrations.lightning_case import STEPS_PER_EPOCH, Small, Validated, loade
 from integrations.test_train_example import run_kills
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from support import eventually, require_equal
 from torch import nn
 from torch.utils.data import DataLoader
@@ -220,6 +221,77 @@ def test_c242_a_resumed_training_gets_the_random_generators(tmp_path: Path) -> N
         resumed.fit(Small(), loader(shuffle=True), ckpt_path=tmp_path / "c" / "epoch=0-step=4.ckpt")
     assert len(drawn["whole"]) == 8
     assert drawn["resumed"] == drawn["whole"][4:]
+
+
+class Dropped(Validated):
+    """The weights depend on each random number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].p = 0.5
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{"check_val_every_n_epoch": 2}, {"val_check_interval": 0.5}, {"val_check_interval": STEPS_PER_EPOCH}, {}],
+    ids=str,
+)
+@pytest.mark.parametrize("at_epoch_end", [None, False, True])
+def test_c242_saved_at_the_end_of_a_validation(tmp_path: Path, keywords: Any, at_epoch_end: bool | None) -> None:
+    """Lightning enters the finished epoch again, and draws a seed for batches that nobody takes."""
+    if at_epoch_end and keywords.get("val_check_interval") == 0.5:
+        pytest.skip("the checkpoint is that of the epoch's end")
+    directory = tmp_path / "c"
+
+    def saving() -> ModelCheckpoint:
+        return checkpoints(directory, save_last=True, save_top_k=0, save_on_train_epoch_end=at_epoch_end)
+
+    def fit(*callbacks: Callback, epochs: int, **more: Any) -> Dropped:
+        module = Dropped()
+        trainer = make_trainer(tmp_path, StioCheckpointIO(), *callbacks, epochs=epochs, **keywords)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(module, loader(shuffle=True), loader(), **more)
+        return module
+
+    whole = fit(ModelCheckpoint(tmp_path / "whole", save_top_k=0), epochs=4)
+    fit(saving(), epochs=2)
+    fit(saving(), epochs=4, ckpt_path=directory / "last.ckpt")
+    require_equal(sync.load_state(directory / "last.ckpt")["state_dict"], weights_of(whole))
+
+
+def test_the_generators_of_a_failed_resume_are_forgotten(tmp_path: Path) -> None:
+    module = Small()
+    trainer = make_trainer(tmp_path, StioCheckpointIO(), epochs=1, enable_checkpointing=False)
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    module.on_fit_start = lambda: 1 / 0
+    trainer.fit_loop.max_epochs = 2
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(module, loader(), ckpt_path=tmp_path / "a.ckpt")
+    seeds: list[int] = []
+    module.on_fit_start = lambda: None
+    module.on_train_start = lambda: seeds.append(torch.initial_seed())
+    torch.manual_seed(77)
+    trainer.fit(module, loader())
+    assert seeds == [77]
+
+
+def test_a_wrapped_plugin_has_the_generators(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, AsyncCheckpointIO(StioCheckpointIO()), epochs=1, enable_checkpointing=False)
+    trainer.fit(Small(), loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer.strategy.teardown()
+    assert eventually(lambda: (tmp_path / "a.ckpt").exists())
+    assert len(sync.load_state(tmp_path / "a.ckpt")["stio.random"]) == 1
+
+
+def test_the_directory_of_the_first_checkpoint_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first save makes it; further checkpoints are there when the first one is removed."""
+    saving = checkpoints(tmp_path / "new", save_last=True)
+    make_trainer(tmp_path, StioCheckpointIO(), saving, epochs=3).fit(Small(), loader())
+    assert names_in(tmp_path / "new") == ["epoch=2-step=12.ckpt", "last.ckpt"]
+    assert "stays" not in caplog.text
 
 
 def test_a_rank_that_the_checkpoint_does_not_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -62,6 +62,11 @@ class DefaultModelLoader:
         c = getattr(model, "is_unused_checkpoint_weight", None)
         d = getattr(model, "secondary_weights", ())
 """,
+    "vllm/model_executor/model_loader/reload/inplace.py": """
+def reload_weights(vllm_config, model):
+    if not hasattr(model_loader, "get_all_weights"):
+        raise NotImplementedError
+""",
 }
 SGLANG = {
     "sglang/srt/plugins/__init__.py": 'GENERAL_PLUGINS_GROUP = "sglang.srt.plugins"\ndef load_plugins(): ...',
@@ -85,6 +90,8 @@ MOVED = [
     (VLLM, "        prefix: str\n", ""),
     (VLLM, "secondary_weights", "further_weights"),
     (VLLM, "class DefaultModelLoader", "class ModelLoader"),
+    (VLLM, "def get_all_weights(self, model_config, model)", "def get_all_weights(self, model, model_config)"),
+    (VLLM, 'hasattr(model_loader, "get_all_weights")', 'hasattr(model_loader, "iterate")'),
     (SGLANG, "sglang.srt.plugins", "sglang.plugins"),
     (SGLANG, "def load_plugins()", "def load_plugins(group)"),
     (SGLANG, "    load_plugins()", "    load()"),

@@ -160,6 +160,44 @@ def test_load_model_goes_through_it(monkeypatch, directory):
     assert not model.training
 
 
+@pytest.mark.parametrize(("extra", "device"), [({}, "cpu"), ({"device": "cuda:1"}, "cuda:1")])
+def test_a_reload_reads_to_the_cpu_unless_told(loaders, directory, monkeypatch, extra, device):
+    """A reload comes while the engine's caches fill the device."""
+    seen = []
+    monkeypatch.setattr(vllm, "weights", lambda source, **given: seen.append(given) or iterators.weights(source))
+    model = Model()
+    monkeypatch.setattr(model, "parameters", lambda: iter([SimpleNamespace(device=torch.device("cuda:3"))]))
+    loader = loader_of(loaders, model_loader_extra_config=extra)
+    assert model.load_weights(loader.get_all_weights(config_of(directory), model)) == {"a", "b"}
+    assert [torch.device(given["device"]) for given in seen] == [torch.device(device)]
+
+
+def test_a_reload_reads_the_files_that_the_model_names(loaders, directory, tmp_path):
+    loader, model = loader_of(loaders), Model(("a", "b", "tower_weight"))
+    save_file({"weight": ramp(4, 6, start=9), "unused": ramp(1)}, tmp_path / "second" / "model.safetensors")
+    model.secondary_weights = [
+        SimpleNamespace(
+            model_or_path=str(tmp_path / "second"),
+            revision=None,
+            prefix="tower_",
+            is_unused_weight=lambda name: name == "unused",
+        )
+    ]
+    loader.load_weights(model, config_of(directory))
+    changed = {name: tensor + 7 for name, tensor in tensors_of("a", "b").items()}
+    save_file(changed, tmp_path / "newer" / "model.safetensors")
+    pairs = loader.get_all_weights(config_of(tmp_path / "newer"), model)
+    model.load_weights(pairs)
+    require_loaded(model, {**changed, "tower_weight": ramp(4, 6, start=9)})
+
+
+def test_a_reload_that_ends_early_leaves_nothing(loaders, directory):
+    pairs = loader_of(loaders).get_all_weights(config_of(directory), Model())
+    name, tensor = next(pairs)
+    del pairs  # vLLM does not close it; what remains is checked after each test
+    assert torch.equal(tensor, tensors_of("a", "b")[name])
+
+
 def test_extra_configuration_becomes_keywords(loaders, directory, monkeypatch):
     seen = []
     weights = vllm.weights
@@ -336,7 +374,7 @@ class Parallel(nn.Module):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("memory", ["map", "copy"])
+@pytest.mark.parametrize("memory", ["map", "copy", "lazy"])
 def test_each_rank_takes_its_part(loaders, tmp_path, monkeypatch, size, memory):
     rows = {"column": 48, "q": 32, "k": 8, "v": 8, "gate": 24, "up": 24, "vocab": 13}
     tensors = {name: torch.randn(count, 16) for name, count in rows.items()} | {"row": torch.randn(16, 48)}
