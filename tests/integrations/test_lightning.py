@@ -244,7 +244,7 @@ def test_c242_saved_at_the_end_of_a_validation(tmp_path: Path, keywords: Any, at
     directory = tmp_path / "c"
 
     def saving() -> ModelCheckpoint:
-        return checkpoints(directory, save_last=True, save_top_k=0, save_on_train_epoch_end=at_epoch_end)
+        return checkpoints(directory, save_last=True, save_on_train_epoch_end=at_epoch_end)
 
     def fit(*callbacks: Callback, epochs: int, **more: Any) -> Dropped:
         module = Dropped()
@@ -254,7 +254,7 @@ def test_c242_saved_at_the_end_of_a_validation(tmp_path: Path, keywords: Any, at
             trainer.fit(module, loader(shuffle=True), loader(), **more)
         return module
 
-    whole = fit(ModelCheckpoint(tmp_path / "whole", save_top_k=0), epochs=4)
+    whole = fit(ModelCheckpoint(tmp_path / "whole"), epochs=4)
     fit(saving(), epochs=2)
     fit(saving(), epochs=4, ckpt_path=directory / "last.ckpt")
     require_equal(sync.load_state(directory / "last.ckpt")["state_dict"], weights_of(whole))

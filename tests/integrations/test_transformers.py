@@ -122,6 +122,7 @@ def test_all_of_the_last_checkpoint_is_the_same(tmp_path: Path, arguments: dict[
         assert (tmp_path / "plain" / last / name).read_bytes() == (tmp_path / "stopped" / last / name).read_bytes()
 
 
+@pytest.mark.slow  # the kills of two processes, which take no less, are in `make test`
 def test_two_processes(tmp_path: Path) -> None:
     """Each has its own dropout; one saves for both."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -348,7 +348,7 @@ def test_a_slot_is_given_out_when_the_queue_is_done() -> None:
 
 def test_without_kvikio(place, device, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "kvikio", None)
-    with pytest.raises(ImportError, match="kvikio-cu13"):
+    with pytest.raises(ImportError, match="stio-torch.gds"):
         load(place, device)
     gc.collect()
     assert (device.used_bytes, device.staging_bytes) == (0, 0)

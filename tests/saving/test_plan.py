@@ -351,6 +351,6 @@ def test_100_000_tensors() -> None:
     ]
     start = time.perf_counter()
     plan = plan_of(sources, max_shard_bytes=1 << 20, block_bytes=1 << 20)
-    assert time.perf_counter() - start < 5  # 0.7 s on a quiet machine
+    assert time.perf_counter() - start < 20  # 0.7 s on a quiet machine
     assert plan.total_bytes == 4_800_000
     assert len(plan.shards) == 5

@@ -270,11 +270,18 @@ def test_221_a_finaliser_that_closes_its_saver_on_a_thread_of_the_save(tmp_path)
 def test_206_a_cancel_ends_the_plan_of_many_tensors(tmp_path):
     many = {f"t{k}": tensor for k, tensor in enumerate(torch.zeros(200_000, 1).unbind())}
     saver = stio.sync.Saver()
-    timer = threading.Timer(0.05, lambda: [save.cancel() for save in saver.pending])
-    timer.start()
+
+    def cancel():
+        assert eventually(lambda: saver.pending)
+        time.sleep(0.05)  # the plan has begun
+        for save in saver.pending:
+            save.cancel()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
     started = time.monotonic()
     with pytest.raises(stio.ClosedError):
         saver.save(many, tmp_path / "a").result()
     assert time.monotonic() - started < 10  # 0.3 s on a quiet machine; the whole save takes much longer
-    timer.join()
+    thread.join()
     saver.close()
