@@ -144,10 +144,9 @@ def require_same(found: Any, expected: Any, path: str = "") -> None:
         assert found == expected, path
 
 
-@pytest.mark.parametrize(("case", "steps"), [("lightning_case", (4, 8, 15)), ("lightning_best_case", (13,))])
-def test_killed_at_any_moment(tmp_path: Path, case: str, steps: tuple[int, ...]) -> None:
+def test_killed_at_any_moment(tmp_path: Path) -> None:
     """With dropout and a shuffled loader, so that each random generator must be restored."""
-    done = run_kills(case, tmp_path, "--steps", *steps)
+    done = run_kills("lightning_case", tmp_path, "--steps", 4, 8, 15)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -236,11 +235,9 @@ class Dropped(Validated):
     [{"check_val_every_n_epoch": 2}, {"val_check_interval": 0.5}, {"val_check_interval": STEPS_PER_EPOCH}, {}],
     ids=str,
 )
-@pytest.mark.parametrize("at_epoch_end", [None, False, True])
+@pytest.mark.parametrize("at_epoch_end", [None, False])
 def test_c242_saved_at_the_end_of_a_validation(tmp_path: Path, keywords: Any, at_epoch_end: bool | None) -> None:
     """Lightning enters the finished epoch again, and draws a seed for batches that nobody takes."""
-    if at_epoch_end and keywords.get("val_check_interval") == 0.5:
-        pytest.skip("the checkpoint is that of the epoch's end")
     directory = tmp_path / "c"
 
     def saving() -> ModelCheckpoint:

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support import REPOSITORY
 
 
+@pytest.mark.slow
 def test_one_fails_to_save(tmp_path: Path) -> None:
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     done = subprocess.run(
