@@ -20,7 +20,7 @@ NIGHTLY_STAMP := $(NIGHTLY)/.stio-nightly
 FRAMEWORKS ?= .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS)/.stio-frameworks
 
-.PHONY: demo test check check-children check-device check-faults check-packages frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server gpu rehearse-gpu fuzz crash package release-check extras clean
+.PHONY: demo test check check-children check-device check-faults check-frameworks check-packages frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server gpu rehearse-gpu fuzz crash package release-check extras clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove that it is bit-equal, draw a timeline
 	@$(BIN)/python examples/demo.py
@@ -31,15 +31,19 @@ check: $(STAMP) $(MODEL_STAMP)  ## format, lint, strict types, all tests
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy --strict stio
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-packages check-children check-device check-faults
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-packages check-children check-frameworks check-faults check-device
 
 # The tests in parts, two parts at a time, the long ones first: each part waits most of its time, so two share the cores.
 # The output of a part is shown when it has ended. `pytest` alone runs all tests, one after the other.
 CHILDREN := tests/crash tests/cli tests/test_*.py
+FRAMEWORK_TESTS := tests/compat tests/frameworks tests/integrations
 FAULTS := tests/faults tests/versions
 QUICK := -m 'not gpu and not slow'
 check-packages:
-	@$(BIN)/python -m pytest -q $(QUICK) $(patsubst %,'--ignore-glob=%',$(CHILDREN) $(FAULTS))
+	@$(BIN)/python -m pytest -q $(QUICK) $(patsubst %,'--ignore-glob=%',$(CHILDREN) $(FRAMEWORK_TESTS) $(FAULTS))
+
+check-frameworks:
+	@$(BIN)/python -m pytest -q $(QUICK) $(FRAMEWORK_TESTS)
 
 check-children:
 	@$(BIN)/python -m pytest -q $(QUICK) $(CHILDREN)

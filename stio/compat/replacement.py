@@ -281,7 +281,7 @@ def _replace_all() -> None:
 
 
 def _replace(module: str, namespace: dict[str, Any], pairs: Mapping[int, tuple[Any, Any]]) -> None:
-    for name, value in list(namespace.items()):
+    for name, value in namespace.copy().items():
         pair = pairs.get(id(value))
         if pair is not None:
             _state.places.append(_Place(module, namespace, name, *pair))
@@ -294,7 +294,7 @@ def _restore_all() -> None:
         if place.namespace.get(place.name) is place.replacement:
             place.namespace[place.name] = place.original
     for _, namespace in _namespaces():
-        for name, value in list(namespace.items()):
+        for name, value in namespace.copy().items():
             pair = _state.originals.get(id(value))
             if pair is not None:
                 namespace[name] = pair[1]
@@ -317,7 +317,7 @@ def _namespaces() -> list[tuple[str, dict[str, Any]]]:
     safetensors may be `print`.
     """
     found = []
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         if issubclass(type(module), ModuleType) and name not in (_REPLACING, "builtins"):
             namespace = _DICT_OF_MODULE.__get__(module)
             if type(namespace) is dict:

@@ -162,7 +162,8 @@ def _unmap_once(unmap: list[Callable[[], object]]) -> None:
 
 
 def _drop_unmapped() -> None:
-    for key, mapping in list(_mappings.items()):
+    # A copy is one step. `list` of the items allocates, so the collector may run other code, which maps and unmaps.
+    for key, mapping in _mappings.copy().items():
         if mapping() is None:
             _unmap_once(mapping.unmap)  # its thread could not start, or has not begun
             _mappings.pop(key, None)

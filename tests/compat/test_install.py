@@ -724,7 +724,7 @@ def test_an_installation_that_is_interrupted_is_rolled_back(
     monkeypatch: pytest.MonkeyPatch, importer: ModuleType
 ) -> None:
     class Interrupted(dict[str, Any]):
-        def items(self) -> Any:
+        def copy(self) -> Any:
             raise KeyboardInterrupt
 
     real, calls = replacement._namespaces, []

@@ -93,7 +93,7 @@ def indexed(draw: st.DrawFn) -> tuple[Any, tuple[int, ...]]:
     return (items[0] if len(items) == 1 and draw(st.booleans()) else tuple(items)), shape
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1500, deadline=None)
 @given(indexed())
 def test_equal_to_numpy_and_torch(case: tuple[Any, tuple[int, ...]]) -> None:
     index, shape = case
@@ -241,7 +241,7 @@ def test_refusals(index: Any) -> None:
 # Whole rows instead of many chunks.
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(indexed(), st.sampled_from([4, 40, 400, 1 << 30]), st.sampled_from([0, 64, 4096, 1 << 30]))
 def test_whole_rows_give_the_same(case: tuple[Any, tuple[int, ...]], gap_bytes: int, image_bytes: int) -> None:
     index, shape = case
@@ -312,7 +312,7 @@ def joined(array: Any, items: list[Any]) -> Any:
     return array[tuple(rest)]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(with_intervals(), st.sampled_from([0, 16, 1 << 30]))
 def test_intervals(case: tuple[list[Any], tuple[int, ...]], gap_bytes: int) -> None:
     items, shape = case

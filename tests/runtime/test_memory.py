@@ -159,3 +159,27 @@ def test_a_shortage_of_any_library_is_one_error() -> None:
     assert (caught.value.path, caught.value.needed_bytes) == ("p", (1 << 60) + HUGE_PAGE_BYTES)
     with pytest.raises(RuntimeError, match="other"), memory.reporting_shortage("p"):
         raise RuntimeError("other")
+
+
+def test_a_finaliser_may_map_memory_while_ended_mappings_are_dropped() -> None:
+    """The collector runs at any allocation, and a finaliser may use stio."""
+    kept = [memory.allocate(4096) for _ in range(100)]
+
+    class Maps:
+        def __init__(self) -> None:
+            self.own = self
+
+        def __del__(self) -> None:
+            kept.append(memory.allocate(4096))
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(20)
+    try:
+        for _ in range(30):
+            for _ in range(15):
+                Maps()
+            memory._drop_unmapped()
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert len(kept) == 550
