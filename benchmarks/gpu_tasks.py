@@ -214,7 +214,7 @@ def _reserve(size_bytes: int) -> None:
     """Allocate so much at once for stio's copy stream, and release it: torch keeps it for the load."""
     from stio.device.cuda import TorchAccelerator
 
-    TorchAccelerator(gpu_device.device()).empty(size_bytes)
+    TorchAccelerator(gpu_device.device()).allocate([size_bytes])
     gpu_device.synchronize()
 
 

@@ -179,7 +179,7 @@ class Stream(_Twin, Iterator[tuple[str, torch.Tensor]]):
     promote = _same_method(loading.Stream.promote)
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        pair = run_blocking(self._twin._take())
+        pair = self._twin._take_nowait() or run_blocking(self._twin._take())
         if pair is None:
             raise StopIteration
         return pair  # type: ignore[no-any-return]  # `_twin` is untyped

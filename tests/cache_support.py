@@ -58,4 +58,5 @@ class Recorder:
 def recorded(cache: Any, **options: Any) -> Recorder:
     recorder = Recorder(**options)
     cache._memory._make = recorder
+    cache._memory.begin_use = lambda: None
     return recorder

@@ -47,11 +47,19 @@ UNPINNED = ORDERS + "test_without_pinned_memory_all_goes_on"
 CONTEXT = "tests/gpu/test_streams.py::test_the_default_device_stays_without_a_context"
 CONTRACT = "tests/device/test_contract.py::"
 
+FAULTS = "tests/gpu/test_faults.py::"
+
 CUDA = "stio/device/cuda.py"
 QUEUE = "stio/device/copy_queue.py"
+PINNED = "stio/device/pinned.py"
 COPYING = "stio/device/copy_out.py"
 BASE = "stio/device/base.py"
 PATHS = "stio/loading/read_paths.py"
+
+WAITS_FIRST = (
+    "            may_begin.synchronize()  "
+    "# only now: until then the views are made beside the work of the caller's stream\n"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +144,7 @@ MUTANTS = (
         "memory of the reader's stream",
         "tensors are allocated under the current stream of the reader's thread, not under the copy stream",
         CUDA,
-        ("        with self.on_queue(needed_bytes=nbytes):", "        with self.as_current():"),
+        ("        with self.on_queue(needed_bytes=sum(sizes)):", "        with self.as_current():"),
         tests=(f"{DROPPED}[large-usual stream]", f"{DROPPED}[small-usual stream]"),
     ),
     mutant(
@@ -189,18 +197,28 @@ MUTANTS = (
         tests=(f"{DROPPED}[large-own stream]", f"{DROPPED}[small-own stream]"),
     ),
     mutant(
-        "shared memory is not recorded",
-        "the memory that small tensors lie in is not recorded for the consumer's stream",
+        "only the first tensor is recorded",
+        "of the tensors of a group only the first is recorded for the consumer's stream",
         BASE,
-        ("self.hand_over([*self.tensors.values(), *self.shared], ", "self.hand_over([*self.tensors.values()], "),
-        tests=f"{DROPPED}[small-own stream]",
+        ("self.hand_over(self.tensors.values(), ", "self.hand_over([*self.tensors.values()][:1], "),
+        tests=(f"{DROPPED}[small-own stream]", f"{DROPPED}[large-own stream]"),
     ),
     mutant(
-        "large tensors are not recorded",
-        "only the memory that small tensors share is recorded for the consumer's stream",
-        BASE,
-        ("self.hand_over([*self.tensors.values(), *self.shared], ", "self.hand_over([*self.shared], "),
-        tests=f"{DROPPED}[large-own stream]",
+        "small tensors are views",
+        "small tensors are views of the buffer that their group was copied to, so a user's record_stream has no effect",
+        CUDA,
+        ("        return foreach_clone(tensors)", "        return tensors"),
+        tests=f"{FAULTS}test_fault_1_a_user_s_record_stream_counts[small]",
+    ),
+    mutant(
+        "clones on the worker's stream",
+        "small tensors are cloned on the current stream of the worker's thread, beside the copies to their buffer",
+        QUEUE,
+        (
+            "            with self.accelerator.on_queue():\n                return work()",
+            "            if True:\n                return work()",
+        ),
+        tests=f"{DROPPED}[small-own stream]",
     ),
     mutant(
         "only the first event",
@@ -212,20 +230,17 @@ MUTANTS = (
     mutant(
         "hand-over before the cast's event",
         "the consumer's stream waits for the copies, but not for the casts behind them",
-        PATHS,
-        (
-            "            events = [*events, accelerator.copy([])]  # the other events stay: each tells whether its copies failed\n",
-            "",
-        ),
+        QUEUE,
+        ("            memory.events.append(event)\n", ""),
         tests=f"{BEHIND_CAST}[load]",
     ),
     mutant(
         "casts on the worker's stream",
         "casts run on the current stream of the worker's thread, beside the copies",
-        PATHS,
+        QUEUE,
         (
-            "            with accelerator.on_queue():\n                tensors = _finished(",
-            "            if True:\n                tensors = _finished(",
+            "            with self.accelerator.on_queue():\n                return work()",
+            "            if True:\n                return work()",
         ),
         tests=f"{BEHIND_CAST}[load]",
     ),
@@ -233,7 +248,7 @@ MUTANTS = (
         "a module is filled before the hand-over",
         "`load_into` copies out of tensors that were not handed over to its stream",
         "stio/loading/module.py",
-        ("        tensors = group.take()\n        with torch", "        tensors = group.tensors\n        with torch"),
+        ("        loaded = group.take()\n", "        loaded = group.tensors\n"),
         tests=f"{ORDERS}test_a_module_is_filled_behind_the_copies",
     ),
     mutant(
@@ -295,15 +310,18 @@ MUTANTS = (
     mutant(
         "pinning must not be refused",
         "a load fails where the system refuses to pin memory",
-        CUDA,
-        ("                self._pinned = False\n", "                self._pinned = False\n                raise\n"),
+        PINNED,
+        (
+            "                    self.was_refused = True\n",
+            "                    self.was_refused = True\n                    raise\n",
+        ),
         tests=UNPINNED,
     ),
     mutant(
         "each refusal to pin is tried and told again",
         "where the system refuses to pin memory each slot asks again, with a warning each",
-        CUDA,
-        ("                self._pinned = False\n", ""),
+        PINNED,
+        ("                    self.was_refused = True\n", ""),
         tests=UNPINNED,
     ),
     mutant(
@@ -328,8 +346,8 @@ MUTANTS = (
         "the disk writes to a slot on the device while the copy out of it is queued",
         QUEUE,
         (
-            "            batch.event.synchronize()\n",
-            "            if self._allocate_slot == self.accelerator.staging:\n                batch.event.synchronize()\n",
+            "            if not batch.event.query():",
+            "            if self._allocate_slot == self.accelerator.staging and not batch.event.query():",
         ),
         tests=DEVICE_SLOT,
     ),
@@ -350,10 +368,10 @@ MUTANTS = (
     # Memory of a group.
     mutant(
         "alignment is ignored",
-        "small tensors lie next to each other wherever the file has them, also off their alignment",
+        "small tensors are viewed in their buffer wherever the file has them, also off their alignment",
         "stio/device/group_memory.py",
         (
-            "    return not offset % (VECTOR_BYTES if nbytes >= VECTOR_BYTES else TORCH_DTYPES[dtype].itemsize)",
+            "    return not (part.start - start) % TORCH_DTYPES[part.dtype].itemsize",
             "    return True",
         ),
         tests="tests/device/test_group_memory.py",
@@ -381,8 +399,8 @@ MUTANTS = (
         "a thread whose current device is number 0 waits for an event of another one: a context is made on number 0",
         CUDA,
         (
-            "            with self._module.device(self._device):\n                self.event.synchronize()",
-            "            self.event.synchronize()",
+            "            with self._module.device(self._device):\n                yield",
+            "            yield",
         ),
         tests=f"{CONTEXT}[load]",
     ),
@@ -411,11 +429,8 @@ MUTANTS = (
     mutant(
         "a warm start does not wait for casts",
         "the host waits for the copies of a parameter, but not for the cast behind them",
-        PATHS,
-        (
-            "        return LoadedGroup(tensors, accelerator.hand_over, events, target.shared)",
-            "        return LoadedGroup(tensors, accelerator.hand_over, target.events, target.shared)",
-        ),
+        QUEUE,
+        ("            memory.events.append(event)\n", ""),
         tests=f"{BEHIND_CAST}[warm start]",
     ),
     mutant(
@@ -432,7 +447,7 @@ MUTANTS = (
         "a warm start does not wait for twins",
         "of two parameters with one tensor in the checkpoint the second is used while it is copied from the first",
         "stio/loading/warm_start/load.py",
-        ("        torch.accelerator.current_stream(twin.device).synchronize()\n", "        pass\n"),
+        ("    event.synchronize()\n", ""),
         tests=f"{ORDERS}test_both_of_two_tied_parameters_of_a_warm_start_are",
     ),
     # Saves.
@@ -440,7 +455,7 @@ MUTANTS = (
         "a save ignores the caller's mark",
         "a save does not wait for what the caller's stream was told before it",
         COPYING,
-        ("        event, stream = known\n        stream.wait_event(event)\n", "        event, stream = known\n"),
+        (WAITS_FIRST, ""),
         tests=SAVE,
     ),
     mutant(
@@ -448,8 +463,8 @@ MUTANTS = (
         "a save waits for the default stream, not for the caller's current one",
         COPYING,
         (
-            "event.record(module.current_stream(device))",
-            "event.record(module.default_stream(device))",
+            "return TorchEvent(module, device, module.current_stream(device))",
+            "return TorchEvent(module, device, module.default_stream(device))",
         ),
         tests=SAVE,
     ),
@@ -469,7 +484,7 @@ MUTANTS = (
         "stio/saving/pending.py",
         (
             "        self._ready = Readiness.now(self._tensors)",
-            "        self._ready = None",
+            "        self._ready = Readiness()",
         ),
         tests=SAVE,
     ),
@@ -479,14 +494,15 @@ MUTANTS = (
         COPYING,
         ("            waits.callback(event.synchronize)\n", ""),
         tests=SAVE,
+        delay=0.02,
     ),
     mutant(
         "a save's event before its copies",
         "the event of a save is recorded before its copies are queued",
         COPYING,
         (
-            "            targets, parts = [], []\n",
-            "            event = TorchEvent(module, device, stream)\n            targets, parts = [], []\n",
+            WAITS_FIRST,
+            f"{WAITS_FIRST}            event = TorchEvent(module, device, stream)\n",
         ),
         ("            return TorchEvent(module, device, stream)\n", "            return event\n"),
         tests=SAVE,
@@ -501,32 +517,57 @@ MUTANTS = (
             "        with module.device(device), torch.no_grad():",
         ),
         tests=SAVE,
+        delay=0.02,
     ),
     mutant(
         "a save on the caller's stream",
         "a save copies on the caller's stream, so that it waits for what is queued there later",
         COPYING,
-        (
-            "                    stream, event = module.Stream(device=device), module.Event()",
-            "                    stream, event = module.current_stream(device), module.Event()",
-        ),
+        ("        stream = save_stream(module, device)\n", "        stream = module.default_stream(device)\n"),
         tests=f"{SAVE_STREAM}[the caller's]",
     ),
     mutant(
         "a save on the stream of loads",
         "a save copies on the stream of loads, so that it waits for their copies",
-        COPYING,
+        CUDA,
         (
-            "                    stream, event = module.Stream(device=device), module.Event()",
-            "                    stream, event = TorchAccelerator(device)._stream, module.Event()",
+            "        known = _save_streams.setdefault(device, (module, _new_stream(module, device, _copy_streams)))\n",
+            "        known = module, _copy_stream(module, device)\n",
         ),
         tests=f"{SAVE_STREAM}[that of loads]",
+    ),
+    mutant(
+        "a stream for each save",
+        "each save takes a stream of torch's pool, and one in 32 the stream of loads",
+        CUDA,
+        (
+            "        known = _save_streams.setdefault(device, (module, _new_stream(module, device, _copy_streams)))\n",
+            "        known = module, _new_stream(module, device, _copy_streams)\n",
+        ),
+        tests=f"{FAULTS}test_fault_2_saves_share_a_stream",
+    ),
+    mutant(
+        "the stream of saves may be that of loads",
+        "the first save takes whatever stream torch gives out next, which may be the one of loads",
+        CUDA,
+        (
+            "        return torch.Stream(device=device) if stream == others.get(device, (None, None))[1] else stream\n",
+            "        return stream\n",
+        ),
+        tests=f"{FAULTS}test_fault_2_whichever_stream_is_made_first",
+    ),
+    mutant(
+        "saves wait on the stream that they share",
+        "the stream of saves waits for the caller's work, so other saves wait for it too",
+        COPYING,
+        ("            may_begin.synchronize()  #", "            stream.wait_event(may_begin.event)  #"),
+        tests=f"{FAULTS}test_fault_2_a_save_waits_for_nothing_that_another_one_waits_for",
     ),
     mutant(
         "what is produced is not waited for",
         "a save does not wait for the work behind a tensor that its producer returned",
         COPYING,
-        ("            stream.wait_stream(module.current_stream(device))\n", ""),
+        (WAITS_FIRST, ""),
         tests=f"{ORDERS}test_what_is_made_for_a_save_is_saved_behind_its_making",
     ),
     mutant(
@@ -563,6 +604,45 @@ MUTANTS = (
             "                self._num_writing -= 1\n",
         ),
         tests=f"{ORDERS}test_staging_memory_of_a_save_is_used_again_behind_its_write",
+    ),
+    # Pinned memory.
+    mutant(
+        "a closed saver keeps its pinned memory",
+        "memory that a saver has pinned stays in torch's allocator when it is closed",
+        "stio/saving/staging_pool.py",
+        ("        give_back(blocks)\n", "        blocks.clear()\n"),
+        tests=f"{FAULTS}test_fault_4_pinned_memory_is_given_back[a saver]",
+    ),
+    mutant(
+        "a closed cache keeps its pinned memory",
+        "memory that a cache has pinned stays in torch's allocator when it is closed",
+        "stio/loading/cache/host_cache.py",
+        ("            image.clear(give_back)\n", "            image.clear()\n"),
+        tests=f"{FAULTS}test_fault_4_pinned_memory_is_given_back[a cache]",
+    ),
+    mutant(
+        "a load that outlives its cache keeps the memory",
+        "memory of a closed cache stays in torch's allocator if a load used it at the close",
+        "stio/loading/cache/entries.py",
+        ("image.clear(self._give_back if self._closed else list.clear)", "image.clear()"),
+        tests=f"{FAULTS}test_fault_4_what_a_load_uses_is_given_back_when_it_ends",
+    ),
+    mutant(
+        "a saver pins whatever a snapshot takes",
+        "the default budget of a saver is not bounded by the host's memory",
+        "stio/saving/staging_pool.py",
+        ("        return self.budget_bytes if fits else", "        return self.budget_bytes if fits or pinned else"),
+        tests=f"{FAULTS}test_fault_3_a_saver_without_a_budget_pins_no_more_than_the_host_has",
+    ),
+    mutant(
+        "what was refused is never pinned again",
+        "a saver uses plain memory for ever once pinning was refused",
+        PINNED,
+        (
+            "        return self.device == other.device and not self.was_refused and not other.was_refused\n",
+            "        return self.device == other.device\n",
+        ),
+        tests=f"{FAULTS}test_after_a_refusal_memory_is_pinned_again[a saver]",
     ),
 )
 

@@ -21,6 +21,7 @@ import anyio
 import pytest
 import safetensors.torch
 import torch
+from counts import LONG
 
 from stio.runtime.memory import Region
 from stio.storage.base import Identity
@@ -449,7 +450,7 @@ async def spin(n: int) -> None:
 
 
 async def cancelled_after_every_round(
-    make: Callable[[], Awaitable[Any]], *, growth: float = 1.25, limit: int = 100_000
+    make: Callable[[], Awaitable[Any]], *, growth: float = 1.25 if LONG else 1.6, limit: int = 100_000
 ) -> int:
     """Cancel `make()` after 0, 1, 2 ... rounds of the loop (ever wider steps) until runs pass untouched."""
     n, passed, runs = 0, 0, 0

@@ -4,7 +4,8 @@ Start with `base.py`: `Accelerator` is the interface that loads need from a devi
 to its consumer. `cuda.py` implements the interface by torch. Loads use `copy_queue.py` (slots of staging memory,
 submission, events), `group_memory.py` (the memory of a group on the device) and `tensors.py` (tensors over memory,
 dtypes, casts). Saves use `describe.py` (what can be saved of a tensor) and `copy_out.py` (its bytes into host memory).
-`placement.py` finds the device of each tensor. `torch_private.py` has torch's private names that loads and saves use.
+`pinned.py` allocates pinned memory. `placement.py` finds the device of each tensor. `torch_private.py` has torch's
+private names that loads and saves use.
 
 Lifetimes on an accelerator. A copy is queued first and done later. Until it is done, the device reads and writes memory
 that no Python code uses any more. These rules keep that memory valid:
@@ -22,10 +23,11 @@ that no Python code uses any more. These rules keep that memory valid:
    `record_stream`: without it the allocator would return freed memory to the copy stream, and the next load would write
    there, while the consumer's stream still reads. It runs on the consumer's thread, because it uses
    the thread's current stream.
-4. Small tensors share an allocation, though each has its own storage. The allocator has a record of the allocation
-   only, so `hand_over` gets that too (`GroupMemory.shared`). A user's `record_stream` on a small tensor has no effect.
-5. Saves. A copy out of a tensor is queued behind an event on the caller's stream (`Readiness`), on a stream of its own.
-   The save holds the tensor until the event behind the copy has passed.
+4. Small tensors. Neighbouring ones are copied into one buffer, and cloned from there behind the copies: each tensor has
+   an allocation of its own, so a user's `record_stream` counts on it. The buffer is freed under the copy stream.
+5. Saves. A thread of the save waits for an event on the caller's stream (`Readiness`) and then queues copies out of the
+   tensors, on the stream that all saves of the device share. That stream never waits for another one, so no save waits
+   for what another one waits for. The save holds a tensor until the event behind its copy has passed.
 
 All events of a group are waited for, not only the last one, because each event reports the failure of its own copies.
 """

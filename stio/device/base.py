@@ -22,7 +22,11 @@ class Event(Protocol):
     """A point in the order of a device's copies."""
 
     def query(self) -> bool:
-        """Return whether everything before the event has been done."""
+        """Return whether everything before the event has been done.
+
+        Raises:
+            DeviceError: A copy failed.
+        """
 
     def synchronize(self) -> None:
         """Block this thread, without the GIL, until everything before the event has been done.
@@ -43,11 +47,19 @@ class Accelerator(Protocol):
     def staging(self, nbytes: int) -> Region:
         """Return host memory for copies, pinned where that works. It is released with the last reference to it."""
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Return a new uint8 tensor `[nbytes]` on the device. Copies and work `on_queue` may use it at once.
+    def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return new uint8 tensors `[size]` on the device, each an allocation of its own.
+
+        Copies and work `on_queue` may use them at once. One call for many tensors: each call may wait for the GIL.
 
         Raises:
-            DeviceMemoryError: The device is full.
+            DeviceMemoryError: The device is full; nothing stays allocated.
+        """
+
+    def clone(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Copy device tensors, each into an allocation of its own, in one call; return the new ones.
+
+        Called `on_queue`, which reports a device that is full.
         """
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
@@ -81,8 +93,6 @@ class LoadedGroup:
     """`Accelerator.hand_over` of the device; None on the CPU, where no copy is under way."""
     events: Sequence[Event] = ()
     """Events behind the copies and casts."""
-    shared: Sequence[torch.Tensor] = ()
-    """Allocations that small tensors share; a stream that uses one of them uses these too."""
 
     def wait(self) -> None:
         """Block this thread, without the GIL, until the data is there for any stream.
@@ -96,14 +106,14 @@ class LoadedGroup:
     def take(self) -> dict[str, torch.Tensor]:
         """Return the tensors; the calling thread's current stream waits for their data, the thread does not."""
         if self.hand_over is not None:
-            self.hand_over([*self.tensors.values(), *self.shared], self.events)
+            self.hand_over(self.tensors.values(), self.events)
         return self.tensors
 
     def take_one(self, name: str) -> torch.Tensor:
         """Return one tensor as `take` does, and remove it here."""
         tensor = self.tensors[name]
         if self.hand_over is not None:
-            self.hand_over([tensor, *self.shared], self.events)
+            self.hand_over([tensor], self.events)
         self.tensors.pop(name, None)
         return tensor
 

@@ -1,7 +1,9 @@
 """Copies bytes of tensors into host memory, for any layout and any device.
 
 No temporary is as large as a tensor. Contiguous memory is copied by address, other layouts part by part, each part
-directly to its target. Copies from a device run on their own stream, and are waited for once.
+directly to its target. Copies from a device run on the stream of all saves, and are waited for once. Two saves at the
+same time share it: the copies of both run in the order of their submission. So what a save must wait for first is
+waited for by its threads and not by the stream, where the copies of the other save would wait too.
 """
 
 from __future__ import annotations
@@ -9,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 
 from stio.device.base import Event
-from stio.device.cuda import TorchAccelerator, TorchEvent, answering, bytes_of, has_streams, on_stream
+from stio.device.cuda import TorchEvent, answering, bytes_of, has_streams, on_stream, save_stream
+from stio.device.pinned import PinnedAllocator
 from stio.device.tensors import INTEGERS
-from stio.device.torch_private import conj_neg_bits, foreach_copy, without_torch_function
-from stio.errors import DeviceError, DeviceMemoryError
+from stio.device.torch_private import conj_neg_bits, foreach_copy, unflatten_like, without_torch_function
+from stio.errors import DeviceError, DeviceMemoryError, StioError
+from stio.format.sharding import TensorSource
 from stio.runtime import memory
 from stio.runtime.memory import HOLD_BYTES, Region, move, move_holding
 
@@ -31,6 +34,14 @@ _PART_BYTES = 16 << 20
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """The types that behave as torch defines, without code of a subclass."""
 
+PLAIN_LAYOUT = (None, (False, False))
+"""`TensorSource.layout` of a contiguous tensor that is neither conjugated nor negated."""
+
+_MOVED = frozenset(
+    {*INTEGERS.values(), torch.int8, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64}
+)
+"""Dtypes that every kind of device copies as they are. Others are copied as bytes."""
+
 _TILE_COLUMNS = 64
 """Columns copied at a time from a transposed tensor: a 64 MiB block of float32 takes 21 ms by tiles, 175 by rows."""
 
@@ -41,8 +52,8 @@ _CACHE_LINE_BYTES = 64
 class Readiness:
     """When the tensors of a save may be read: behind the work that was queued on their devices before the save."""
 
-    _by_device: dict[torch.device, tuple[Any, Any]] = field(default_factory=dict)
-    """An event behind that work, and the stream that copies the tensors."""
+    _events: dict[torch.device, Event] = field(default_factory=dict)
+    """For each device an event behind that work."""
 
     @classmethod
     def now(cls, tensors: Mapping[str, object]) -> Readiness:
@@ -54,40 +65,38 @@ class Readiness:
         Raises:
             DeviceError: A device does not answer.
         """
-        found: dict[torch.device, tuple[Any, Any]] = {}
+        found: dict[torch.device, Event] = {}
         for tensor in tensors.values():
+            if type(tensor) in PLAIN and tensor.is_cpu:  # type: ignore[attr-defined]
+                continue
             device = _accelerator_of(tensor)
             if device is not None and device not in found:
-                module: Any = torch.get_device_module(device)
-                with answering(device):
-                    stream, event = module.Stream(device=device), module.Event()
-                    event.record(module.current_stream(device))
-                found[device] = event, stream
+                found[device] = _event_now(device)
         return cls(found)
 
-    def stream(self, device: torch.device) -> Any:
-        """Return a stream of the device on which the tensors may be read."""
-        known = self._by_device.get(device)
-        if known is None:  # made after `now`, on this thread
-            module: Any = torch.get_device_module(device)
-            stream = module.Stream(device=device)
-            stream.wait_stream(module.current_stream(device))
-            return stream
-        event, stream = known
-        stream.wait_event(event)
-        return stream
+    def event(self, device: torch.device) -> Event:
+        """Return the event behind which the tensors on a device may be read."""
+        known = self._events.get(device)
+        return _event_now(device) if known is None else known  # made after `now`, on this thread
 
     def staging_allocator(self) -> Callable[[int], Region]:
-        """Return the allocator of staging memory for copies of the tensors: pinned where one of them is on a device.
+        """Return an allocator of staging memory for copies of the tensors: pinned where one of them is on a device.
 
-        Equal devices get an equal function, so a pool can compare functions to decide whether its memory fits.
+        Allocators are equal if memory of one serves for the other.
         """
-        return next(map(_pinned, self._by_device), memory.allocate)
+        return next(map(PinnedAllocator, self._events), memory.allocate)
+
+
+def _event_now(device: torch.device) -> Event:
+    """Return an event behind what this thread has queued on its current stream of a device."""
+    module: Any = torch.get_device_module(device)
+    with answering(device):
+        return TorchEvent(module, device, module.current_stream(device))
 
 
 def _accelerator_of(tensor: object) -> torch.device | None:
     """Return the device that a tensor's bytes are copied from; None for the CPU, and if it cannot be saved."""
-    if not isinstance(tensor, torch.Tensor) or (type(tensor) in PLAIN and tensor.is_cpu):
+    if not isinstance(tensor, torch.Tensor):
         return None
     with without_torch_function():
         if tensor.is_cpu or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -96,16 +105,11 @@ def _accelerator_of(tensor: object) -> torch.device | None:
     return device if device.type != "meta" and has_streams(device) else None
 
 
-@cache
-def _pinned(device: torch.device) -> Callable[[int], Region]:
-    return TorchAccelerator(device).staging
-
-
 def copy_out(copies: Sequence[Copy], ready: Readiness | None = None) -> None:
     """Copy bytes of tensors into host memory. Blocks, mostly without the GIL; callable from any thread.
 
     A copy takes the bytes `[start, start + region.nbytes)` that the tensor would have if it were contiguous, with its
-    conjugation and negation carried out. The copies of one device are queued together on a stream of their own, and
+    conjugation and negation carried out. The copies of one device are queued together on the stream of saves, and
     waited for once; they are slow if the host memory is not pinned.
 
     Args:
@@ -117,7 +121,24 @@ def copy_out(copies: Sequence[Copy], ready: Readiness | None = None) -> None:
         DeviceError: A copy was refused or failed. No region is being written to when this is raised.
         DeviceMemoryError: A device has no memory to make a part of a tensor contiguous.
     """
-    by_device: dict[torch.device, list[Copy]] = {}
+    _copy_all(copies, {}, None, ready or Readiness())
+
+
+def _copy_all(
+    copies: Iterable[Copy],
+    whole: Mapping[torch.device, Sequence[tuple[int, torch.Tensor]]],
+    block: Region | None,
+    ready: Readiness,
+) -> None:
+    """Copy parts of tensors, and whole tensors into a block.
+
+    Args:
+        copies: See `copy_out`.
+        whole: By device, contiguous tensors and their offsets in the block.
+        block: Where they are copied to.
+        ready: See `copy_out`.
+    """
+    by_device: dict[torch.device, list[Copy]] = {device: [] for device in whole}
     on_cpu = []
     for copy in copies:
         tensor, start, region = copy
@@ -131,36 +152,57 @@ def copy_out(copies: Sequence[Copy], ready: Readiness | None = None) -> None:
             by_device.setdefault(tensor.device, []).append(copy)
     with ExitStack() as waits:  # all events are waited for, even if something fails
         for device, of_device in by_device.items():
-            event = _queue_copies(device, of_device, ready or Readiness())
+            event = _queue_copies(device, of_device, ready, whole.get(device, ()), block)
             waits.callback(event.synchronize)
         for tensor, start, region in on_cpu:
             _copy_on_cpu(tensor, start, region)
 
 
-def copy_small(parts: Iterable[tuple[torch.Tensor, int, int, int]], target: Region) -> list[Copy]:
-    """Copy the parts that are short and contiguous on the host; return the other copies, for `copy_out`.
+def copy_pieces(
+    sources: Sequence[TensorSource],
+    pieces: Iterable[tuple[int, int, int, int, bool]],
+    target: Region,
+    ready: Readiness | None = None,
+) -> None:
+    """Copy bytes of many tensors into one block of host memory, as `copy_out` does.
 
-    A region and a list entry for each of 60,000 tensors cost more than the copies, and start the garbage collector.
+    The copies of short, contiguous tensors need no objects of their own: for 60,000 tensors these cost more than the
+    copies, and start the garbage collector. Those on devices are copied by a few calls, since each call drops the GIL.
 
     Args:
-        parts: A tensor, the first byte to copy, its offset in the target, and the number of bytes.
+        sources: The tensors.
+        pieces: For each piece the position of its tensor, the first byte to copy, its offset in the target, the number
+            of bytes, and whether it is the tensor's last piece. No piece is outside its tensor.
         target: Host memory.
+        ready: See `copy_out`.
+
+    Raises:
+        ValueError: A piece outside its tensor, which has changed, or outside the target.
+        DeviceError: See `copy_out`.
+        DeviceMemoryError: See `copy_out`.
     """
-    left: list[Copy] = []
-    address, size = target.address, target.nbytes
-    for tensor, start, at, nbytes in parts:
+    others: list[Copy] = []
+    whole: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    address, size, hold_bytes, plain, copy = target.address, target.nbytes, HOLD_BYTES, PLAIN_LAYOUT, move_holding
+    for number, start, at, nbytes, _ in pieces:
+        source = sources[number]
+        tensor: torch.Tensor = source.data
+        # Since it was described a tensor may have changed: an access outside its memory would end the process.
         if (
-            nbytes < HOLD_BYTES
-            and tensor.is_cpu
+            source.layout == plain
+            and nbytes < hold_bytes
             and 0 <= start <= tensor.nbytes - nbytes
             and 0 <= at <= size - nbytes
             and tensor.is_contiguous()
-            and conj_neg_bits(tensor) == (False, False)
         ):
-            move_holding(address + at, tensor.data_ptr() + start, nbytes)
-        else:
-            left.append((tensor, start, target.sub(at, nbytes)))
-    return left
+            if tensor.is_cpu:
+                copy(address + at, tensor.data_ptr() + start, nbytes)
+                continue
+            if nbytes == tensor.nbytes and tensor.dtype in _MOVED and not (address + at) % tensor.itemsize:
+                whole.setdefault(tensor.device, []).append((at, tensor))
+                continue
+        others.append((tensor, start, target.sub(at, nbytes)))
+    _copy_all(others, whole, target, ready or Readiness())
 
 
 def _copy_on_cpu(tensor: torch.Tensor, start: int, region: Region) -> None:
@@ -218,14 +260,22 @@ def _parts(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[torch.T
             at += whole * row
 
 
-def _queue_copies(device: torch.device, copies: Sequence[Copy], ready: Readiness) -> Event:
-    """Queue a device's copies on a stream of their own, and an event behind them."""
+def _queue_copies(
+    device: torch.device,
+    copies: Iterable[Copy],
+    ready: Readiness,
+    whole: Sequence[tuple[int, torch.Tensor]] = (),
+    block: Region | None = None,
+) -> Event:
+    """Queue a device's copies on the stream of saves, once they may be made; return an event behind them."""
     module: Any = torch.get_device_module(device)
     with answering(device):
-        stream = ready.stream(device)
+        stream = save_stream(module, device)
+    may_begin = ready.event(device)
     try:
         with on_stream(module, device, stream), torch.no_grad():
-            targets, parts = [], []
+            targets, parts = _views_of(block, whole) if block is not None else ([], [])
+            strided = []
             for tensor, start, region in copies:
                 if tensor.is_contiguous() and not any(conj_neg_bits(tensor)):
                     targets.append(bytes_of(region))
@@ -233,14 +283,17 @@ def _queue_copies(device: torch.device, copies: Sequence[Copy], ready: Readiness
                     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
                     parts.append(flat[start : start + region.nbytes])
                 else:
-                    _queue_strided(tensor, start, region)
+                    strided.append((tensor, start, region))
+            may_begin.synchronize()  # only now: until then the views are made beside the work of the caller's stream
+            for tensor, start, region in strided:
+                _queue_strided(tensor, start, region)
             if targets:
                 foreach_copy(targets, parts, non_blocking=True)
             return TorchEvent(module, device, stream)
     except BaseException as error:
         with suppress(RuntimeError):  # a device that is lost says so a second time
             stream.synchronize()
-        if not isinstance(error, RuntimeError):
+        if not isinstance(error, RuntimeError) or isinstance(error, StioError):
             raise
         if isinstance(error, torch.OutOfMemoryError):
             raise DeviceMemoryError(
@@ -249,6 +302,30 @@ def _queue_copies(device: torch.device, copies: Sequence[Copy], ready: Readiness
                 expected=f"{_PART_BYTES:,} bytes",
             ) from error
         raise DeviceError(f"copying from {device} failed: {error}") from error
+
+
+def _views_of(
+    block: Region, whole: Sequence[tuple[int, torch.Tensor]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return views of a block of the shapes and dtypes of tensors, and the tensors; a few calls for many tensors.
+
+    Args:
+        block: Host memory.
+        whole: Contiguous tensors, and their offsets in the block.
+    """
+    flat = bytes_of(block)
+    runs: list[tuple[int, list[torch.Tensor]]] = []
+    end = -1
+    for at, tensor in whole:
+        if at != end or tensor.dtype != runs[-1][1][0].dtype:
+            runs.append((at, []))
+        runs[-1][1].append(tensor)
+        end = at + tensor.nbytes
+    targets: list[torch.Tensor] = []
+    for first, run in runs:
+        nbytes = sum(tensor.nbytes for tensor in run)
+        targets += unflatten_like(flat[first : first + nbytes].view(run[0].dtype), run)
+    return targets, [tensor for _, tensor in whole]
 
 
 def _queue_strided(tensor: torch.Tensor, start: int, region: Region) -> None:

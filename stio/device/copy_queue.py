@@ -25,6 +25,7 @@ from stio.runtime.memory import Region, reporting_shortage
 from stio.runtime.trace import Trace
 
 B = TypeVar("B")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +182,27 @@ class CopyQueue(Generic[B]):
             for block in blocks:
                 on_submitted(block)
 
+    def run(self, work: Callable[[], T], memory: GroupMemory) -> T:
+        """Run work of torch behind the copies of a group; an event behind it is noted in the group's memory.
+
+        Args:
+            work: Queues its work on the device; it may raise what `Accelerator.on_queue` reports.
+            memory: The memory that the work reads or writes.
+
+        Raises:
+            DeviceError: The device refused.
+            DeviceMemoryError: The device is full.
+        """
+        try:
+            with self.accelerator.on_queue():
+                return work()
+        finally:  # also after an error: a part of the work may be queued, and `drain` waits for it
+            event = self.accelerator.copy([])
+            memory.events.append(event)
+            with self._changed:
+                self._submitted.append(_Batch(event, [], perf_counter(), 0))
+                self._changed.notify()
+
     def release(self, *slots: Region) -> None:
         """Give back slots that no copy reads."""
         with self._changed:
@@ -328,7 +350,8 @@ class CopyQueue(Generic[B]):
     def _wait_for(self, batch: _Batch) -> list[Region]:
         """Wait until a batch is done; return its slots, which are the caller's to use or release."""
         try:
-            batch.event.synchronize()
+            if not batch.event.query():  # to synchronize releases the GIL, also if there is nothing to wait for
+                batch.event.synchronize()
         except BaseException:
             with self._changed:
                 # The device may still read them: they are held until the end and never filled again. Others may be
@@ -340,7 +363,7 @@ class CopyQueue(Generic[B]):
             with self._changed:
                 self._num_waited_for -= 1
                 self._changed.notify_all()
-        if self._trace is not None:
+        if self._trace is not None and batch.num_bytes:
             self._trace.add("copy", batch.start, perf_counter(), num_bytes=batch.num_bytes, lane="copy")
         return batch.slots
 

@@ -1,8 +1,8 @@
 """The accelerator of torch: CUDA, and the other kinds that have torch's generic streams (ROCm, XPU).
 
-There is one copy stream for each device. Memory is allocated under that stream, so the allocator has a record
-of the stream that writes it. The consumer's stream waits for the event behind the copies; the host never does. Staging
-memory is pinned by torch's host allocator, which rounds up to powers of two and holds freed memory for the next load.
+There is one copy stream for each device, and one for the copies of saves. Memory is allocated under the copy stream, so
+the allocator has a record of the stream that writes it. The consumer's stream waits for the event behind the copies;
+the host never does. Staging memory is pinned (`stio.device.pinned`).
 
 Every call of the driver is made with the target as the thread's current device. In a new thread device 0 is current;
 to query an event or to leave a stream there creates a context on it, half a gigabyte of a device that the load does
@@ -12,24 +12,21 @@ not use.
 from __future__ import annotations
 
 import ctypes
-import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
 
-from stio.device.torch_private import foreach_copy
+from stio.device.pinned import PinnedAllocator
+from stio.device.torch_private import foreach_clone, foreach_copy
 from stio.errors import DeviceError, DeviceMemoryError, StioError
-from stio.runtime import memory
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.process import after_fork_in_child
 
-logger = logging.getLogger("stio")
-
-STREAM_API = ("Event", "Stream", "current_stream", "device", "stream")
-"""What torch's module of a kind of device must have for copies beside other work."""
+STREAM_API = ("current_stream", "device", "stream")
+"""What torch's module of a kind of device must have for copies beside other work; streams and events are generic."""
 
 
 def has_streams(device: torch.device) -> bool:
@@ -59,13 +56,19 @@ class TorchEvent:
     def __init__(self, module: Any, device: torch.device, stream: Any) -> None:
         self._module, self._device = module, device
         # A waiting thread sleeps. By default it spins, and each worker that waits for the bus would occupy a core.
-        self.event: Any = module.Event(blocking=True) if device.type == "cuda" else module.Event()
+        # torch's generic event has that option too and ignores it.
+        self.event: Any = module.Event(blocking=True) if device.type == "cuda" else torch.Event(device=device)
         """The event of torch, for streams that wait for it."""
-        self.event.record(stream)
+        with module.device(device):
+            self.event.record(stream)
 
     def query(self) -> bool:
-        """Return whether everything before the event has been done."""
-        with self._module.device(self._device):
+        """Return whether everything before the event has been done.
+
+        Raises:
+            DeviceError: A copy failed.
+        """
+        with self._reporting():
             return bool(self.event.query())
 
     def synchronize(self) -> None:
@@ -74,9 +77,14 @@ class TorchEvent:
         Raises:
             DeviceError: A copy failed.
         """
+        with self._reporting():
+            self.event.synchronize()
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
         try:
             with self._module.device(self._device):
-                self.event.synchronize()
+                yield
         except RuntimeError as error:
             raise DeviceError(f"copying on {self._device} failed: {error}") from error
 
@@ -90,6 +98,7 @@ def on_stream(module: Any, device: torch.device, stream: Any) -> Iterator[None]:
 
 _creating_stream = new_lock()
 _copy_streams: dict[torch.device, tuple[Any, Any]] = {}
+_save_streams: dict[torch.device, tuple[Any, Any]] = {}
 
 
 def _copy_stream(module: Any, device: torch.device) -> Any:
@@ -101,9 +110,30 @@ def _copy_stream(module: Any, device: torch.device) -> Any:
     with _creating_stream:  # `functools.cache` would let two first loads create one each
         known, stream = _copy_streams.get(device, (None, None))
         if known is not module:
-            stream = module.Stream(device=device)
+            stream = _new_stream(module, device, _save_streams)
             _copy_streams[device] = module, stream
         return stream
+
+
+def save_stream(module: Any, device: torch.device) -> Any:
+    """Return the process's stream for the copies of saves, never the one of loads. All saves share it.
+
+    torch has 32 streams for a device and gives them out in turn, so with a stream for each save one save in 32 would
+    wait for the copies of loads. On the stream there are copies of saves only, and no waits for other streams: no
+    save waits for what another one waits for. Takes no lock, because a drop-in copies on a caller's thread.
+    """
+    known = _save_streams.get(device)
+    if known is None or known[0] is not module:
+        _save_streams.pop(device, None)
+        known = _save_streams.setdefault(device, (module, _new_stream(module, device, _copy_streams)))
+    return known[1]
+
+
+def _new_stream(module: Any, device: torch.device, others: dict[torch.device, tuple[Any, Any]]) -> Any:
+    """Return a stream of torch's pool that is not the one that `others` has for the device."""
+    with module.device(device):  # to create a stream elsewhere creates a context of the current device
+        stream = torch.Stream(device=device)
+        return torch.Stream(device=device) if stream == others.get(device, (None, None))[1] else stream
 
 
 @after_fork_in_child
@@ -112,6 +142,7 @@ def _forget_parent() -> None:
     global _creating_stream
     _creating_stream = new_lock()
     _copy_streams.clear()
+    _save_streams.clear()
 
 
 class TorchAccelerator:
@@ -136,34 +167,24 @@ class TorchAccelerator:
             )
         with answering(device):
             self._stream: Any = _copy_stream(self._module, device)
-        self._pinned = True
+        self._staging = PinnedAllocator(device)
 
     def as_current(self) -> AbstractContextManager[Any]:
         """Return a context in which the device is the calling thread's current one."""
         return self._module.device(self.device)  # type: ignore[no-any-return]  # torch's modules are untyped
 
     def staging(self, nbytes: int) -> Region:
-        """Return pinned memory, or plain memory with a warning where pinning fails (a low memlock limit).
+        """Return pinned memory, or plain memory with a warning where pinning fails (a low memlock limit)."""
+        return self._staging(nbytes)
 
-        torch's host allocator pins it. That clears the error that a refusal leaves in the driver (the next launch of
-        the thread would raise it). The allocator rounds up to a power of two, keeps freed memory for the next load, and
-        does not return memory again while a copy reads it.
-        """
-        if self._pinned:
-            try:
-                with self.on_queue():  # memory is pinned in the context of a device: of this one, not of device 0
-                    tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            except RuntimeError as error:
-                self._pinned = False
-                logger.warning("pinning host memory failed, copies to %s will be slower: %s", self.device, error)
-            else:
-                return Region(tensor.data_ptr(), nbytes, tensor)
-        return memory.allocate(nbytes)
+    def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return new uint8 tensors `[size]`, allocated under the copy stream."""
+        with self.on_queue(needed_bytes=sum(sizes)):
+            return [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Return a new uint8 tensor `[nbytes]`, allocated under the copy stream."""
-        with self.on_queue(needed_bytes=nbytes):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+    def clone(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Copy tensors in one call; called `on_queue`, so on the copy stream."""
+        return foreach_clone(tensors)
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> TorchEvent:
         """Queue copies on the copy stream, in one call, and an event behind them.
@@ -183,11 +204,7 @@ class TorchAccelerator:
             raise DeviceError(f"copying to {self.device} failed: {error}") from error
 
     def hand_over(self, tensors: Iterable[torch.Tensor], events: Iterable[Any]) -> None:
-        """Let the current stream wait for the events, and record in the allocator that it uses the memory.
-
-        `record_stream` does nothing for a small tensor in a shared allocation, because the allocator has no record of
-        its storage. The shared allocation is among `tensors` for that reason.
-        """
+        """Let the current stream wait for the events, and record in the allocator that it uses the memory."""
         stream = self._module.current_stream(self.device)
         for event in events:
             stream.wait_event(event.event)

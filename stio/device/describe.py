@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from stio.device.copy_out import PLAIN
+from stio.device.copy_out import PLAIN, PLAIN_LAYOUT
 from stio.device.cuda import has_streams
 from stio.device.tensors import FORMAT_DTYPES
-from stio.device.torch_private import conj_neg_bits, without_torch_function
+from stio.device.torch_private import traits_of, without_torch_function
 from stio.errors import DeviceError, FormatError, UnsupportedDtypeError, printable
 from stio.format.dtypes import tensor_nbytes
 from stio.format.sharding import TensorSource
+
+_KINDS = {dtype: (name, dtype.itemsize) for dtype, name in FORMAT_DTYPES.items()}
+"""The name in the format and the bytes of an element of each of torch's types."""
 
 _MOST_NAMES = 8
 """Most tensors that one error lists."""
@@ -104,12 +107,12 @@ def describe_tensors(
 
 
 def _source(name: str, tensor: torch.Tensor) -> TensorSource:
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    traits = traits_of(tensor)
+    if not traits.is_dense:
         what = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         hint = "save its parts" if tensor.is_nested else "call to_dense() first, or save its parts"
         raise ValueError(f"tensor {printable(name)!r} is {what}, and the format knows dense ones only: {hint}")
-    kind = tensor.dtype
-    dtype, item = FORMAT_DTYPES.get(kind) or _format_dtype(name, kind), kind.itemsize
+    dtype, item = _KINDS.get(tensor.dtype) or (_format_dtype(name, tensor.dtype), 0)
     sizes, nbytes = tuple(tensor.shape), tensor.nbytes
     shape = _format_shape(name, sizes) if dtype == "F4" else sizes
     if not nbytes:
@@ -118,8 +121,8 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
             name=name, dtype=dtype, shape=shape, nbytes=0, storage_key=None, span=(0, 0), layout=None, data=tensor
         )
     begin = int(tensor.storage_offset()) * item
-    strides: tuple[int, ...] | None = None  # those of the shape
     end = begin + nbytes
+    layout: tuple[tuple[int, ...] | None, tuple[bool, bool]] = PLAIN_LAYOUT
     if not tensor.is_contiguous():
         strides = tensor.stride()
         end = begin + item
@@ -127,6 +130,9 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
             end += (size - 1) * stride * item
         if 1 in sizes:  # a dimension of one element has any stride
             strides = tuple(stride if size != 1 else 0 for size, stride in zip(sizes, strides, strict=True))
+        layout = strides, traits.bits
+    elif traits.bits != PLAIN_LAYOUT[1]:
+        layout = None, traits.bits  # the strides are those of the shape
     storage = tensor.untyped_storage()
     address, held = storage.data_ptr(), storage.nbytes()
     if end > held or not address:
@@ -139,9 +145,9 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
         dtype=dtype,
         shape=shape,
         nbytes=nbytes,
-        storage_key=(None if tensor.is_cpu else tensor.device, address, held),
+        storage_key=(None if traits.is_cpu else tensor.device, address, held),
         span=(begin, end),
-        layout=(strides, conj_neg_bits(tensor)),
+        layout=layout,
         data=tensor,
     )
 

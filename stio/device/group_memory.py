@@ -1,90 +1,110 @@
 """The device memory of one group of tensors: which allocation each byte of the group belongs to.
 
-A large tensor is an allocation of its own. Neighbouring small tensors share one, because an allocation costs as much
-as reading them, but each gets a storage of exactly its bytes.
+A large tensor is copied into an allocation of its own. Neighbouring small tensors are copied into one buffer, and
+cloned from there: a call of torch for each tensor may wait for the GIL, and two calls make all of them (`separate`). So
+every tensor has an allocation of its own, which the device's allocator knows: a user's `record_stream` counts on each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 
 from stio.device.base import Accelerator, Event
 from stio.device.tensors import TORCH_DTYPES, torch_shape, typed
-from stio.device.torch_private import from_dlpack, to_dlpack
+from stio.device.torch_private import unflatten
 from stio.format.dtypes import tensor_nbytes
 from stio.runtime.memory import Region
+from stio.runtime.process import collection_paused
 
-OWN_ALLOCATION_BYTES = 2 << 20
-"""Tensors of this size and above are allocations of their own; smaller ones share allocations."""
-
-VECTOR_BYTES = 16
-"""Kernels load vectors of this size, and some do not check that a tensor starts at a multiple of it, as each allocation
-of torch's does. Shorter tensors are aligned to the size of their elements."""
+LARGE_BYTES = 2 << 20
+"""Tensors of this size and above are copied directly into their own allocation, smaller ones by way of a buffer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Small:
+class Layout(Protocol):
+    """The tensors of a group, as `stio.loading.plan.Group` has them."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the tensors."""
+
+    @property
+    def dtypes(self) -> Sequence[str]:
+        """Their dtypes, as in the format."""
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """Their shapes, as in the format."""
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """Offset of each tensor in the group, ascending."""
+
+
+class _Part(NamedTuple):
+    """One tensor of a group, and its bytes `[start, stop)` in it."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
 
+    @property
+    def is_small(self) -> bool:
+        return 0 < self.stop - self.start < LARGE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class _Allocation:
-    start: int
-    stop: int
-    memory: torch.Tensor  # [stop - start] uint8 on the device; holds the bytes [start, stop) of the group
+    """Device memory for neighbouring parts; one part owns its allocation, several are cloned from theirs."""
+
+    parts: Sequence[_Part]
+    memory: torch.Tensor  # [stop - start] uint8 on the device
+
+    @property
+    def start(self) -> int:
+        return self.parts[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.parts[-1].stop
 
 
 @dataclass(slots=True)
 class GroupMemory:
     """The device memory of one group. A byte of it is addressed by its offset in the group."""
 
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The group's tensors by name. Their values are complete when the events have passed."""
-    shared: list[torch.Tensor] = field(default_factory=list)
-    """Allocations that small tensors share."""
     events: list[Event] = field(default_factory=list)
     """Events behind the copies that were submitted for the group."""
+    _names: Sequence[str] = ()
+    _tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     _allocations: list[_Allocation] = field(default_factory=list)
 
     @classmethod
-    def allocate(
-        cls,
-        accelerator: Accelerator,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[tuple[int, ...]],
-        offsets: Sequence[int],
-    ) -> GroupMemory:
-        """Allocate for a group's tensors; `offsets` are their offsets in the group, ascending.
+    def allocate(cls, accelerator: Accelerator, layouts: Sequence[Layout]) -> list[GroupMemory]:
+        """Allocate for the tensors of groups, in one call.
 
         Raises:
-            DeviceMemoryError: The device is full; the memory allocated so far is free again.
+            DeviceMemoryError: The device is full; nothing stays allocated.
         """
-        memory = cls()
-        run: list[_Small] = []
-        for name, dtype, shape, start in zip(names, dtypes, shapes, offsets, strict=True):
-            nbytes = tensor_nbytes(dtype, shape)
-            is_small = 0 < nbytes < OWN_ALLOCATION_BYTES
-            if run and not (is_small and _is_aligned(start - run[0].start, dtype, nbytes)):
-                memory._allocate_shared(accelerator, run)
-                run = []
-            if is_small:
-                run.append(_Small(name, dtype, shape, start, start + nbytes))
-                continue
-            flat = accelerator.empty(nbytes)
-            memory.tensors[name] = typed(flat, dtype, torch_shape(dtype, shape))
-            if nbytes:
-                memory._allocations.append(_Allocation(start, start + nbytes, flat))
-        if run:
-            memory._allocate_shared(accelerator, run)
-        return memory
+        runs_of = [_runs(layout) for layout in layouts]
+        sizes = [run[-1].stop - run[0].start for runs in runs_of for run in runs]
+        memories = iter(accelerator.allocate(sizes))
+        found = []
+        for layout, runs in zip(layouts, runs_of, strict=True):
+            memory = cls(_names=layout.names)
+            for run in runs:
+                flat = next(memories)
+                memory._allocations.append(_Allocation(run, flat))
+                if len(run) == 1:
+                    (part,) = run
+                    memory._tensors[part.name] = typed(flat, part.dtype, torch_shape(part.dtype, part.shape))
+            found.append(memory)
+        return found
 
     def copies(self, start: int, region: Region) -> list[tuple[torch.Tensor, Region]]:
         """Return the copies out of a region that holds the group's bytes from `start` on, each with its target."""
@@ -96,18 +116,61 @@ class GroupMemory:
                 found.append((one.memory[low - one.start : high - one.start], region.sub(low - start, high - low)))
         return found
 
-    def _allocate_shared(self, accelerator: Accelerator, run: Sequence[_Small]) -> None:
-        start, stop = run[0].start, run[-1].stop
-        flat = accelerator.empty(stop - start)
-        self.shared.append(flat)
-        self._allocations.append(_Allocation(start, stop, flat))
-        for small in run:
-            part = flat[small.start - start : small.stop - start]
-            # Through DLPack, so that the tensor has a storage of exactly its bytes.
-            own = from_dlpack(to_dlpack(part))
-            self.tensors[small.name] = typed(own, small.dtype, torch_shape(small.dtype, small.shape))
+    @property
+    def is_shared(self) -> bool:
+        """Whether several tensors are in one buffer, and must be cloned."""
+        return any(len(one.parts) > 1 for one in self._allocations)
+
+    def separate(self, accelerator: Accelerator) -> dict[str, torch.Tensor]:
+        """Return the group's tensors by name, each with an allocation of its own; clone those that are in a buffer.
+
+        Called behind all copies. With `is_shared`, the caller is `on_queue`, and an event must follow. It may be called
+        again after an error.
+        """
+        with collection_paused(len(self._names)):
+            for one in self._allocations:
+                for segment in _segments(one.parts) if len(one.parts) > 1 else ():
+                    clones = _cloned(one, segment, accelerator)
+                    self._tensors |= zip((part.name for part in segment), clones, strict=True)
+        self._allocations.clear()
+        return {name: self._tensors[name] for name in self._names}
 
 
-def _is_aligned(offset: int, dtype: str, nbytes: int) -> bool:
-    """Return whether a tensor may start at this offset in an allocation."""
-    return not offset % (VECTOR_BYTES if nbytes >= VECTOR_BYTES else TORCH_DTYPES[dtype].itemsize)
+def _runs(layout: Layout) -> list[list[_Part]]:
+    """Return a group's tensors by allocation: each large or empty one alone, neighbouring small ones together."""
+    runs: list[list[_Part]] = []
+    for name, dtype, shape, start in zip(layout.names, layout.dtypes, layout.shapes, layout.offsets, strict=True):
+        part = _Part(name, dtype, shape, start, start + tensor_nbytes(dtype, shape))
+        if runs and part.is_small and runs[-1][-1].is_small and _is_aligned(part, runs[-1][0].start):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+def _segments(run: Sequence[_Part]) -> list[list[_Part]]:
+    """Cut a run into parts of one dtype without a gap between them."""
+    segments: list[list[_Part]] = []
+    for part in run:
+        last = segments[-1][-1] if segments else None
+        if last is not None and last.dtype == part.dtype and last.stop == part.start:
+            segments[-1].append(part)
+        else:
+            segments.append([part])
+    return segments
+
+
+def _cloned(one: _Allocation, segment: Sequence[_Part], accelerator: Accelerator) -> Sequence[torch.Tensor]:
+    dtype = segment[0].dtype
+    moved_as = "U8" if dtype == "BOOL" else dtype  # torch would change a byte that is neither 0 nor 1
+    bytes_of_segment = one.memory[segment[0].start - one.start : segment[-1].stop - one.start]
+    shapes = [torch_shape(dtype, part.shape) for part in segment]
+    clones = accelerator.clone(unflatten(bytes_of_segment.view(TORCH_DTYPES[moved_as]), shapes))
+    if moved_as == dtype:
+        return clones
+    return [typed(clone, dtype, shape) for clone, shape in zip(clones, shapes, strict=True)]
+
+
+def _is_aligned(part: _Part, start: int) -> bool:
+    """Return whether a tensor may be viewed in a buffer that begins at an offset in the group."""
+    return not (part.start - start) % TORCH_DTYPES[part.dtype].itemsize

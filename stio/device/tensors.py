@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from stio.device.torch_private import from_dlpack
+from stio.device.torch_private import foreach_copy, from_dlpack
 from stio.errors import UnsupportedDtypeError, printable
 from stio.format.dtypes import BITS, LIBRARY_NAMES
 from stio.format.slicing import Selection
@@ -38,6 +38,9 @@ _CODES = {
     "C64": 5,
 }
 _PLAIN = "IUF"
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""The types that behave as torch defines, without code of a subclass."""
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, library_name) for name, library_name in LIBRARY_NAMES.items() if hasattr(torch, library_name)
@@ -258,3 +261,17 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             expected=str(dtype),
             found=str(tensor.dtype),
         ) from error
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors into others of the same shapes, in order; on a device in the order of the current stream.
+
+    One call for all plain ones: a call for each tensor may wait for the GIL each time. A subclass of `torch.Tensor` may
+    have a copy of its own, which only the call for one tensor reaches.
+    """
+    plain = [type(target) in PLAIN and type(source) in PLAIN for target, source in zip(targets, sources, strict=True)]
+    if not all(plain):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+    elif targets:
+        foreach_copy(targets, sources, non_blocking=True)

@@ -5,34 +5,89 @@ A new release of torch is checked against this module first. Names that only war
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
 """Makes a tensor from a capsule; `torch.from_dlpack` would have the object make a capsule of its own."""
 
-to_dlpack: Callable[[torch.Tensor], Any] = torch._C._to_dlpack
-"""Makes a capsule; `Tensor.__dlpack__` would make one stream wait for another."""
-
 foreach_copy: Callable[..., None] = torch._foreach_copy_
 """Copies a list of tensors into another list in one call, which drops the GIL once."""
+
+foreach_clone: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = torch._foreach_clone
+"""Clones a list of tensors in one call, which drops the GIL once."""
 
 without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """Context in which a subclass of `torch.Tensor` does not override torch's functions."""
 
-_known_bits: dict[int, tuple[bool, bool]] = {}
+unflatten_like: Callable[[torch.Tensor, list[torch.Tensor]], list[torch.Tensor]] = torch._C._nn.unflatten_dense_tensors
+"""Cuts a one-dimensional tensor into views of the shapes of others, in one call."""
+
+_MOST_TEMPLATES = 10_000
+_templates: dict[tuple[int, ...], torch.Tensor] = {}
+
+
+def unflatten(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Return views of a one-dimensional tensor, one behind the other, in one call; no shape may be empty.
+
+    `torch.split` does so for one-dimensional views only.
+    """
+    if len(_templates) > _MOST_TEMPLATES:
+        _templates.clear()
+    return unflatten_like(flat, [_template(shape) for shape in shapes])
+
+
+def _template(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of this shape without data; many tensors have the same few shapes."""
+    found = _templates.get(shape)
+    if found is None:
+        found = _templates[shape] = torch.empty(shape, device="meta")
+    return found
+
+
+class Traits(NamedTuple):
+    """What torch keeps in a tensor's set of dispatch keys."""
+
+    is_cpu: bool
+    """Whether it is on the CPU."""
+    is_dense: bool
+    """Whether it has strides: neither sparse nor nested."""
+    is_inference: bool
+    """Whether it was made in inference mode."""
+    bits: tuple[bool, bool]
+    """Whether a conjugation and a negation are not carried out yet."""
+
+
+_known_traits: dict[int, Traits] = {}
+
+
+def traits_of(tensor: torch.Tensor) -> Traits:
+    """Return the traits of a tensor by one call, which keeps the GIL.
+
+    Some of the public calls drop it, and together they take twice as long. There are few different sets of keys.
+    """
+    keys = torch._C._dispatch_keys(tensor).raw_repr()
+    found = _known_traits.get(keys)
+    if found is None:
+        is_dense = tensor.layout is torch.strided and not tensor.is_nested
+        bits = tensor.is_conj(), tensor.is_neg()
+        found = _known_traits[keys] = Traits(tensor.is_cpu, is_dense, tensor.is_inference(), bits)
+    return found
 
 
 def conj_neg_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """Return whether a conjugation and a negation of a tensor are not carried out yet.
+    """Return whether a conjugation and a negation of a tensor are not carried out yet."""
+    return traits_of(tensor).bits
 
-    The public calls drop the GIL. Both bits are in the tensor's set of dispatch keys, of which there are few.
-    """
-    keys = torch._C._dispatch_keys(tensor).raw_repr()
-    found = _known_bits.get(keys)
-    if found is None:
-        found = _known_bits[keys] = (tensor.is_conj(), tensor.is_neg())
-    return found
+
+def _keep() -> None:
+    """Do nothing: this build of torch has no host allocator."""
+
+
+empty_host_cache: Callable[[], None] = getattr(
+    torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", _keep)
+)
+"""Returns all free pinned memory to the system. The public name is new; before it there is one for CUDA."""

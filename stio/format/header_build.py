@@ -45,30 +45,31 @@ def build_header(
         FormatError: A shape is negative, overflows, or leaves a byte half filled (see `tensor_nbytes`).
         LimitError: The header would be longer than readers accept.
     """
-    entries: dict[str, tuple[str, Sequence[int]]] = {}
+    entries: dict[str, tuple[str, int]] = {}  # the text before the offsets, and the size in bytes
+    names_of: defaultdict[str, list[str]] = defaultdict(list)
+    known: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}  # many tensors, few shapes
     num_tensors = 0
     for name, dtype, shape in tensors:
-        _check_name(name)
-        entries[name] = (dtype, shape)
+        kind = dtype, tuple(shape)
+        found = known.get(kind)
+        if found is None:
+            found = known[kind] = _entry(name, *kind)
+        entries[name] = found
+        names_of[dtype].append(name)
         num_tensors += 1
+    _check_names(list(entries))
     if len(entries) != num_tensors:
         raise ValueError("two tensors have the same name")
-    order = _write_order(entries)
+    # Python orders text by code points, which is the order of its UTF-8 bytes.
+    order = [name for dtype in DTYPES for name in sort_in_slices(names_of.get(dtype, ()))]
     parts = [] if metadata is None else [_metadata_json(metadata)]
     offset = 0
-    known: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}  # many tensors, few shapes
     for rows in row_slices(len(order)):
         texts = []
         for name in order[rows]:
-            dtype, shape = entries[name]
-            kind = dtype, tuple(shape)
-            found = known.get(kind)
-            if found is None:
-                dimensions = ",".join(map(str, shape))
-                text = f'{{"dtype":"{dtype}","shape":[{dimensions}],"data_offsets":['
-                found = known[kind] = text, tensor_nbytes(dtype, shape)
-            end = offset + found[1]
-            texts.append(f"{encode_basestring(name)}:{found[0]}{offset},{end}]}}")
+            text, nbytes = entries[name]
+            end = offset + nbytes
+            texts.append(f"{encode_basestring(name)}:{text}{offset},{end}]}}")
             offset = end
         parts.append(",".join(texts).encode())
     body = b"{" + b",".join(parts) + b"}"
@@ -82,16 +83,24 @@ def build_header(
     return len(body).to_bytes(8, "little") + body, order
 
 
-def _write_order(entries: Mapping[str, tuple[str, Sequence[int]]]) -> list[str]:
-    names_of: defaultdict[str, list[str]] = defaultdict(list)
-    for name, (dtype, _) in entries.items():
-        if dtype not in BITS:
-            raise UnsupportedDtypeError(
-                f"tensor {printable(name)!r}: the safetensors format has no such dtype", found=dtype
-            )
-        names_of[dtype].append(name)
-    # Python orders text by code points, which is the order of its UTF-8 bytes.
-    return [name for dtype in DTYPES for name in sort_in_slices(names_of.get(dtype, ()))]
+def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
+    """Return the text of a tensor's entry before its offsets, and the size of its data in bytes."""
+    if dtype not in BITS:
+        raise UnsupportedDtypeError(
+            f"tensor {printable(name)!r}: the safetensors format has no such dtype", found=dtype
+        )
+    dimensions = ",".join(map(str, shape))
+    return f'{{"dtype":"{dtype}","shape":[{dimensions}],"data_offsets":[', tensor_nbytes(dtype, shape)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Require that all names can be names; many in one step, since nearly all can."""
+    for rows in row_slices(len(names)):
+        part = names[rows]
+        text = "\0".join(part)
+        if text.count("\0") != len(part) - 1 or METADATA_KEY in part or not is_encodable(text):
+            for name in part:
+                _check_name(name)
 
 
 def _check_name(name: str) -> None:

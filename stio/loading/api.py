@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -74,7 +73,8 @@ async def load(
             them and reads at the first use, `"copy"` reads into memory of their own, `"auto"` chooses between `"map"`
             and `"copy"` by the filesystem. `"gds"` reads from the disk into an accelerator's memory by GPUDirect
             Storage (needs kvikio), and falls back to staged reads with a warning.
-        budget_bytes: Most bytes between storage and the consumer at one time. None: 512 MiB.
+        budget_bytes: Most bytes between storage and the consumer at one time. None: 512 MiB, or
+            1 GiB if tensors go to an accelerator.
         strict: Index and shards must hold the same names.
         limits: Bounds on the numbers in a file, as a `stio.Limits`.
         verify: Compare every file with the checkpoint's manifest before any tensor is returned.
@@ -473,23 +473,27 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
         return self
 
     async def __anext__(self) -> tuple[str, torch.Tensor]:
-        pair = await self._take()
+        pair = self._take_nowait() or await self._take()
         if pair is None:
             raise StopAsyncIteration
         return pair
+
+    def _take_nowait(self) -> tuple[str, torch.Tensor] | None:
+        """Return the next name and tensor of the group that was taken; None if there is none."""
+        try:
+            return self._pairs.popleft()
+        except IndexError:
+            return None
 
     async def _take(self) -> tuple[str, torch.Tensor] | None:
         """Return the next name and tensor, None at the end."""
         self._begin()
         while True:
-            while self._pairs:
-                with suppress(IndexError):  # another consumer took it
-                    return self._pairs.popleft()
+            if pair := self._take_nowait():
+                return pair
             group = await self._queue.next()
             if group is None:
-                if self._pairs:  # of another consumer, which has left
-                    continue
-                return None
+                return self._take_nowait()  # one of another consumer, which has left
             self._pairs.extend(group.take().items())
             del group
 

@@ -26,6 +26,7 @@ from stio.loading.prepare import prepare
 from stio.loading.scheduler import LoadScheduler
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.operation import Operation
+from stio.runtime.process import collection_paused
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.trace import shown, traced
 
@@ -149,8 +150,8 @@ def _fill_module(
     *,
     verified: bool,
 ) -> None:
-    infos = {name: header.info(name) for header in opened.headers for name in header.names}
-    names, _ = target.match(infos, opened.aliases, strict=options.strict, path=opened.path)
+    with collection_paused(sum(map(len, opened.headers))):
+        names, _ = target.match(opened.dtypes_and_shapes(), opened.aliases, strict=options.strict, path=opened.path)
     if not verified:
         verify(operation, opened, options)
     if not target.assigns:
@@ -171,7 +172,8 @@ def _fill_module(
     queue.attach(scheduler)
     carry_out(operation, scheduler)
     if target.assigns:
-        target.make()
+        with collection_paused(len(names)):
+            target.make()
 
 
 def reading_operation(

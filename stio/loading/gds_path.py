@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from time import sleep
 
@@ -102,7 +102,7 @@ class GdsDevice:
             self.copy_queue.close()
 
     def _allocate(self, nbytes: int) -> Region:
-        slot = self._accelerator.empty(nbytes)
+        (slot,) = self._accelerator.allocate([nbytes])
         # The allocator returns memory that earlier work on the copy stream may still use. The disk does not wait for
         # that stream, so the host does.
         self._accelerator.copy([]).synchronize()
@@ -125,8 +125,6 @@ class GdsPath:
         self._device = device
         self._direct = direct
         self._staged = staged
-        self.copy_queues: Sequence[CopyQueue[Block]] = (*direct.copy_queues, *staged.copy_queues)
-        """The queues of both read paths."""
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> float | None:
         """Read a block into a slot and queue its copies; return the seconds of the wait for a slot."""
@@ -143,9 +141,23 @@ class GdsPath:
         device.free_slots(stopped)
         return self._staged.read(group, block, stopped)
 
+    def complete(self, block: Block, arrived: Callable[[Block], None]) -> None:
+        """Submit all copies that are in the queues of both read paths, and report their blocks."""
+        for path in (self._direct, self._staged):
+            path.complete(block, arrived)
+
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Return tensors on the device; the stream that uses them must wait for the events behind their copies."""
+        try:
+            return self._staged.make_tensors(group)
+        except _NO_MEMORY as error:
+            self._device.disable(str(error))
+        self._device.free_slots(lambda: False)
         return self._staged.make_tensors(group)
+
+    def budget_bytes(self, group: Group) -> int:
+        """Return what the staged path uses."""
+        return self._staged.budget_bytes(group)
 
     def held_bytes(self, group: Group) -> int:
         """Return 0: the tensors are on the device."""
@@ -169,7 +181,7 @@ def _require_same(plain: LocalFile, direct: GdsFile, accelerator: Accelerator) -
     expected, wrong = memory.allocate(nbytes), memory.allocate(nbytes)
     plain.read_into(offset, [expected])
     torch.bitwise_not(bytes_of(expected), out=bytes_of(wrong))  # so that a read that does nothing does not pass
-    target = accelerator.empty(nbytes)
+    (target,) = accelerator.allocate([nbytes])
     accelerator.copy([(target, wrong)]).synchronize()
     direct.read_into(offset, [_region(target, accelerator)])
     with accelerator.on_queue():

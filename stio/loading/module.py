@@ -9,17 +9,18 @@ their place already, so it copies only what is collected. `module_tree.py` tells
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from stio.device.base import LoadedGroup
-from stio.device.tensors import TORCH_DTYPES, torch_shape
+from stio.device.tensors import TORCH_DTYPES, copy_all, torch_shape
 from stio.errors import MismatchError, WarmStartError, one_line, printable
-from stio.format.header import TensorInfo
 from stio.loading.module_tree import (
     ModuleTree,
     is_on_meta,
@@ -29,6 +30,10 @@ from stio.loading.module_tree import (
     why_not_copied,
     why_refused,
 )
+from stio.runtime.process import collection_paused
+
+Stored: TypeAlias = tuple[str, tuple[int, ...]]
+"""Dtype and shape of a tensor, as in the format."""
 
 _SHOWN_NAMES = 5
 _SHOWN_CHARACTERS = 2000
@@ -63,7 +68,8 @@ class ModuleTarget:
         self._fills = fills
         self.assigns = assign
         """Whether tensors are replaced and not copied into."""
-        self._tree = ModuleTree(module)
+        with collection_paused(sys.maxsize):  # how many tensors there are is not known yet
+            self._tree = ModuleTree(module)
         self._targets = self._tree.tensors
         self._keys: dict[str, object] = {}  # what names of one tensor have in common
         self._ties: dict[object, list[str]] = {}  # names of one tensor, where there are several
@@ -109,12 +115,12 @@ class ModuleTarget:
                 self._ties = {key: names for key, names in self._ties.items() if len(names) > 1}
 
     def match(
-        self, infos: Mapping[str, TensorInfo], aliases: Mapping[str, str], *, strict: bool, path: str
+        self, stored: Mapping[str, Stored], aliases: Mapping[str, str], *, strict: bool, path: str
     ) -> tuple[list[str], LoadReport]:
         """Compare module and checkpoint, before any tensor is read.
 
         Args:
-            infos: Tensors of the checkpoint, by name.
+            stored: Tensors of the checkpoint, by name.
             aliases: Tied names of the checkpoint.
             strict: Missing or unexpected names are an error.
             path: For messages.
@@ -130,14 +136,14 @@ class ModuleTarget:
         self._path, self._strict = path, strict
         self._find_ties()
         self._aliases = {a: t for a, t in aliases.items() if self._tree.expects(a) or self._tree.is_hooked(a)}
-        self._names = dict.fromkeys([*infos, *self._aliases])
+        self._names = dict.fromkeys([*stored, *self._aliases])
         self._require_supported()
         if not self._fills:
-            self._tree.hook_for_old_names(infos)
+            self._tree.hook_for_old_names(stored)
         present = [name for name in self._targets if name in self._names]
         self._require_fillable(present)
-        self._require_shapes(infos)
-        missing, unexpected = self._differences(infos)
+        self._require_shapes(stored)
+        missing, unexpected = self._differences(stored)
         if strict and (missing or unexpected):
             raise MismatchError(
                 "the checkpoint does not fit the module; strict=False loads the common names: "
@@ -148,7 +154,7 @@ class ModuleTarget:
         if self._leaves_all_to_torch():
             self._tree.hook([""])
         self._choose(present)
-        return self._names_to_read(infos), self._report
+        return self._names_to_read(), self._report
 
     def _require_supported(self) -> None:
         if self._tree.refused:
@@ -193,7 +199,7 @@ class ModuleTarget:
         yield from self._targets
         yield from self._tree.extra_states
 
-    def _differences(self, infos: Mapping[str, TensorInfo]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _differences(self, stored: Mapping[str, Stored]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         tree = self._tree
         missing = tuple(
             name
@@ -203,26 +209,28 @@ class ModuleTarget:
             and not self._is_loaded_by_a_tie(name)
             and not tree.is_hooked(name)
         )
-        unexpected = tuple(name for name in infos if not tree.expects(name) and not tree.is_hooked(name))
+        unexpected = tuple(name for name in stored if not tree.expects(name) and not tree.is_hooked(name))
         return missing, unexpected
 
     def _is_loaded_by_a_tie(self, name: str) -> bool:
         return any(twin in self._names for twin in self._ties.get(self._keys.get(name), ()))
 
-    def _require_shapes(self, infos: Mapping[str, TensorInfo]) -> None:
+    def _require_shapes(self, stored: Mapping[str, Stored]) -> None:
         wrong = []
+        aliases, is_hooked = self._aliases, self._tree.is_hooked if self._tree.hooked else None
         for name, target in self._targets.items():
-            info = infos.get(self._aliases.get(name, name))
-            if info is None or self._tree.is_hooked(name):
+            found = stored.get(aliases.get(name, name))
+            if found is None or (is_hooked is not None and is_hooked(name)):
                 continue
-            if torch_shape(info.dtype, info.shape) != tuple(target.shape):
-                wrong.append(f"{printable(name)} {list(info.shape)} for {list(target.shape)}")
-            elif self.assigns and target.requires_grad and not _has_gradient(info.dtype):
+            dtype, shape = found
+            if (shape if dtype != "F4" else torch_shape(dtype, shape)) != target.shape:
+                wrong.append(f"{printable(name)} {list(shape)} for {list(target.shape)}")
+            elif self.assigns and target.requires_grad and not _has_gradient(dtype):
                 raise MismatchError(
                     "the module's parameter requires a gradient, which this dtype cannot have; assign=False casts",
                     path=self._path,
                     expected="a floating or complex dtype",
-                    found=f"{info.dtype} for {name}",
+                    found=f"{dtype} for {name}",
                 )
         if wrong:
             more = f" and {len(wrong) - _SHOWN_NAMES} others" if len(wrong) > _SHOWN_NAMES else ""
@@ -264,7 +272,7 @@ class ModuleTarget:
     def _source_of(self, name: str) -> str:
         return self._aliases.get(name, name)
 
-    def _names_to_read(self, infos: Mapping[str, TensorInfo]) -> list[str]:
+    def _names_to_read(self) -> list[str]:
         tree = self._tree
         if tree.hooked or tree.extra_states:
             kept = [name for name in self._names if tree.is_hooked(name) or name in tree.extra_states]
@@ -313,15 +321,18 @@ class ModuleTarget:
 
     def copy(self, group: LoadedGroup) -> None:
         """Copy a group's tensors into the module's, in the order of the calling thread's stream."""
-        tensors = group.take()
+        loaded = group.take()
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for source, tensor in loaded.items():
+            if source in self._kept_names:
+                self._loaded[source] = tensor
+            names = self._more_copies.get(source, ())
+            for name in (self._copies[source], *names) if source in self._copies else names:
+                targets.append(self._targets[name])
+                sources.append(tensor)
         with torch.inference_mode() if self._inference else torch.no_grad():
-            for source, tensor in tensors.items():
-                if source in self._kept_names:
-                    self._loaded[source] = tensor
-                if source in self._copies:
-                    self._targets[self._copies[source]].copy_(tensor, non_blocking=True)
-                for name in self._more_copies.get(source, ()):
-                    self._targets[name].copy_(tensor, non_blocking=True)
+            copy_all(targets, sources)
 
     def keep(self, group: LoadedGroup) -> None:
         """With `assign`, collect a group's tensors for `make` (called by workers)."""
@@ -337,7 +348,11 @@ class ModuleTarget:
             if self._tree.is_hooked(chosen):
                 continue
             new = self._loaded[chosen]
-            names = self._ties.get(key, (chosen,))
+            names = self._ties.get(key)
+            if names is None and not self._aliases:  # no other name has this tensor
+                self._made[chosen] = _become(self._targets[chosen], new)
+                continue
+            names = names or [chosen]
             # Names of one parameter share the new one. Two parameters that share memory stay two.
             made = {id(old): _as(old, new) for old in (self._targets[name] for name in names)}
             self._made.update((name, made[id(self._targets[name])]) for name in names)
@@ -416,6 +431,15 @@ class ModuleTarget:
 
 def _as(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
+def _become(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return `new` as what `old` is, a parameter or not. Its class is changed: to make another tensor takes longer."""
+    if not isinstance(old, nn.Parameter):
+        return new
+    new.__class__ = nn.Parameter  # as torch's lazy parameters change theirs
+    new.requires_grad = old.requires_grad
+    return new
 
 
 def _has_gradient(dtype: str) -> bool:

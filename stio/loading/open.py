@@ -137,6 +137,14 @@ class OpenCheckpoint:
         target = self.aliases.get(name, name)
         return self.header_of(target).info(target)
 
+    def dtypes_and_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return dtype and shape of all tensors by name, as in the format; aliases are not among them."""
+        return {
+            name: (dtype, shape)
+            for header in self.headers
+            for name, dtype, shape in zip(header.names, header.dtypes, header.shapes, strict=True)
+        }
+
     def close(self) -> None:
         """Close all files. Idempotent."""
         files, self.files = self.files, []

@@ -53,7 +53,7 @@ class LoadOptions:
     """How tensors on the CPU get their memory. `"gds"`: a file of which at most half is in the page cache is read from
     the disk to an accelerator by GPUDirect Storage (kvikio); if that fails it is staged, with a warning."""
     budget_bytes: int | None = None
-    """Most bytes under way; None: `DEFAULT_BUDGET_BYTES`, less where memory is short."""
+    """Most bytes under way; None: `DEFAULT_BUDGET_BYTES`, or `ACCELERATOR_BUDGET_BYTES`, less where memory is short."""
     strict: bool = True
     """Index and shards, or module and checkpoint, must hold the same names."""
     limits: Limits | None = None

@@ -126,15 +126,16 @@ def select_names(headers: Sequence[Header], names: Names | None, *, path: str) -
         return [range(len(header)) for header in headers]
     if callable(names):
         return [[k for k, name in enumerate(header.names) if names(name)] for header in headers]
-    selected: list[set[int]] = [set() for _ in headers]
+    shards = [(header.positions, set[int]()) for header in headers]
     for name in [names] if isinstance(names, str) else names:
-        for positions, header in zip(selected, headers, strict=True):
-            if name in header:
-                positions.add(header.index_of(name))
+        for positions, selected in shards:
+            position = positions.get(name)
+            if position is not None:
+                selected.add(position)
                 break
         else:
             raise _not_found(name, headers, path)
-    return [sorted(positions) for positions in selected]
+    return [sorted(selected) for _, selected in shards]
 
 
 def _not_found(name: str, headers: Sequence[Header], path: str) -> TensorNotFoundError:

@@ -38,6 +38,8 @@ from stio.loading.read_paths import CacheFillPath, CopiedPath, MappedPath, Stage
 from stio.loading.scheduler import LoadScheduler, ReadPath
 from stio.loading.select import Selected, select_by_device
 from stio.loading.sizes import (
+    ACCELERATOR_BUDGET_BYTES,
+    AHEAD_BYTES,
     BLOCK_BYTES,
     LARGEST_BLOCK_BYTES,
     NUM_WORKERS,
@@ -250,23 +252,31 @@ class DeviceLoad:
             loaded.tensors = {new: tensor for name, tensor in loaded.tensors.items() for new in self._selected[name]}
         return loaded
 
-    def read_path(self, file: Source, cached: CachedFile | None) -> ReadPath:
-        """Choose the read path of a file; `cached` is its image in a cache, if there is one."""
+    def read_path(self, file: Source, cached: CachedFile | None, groups: Sequence[Group], *, hold: bool) -> ReadPath:
+        """Choose the read path of a file.
+
+        Args:
+            file: The open file.
+            cached: Its image in a cache, if there is one.
+            groups: Its groups.
+            hold: See `LoadScheduler`. If not, all groups are kept, and may be allocated before they are read.
+        """
         fraction = self._resident[file] if isinstance(file, LocalFile) else UNKNOWN
+        piece_bytes = LARGEST_BLOCK_BYTES if fraction == 1.0 else BLOCK_BYTES
         if isinstance(file, LocalFile) and self._maps_file(file):
             return MappedPath(
                 MappedFile(file, lazy=not self._populates),
                 CopiedPath(file, dtype=self._casts),
                 populates=self._populates,
                 cold=self._populates and is_cold(fraction),
-                piece_bytes=LARGEST_BLOCK_BYTES if fraction == 1.0 else BLOCK_BYTES,
+                piece_bytes=piece_bytes,
                 dtype=self._casts,
             )
         read_past_cache(file, fraction)
         if self._accelerator is None or self._queue is None:
             return CopiedPath(file, dtype=self._casts, cached=cached)
-        memories = device_memories(self._accelerator)
-        staged = StagedPath(file, self._queue, memories, dtype=self._casts, cached=cached)
+        memories = device_memories(self._accelerator, groups, ahead_bytes=0 if hold else AHEAD_BYTES)
+        staged = StagedPath(file, self._queue, memories, dtype=self._casts, cached=cached, piece_bytes=piece_bytes)
         gds = self._gds
         # If the kernel does not report the resident fraction, memory="gds" decides.
         if gds is not None and gds.is_usable and isinstance(file, LocalFile) and fraction <= UNKNOWN:
@@ -314,9 +324,11 @@ def _device_loads(
         require_kvikio()
     # Half of the budget for staging slots, half for groups that the consumer has not released.
     num_queues = sum(accelerator is not None for accelerator in accelerators) * (2 if options.memory == "gds" else 1)
-    budget_bytes = options.budget_bytes or memory.default_budget_bytes(sum(sizes))
-    num_cores = num_processors() if num_queues else 1
-    num_workers, num_slots, slot_bytes = staging_sizes(budget_bytes, num_queues, num_cores=num_cores)
+    most_bytes = ACCELERATOR_BUDGET_BYTES if num_queues else DEFAULT_BUDGET_BYTES
+    budget_bytes = options.budget_bytes or memory.default_budget_bytes(sum(sizes), most_bytes=most_bytes)
+    num_workers, num_slots, slot_bytes = staging_sizes(
+        budget_bytes, num_queues, total_bytes=sum(sizes), switch_interval=sys.getswitchinterval()
+    )
     return [
         DeviceLoad(
             accelerator,
@@ -371,7 +383,13 @@ def _scheduler(
     cached_of = dict(zip(files, cached, strict=False))
     held = [one for one in cached if one is not None]
     try:
-        paths = [load.read_path(file, cached_of.get(id(file))) for file, load, _ in reads]
+        groups_of: list[list[Group]] = [[] for _ in reads]
+        for group in plan.groups:
+            groups_of[group.selection].append(group)
+        paths = [
+            load.read_path(file, cached_of.get(id(file)), groups, hold=hold)
+            for (file, load, _), groups in zip(reads, groups_of, strict=True)
+        ]
         budget_bytes = loads[0].budget_bytes if loads else DEFAULT_BUDGET_BYTES
         if kept is None or kept:
             budget_bytes = min(budget_bytes, _budget_beside(plan, paths, kept, path=opened.path))

@@ -8,7 +8,7 @@ no tensors; `GdsPath` is in `gds_path`. The scheduler calls `read` for each bloc
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from time import perf_counter
@@ -18,14 +18,17 @@ import torch
 
 from stio.device.base import Accelerator, LoadedGroup
 from stio.device.copy_queue import CopyQueue
-from stio.device.group_memory import GroupMemory
+from stio.device.group_memory import LARGE_BYTES, GroupMemory
 from stio.device.tensors import TORCH_DTYPES, Casts, cast_dtype, select_and_cast, tensors_in
+from stio.errors import DeviceMemoryError
 from stio.format.dtypes import BITS
 from stio.loading.cache.file_image import CachedFile
 from stio.loading.plan import GAP, Block, Group
 from stio.loading.readers import CachedBlockReader, block_reader
+from stio.loading.sizes import BLOCK_BYTES
 from stio.runtime import memory
 from stio.runtime.limits import HUGE_PAGE_BYTES, PAGE_BYTES
+from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
 from stio.runtime.pacing import Pacer
@@ -46,10 +49,12 @@ class GroupMemories(Generic[M]):
 
     Args:
         allocate: Allocates the memory of a group.
+        release: Releases what was allocated and not returned.
     """
 
-    def __init__(self, allocate: Callable[[Group], M]) -> None:
+    def __init__(self, allocate: Callable[[Group], M], release: Callable[[], None] = lambda: None) -> None:
         self._allocate = allocate
+        self._release = release
         self._entries: dict[int, _Entry[M]] = {}
 
     def get(self, group: Group) -> M:
@@ -73,16 +78,51 @@ class GroupMemories(Generic[M]):
     def clear(self) -> None:
         """Release all of it."""
         self._entries.clear()
+        self._release()
 
 
-def device_memories(accelerator: Accelerator) -> GroupMemories[GroupMemory]:
-    """Return the memory of groups on a device."""
+def device_memories(
+    accelerator: Accelerator, groups: Sequence[Group], *, ahead_bytes: int
+) -> GroupMemories[GroupMemory]:
+    """Return the memory of a file's groups on a device.
+
+    Args:
+        accelerator: The device.
+        groups: All groups of the file, in the plan's order.
+        ahead_bytes: Allocate for so many bytes of the following groups in one call: a call may wait for the GIL.
+    """
+    waiting = {group.index: group for group in groups}
+    made: dict[int, GroupMemory] = {}
+    allocating = new_lock()
 
     def allocate(group: Group) -> GroupMemory:
-        with memory.reporting_shortage():
-            return GroupMemory.allocate(accelerator, group.names, group.dtypes, group.shapes, group.offsets)
+        with allocating:
+            if group.index not in made:
+                waiting.pop(group.index, None)
+                ahead = _first(waiting.values(), ahead_bytes - group.nbytes)
+                with memory.reporting_shortage():
+                    try:
+                        memories = GroupMemory.allocate(accelerator, [group, *ahead])
+                    except DeviceMemoryError:
+                        ahead = []  # a group that is complete may release memory
+                        memories = GroupMemory.allocate(accelerator, [group])
+                for one, its_memory in zip([group, *ahead], memories, strict=True):
+                    made[one.index] = its_memory
+                    waiting.pop(one.index, None)
+            return made.pop(group.index)
 
-    return GroupMemories(allocate)
+    return GroupMemories(allocate, made.clear)
+
+
+def _first(groups: Iterable[Group], nbytes: int) -> list[Group]:
+    """Return the first groups that have no more than so many bytes together."""
+    found: list[Group] = []
+    for group in groups:
+        nbytes -= group.nbytes
+        if nbytes < 0:
+            break
+        found.append(group)
+    return found
 
 
 def host_memories(path: str) -> GroupMemories[Region]:
@@ -135,7 +175,6 @@ class CopiedPath:
     """
 
     label = "read"
-    copy_queues = ()
 
     def __init__(self, source: Source, *, dtype: Casts | None = None, cached: CachedFile | None = None) -> None:
         self._reader = block_reader(source, cached)
@@ -147,9 +186,17 @@ class CopiedPath:
         """Read a block into its group's memory."""
         self._reader.read(group, block, self._memories.get(group), 0, stopped)
 
+    def complete(self, block: Block, arrived: Callable[[Block], None]) -> None:
+        """Report a block, which is complete when it is read."""
+        arrived(block)
+
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make tensors over the group's memory, which they own together."""
         return LoadedGroup(_tensors_of(group, self._memories.pop(group), self._dtype, self._path))
+
+    def budget_bytes(self, group: Group) -> int:
+        """Return the size of the group's image."""
+        return group.nbytes
 
     def held_bytes(self, group: Group) -> int:
         """Return how much host memory the tensors of a group will hold."""
@@ -171,8 +218,6 @@ class MappedPath:
         piece_bytes: Bytes that the first call populates; later calls depend on how long that took.
         dtype: Cast to it; see `stio.device.tensors.Casts`.
     """
-
-    copy_queues = ()
 
     def __init__(
         self,
@@ -205,12 +250,20 @@ class MappedPath:
             if self._cold:
                 self._mapped.touch(block.offset + start, length)
 
+    def complete(self, block: Block, arrived: Callable[[Block], None]) -> None:
+        """Report a block, which is complete when it is read."""
+        arrived(block)
+
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make tensors over the mapping, which they own together."""
         if not self._is_mapped(group):
             return self._copy.make_tensors(group)
         region = self._mapped.region.sub(group.offset, group.nbytes)
         return LoadedGroup(_tensors_of(group, region, self._dtype, self._mapped.path))
+
+    def budget_bytes(self, group: Group) -> int:
+        """Return the size of the group's image."""
+        return group.nbytes
 
     def held_bytes(self, group: Group) -> int:
         """Return how much host memory the tensors of a group will hold beside the mapping."""
@@ -236,6 +289,7 @@ class StagedPath:
         memories: The memory of groups on the device.
         dtype: Cast to it on the device; see `stio.device.tensors.Casts`.
         cached: The file in the cache, held until this is closed.
+        piece_bytes: See `BlockReader`.
     """
 
     label = "read"
@@ -248,13 +302,12 @@ class StagedPath:
         *,
         dtype: Casts | None = None,
         cached: CachedFile | None = None,
+        piece_bytes: int = BLOCK_BYTES,
     ) -> None:
-        self._reader = block_reader(source, cached)
+        self._reader = block_reader(source, cached, piece_bytes)
         self._queue = queue
         self._memories = memories
         self._dtype = dtype
-        self.copy_queues: Sequence[CopyQueue[Block]] = (queue,)
-        """The queue of its copies."""
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> float:
         """Read a block into a slot, or find it in the cache, and queue its copies.
@@ -283,15 +336,26 @@ class StagedPath:
         self._queue.put(block, target, copies, slot=slot)
         return waited
 
+    def complete(self, block: Block, arrived: Callable[[Block], None]) -> None:
+        """Submit all copies that are in the queue, and report their blocks."""
+        self._queue.submit(arrived)
+
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Return tensors on the device; the stream that uses them must wait for the events behind their copies."""
-        target, accelerator = self._memories.pop(group), self._queue.accelerator
-        tensors, events = target.tensors, target.events
-        if group.posts or self._dtype is not None:
-            with accelerator.on_queue():
-                tensors = _finished(group, tensors, self._dtype)
-            events = [*events, accelerator.copy([])]  # the other events stay: each tells whether its copies failed
-        return LoadedGroup(tensors, accelerator.hand_over, events, target.shared)
+        target, accelerator = self._memories.get(group), self._queue.accelerator
+
+        def make() -> dict[str, torch.Tensor]:
+            return _finished(group, target.separate(accelerator), self._dtype)
+
+        needs_work = target.is_shared or group.posts or self._dtype is not None
+        tensors = self._queue.run(make, target) if needs_work else target.separate(accelerator)
+        self._memories.pop(group)
+        return LoadedGroup(tensors, accelerator.hand_over, target.events)
+
+    def budget_bytes(self, group: Group) -> int:
+        """Return the size of the group's image, twice that if it has small tensors, which are cloned from a buffer."""
+        has_small = len(group.names) > 1 and group.nbytes < len(group.names) * LARGE_BYTES
+        return group.nbytes * 2 if has_small else group.nbytes
 
     def held_bytes(self, group: Group) -> int:
         """Return 0: the tensors are on the device."""
@@ -317,7 +381,6 @@ class CacheFillPath:
     """
 
     label = "read"
-    copy_queues = ()
 
     def __init__(self, source: Source, cached: CachedFile) -> None:
         self._reader = CachedBlockReader(source, cached)
@@ -332,9 +395,17 @@ class CacheFillPath:
             message = "the host has too little memory for the cache"
             raise memory.memory_error(block.nbytes, message, path=self._reader.source.path)
 
+    def complete(self, block: Block, arrived: Callable[[Block], None]) -> None:
+        """Report a block, which is complete when it is read."""
+        arrived(block)
+
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make no tensors."""
         return LoadedGroup({})
+
+    def budget_bytes(self, group: Group) -> int:
+        """Return the size of the group's image."""
+        return group.nbytes
 
     def held_bytes(self, group: Group) -> int:
         """Return 0: there are no tensors."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from stio.loading.cache.file_image import CachedFile
 from stio.loading.plan import GAP, Block, Group
+from stio.loading.sizes import BLOCK_BYTES
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
@@ -22,11 +23,12 @@ class BlockReader:
 
     Args:
         source: The open file.
+        piece_bytes: Length of the first piece; later ones depend on how long it took.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, piece_bytes: int = BLOCK_BYTES) -> None:
         self.source = source
-        self._pacer = Pacer()
+        self._pacer = Pacer(piece_bytes)
         self._discarded: Region | None = None
 
     def read(self, group: Group, block: Block, target: Region, base: int, stopped: Callable[[], bool]) -> None:
@@ -121,6 +123,6 @@ class CachedBlockReader(BlockReader):
             position += length
 
 
-def block_reader(source: Source, cached: CachedFile | None) -> BlockReader:
+def block_reader(source: Source, cached: CachedFile | None, piece_bytes: int = BLOCK_BYTES) -> BlockReader:
     """Return the reader of a file's blocks."""
-    return BlockReader(source) if cached is None else CachedBlockReader(source, cached)
+    return BlockReader(source, piece_bytes) if cached is None else CachedBlockReader(source, cached)

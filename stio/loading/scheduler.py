@@ -17,7 +17,6 @@ from time import perf_counter
 from typing import Protocol
 
 from stio.device.base import LoadedGroup
-from stio.device.copy_queue import CopyQueue
 from stio.loading.cache.file_image import CachedFile
 from stio.loading.plan import Block, Group, ReadPlan
 from stio.runtime import stats
@@ -46,12 +45,17 @@ class ReadPath(Protocol):
             Seconds that it waited for staging memory; None if it uses none.
         """
 
-    @property
-    def copy_queues(self) -> Sequence[CopyQueue[Block]]:
-        """Queues for the copies of `read`, which report the blocks. Without one, a block is complete after `read`."""
+    def complete(self, block: Block, arrived: Callable[[Block], None]) -> None:
+        """Call `arrived` with a block that was read, when all that its group's events must be behind is submitted.
+
+        The thread may report blocks of other threads, and another thread may report this one.
+        """
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make the tensors of a group. All its blocks have been read, and their copies submitted."""
+
+    def budget_bytes(self, group: Group) -> int:
+        """Return how much of the load's budget a group uses while it is under way."""
 
     def held_bytes(self, group: Group) -> int:
         """Return how much host memory the tensors of a group will hold; pages of the page cache do not count."""
@@ -257,7 +261,7 @@ class LoadScheduler:
                 if group.index in self._discarded_groups:
                     self._waiting.popleft()
                     continue
-                if self.budget.try_acquire(group.index, group.nbytes):
+                if self.budget.try_acquire(group.index, self._paths[group.selection].budget_bytes(group)):
                     self._waiting.popleft()
                     self._blocked = False
                     # A group of empty tensors has no reads; an empty block makes a worker deliver it.
@@ -297,10 +301,7 @@ class LoadScheduler:
                     path.label, start + waited, perf_counter(), num_bytes=block.nbytes, detail=type(path).__name__
                 )
             self._release_use(group)
-            if not path.copy_queues:
-                self._arrived(block)
-            for queue in path.copy_queues:
-                queue.submit(self._arrived)
+            path.complete(block, self._arrived)
         else:
             self._release_use(group)
             self._arrived(block)

@@ -1,9 +1,10 @@
 """The number of workers that read for a device, and the size of their blocks. Only arithmetic.
 
-A worker returns to Python after each block, and each return may wait a switch interval: so blocks are as large as the
-budget allows. One core copies 8 to 10 GB/s from the page cache, and a bus accepts 55 (that of an H200): with more cores
-more workers read into staging memory, but not if that makes slots small. A worker fills one slot at a time, and a fast
-bus has few uncopied slots, so a few slots are enough beyond one for each worker.
+A worker returns to Python after each block, and beside a busy Python thread each return may wait a switch interval,
+one thread after another. So blocks are as large as the budget allows. Two or three workers read for a device: a long
+block is read by several requests at a time (`storage/parallel_read.py`), so few workers keep a disk and the memory of
+the host busy, and while one waits for the GIL or for a slot another one reads. Where slots are small, more workers
+read.
 """
 
 from __future__ import annotations
@@ -19,33 +20,50 @@ LARGEST_BLOCK_BYTES = 256 * _MIB
 NUM_WORKERS = 4
 """Threads that read files into memory, and cold files into the page cache."""
 
+ACCELERATOR_BUDGET_BYTES = 1 << 30
+"""Default budget of a load to an accelerator. Half of it is pinned as two slots of 256 MiB: beside a busy Python thread
+a load makes some 60 blocks a second, whatever their size."""
+
+AHEAD_BYTES = 1 << 30
+"""Memory on a device that is allocated in one call, if the caller keeps all tensors."""
+
 _MOST_MAP_WORKERS = 8
-_MOST_STAGING_WORKERS = 12
+_SHORT_SWITCH_SECONDS = 0.001
+_LEAST_LONG_SLOT_BYTES = 64 * _MIB
+"""Slots of this size are filled by several requests at a time."""
 _NUM_COPIED_SLOTS = 4
-"""Slots beyond one for each worker: these are copied while all workers read."""
-_LARGEST_SLOT_BYTES = 32 * _MIB
-_LARGE_SLOT_BYTES = 8 * _MIB
+"""Short slots beyond one for each worker: these are copied while all workers read."""
 _SMALLEST_SLOT_BYTES = 4096
 
 
-def staging_sizes(budget_bytes: int, num_queues: int, *, num_cores: int) -> tuple[int, int, int]:
+def staging_sizes(
+    budget_bytes: int, num_queues: int, *, total_bytes: int, switch_interval: float
+) -> tuple[int, int, int]:
     """Return number of workers, number of slots and bytes of a slot for each copy queue of a load.
 
-    All slots together use half of the budget, or more if slots have their least size. Four workers read; from 6 cores
-    on, three for every four cores, up to 12, if slots stay large. The size of a slot is a power of two: torch rounds
-    pinned memory up to one.
+    All slots together use half of the budget, or more if slots have their least size. The size of a slot is a power of
+    two: torch rounds pinned memory up to one.
 
     Args:
         budget_bytes: Budget of the load.
         num_queues: Number of copy queues: one for each accelerator, or two. With 0 the result is not used.
-        num_cores: Cores that this process may use.
+        total_bytes: Bytes of the load: a slot is at most an eighth of them, so that reads and copies overlap.
+        switch_interval: The interpreter's, in seconds. While a thread waits for the GIL the bus should have work: in
+            0.5 ms it copies 25 MB. So with a short interval more and smaller slots are faster.
     """
     share_bytes = budget_bytes // (2 * max(1, num_queues))
-    most = min(_MOST_STAGING_WORKERS, num_cores * 3 // 4, share_bytes // _LARGE_SLOT_BYTES - _NUM_COPIED_SLOTS)
-    num_workers = max(NUM_WORKERS, most)
-    num_slots = num_workers + _NUM_COPIED_SLOTS
-    slot_bytes = min(_LARGEST_SLOT_BYTES, max(_SMALLEST_SLOT_BYTES, share_bytes // num_slots))
-    return num_workers, num_slots, 1 << (slot_bytes.bit_length() - 1)
+    num_workers, most_bytes = (2, 512 * _MIB) if switch_interval > _SHORT_SWITCH_SECONDS else (3, 128 * _MIB)
+    least_slots = 2 * num_workers - 2
+    slot_bytes = _power_of_two(min(most_bytes, share_bytes // least_slots, total_bytes // 8))
+    if slot_bytes >= _LEAST_LONG_SLOT_BYTES:
+        return num_workers, min(share_bytes // slot_bytes, num_workers + _NUM_COPIED_SLOTS), slot_bytes
+    num_slots = NUM_WORKERS + _NUM_COPIED_SLOTS
+    slot_bytes = max(_SMALLEST_SLOT_BYTES, min(BLOCK_BYTES, share_bytes // num_slots))
+    return NUM_WORKERS, num_slots, _power_of_two(slot_bytes)
+
+
+def _power_of_two(nbytes: int) -> int:
+    return 1 << (nbytes.bit_length() - 1) if nbytes else 0
 
 
 def num_map_workers(num_cores: int) -> int:

@@ -259,15 +259,16 @@ def fits(nbytes: int) -> bool:
     return room_in_memory(nbytes) >= nbytes
 
 
-def default_budget_bytes(total_bytes: int = sys.maxsize) -> int:
+def default_budget_bytes(total_bytes: int = sys.maxsize, *, most_bytes: int = DEFAULT_BUDGET_BYTES) -> int:
     """Return the budget of an operation for which none was given: less than the default where memory is short.
 
     Args:
         total_bytes: Bytes that the operation moves.
+        most_bytes: The default where memory is not short.
     """
     if total_bytes <= UNCHECKED_BYTES:
-        return DEFAULT_BUDGET_BYTES
-    return min(DEFAULT_BUDGET_BYTES, max(_LEAST_BUDGET_BYTES, available_bytes(2 * DEFAULT_BUDGET_BYTES) // 2))
+        return most_bytes
+    return min(most_bytes, max(_LEAST_BUDGET_BYTES, available_bytes(2 * most_bytes) // 2))
 
 
 def require(nbytes: int, *, path: str) -> int:

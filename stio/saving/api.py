@@ -16,8 +16,9 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 from weakref import WeakSet
 
-from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError
+from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StorageError
 from stio.format.shared import SharedPolicy
+from stio.runtime import memory
 from stio.runtime.blocking import runs_blocking
 from stio.runtime.hashing import HashName
 from stio.runtime.locks import new_lock
@@ -135,7 +136,7 @@ class Saver:
 
     The failure of a save that was not awaited is raised by the next `save`, or on leaving the block. Leaving the block
     waits for the saves that are under way, also after an exception; after a cancel it rolls them back, except one whose
-    commit has begun. Staging memory is reused.
+    commit has begun. Staging memory is reused, and returned to the system at the end.
 
     Args:
         keep_last: Number of steps to keep; None: all. Older steps of this saver are deleted once this many newer ones
@@ -148,7 +149,9 @@ class Saver:
         max_pending: Most saves under way at one time. Each holds its own snapshot.
         when_full: What `save` does when so many are under way: wait for the oldest, or raise `SaveInProgressError`.
         budget_bytes: Most bytes of staging memory. None: as many as the snapshots take, so that a save is staged at the
-            speed of memory. Below a snapshot's size it is written while it is staged.
+            speed of memory. Of tensors on a device staging memory is pinned, which cannot be swapped: None then means
+            at most half of the host's memory that is free. A snapshot that is larger is written while it is staged, and
+            `save` returns when its last part was copied.
         max_shard_size: Default for `save`; see `stio.save`.
         metadata: Default for `save`; see `stio.save`.
         filename_pattern: Default for `save`; see `stio.save`.
@@ -484,7 +487,10 @@ class Saver:
             await end_saves()
         finally:
             self._collect()
-            self._pool = StagingPool(self._budget_bytes)  # the blocks go with the old one; no save uses it any more
+            pool, self._pool = self._pool, StagingPool(self._budget_bytes)  # no save uses the old one any more
+            if pool.allocate != memory.allocate:
+                with suppress(StorageError):  # no more threads: torch's allocator keeps the memory
+                    Operation(lambda _: pool.give_to_system(), name="release").start()  # it takes a lock
             failures, self._failures = self._failures, deque()
         return failures[0] if failures else None
 
@@ -517,10 +523,13 @@ def _require_count(keyword: str, value: int) -> None:
 
 
 _savers: WeakSet[Saver] = WeakSet()
+_never_freed: list[StagingPool] = []
 
 
 @after_fork_in_child
 def _forget_parent() -> None:
     """Start afresh in a forked child: the threads of the parent's saves are not here, but may have held its locks."""
     for saver in list(_savers):
+        if saver._pool.allocate != memory.allocate:  # never freed here: it was pinned for the parent process
+            _never_freed.append(saver._pool)
         saver._start_afresh()

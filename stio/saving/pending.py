@@ -20,6 +20,7 @@ from stio.errors import SaveInProgressError
 from stio.format.manifest import FileState, manifest_change
 from stio.format.naming import MANIFEST_SUFFIX, manifest_name
 from stio.format.sharding import TensorSource
+from stio.runtime import memory
 from stio.runtime.hashing import new_hasher
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.log import log
@@ -186,10 +187,13 @@ class PendingSave:
         sources = describe_tensors(tensors, check=operation.check)
         operation.check()
         data_bytes = sum(source.nbytes for source in sources)
-        budget_bytes = self._pool.budget_for(data_bytes)
-        block_bytes = block_bytes_for(data_bytes, budget_bytes, stage_first=self._stage_first)
+        allocate = self._ready.staging_allocator()
+        budget_bytes = self._pool.budget_for(data_bytes, pinned=allocate != memory.allocate)
+        block_bytes = block_bytes_for(
+            data_bytes, budget_bytes, stage_first=self._stage_first, num_tensors=len(sources)
+        )
         # The pool is set later: the save before this one may still take blocks.
-        fit_pool = partial(self._pool.fit, block_bytes, self._ready.staging_allocator(), limit_bytes=budget_bytes)
+        fit_pool = partial(self._pool.fit, block_bytes, allocate, limit_bytes=budget_bytes)
         return self._planner(sources, block_bytes), fit_pool
 
     def _wait_for_previous(self, operation: Operation[SaveResult], scheduler: SaveScheduler | None) -> None:

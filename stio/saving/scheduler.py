@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 
-from stio.device.copy_out import Copy, Readiness, copy_out, copy_small
+from stio.device.copy_out import Copy, Readiness, copy_out, copy_pieces
 from stio.device.describe import LazyTensor
 from stio.runtime import stats
 from stio.runtime.hashing import Hasher
@@ -213,8 +213,7 @@ class SaveScheduler:
             region.write(0, head)
         sources = self._sources
         if len(block.pieces) > MANY_PIECES and not self._has_lazy:
-            parts = ((sources[number].data, start, at, nbytes) for number, start, at, nbytes, _ in block.pieces)
-            copy_out(copy_small(parts, region), self._ready)
+            copy_pieces(sources, block.pieces, region, self._ready)
             return
         copies: list[Copy] = []
         for piece in block.pieces:

@@ -30,6 +30,7 @@ from stio.storage.checks import (
     stat_of,
     translated_errors,
 )
+from stio.storage.parallel_read import read_parallel
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _O_PATH = getattr(os, "O_PATH", 0)
@@ -266,8 +267,11 @@ class LocalFile:
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         """Fill the regions, one after the other, with the bytes from `offset` on; see `Source.read_into`."""
         done = 0
-        if len(regions) == 1 and self._direct_fd is not None and not self.direct_refused:
-            done = self._read_direct(self._direct_fd, offset, regions[0])
+        if len(regions) == 1:
+            if self._direct_fd is not None and not self.direct_refused:
+                done = self._read_direct(self._direct_fd, offset, regions[0])
+            else:
+                done = read_parallel(self.fd, regions[0].address, regions[0].nbytes, offset)
         self._read_buffered(offset, regions, done)
 
     def check_unchanged(self) -> None:
@@ -285,7 +289,8 @@ class LocalFile:
         """Read whole pages past the page cache; return how many bytes were read. The caller reads the rest buffered."""
         if offset % PAGE_BYTES or region.address % PAGE_BYTES:
             return 0
-        done, whole = 0, region.nbytes // PAGE_BYTES * PAGE_BYTES
+        whole = region.nbytes // PAGE_BYTES * PAGE_BYTES
+        done = read_parallel(fd, region.address, whole, offset)
         while done < whole:
             count = _read_at(fd, [region.address + done, min(whole - done, _READ_MAX_BYTES)], offset + done)
             if count < 0 and ctypes.get_errno() == errno.EINTR:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from stio.device.base import Event
+from stio.device.tensors import FORMAT_DTYPES, typed
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.runtime import memory
 from stio.runtime.memory import Region
@@ -50,7 +51,10 @@ class _Work:
         self.pairs = []  # references to the memory are released before the event passes
 
     def query(self) -> bool:
-        return self.passed.is_set()
+        if self.passed.is_set():
+            self.synchronize()  # which raises if the copy failed
+            return True
+        return False
 
     def synchronize(self) -> None:
         if not self.passed.wait(PATIENCE_SECONDS):
@@ -147,6 +151,15 @@ class FakeDevice:
         array = np.full(nbytes, POISON, dtype=np.uint8)
         weakref.finalize(array, self._freed, nbytes)
         return torch.from_numpy(array)
+
+    def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return new uint8 tensors `[size]`, filled with `POISON`."""
+        return [self.empty(size) for size in sizes]
+
+    def clone(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return copies of tensors in new memory; the queued copies were made when `on_queue` was entered."""
+        new = [typed(self.empty(one.nbytes), FORMAT_DTYPES[one.dtype], tuple(one.shape)) for one in tensors]
+        return [clone.copy_(one) for clone, one in zip(new, tensors, strict=True)]
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
         """Queue copies, and an event after them."""

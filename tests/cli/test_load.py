@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerators import gpu
-from commands import refused, run, terminal
+from commands import refused, run, terminal_of_fork
+from crash.zygote import Zygote
 from safetensors.torch import save_file
 
 import stio
@@ -140,9 +141,11 @@ def test_gds_is_a_way_to_an_accelerator(model: Path) -> None:
     assert "reads to an accelerator" in refused("load", model, "--memory", "gds", "--device", "cpu")
 
 
-def test_a_bar_on_terminals_only(model: Path) -> None:
-    assert "loading" in terminal("load", model)
-    assert "loading" not in terminal("load", model, "--no-progress")
+def test_a_bar_on_terminals_only(zygote: Zygote, model: Path) -> None:
+    assert "loading" in terminal_of_fork(zygote, "load", model)
+    without = terminal_of_fork(zygote, "load", model, "--no-progress")
+    assert "loading" not in without
+    assert without.strip()
 
 
 def test_ctrl_c_ends_a_load(model: Path, tmp_path: Path) -> None:

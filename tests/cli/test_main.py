@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import PROGRAM, interrupted, refused, run, stio, terminal
+from crash.zygote import Zygote
 from safetensors.torch import save_file
 
 import stio as package
@@ -143,14 +144,15 @@ def test_a_full_disk(model: Path) -> None:
     assert done.stderr == "Error: No space left on device; look at the path, its permissions and the disk\n"
 
 
-def test_warnings_are_a_line_each(tmp_path: Path) -> None:
+def test_warnings_are_a_line_each(zygote: Zygote, tmp_path: Path) -> None:
     """A pickle of another protocol than torch's earns a warning of torch's, which is no use here."""
     (tmp_path / "raw.pkl").write_bytes(pickle.dumps({"a": 1}, protocol=4))
-    done = stio("convert", tmp_path / "raw.pkl", tmp_path / "d")
+    program = "import warnings; warnings.resetwarnings(); from stio.__main__ import main; main()"
+    done = zygote.run(program, "convert", tmp_path / "raw.pkl", tmp_path / "d")
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout, line.startswith("Error: ")) == (2, "", True)
     torch.save(torch.nn.Linear(2, 3), tmp_path / "module.pt")
-    done = stio("convert", tmp_path / "module.pt", tmp_path / "d.safetensors", "--trust-pickle")
+    done = zygote.run(program, "convert", tmp_path / "module.pt", tmp_path / "d.safetensors", "--trust-pickle")
     (line,) = done.stderr.splitlines()
     assert line.startswith("warning: ")
     assert "can run any code" in line

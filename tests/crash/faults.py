@@ -219,7 +219,13 @@ class Bench:
 
 
 def play_all(
-    bench: Bench, faults: list[Fault], *, every_kill: bool, only: str | None = None, call: int | None = None
+    bench: Bench,
+    faults: list[Fault],
+    *,
+    every_kill: bool,
+    only: str | None = None,
+    call: int | None = None,
+    every: int = 1,
 ) -> Iterator[str]:
     """Try every fault at every call; give what was not as promised.
 
@@ -229,16 +235,20 @@ def play_all(
         every_kill: Whether the process is also killed after each call.
         only: Description of the one fault to try.
         call: Number of the one call to try.
+        every: Of the calls from the fifth on, each fault hits only each n-th, different ones for different faults.
+            The process is killed at each call all the same.
     """
     kills = [Fault(ALL & ~OPEN, how=how) for how in ((KILL, KILL_AFTER) if every_kill else (KILL,))]
-    for fault in [*faults, *kills]:
+    for number, fault in enumerate([*faults, *kills]):
         if only not in (None, describe(fault)):
             continue
 
         def play(nth: int, fault: Fault = fault) -> bool:
             return bench.kill(fault, nth, by_save=bool(nth % 2)) if fault in kills else bench.play(fault, nth)
 
-        for problem in until_untouched(play, [call] if call else range(1, 400)):
+        step = 1 if fault in kills else every
+        numbers = [call] if call else [nth for nth in range(1, 400) if nth < 5 or (nth + number) % step == 0]
+        for problem in until_untouched(play, numbers):
             yield (
                 f"{bench.scenario.name}, {describe(fault)}, {problem}\n    to repeat, with the shim: python -m crash.faults "
                 f"DIRECTORY --long --scenario '{bench.scenario.name}' --fault '{describe(fault)}'"
@@ -273,6 +283,7 @@ def main() -> int:
     parser.add_argument("--scenario", action="append", help="name of a scenario; all of them if there is none")
     parser.add_argument("--fault", help="description of the one fault to try, as a finding names it")
     parser.add_argument("--call", type=int, help="number of the one call to try")
+    parser.add_argument("--every", type=int, default=1, help="of the calls from the fifth on, hit each n-th only")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of forks beside threads
@@ -287,7 +298,8 @@ def main() -> int:
         directory.mkdir(parents=True)
         bench = Bench(directory, scenario)
         faults = LONG_LIST if arguments.long else SHORT_LIST
-        found = list(play_all(bench, faults, every_kill=arguments.long, only=arguments.fault, call=arguments.call))
+        chosen = {"only": arguments.fault, "call": arguments.call, "every": arguments.every}
+        found = list(play_all(bench, faults, every_kill=arguments.long, **chosen))
         problems += found
         outcomes += bench.outcomes
         print(f"{scenario.name}: {dict(bench.outcomes)}, {len(found)} problems", flush=True)

@@ -15,8 +15,9 @@ import torch
 from accelerators import RIGS, Rig, rig_of
 
 from stio.device.base import Accelerator, Event
-from stio.device.group_memory import OWN_ALLOCATION_BYTES, GroupMemory
+from stio.device.group_memory import LARGE_BYTES, GroupMemory
 from stio.errors import DeviceError, DeviceMemoryError
+from stio.loading.plan import Group
 from stio.runtime import memory
 from stio.runtime.memory import Region
 
@@ -49,7 +50,7 @@ def filled(device: Accelerator, data: bytes) -> Region:
 
 
 def sent(device: Accelerator, data: bytes) -> tuple[torch.Tensor, Event]:
-    target = device.empty(len(data))
+    target = device.allocate([len(data)])[0]
     return target, device.copy([(target, filled(device, data))])
 
 
@@ -73,7 +74,7 @@ def test_staging_memory(device: Accelerator, nbytes: int) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 5000])
 def test_empty(device: Accelerator, nbytes: int) -> None:
-    first, second = device.empty(nbytes), device.empty(nbytes)
+    first, second = device.allocate([nbytes])[0], device.allocate([nbytes])[0]
     for tensor in (first, second):
         assert (tensor.dtype, tensor.shape, tensor.device) == (torch.uint8, (nbytes,), device.device)
         assert tensor.untyped_storage().nbytes() == nbytes
@@ -83,7 +84,7 @@ def test_empty(device: Accelerator, nbytes: int) -> None:
 def test_c96_out_of_memory(rig: Rig, device: Accelerator) -> None:
     before = rig.used_bytes()
     with pytest.raises(DeviceMemoryError) as caught:
-        device.empty(rig.too_much)
+        device.allocate([rig.too_much])
     assert caught.value.needed_bytes == rig.too_much
     assert caught.value.free_bytes is not None
     assert caught.value.free_bytes < rig.too_much
@@ -96,12 +97,19 @@ def test_c96_out_of_memory(rig: Rig, device: Accelerator) -> None:
 
 def test_c96_a_group_that_finds_no_memory_halfway(rig: Rig, device: Accelerator) -> None:
     before = rig.used_bytes()
-    sizes = [OWN_ALLOCATION_BYTES // 8, 5, rig.too_much]
+    sizes = [LARGE_BYTES // 8, 5, rig.too_much]
     with pytest.raises(DeviceMemoryError):
-        GroupMemory.allocate(
-            device, ["a", "b", "c"], ["U8"] * 3, [(size,) for size in sizes], [0, sizes[0], OWN_ALLOCATION_BYTES]
-        )
+        GroupMemory.allocate(device, [group_of(sizes, [0, sizes[0], LARGE_BYTES])])
     assert rig.used_bytes() == before
+
+
+def group_of(sizes: list[int], offsets: list[int]) -> Group:
+    """Return a group of U8 tensors `abc...`."""
+    return Group(
+        index=0, selection=0, offset=0, nbytes=offsets[-1] + sizes[-1], names="abc"[: len(sizes)],
+        dtypes=["U8"] * len(sizes), shapes=[(size,) for size in sizes], offsets=offsets, blocks=(),
+        payload_bytes=sum(sizes),
+    )  # fmt: skip
 
 
 # Copies.
@@ -109,7 +117,7 @@ def test_c96_a_group_that_finds_no_memory_halfway(rig: Rig, device: Accelerator)
 
 def test_one_call_brings_many_parts_to_many_places(rig: Rig, device: Accelerator) -> None:
     data = bytes(range(250))
-    slot, targets = filled(device, data), [device.empty(n) for n in (1, 99, 150)]
+    slot, targets = filled(device, data), [device.allocate([n])[0] for n in (1, 99, 150)]
     parts = [(targets[0], slot.sub(0, 1)), (targets[1][10:50], slot.sub(1, 40)), (targets[2], slot.sub(100, 150))]
     event = device.copy(parts)
     event.synchronize()
@@ -120,7 +128,7 @@ def test_one_call_brings_many_parts_to_many_places(rig: Rig, device: Accelerator
 
 
 def test_copy_waits_for_nothing(rig: Rig, device: Accelerator) -> None:
-    slot, target = filled(device, b"later"), device.empty(5)
+    slot, target = filled(device, b"later"), device.allocate([5])[0]
     with rig.standing():
         first, second = device.copy([(target, slot)]), device.copy([])
         assert not first.query()
@@ -143,7 +151,7 @@ def test_events_pass_in_order_and_behind_their_copies(rig: Rig, device: Accelera
 
 def test_of_copies_to_one_place_the_last_one_stays(rig: Rig, device: Accelerator) -> None:
     """Within a batch and between batches."""
-    target = device.empty(3000)
+    target = device.allocate([3000])[0]
     slots = [filled(device, bytes([k]) * 3000) for k in range(9)]
     with rig.standing():
         for k in range(0, 9, 3):
@@ -156,7 +164,7 @@ def test_a_region_may_be_filled_again_after_its_event(rig: Rig, device: Accelera
     slot, targets, events = device.staging(50_000), [], []
     for k in range(6):
         slot.write(0, bytes([k]) * 50_000)
-        targets.append(device.empty(50_000))
+        targets.append(device.allocate([50_000])[0])
         events.append(device.copy([(targets[-1], slot.sub(0, 50_000))]))
         events[-1].synchronize()
     device.hand_over(targets, events)
@@ -185,7 +193,7 @@ def test_work_on_the_queue_comes_behind_the_copies(rig: Rig, device: Accelerator
 
 def test_what_is_not_staging_memory_is_copied_from_too(rig: Rig, device: Accelerator) -> None:
     """It stays unchanged until the copy has ended."""
-    kept, target = memory.allocate(8192), device.empty(100)
+    kept, target = memory.allocate(8192), device.allocate([100])[0]
     kept.write(0, bytes(range(256)) * 32)
     event = device.copy([(target, kept.sub(5000, 100))])
     event.synchronize()
@@ -219,14 +227,18 @@ def test_memory_stays_until_the_consumer_s_stream_is_through(rig: Rig, device: A
     assert later() == data
 
 
-def test_memory_that_small_tensors_share_stays_as_well(rig: Rig, device: Accelerator, consumer: None) -> None:
-    """They share one allocation, so that must be handed over too."""
+def test_small_tensors_are_cloned_behind_the_copies(rig: Rig, device: Accelerator, consumer: None) -> None:
+    """Each has an allocation of its own, which stays until the consumer's stream is through."""
     data = bytes(range(200)) * 20
-    memory = GroupMemory.allocate(device, ["a", "b"], ["U8", "U8"], [(1000,), (3000,)], [0, 1000])
-    event = device.copy(memory.copies(0, filled(device, data)))
-    device.hand_over([*memory.tensors.values(), *memory.shared], [event])
-    later = rig.read_later(memory.tensors["b"])
-    del memory
+    (memory,) = GroupMemory.allocate(device, [group_of([1000, 3000], [0, 1000])])
+    with rig.standing():
+        events = [device.copy(memory.copies(0, filled(device, data)))]
+    with device.on_queue():
+        tensors = memory.separate(device)
+    device.hand_over(tensors.values(), [*events, device.copy([])])
+    later = rig.read_later(tensors["b"])
+    assert tensors["a"].untyped_storage().nbytes() == 1000
+    del memory, tensors
     gc.collect()
     others = [sent(device, b"\xee" * len(data)) for _ in range(3)]
     others[-1][1].synchronize()
@@ -238,7 +250,7 @@ def test_memory_that_small_tensors_share_stays_as_well(rig: Rig, device: Acceler
 
 def test_a_refused_copy_leaves_nobody_who_reads(rig: Rig, device: Accelerator) -> None:
     """What was queued before the refusal has ended: the region is the caller's again."""
-    target, slot = device.empty(3000), filled(device, b"a" * 3000)
+    target, slot = device.allocate([3000])[0], filled(device, b"a" * 3000)
     sent(device, b"before")[1].synchronize()
     with rig.standing():
         batch = rig.refused((target, slot))

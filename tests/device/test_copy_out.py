@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from accelerators import gpu, keep_busy
+from accelerators import NEEDS_GPU, gpu, keep_busy
 from support import ALL_DTYPES, assorted, bits_of, ramp, require_equal
 
 from stio.device import copy_out as copying
-from stio.device.copy_out import Copy, Readiness, copy_out, copy_small
-from stio.device.cuda import TorchEvent
+from stio.device.base import resolve_device
+from stio.device.copy_out import Copy, Readiness, copy_out, copy_pieces
+from stio.device.cuda import TorchEvent, save_stream
 from stio.device.describe import describe_tensors
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.runtime import memory
@@ -256,22 +257,21 @@ def test_staging_allocator_the_cpu() -> None:
 
 class FakeStream:
     def __init__(self, device: torch.device | None = None) -> None:
-        self.waited: list[object] = []
+        self.done: list[object] = []
 
     def wait_event(self, event: FakeEvent) -> None:
-        self.waited.append(event)
+        raise AssertionError("the copies of another save would wait too")
 
-    def wait_stream(self, stream: FakeStream) -> None:
-        self.waited.append(stream)
+    wait_stream = wait_event
 
     def synchronize(self) -> None:
-        self.waited.append("synchronize")
+        self.done.append("synchronize")
 
 
 class FakeEvent:
     fails = False
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self.recorded: FakeStream | None = None
         self.passed = False
 
@@ -292,13 +292,13 @@ DEVICE = torch.device("cpu")
 def module(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """Stand for `torch.cuda`, over the CPU."""
     module = types.SimpleNamespace(
-        Event=FakeEvent,
-        Stream=FakeStream,
         current_stream=lambda device: CURRENT,
         device=lambda device: nullcontext(),
         stream=lambda stream: nullcontext(),
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    monkeypatch.setattr(torch, "Stream", FakeStream)
     return module
 
 
@@ -310,6 +310,12 @@ def device_copy(copies: list[Copy], ready: Readiness | None = None) -> FakeEvent
     assert isinstance(event, FakeEvent)
     assert event.passed
     return event
+
+
+def ready_at(module: types.SimpleNamespace) -> tuple[Readiness, FakeEvent]:
+    """Return readiness for the device, and its event."""
+    event = TorchEvent(module, DEVICE, CURRENT)
+    return Readiness({DEVICE: event}), event.event
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -329,17 +335,39 @@ def test_device_copies(
         assert b"".join(region.tobytes() for region in regions) == expected
 
 
-def test_the_side_stream_waits_for_the_caller(module: types.SimpleNamespace) -> None:
-    event, stream = FakeEvent(), FakeStream()
-    ready = Readiness({DEVICE: (event, stream)})
-    assert device_copy([(torch.zeros(4), 0, poisoned(16))], ready).recorded is stream
-    assert stream.waited == [event]
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_copies_begin_when_the_caller_s_work_is_done(
+    module: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, turned: bool, is_known: bool
+) -> None:
+    """The thread waits, and not the stream that all saves share. Without readiness: for what this thread has queued."""
+    made: list[FakeEvent] = []
+
+    class Event(FakeEvent):
+        def __init__(self, device: torch.device | None = None) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(torch, "Event", Event)
+    ready = ready_at(module)[0] if is_known else None
+    passed = []
+    for name in ("foreach_copy", "_queue_strided"):
+        monkeypatch.setattr(copying, name, lambda *_, **__: passed.append(made[0].passed))
+    tensor = torch.zeros(4, 4).t() if turned else torch.zeros(4)
+    event = device_copy([(tensor, 0, poisoned(16))], ready)
+    assert made == [made[0], event]
+    assert made[0].recorded is CURRENT
+    assert passed == [True]
+    assert event.recorded is save_stream(module, DEVICE)
 
 
-def test_without_readiness_copies_come_behind_what_this_thread_queued(module: types.SimpleNamespace) -> None:
-    stream = device_copy([(torch.zeros(4), 0, poisoned(16))]).recorded
-    assert stream is not None
-    assert stream.waited == [CURRENT]
+def test_a_failure_of_the_caller_s_work_is_told_as_it_is(module: types.SimpleNamespace) -> None:
+    ready, event = ready_at(module)
+    event.fails = True
+    region = poisoned(16)
+    with pytest.raises(DeviceError, match="^copying on cpu failed: an illegal memory access"):
+        device_copy([(torch.zeros(4), 0, region)], ready)
+    assert region.tobytes() == bytes([POISON]) * 16
 
 
 def test_the_cpu_needs_no_event() -> None:
@@ -352,23 +380,20 @@ def test_the_cpu_needs_no_event() -> None:
 def test_a_refused_copy_waits_for_what_was_queued(
     module: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, error: type[Exception], raised: type[Exception]
 ) -> None:
-    stream = FakeStream()
-
     def refuse(*args: object, **kwargs: object) -> None:
         raise error("no")
 
     monkeypatch.setattr(copying, "foreach_copy", refuse)
     with pytest.raises(raised):
-        device_copy([(torch.zeros(4), 0, poisoned(16))], Readiness({DEVICE: (FakeEvent(), stream)}))
-    assert stream.waited[-1] == "synchronize"
+        device_copy([(torch.zeros(4), 0, poisoned(16))])
+    assert save_stream(module, DEVICE).done == ["synchronize"]
 
 
 def test_a_wrong_range_waits_for_what_was_queued(module: types.SimpleNamespace) -> None:
-    stream = FakeStream()
     copies = [(torch.zeros(4), 0, poisoned(16)), (torch.zeros(4, 4).t(), 1, poisoned(8))]
     with pytest.raises(ValueError, match="cut an element"):
-        device_copy(copies, Readiness({DEVICE: (FakeEvent(), stream)}))
-    assert stream.waited[-1] == "synchronize"
+        device_copy(copies)
+    assert save_stream(module, DEVICE).done == ["synchronize"]
 
 
 @pytest.mark.parametrize("failing", ["a", "b"])
@@ -377,7 +402,7 @@ def test_all_events_are_waited_for_though_one_fails(
 ) -> None:
     """The driver's error becomes one of stio."""
     events = {name: TorchEvent(module, DEVICE, FakeStream()) for name in "ab"}
-    monkeypatch.setattr(copying, "_queue_copies", lambda device, copies, ready: events[device])
+    monkeypatch.setattr(copying, "_queue_copies", lambda device, *_: events[device])
     events[failing].event.fails = True
     tensors: list[Any] = [types.SimpleNamespace(nbytes=4, is_cpu=False, device=name) for name in events]
     with pytest.raises(DeviceError, match="illegal memory access"):
@@ -417,32 +442,96 @@ def test_accelerator_work_so_far_comes_first() -> None:
     assert region.tobytes() == bits_of(torch.full((1024,), 50.0))
 
 
-def test_small_parts_are_copied_at_once_and_the_others_left():
-    numbers = torch.arange(48, dtype=torch.int16).reshape(6, 8)
-    wave = torch.tensor([1 + 2j, 3 - 4j])
-    large = torch.zeros((1 << 20) + 2, dtype=torch.uint8)
-    parts = [
-        (numbers, 0, 0, 96),
-        (numbers[2:4], 16, 96, 16),
-        (numbers.t(), 0, 112, 96),
-        (wave.conj(), 0, 208, 16),
-        (wave.conj().imag, 0, 224, 8),
-        (large, 0, 232, 1 << 20),
-    ]
-    region = poisoned(300 + (1 << 20))
-    left = copy_small(iter(parts), region)
-    assert [id(tensor) for tensor, _, _ in left] == [id(tensor) for tensor, _, _, _ in parts[2:]]
-    assert region.tobytes()[:112] == bits_of(numbers) + bits_of(numbers[3])
-    assert region.tobytes()[112:] == bytes([POISON]) * (len(region.tobytes()) - 112)
-    copy_out(left)
-    assert region.tobytes()[112:232] == b"".join(
-        map(image, (numbers.t(), wave.conj().resolve_conj(), wave.conj().imag.resolve_neg()))
-    )
+# Many pieces in one block.
+
+
+def pieces_of(tensors: list[torch.Tensor], rng: random.Random | None = None) -> tuple[Any, list[Any], bytes]:
+    """Describe tensors, cut them, and lay the pieces into a block; return its bytes too."""
+    sources = describe_tensors({str(k): tensor for k, tensor in enumerate(tensors)})
+    pieces, expected = [], b""
+    for k, tensor in enumerate(tensors):
+        data = image(tensor.cpu().resolve_conj().resolve_neg()) if tensor.numel() else b""
+        cuts = [0, *random_cuts(rng, tensor, 2)[1:-1], len(data)] if rng and tensor.numel() else [0, len(data)]
+        for start, stop in pairwise(cuts):
+            pieces.append((k, start, len(expected), stop - start, stop == len(data)))
+            expected += data[start:stop]
+    return sources, pieces, expected
+
+
+def many_kinds() -> list[torch.Tensor]:
+    numbers, wave = torch.arange(48, dtype=torch.int16).reshape(6, 8), torch.randn(5, 4, dtype=torch.complex64)
+    return [
+        numbers, numbers + 1, numbers[2:4], numbers.t(), torch.randn(3, 5), torch.randn(7), wave.conj(), wave,
+        wave.conj().imag, torch.nn.Parameter(torch.randn(4)), torch.empty(0, 3), torch.ones((1 << 18) + 1),
+        torch.randn(9).bfloat16(), torch.rand(9) > 0.5, torch.randn(3, dtype=torch.float64), torch.tensor(5),
+        torch.randn(8)[::2], torch.randn(33).to(torch.float8_e5m2), torch.randn(2, 2), torch.randn(1, 3).expand(2, 3),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("shift", [0, 3])
+def test_many_pieces(cut: bool, device: str, shift: int) -> None:
+    """Each of them where it belongs, in aligned memory and in memory that is not."""
+    where = resolve_device(device)
+    for seed in range(5):
+        rng = random.Random(seed)
+        tensors = [tensor.to(where) for tensor in many_kinds() if where.type == "cpu" or not tensor.is_complex()]
+        if where.type != "cpu":
+            tensors[4] = tensors[4].cpu()  # in the middle
+        rng.shuffle(tensors)
+        if where.type != "cpu":  # as a file has them: each aligned to its elements. Only bytes need no alignment there
+            tensors.sort(key=lambda tensor: -tensor.itemsize)
+            tensors = [tensor for tensor in tensors if not shift or tensor.is_contiguous()]
+        sources, pieces, expected = pieces_of(tensors, rng if cut else None)
+        ready = Readiness.now({str(k): tensor for k, tensor in enumerate(tensors)})
+        block = ready.staging_allocator()(len(expected) + 64)
+        block.write(0, bytes([POISON]) * block.nbytes)
+        copy_pieces(sources, pieces, block.sub(32 + shift, len(expected)), ready)
+        held = block.tobytes()
+        assert held[32 + shift : 32 + shift + len(expected)] == expected
+        assert {*held[: 32 + shift], *held[32 + shift + len(expected) :]} == {POISON}
+
+
+@gpu
+def test_many_small_tensors_of_a_device_take_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call drops the GIL: beside a busy Python thread that may cost 5 ms."""
+    where = resolve_device("auto")
+    dtypes = [torch.float64, torch.float32, torch.int8]
+    tensors = [torch.full((3, 8), k % 100, dtype=dtype, device=where) for dtype in dtypes for k in range(500)]
+    sources, pieces, expected = pieces_of(tensors)
+    ready = Readiness.now({"x": tensors[0]})
+    calls: list[int] = []
+    for name in ("foreach_copy", "unflatten_like"):
+        real = getattr(copying, name)
+        monkeypatch.setattr(
+            copying,
+            name,
+            lambda *given, real=real, **keywords: (calls.append(len(given[1])), real(*given, **keywords))[1],
+        )
+    block = ready.staging_allocator()(len(expected))
+    copy_pieces(sources, pieces, block, ready)
+    assert calls == [500, 500, 500, 1500]
+    assert block.tobytes()[: len(expected)] == expected
 
 
 @pytest.mark.parametrize(("start", "at", "nbytes"), [(0, 0, 97), (90, 0, 8), (-1, 0, 8), (0, 64, 8), (0, -1, 8)])
-def test_small_parts_outside_their_tensor_or_target_are_refused(start, at, nbytes):
+def test_pieces_outside_their_tensor_or_target_are_refused(start: int, at: int, nbytes: int) -> None:
     region = poisoned(128)
+    sources = describe_tensors({"x": torch.zeros(24)})
     with pytest.raises(ValueError, match="outside|bytes"):
-        copy_out(copy_small([(torch.zeros(24), start, at, nbytes)], region.sub(0, 68)))
+        copy_pieces(sources, [(0, start, at, nbytes, True)], region.sub(0, 68))
     assert region.tobytes() == bytes([POISON]) * 128
+
+
+def test_a_tensor_that_has_changed_is_not_read_outside_its_memory() -> None:
+    """Another thread gave it other memory since it was described."""
+    tensor = torch.zeros(1000)
+    sources = describe_tensors({"x": tensor})
+    region = poisoned(4000)
+    tensor.data = torch.ones(1).expand(1000)
+    copy_pieces(sources, [(0, 0, 0, 4000, True)], region)
+    assert region.tobytes() == bits_of(torch.ones(1000))
+    tensor.data = torch.ones(10)
+    with pytest.raises(ValueError, match="of a tensor of 40"):
+        copy_pieces(sources, [(0, 0, 0, 4000, True)], region)

@@ -68,7 +68,8 @@ def test_a_device_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(device: torch.device) -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(torch, "get_device_module", lambda device: kind_of_device(Stream=lost))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: kind_of_device())
+    monkeypatch.setattr(torch, "Stream", lost)
     with pytest.raises(DeviceError, match="does not answer: the device is lost"):
         TorchAccelerator(torch.device("cpu"))
 
@@ -82,8 +83,9 @@ def test_loads_at_once_share_a_copy_stream(monkeypatch: pytest.MonkeyPatch) -> N
         made.append(object())
         return made[-1]
 
-    module, device = kind_of_device(Stream=slow), torch.device("cpu")
+    module, device = kind_of_device(), torch.device("cpu")
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "Stream", slow)
     with ThreadPoolExecutor(4) as pool:
         accelerators = list(pool.map(lambda _: TorchAccelerator(device), range(4)))
     assert len(made) == 1
@@ -110,7 +112,7 @@ def test_what_the_driver_refuses_is_a_device_error(
 
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(DeviceError, match="illegal memory access"):
-        accelerator.empty(4096)
+        accelerator.allocate([4096])
 
 
 @gpu
@@ -121,7 +123,7 @@ def test_c96_out_of_memory(accelerator: TorchAccelerator, monkeypatch: pytest.Mo
         raise torch.OutOfMemoryError("full")
 
     with pytest.raises(DeviceMemoryError) as caught:
-        accelerator.empty(1 << 50)
+        accelerator.allocate([1 << 50])
     assert caught.value.needed_bytes == 1 << 50
     assert 0 < (caught.value.free_bytes or 0) < 1 << 50
     with pytest.raises(DeviceMemoryError) as caught, accelerator.on_queue():  # a cast, say
@@ -156,7 +158,7 @@ def test_c97_pinning_fails(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert len(calls) == 1
     slots[0].write(0, bytes(range(256)))
-    target = accelerator.empty(256)
+    target = accelerator.allocate([256])[0]
     event = accelerator.copy([(target[:100], slots[0].sub(0, 100)), (target[100:], slots[0].sub(100, 156))])
     accelerator.hand_over([target], [event])
     assert target.tolist() == list(range(256))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from stio.device.group_memory import OWN_ALLOCATION_BYTES, VECTOR_BYTES, GroupMemory
+from stio.device.group_memory import LARGE_BYTES, GroupMemory
 from stio.device.tensors import TORCH_DTYPES
 from stio.errors import DeviceMemoryError
 from stio.format.dtypes import tensor_nbytes
+from stio.runtime.memory import Region
 from stio.testing import FakeDevice
 
 
@@ -23,10 +25,20 @@ def group_memory(device: FakeDevice, layout: list[tuple[str, tuple[int, ...], in
         offsets.append(at)
         at += tensor_nbytes(dtype, shape)
     names = [f"t{k}" for k in range(len(layout))]
-    return GroupMemory.allocate(device, names, [d for d, _, _ in layout], [s for _, s, _ in layout], offsets)
+    return GroupMemory.allocate(
+        device, [Tensors(names, [d for d, _, _ in layout], [s for _, s, _ in layout], offsets)]
+    )[0]
 
 
-LARGE = (OWN_ALLOCATION_BYTES // 4,)
+@dataclass
+class Tensors:
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    offsets: list[int]
+
+
+LARGE = (LARGE_BYTES // 4,)
 
 
 @pytest.mark.parametrize(
@@ -35,12 +47,12 @@ LARGE = (OWN_ALLOCATION_BYTES // 4,)
         ([("F32", LARGE, 0), ("F32", LARGE, 0)], 2),
         ([("F32", (5,), 0), ("BF16", (3,), 2), ("U8", (1,), 0)], 1),
         ([("F32", (4,), 0), ("BF16", (3, 3), 16), ("F32", (), 2), ("F32", (), 0), ("U8", (16,), 4)], 1),
-        ([("F32", (5,), 0), ("BF16", (3, 3), 2), ("U8", (1,), 0)], 2),  # no place for vectors
-        ([("F32", (), 0)] * 6 + [("F16", (9,), 0)] * 2, 3),
+        ([("F32", (5,), 0), ("BF16", (3, 3), 2), ("U8", (1,), 0)], 1),
+        ([("F32", (), 0)] * 6 + [("F16", (9,), 0)] * 2, 1),
         ([("U8", (3,), 5), ("F32", LARGE, 0), ("F32", (7,), 0), ("I64", (2,), 0)], 4),
         ([("U8", (1,), 0), ("F64", (4,), 0), ("I16", (2,), 1)], 3),  # misaligned: a place of its own
         ([("F32", (0, 3), 0), ("F32", (2,), 0), ("F32", (0,), 0)], 1),
-        ([("F4", (2, 6), 0), ("C64", (2,), 2), ("BOOL", (), 0)], 2),
+        ([("F4", (2, 6), 0), ("C64", (2,), 2), ("BOOL", (), 0)], 1),
     ],
 )
 @pytest.mark.parametrize("slot_bytes", [4096, 100_001, 8 << 20])
@@ -53,6 +65,10 @@ def test_bytes_are_copied_where_they_belong(
     total = sum(gap + tensor_nbytes(dtype, shape) for dtype, shape, gap in layout)
     data = random.Random(total).randbytes(total)
     memory = group_memory(device, layout)
+    assert (
+        len({target.untyped_storage().data_ptr() for target, _ in memory.copies(0, Region(1, total))})
+        == num_allocations
+    )
     starts = list(range(0, total, slot_bytes))
     random.Random(0).shuffle(starts)  # workers finish in any order
     for start in starts:
@@ -61,11 +77,15 @@ def test_bytes_are_copied_where_they_belong(
         slot.write(0, part)
         device.copy(memory.copies(start, slot))
         device.step()
+    tensors = memory.separate(device)
+    assert list(tensors) == [f"t{k}" for k in range(len(layout))]
+    device.step()
+    assert all(event.query() for event in memory.events)
     at = 0
     for k, (dtype, shape, gap) in enumerate(layout):
         at += gap
         nbytes = tensor_nbytes(dtype, shape)
-        tensor = memory.tensors[f"t{k}"]
+        tensor = tensors[f"t{k}"]
         assert tensor.dtype == TORCH_DTYPES[dtype]
         assert (
             bytes(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).tolist()) == data[at : at + nbytes]
@@ -73,20 +93,12 @@ def test_bytes_are_copied_where_they_belong(
         assert tensor.untyped_storage().nbytes() == nbytes == tensor.nbytes
         assert not tensor._is_view()
         at += nbytes
-        assert nbytes < VECTOR_BYTES or not offset_in(memory.shared, tensor) % VECTOR_BYTES
-    num_large = sum(tensor.nbytes >= OWN_ALLOCATION_BYTES for tensor in memory.tensors.values())
-    assert len(memory.shared) + num_large == num_allocations
-
-
-def offset_in(allocations: list[torch.Tensor], tensor: torch.Tensor) -> int:
-    """Return how far into its allocation a tensor lies."""
-    offsets = [tensor.data_ptr() - shared.data_ptr() for shared in allocations]
-    found = [offset for offset, shared in zip(offsets, allocations, strict=True) if 0 <= offset < shared.nbytes]
-    return found[0] if found else 0
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.nbytes]
+    assert len(set(addresses)) == len(addresses)
 
 
 def test_without_memory_what_was_allocated_is_free_again() -> None:
-    device = FakeDevice(memory_bytes=3 * OWN_ALLOCATION_BYTES)
+    device = FakeDevice(memory_bytes=3 * LARGE_BYTES)
     with pytest.raises(DeviceMemoryError):
         group_memory(device, [("F32", LARGE, 0)] * 4)
     gc.collect()

@@ -131,18 +131,21 @@ def test_sorting_100_000_tensors_lets_other_threads_run() -> None:
 def test_a73_long_headers(raw: bytes) -> None:
     file_bytes = 8 + len(raw) + 8
 
-    def action() -> Header:
-        return parse_header(raw, file_bytes=file_bytes, path="f", shard="f")
+    longest_seconds = 0.0
 
-    start = time.perf_counter()
-    header = action()
-    assert time.perf_counter() - start < 20
-    assert header.names == ["a"]
+    def action() -> Header:
+        nonlocal longest_seconds
+        start = time.perf_counter()
+        header = parse_header(raw, file_bytes=file_bytes, path="f", shard="f")
+        longest_seconds = max(longest_seconds, time.perf_counter() - start)
+        assert header.names == ["a"]
+        return header
+
     # A dict of two million keys is resized in one call: 40 ms, more where its memory is slow to come. That is measured
     # beside it; nothing else may take as long.
-    bound = 0.05 + (_longest_gap(_fill_a_dict) if len(header.metadata) > 1 else 0)
-    del header
+    bound = 0.05 + (_longest_gap(_fill_a_dict) if b'"1":' in raw else 0)
     assert _longest_gap(action, bound) < bound
+    assert longest_seconds < 20
 
 
 def _fill_a_dict() -> dict[str, str]:

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import safetensors
+from counts import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,7 +62,7 @@ def read_back(header: bytes, tensors: Tensors) -> Header:
     return parse_header(header[PREFIX_BYTES:], file_bytes=len(header) + total, path="f", shard="f")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=count(100, 400), deadline=None)
 @given(tensor_lists, st.none() | st.dictionaries(names, names, max_size=1))
 def test_equal_to_the_reference_writer(tensors: Tensors, metadata: dict[str, str] | None) -> None:
     header, order = build_header(tensors, metadata)

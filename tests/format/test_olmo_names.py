@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import pytest
+from counts import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ def encoded(value: object, protocol: int = 4) -> str:
     return base64.urlsafe_b64encode(pickle.dumps(value, protocol=protocol)).decode()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=count(60, 200), deadline=None)
 @given(path=PATHS, is_pickled=st.booleans())
 def test_round_trip_and_the_other_reader(path: tuple[Any, ...], is_pickled: bool) -> None:
     name = encode_name(path, is_pickled=is_pickled)

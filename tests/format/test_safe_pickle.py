@@ -11,6 +11,7 @@ import random
 from typing import Any
 
 import pytest
+from counts import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +36,7 @@ def loads(data: bytes) -> Any:
     return PlainPickles().loads(data)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=count(60, 200), deadline=None)
 @given(value=VALUES, protocol=st.sampled_from([4, 5]))
 def test_reads_what_pickle_wrote(value: object, protocol: int) -> None:
     found = loads(pickle.dumps(value, protocol=protocol))
@@ -183,7 +184,7 @@ def test_one_key_twice() -> None:
         loads(b"\x80\x02}(K\x01NK\x01Nu.")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count(75, 300), deadline=None)
 @given(value=VALUES, data=st.data())
 def test_mutated_pickles_are_read_or_refused(value: object, data: st.DataObject) -> None:
     raw = bytearray(pickle.dumps(value))

@@ -7,6 +7,7 @@ import random
 import time
 
 import pytest
+from counts import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,7 +78,7 @@ def test_splits(sizes: list[tuple[object, ...]], maximum: int, shards: list[list
     assert split_into_shards([(*one, None)[:3] for one in sizes], maximum) == shards  # type: ignore[misc]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count(75, 300), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.none() | st.integers(0, 4)), max_size=20), st.integers(1, 40))
 def test_splits_are_the_hubs(tensors: list[tuple[int, int | None]], maximum: int) -> None:
     base = pytest.importorskip("huggingface_hub.serialization._base")

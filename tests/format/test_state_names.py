@@ -6,6 +6,7 @@ import math
 from urllib.parse import unquote
 
 import pytest
+from counts import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,7 +66,7 @@ KEYS = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=count(100, 400), deadline=None)
 @given(st.lists(KEYS, min_size=2, max_size=12))
 def test_keys_of_one_mapping_have_labels_of_their_own(keys):
     keys = list(dict.fromkeys(keys))
@@ -78,7 +79,7 @@ def test_keys_of_one_mapping_have_labels_of_their_own(keys):
         build_header([(label, "U8", (0,))])  # a name that can be written
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=count(100, 400), deadline=None)
 @given(st.lists(st.lists(KEYS, min_size=1, max_size=3), min_size=2, max_size=8))
 def test_paths_have_names_of_their_own(paths):
     unique = {tuple(map(repr, path)): path for path in paths}

@@ -10,6 +10,7 @@ import time
 from collections import Counter, OrderedDict
 
 import pytest
+from counts import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,7 +92,7 @@ def test_the_bits_of_what_is_not_finite(pattern):
     assert struct.pack(">d", load([scalar_node(value)])) == struct.pack(">Q", pattern)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count(75, 300), deadline=None)
 @given(st.floats() | st.integers() | st.text(st.characters(exclude_categories=())) | st.binary())
 def test_any_scalar_is_exact(value):
     found = load([scalar_node(value)])
@@ -141,7 +142,7 @@ def shape(value):
     return type(value), bits(value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count(75, 300), deadline=None)
 @given(VALUES)
 def test_any_state_comes_back(value):
     assert shape(load(nodes_of(value))) == shape(value)
@@ -394,7 +395,7 @@ def test_integers_that_are_written_as_such():
     assert [is_json_integer(k) for k in (2**64 - 1, 2**64, -(2**63), -(2**63) - 1)] == [True, False, True, False]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count(75, 300), deadline=None)
 @given(st.data())
 def test_a_changed_text_is_refused_or_read(data):
     raw = bytearray(encode_tree(nodes_of({"a": [1, 2.5, (None, "x")], 3: OrderedDict(b=b"y"), (1, "z"): 2**70})))

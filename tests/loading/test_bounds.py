@@ -10,6 +10,7 @@ import os
 import anyio
 import pytest
 import torch
+from counts import count
 from support import (
     bits_of,
     descriptors,
@@ -158,7 +159,8 @@ async def test_a_load_into_needs_no_second_copy_of_the_model(file, tensors, imag
 # Nothing grows.
 
 
-async def test_three_hundred_cycles(tmp_path):
+async def test_many_cycles(tmp_path):
+    num_cycles = count(60, 300)
     gc.collect()
     mapped = mapped_bytes()  # what other tests still hold is not ours
     directory = save_sharded({f"t{k}": ramp(40, 100 + k) for k in range(30)}, tmp_path, 3)
@@ -178,12 +180,12 @@ async def test_three_hundred_cycles(tmp_path):
             with pytest.raises(stio.StioError):
                 await stio.load(directory, names="absent")
 
-    for k in range(60):
+    for k in range(count(30, 60)):
         await cycle(k)
     gc.collect()
     files, threads = descriptors(), num_threads()
     before = resident_bytes()
-    for k in range(300):
+    for k in range(num_cycles):
         await cycle(k)
     gc.collect()
     assert descriptors() == files

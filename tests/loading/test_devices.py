@@ -27,17 +27,15 @@ Tensors = dict[str, torch.Tensor]
 class Known(FakeDevice):
     """A fake that knows its own memory again."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._ranges: list[range] = []
+    _owner_of: dict[int, Known] = {}  # by address; an address that was freed may be another device's next
 
     def empty(self, nbytes: int) -> torch.Tensor:
         tensor = super().empty(nbytes)
-        self._ranges.append(range(tensor.data_ptr(), tensor.data_ptr() + max(nbytes, 1)))
+        self._owner_of[tensor.data_ptr()] = self
         return tensor
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return any(tensor.data_ptr() in found for found in self._ranges)
+        return self._owner_of.get(tensor.data_ptr()) is self
 
 
 def where(tensor: torch.Tensor, *devices: Known) -> list[int]:

@@ -334,7 +334,7 @@ def test_a_slot_is_given_out_when_the_queue_is_done() -> None:
     device = TorchAccelerator(resolve_device("auto"))
     source = device.staging(4096)
     source.write(0, b"s" * 4096)
-    target = device.empty(4096)
+    (target,) = device.allocate([4096])
     with device.on_queue():
         keep_busy()
     event = device.copy([(target, source)])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from counts import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -292,7 +293,7 @@ def file_of(header: Header, seed: int) -> bytes:
     return random.Random(seed).randbytes(header.data_start + (header.ends[-1] if header.ends else 0))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count(75, 300), deadline=None)
 @given(layouts, st.data(), sizes, st.integers(8, 9000))
 def test_whole_tensors_get_exactly_their_bytes(
     layout: list[tuple[str, tuple[int, ...]]], data: st.DataObject, sizes: dict[str, int], data_start: int
@@ -320,7 +321,7 @@ indices = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count(75, 300), deadline=None)
 @given(
     st.sampled_from(sorted(DTYPES)),
     st.sampled_from([(4,), (4, 5), (4, 6, 7), (4, 1, 300), (4, 2000)]),

@@ -39,7 +39,6 @@ class FakePath:
     """Records the calls; `on_read` and `on_finish` may wait or raise."""
 
     label = "read"
-    copy_queues = ()
 
     def __init__(
         self,
@@ -61,6 +60,12 @@ class FakePath:
         finally:
             with self._lock:
                 self.inside -= 1
+
+    def complete(self, block: Block, arrived: Callable[[Block], None]) -> None:
+        arrived(block)
+
+    def budget_bytes(self, group: Group) -> int:
+        return group.nbytes
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         with self._lock:
@@ -289,7 +294,6 @@ def test_p8_a_group_counts_until_its_readers_release_it():
         def __init__(self):
             super().__init__()
             self.there: list[Block] = []
-            self.copy_queues = (self,)
 
         def read(self, group, block, stopped):
             super().read(group, block, stopped)
@@ -300,9 +304,9 @@ def test_p8_a_group_counts_until_its_readers_release_it():
             else:
                 assert read.wait(PATIENCE_SECONDS)
 
-        def submit(self, on_submitted):
+        def complete(self, block, arrived):
             while self.there:
-                on_submitted(self.there.pop())
+                arrived(self.there.pop())
 
     def deliver(group, landed):
         made.deliver(group, landed)

@@ -1,4 +1,4 @@
-"""More workers where there are cores and memory for large slots; the slots within half of the budget, whatever it is."""
+"""Few workers with long slots where there is memory for these; the slots within half of the budget, whatever it is."""
 
 from __future__ import annotations
 
@@ -6,41 +6,49 @@ import pytest
 
 from stio.loading.sizes import mapped_block_bytes, num_map_workers, staging_sizes, whole_pages
 
-KIB, MIB = 1 << 10, 1 << 20
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("num_cores", "num_workers"), [(1, 4), (2, 4), (6, 4), (8, 6), (10, 7), (12, 9), (15, 11), (16, 12), (128, 12)]
-)
-def test_workers_by_cores(num_cores: int, num_workers: int) -> None:
-    assert staging_sizes(512 * MIB, 1, num_cores=num_cores)[:2] == (num_workers, num_workers + 4)
-
-
-@pytest.mark.parametrize(
-    ("budget_bytes", "num_queues", "num_workers", "slot_bytes"),
+    ("budget_bytes", "num_queues", "total_bytes", "sizes"),
     [
-        (512 * MIB, 1, 12, 16 * MIB), (1024 * MIB, 1, 12, 32 * MIB), (64 << 30, 1, 12, 32 * MIB),
-        (256 * MIB, 1, 12, 8 * MIB), (255 * MIB, 1, 11, 8 * MIB), (128 * MIB, 1, 4, 8 * MIB),
-        (100 * MIB, 1, 4, 4 * MIB), (512 * MIB, 2, 12, 8 * MIB), (512 * MIB, 4, 4, 8 * MIB),
-        (512 * MIB, 8, 4, 4 * MIB), (1 * MIB, 1, 4, 64 * KIB), (100 * KIB, 1, 4, 4 * KIB),
-        (1, 1, 4, 4 * KIB), (1, 8, 4, 4 * KIB),
+        (1 * GIB, 1, 16 * GIB, (2, 2, 256 * MIB)), (2 * GIB, 1, 16 * GIB, (2, 2, 512 * MIB)),
+        (64 * GIB, 1, 160 * GIB, (2, 6, 512 * MIB)), (1 * GIB, 2, 16 * GIB, (2, 2, 128 * MIB)),
+        (1 * GIB, 1, 2 * GIB - 1, (2, 4, 128 * MIB)), (1 * GIB, 1, 512 * MIB, (2, 6, 64 * MIB)),
+        (1 * GIB, 1, 512 * MIB - 1, (4, 8, 32 * MIB)), (1 * GIB, 1, 0, (4, 8, 32 * MIB)),
+        (256 * MIB, 1, 16 * GIB, (2, 2, 64 * MIB)), (255 * MIB, 1, 16 * GIB, (4, 8, 8 * MIB)),
+        (100 * MIB, 1, 16 * GIB, (4, 8, 4 * MIB)), (1 * GIB, 8, 16 * GIB, (4, 8, 8 * MIB)),
+        (1 * MIB, 1, 16 * GIB, (4, 8, 64 * KIB)), (100 * KIB, 1, 16 * GIB, (4, 8, 4 * KIB)),
+        (1, 1, 1, (4, 8, 4 * KIB)), (1, 8, 1, (4, 8, 4 * KIB)),
     ],
 )  # fmt: skip
-def test_slots_follow(budget_bytes: int, num_queues: int, num_workers: int, slot_bytes: int) -> None:
-    assert staging_sizes(budget_bytes, num_queues, num_cores=64) == (num_workers, num_workers + 4, slot_bytes)
+def test_long_slots_for_few_workers_or_short_ones_for_more(
+    budget_bytes: int, num_queues: int, total_bytes: int, sizes: tuple[int, int, int]
+) -> None:
+    assert staging_sizes(budget_bytes, num_queues, total_bytes=total_bytes, switch_interval=0.005) == sizes
 
 
-def test_few_cores() -> None:
-    assert staging_sizes(512 * MIB, 1, num_cores=2) == (4, 8, 32 * MIB)
+@pytest.mark.parametrize(
+    ("budget_bytes", "sizes"),
+    [
+        (1 * GIB, (3, 4, 128 * MIB)), (2 * GIB, (3, 7, 128 * MIB)), (512 * MIB, (3, 4, 64 * MIB)),
+        (256 * MIB, (4, 8, 16 * MIB)),
+    ],
+)  # fmt: skip
+def test_more_slots_with_a_short_switch_interval(budget_bytes: int, sizes: tuple[int, int, int]) -> None:
+    assert staging_sizes(budget_bytes, 1, total_bytes=16 * GIB, switch_interval=0.0005) == sizes
 
 
-@pytest.mark.parametrize("num_cores", [1, 9, 16, 200])
+@pytest.mark.parametrize("total_bytes", [0, 1 << 20, 1 << 30, 1 << 40])
 @pytest.mark.parametrize("num_queues", [1, 2, 3, 8])
-def test_p8_half_of_the_budget_at_most(num_cores: int, num_queues: int) -> None:
+@pytest.mark.parametrize("switch_interval", [0.005, 0.0005])
+def test_p8_half_of_the_budget_at_most(total_bytes: int, num_queues: int, switch_interval: float) -> None:
     """But for budgets so small that not even pages fit; a slot is whole pages, and torch pins what was asked for."""
     for exponent in range(40):
         for budget_bytes in (1 << exponent, (1 << exponent) + 4097, 3 << exponent):
-            _, num_slots, slot_bytes = staging_sizes(budget_bytes, num_queues, num_cores=num_cores)
+            _, num_slots, slot_bytes = staging_sizes(
+                budget_bytes, num_queues, total_bytes=total_bytes, switch_interval=switch_interval
+            )
             assert slot_bytes % 4096 == 0
             assert slot_bytes & (slot_bytes - 1) == 0
             assert num_slots * slot_bytes * num_queues <= max(budget_bytes // 2, 8 * 4096 * num_queues)

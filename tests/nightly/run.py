@@ -15,6 +15,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -177,6 +178,12 @@ def slow(run: Run, place: Path, keep: Path) -> list[Command]:
     return [tests(place, "-m", "slow and not gpu")]
 
 
+def long_counts(run: Run, place: Path, keep: Path) -> list[Command]:
+    paths = sorted((REPOSITORY / "tests").rglob("test_*.py"))
+    files = [path for path in paths if re.search("from counts import|cancelled_after_every_round", path.read_text())]
+    return [tests(place, "-m", "not gpu and not slow", *map(str, files), STIO_TEST_LONG="1")]
+
+
 def mutants(run: Run, place: Path, keep: Path) -> list[Command]:
     some = [] if run.scale >= 0.5 else ["--times", "1", "--only", "a save on the stream of loads"]
     return [Command([sys.executable, "tests/mutants.py", *some])]
@@ -200,6 +207,7 @@ STAGES = (
     Stage(
         "device-1.5ms", "tests on the simulated device, copies delayed by 1.5 ms", 150, device("0.0015"), on_disk=True
     ),
+    Stage("long-counts", "tests with random or repeated work, more of it", 150, long_counts, on_disk=True),
     Stage("slow", "tests with the mark slow", 200, slow, on_disk=True),
     Stage("cancels-asyncio", "random cancels on asyncio", 120, cancels("asyncio")),
     Stage("cancels-uvloop", "random cancels on uvloop", 120, cancels("uvloop")),

@@ -47,6 +47,23 @@ def test_block_sizes(data_bytes, budget_bytes, stage_first, expected):
     assert found % PAGE_BYTES == 0
 
 
+@pytest.mark.parametrize(
+    ("data_bytes", "num_tensors", "budget_bytes", "stage_first", "expected"),
+    [
+        (40 * MIB, 10_000, None, False, 16 * MIB),
+        (40 * MIB, 640, None, False, 4 * MIB),
+        (240 * MIB, 60_000, None, False, 16 * MIB),
+        (240 * MIB, 60_000, None, True, 64 * MIB),
+        (40 * MIB, 10_000, 8 * MIB, False, 2 * MIB),
+        (MIB, 10_000, None, True, 4 * MIB),
+    ],
+)
+def test_blocks_of_many_small_tensors_are_larger(data_bytes, num_tensors, budget_bytes, stage_first, expected):
+    """Each block costs its workers several turns for the GIL."""
+    found = block_bytes_for(data_bytes, budget_bytes, stage_first=stage_first, num_tensors=num_tensors)
+    assert found == expected
+
+
 @pytest.mark.parametrize("budget", [1, PAGE_BYTES, 3 * PAGE_BYTES, 3 * PAGE_BYTES + 1, 4 * PAGE_BYTES - 1])
 def test_never_more_than_the_budget_and_never_less_than_one(budget):
     pool = made(budget)
@@ -199,3 +216,99 @@ def test_a_limit_holds_until_the_next_fit() -> None:
     pool.fit(PAGE_BYTES, memory.allocate)
     with pool.changed:
         assert pool.try_take() is not None
+
+
+@pytest.mark.parametrize(
+    ("budget", "data", "room", "expected"),
+    [
+        (None, 100, 200, None), (None, 100, 199, 99), (None, 100, 0, 1), (None, 15, 0, None),
+        (50, 100, 50, 50), (50, 100, 49, 24),
+    ],
+)  # fmt: skip
+def test_pinned_memory_takes_half_of_what_is_left_at_most(
+    budget: int | None, data: int, room: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In MiB. Swap does not count, since pinned memory cannot be swapped. A budget of the caller's is the caller's."""
+    monkeypatch.setattr("stio.saving.staging_pool.available_bytes", lambda enough: 1 << 50)
+    monkeypatch.setattr("stio.saving.staging_pool.room_in_memory", lambda enough: min(room * MIB, enough))
+    found = StagingPool(None if budget is None else budget * MIB).budget_for(data * MIB, pinned=True)
+    assert found is None if expected is None else found is not None and found // MIB == expected
+
+
+def test_blocks_that_are_free_need_no_memory_and_those_in_use_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A saver with several saves under way: each holds its own snapshot."""
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "stio.saving.staging_pool.room_in_memory", lambda enough: (asked.append(enough // MIB), 80 * MIB)[1]
+    )
+    pool = made(None, 20 * MIB)
+    used, free = take(pool), take(pool)
+    assert pool.budget_for(60 * MIB, pinned=True) == 80 * MIB  # 40 that it holds, and half of what is left
+    pool.give_back(free)
+    assert pool.budget_for(60 * MIB, pinned=True) is None  # 40 more are needed
+    pool.give_back(used)
+    assert pool.budget_for(60 * MIB, pinned=True) is None
+    assert asked == [120, 80, 40]
+
+
+class Pinning:
+    """Allocates as `PinnedAllocator` does; equal to others that were not refused."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses = refuses
+
+    def __call__(self, nbytes: int) -> Region:
+        return memory.allocate(nbytes)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Pinning) and not self.refuses and not other.refuses)
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_the_next_save_pins_again_what_was_refused(refuses: bool) -> None:
+    """During a save, and after it if nothing was refused, blocks are used again."""
+    pool = StagingPool(None)
+    pool.fit(PAGE_BYTES, Pinning(refuses))
+    block = take(pool)
+    pool.give_back(block)
+    assert take(pool) is block
+    pool.give_back(block)
+    pool.fit(PAGE_BYTES, Pinning(False))
+    assert (take(pool) is block) == (not refuses)
+
+
+def test_memory_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[int] = []
+    monkeypatch.setattr("stio.saving.staging_pool.give_back", lambda blocks: returned.append(len(blocks)))
+    pool = made(None)
+    blocks = [take(pool) for _ in range(3)]
+    for block in blocks[:2]:
+        pool.give_back(block)
+    pool.give_to_system()
+    assert returned == [2]
+    assert pool.held_bytes == PAGE_BYTES
+    assert take(pool).address not in {block.address for block in blocks[2:]}
+
+
+def test_blocks_are_allocated_at_once_and_without_the_lock() -> None:
+    """To pin a block takes long. Meanwhile others are pinned, and what waits for the lock goes on."""
+    both = threading.Barrier(2)
+
+    def make(nbytes: int) -> Region:
+        both.wait(PATIENCE_SECONDS)
+        with pool.changed:
+            pass
+        both.wait(PATIENCE_SECONDS)
+        return memory.allocate(nbytes)
+
+    pool = StagingPool(None)
+    pool.fit(PAGE_BYTES, make)
+    found: list[Region | None] = []
+    threads = [threading.Thread(target=lambda: found.append(take(pool))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert len({block.address for block in found if block is not None}) == 2

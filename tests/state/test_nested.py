@@ -13,6 +13,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from counts import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -319,7 +320,7 @@ NESTED = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=count(60, 200), deadline=None)
 @given(NESTED)
 def test_no_two_tensors_get_one_name(state):
     count = 0

@@ -80,11 +80,18 @@ class CacheEntries:
     Args:
         budget_bytes: Most bytes of files in the cache.
         allocate: Allocates memory for images.
+        give_back: Returns memory of images to the system once the cache is closed, and empties the list.
     """
 
-    def __init__(self, budget_bytes: int, allocate: Callable[[int], Region]) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        allocate: Callable[[int], Region],
+        give_back: Callable[[list[Region]], object] = list.clear,
+    ) -> None:
         self._budget_bytes = budget_bytes
         self._allocate = allocate
+        self._give_back = give_back
         self._lock = new_lock()  # a finaliser may release while its own thread is inside
         self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
         self._labels: dict[str, tuple[int, int]] = {}
@@ -135,7 +142,8 @@ class CacheEntries:
                     one.release()
             raise
         finally:
-            _clear(out)
+            for image in out:
+                image.clear()
         return held
 
     def evict(self, selects: Callable[[str], bool]) -> list[FileImage]:
@@ -324,9 +332,5 @@ class CacheEntries:
             if not entry.is_listed:
                 self._held_bytes -= entry.image.nbytes
                 out.append(entry.image)
-        _clear(out)
-
-
-def _clear(images: list[FileImage]) -> None:
-    for image in images:
-        image.clear()
+        for image in out:
+            image.clear(self._give_back if self._closed else list.clear)

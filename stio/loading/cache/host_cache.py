@@ -20,6 +20,7 @@ import torch
 
 from stio.device.base import current_device, resolve_device, with_current_index
 from stio.device.cuda import TorchAccelerator, has_streams
+from stio.device.pinned import give_back
 from stio.errors import StorageError
 from stio.format.naming import INDEX_SUFFIX
 from stio.loading.body import carry_out, open_source
@@ -57,15 +58,16 @@ class _Memory:
     def __init__(self, device: str | int | torch.device) -> None:
         self._device = device
         self._lock = new_lock()
+        self._accelerator: torch.device | None = None
         self._make: Callable[[int], Region] | None = None
 
     @property
     def is_pinned(self) -> bool:
         """Whether the memory is pinned; False until the device was examined."""
-        return self._make not in (None, memory.allocate)
+        return self._accelerator is not None
 
-    def resolve(self) -> Callable[[int], Region]:
-        """Return the allocator.
+    def begin_use(self) -> None:
+        """Examine the device at the first use. If memory could not be pinned, try again from now on.
 
         Raises:
             DeviceError: There is no such device.
@@ -73,17 +75,19 @@ class _Memory:
         with self._lock:
             if self._make is None:
                 device = resolve_device(self._device)
-                plain = device.type == "cpu" or (self._device == "auto" and not has_streams(device))
-                self._make = memory.allocate if plain else TorchAccelerator(device).staging
-            return self._make
+                if device.type != "cpu" and (self._device != "auto" or has_streams(device)):
+                    self._accelerator = device
+            # A new object for each use: one that was refused once does not ask again.
+            self._make = memory.allocate if self._accelerator is None else TorchAccelerator(self._accelerator).staging
 
     def allocate(self, nbytes: int) -> Region:
-        """Return new memory.
+        """Return new memory, once a use was begun.
 
         Raises:
             MemoryError: The host has too little memory.
         """
-        return self.resolve()(nbytes)
+        assert self._make is not None
+        return self._make(nbytes)
 
 
 class HostCache:
@@ -98,7 +102,8 @@ class HostCache:
             way use the rest, is read without the cache.
         device: Device of the loads: `"auto"` (the accelerator, if there is one), or a device as `torch.device` takes
             it. Memory is pinned for an accelerator, plain for the CPU. The device is examined when the first file is
-            read. Released pinned memory stays in the allocator of torch, which uses it for the next pinned memory.
+            read. Pinned memory of a file that is evicted for another one stays in the allocator of torch, which uses it
+            for the next pinned memory; `evict` and `close` return it to the system.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -116,7 +121,7 @@ class HostCache:
 
     def _begin(self) -> None:
         self._memory = _Memory(self._device)
-        self._entries = CacheEntries(self._budget_bytes, self._memory.allocate)
+        self._entries = CacheEntries(self._budget_bytes, self._memory.allocate, give_back)
         self._operations: weakref.WeakSet[Operation[None]] = weakref.WeakSet()
 
     async def prefetch(
@@ -155,7 +160,7 @@ class HostCache:
         return self._entries.stats()
 
     def evict(self, source: SourceLike | None = None) -> int:
-        """Evict files that no load uses now. More than 128 MiB is freed on a thread, after this call.
+        """Evict files that no load uses now. Pinned memory, or more than 128 MiB, is freed after this call.
 
         Args:
             source: A file; or a directory, or an index in it, for all files below it. None: all files.
@@ -198,7 +203,7 @@ class HostCache:
         return self._entries.hold(self._requested(files))
 
     def _requested(self, files: Sequence[tuple[Source, int]]) -> list[RequestedFile]:
-        self._memory.resolve()
+        self._memory.begin_use()
         _wait_for_tick([file for file, _ in files])
         return [RequestedFile(file, _label(file.path), nbytes) for file, nbytes in files]
 
@@ -249,12 +254,12 @@ def _wait_for_tick(files: Sequence[Source]) -> None:
 
 
 def _free(images: list[FileImage]) -> int:
-    """Free images, many bytes on a thread; return their size in bytes."""
+    """Return the memory of images to the system, many bytes on a thread; return their size in bytes."""
     nbytes = sum(image.nbytes for image in images)
 
     def clear() -> None:
         for image in images:
-            image.clear()
+            image.clear(give_back)
 
     if nbytes > _CLEAR_HERE_BYTES:
         try:

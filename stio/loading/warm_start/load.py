@@ -19,6 +19,7 @@ from torch.jit._trace import is_tracing
 from torch.utils.hooks import RemovableHandle
 
 from stio.device.base import LoadedGroup
+from stio.device.cuda import TorchAccelerator
 from stio.device.tensors import Casts
 from stio.errors import ClosedError, TensorNotFoundError, WarmStartError, printable
 from stio.loading.open import OpenCheckpoint
@@ -327,7 +328,13 @@ def _waits(load: WarmStartLoad, placeholders: Sequence[Placeholder]) -> Callable
 
 
 def _copy_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    twin = tensor.to(dtype, copy=True)
-    if twin.device.type != "cpu":
-        torch.accelerator.current_stream(twin.device).synchronize()
+    """Return a copy; it is complete, and nothing was waited for that a user has queued on the device."""
+    if tensor.device.type == "cpu":
+        return tensor.to(dtype, copy=True)
+    accelerator = TorchAccelerator(tensor.device)
+    with accelerator.on_queue():
+        twin = tensor.to(dtype, copy=True)
+    event = accelerator.copy([])
+    event.synchronize()
+    accelerator.hand_over([twin], [event])
     return twin

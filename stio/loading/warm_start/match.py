@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 
 from stio.device.tensors import TORCH_DTYPES, cast, require_dtypes
 from stio.errors import MismatchError, TensorNotFoundError, WarmStartError, printable
-from stio.format.header import TensorInfo
 from stio.loading.module import LoadReport, ModuleTarget, listed
 from stio.loading.open import OpenCheckpoint
 from stio.loading.warm_start.load import MatchedParameter
@@ -156,8 +155,8 @@ class Match:
             MismatchError: Module and checkpoint differ.
             UnsupportedDtypeError: torch has no such dtype, or no such cast.
         """
-        infos = {name: header.info(name) for header in opened.headers for name in header.names}
-        _, report = into.match(infos, opened.aliases, strict=strict, path=opened.path)
+        stored = opened.dtypes_and_shapes()
+        _, report = into.match(stored, opened.aliases, strict=strict, path=opened.path)
         parameters: list[MatchedParameter] = []
         buffers: dict[int, str] = {}
         casts: dict[str, torch.dtype] = {}
@@ -165,10 +164,10 @@ class Match:
         sources = into.sources
         for name in names:
             source, target = sources[name]
-            if source not in infos or id(target) in seen:
+            if source not in stored or id(target) in seen:
                 continue
             seen.add(id(target))
-            final = _final_dtype(name, infos[source], target, dtype, opened.path)
+            final = _final_dtype(name, stored[source][0], target, dtype, opened.path)
             casts.setdefault(source, final)
             if isinstance(target, nn.Parameter):
                 parameters.append(MatchedParameter(target, name, source, final))
@@ -180,15 +179,13 @@ class Match:
             for name, parameter in module.named_parameters()
             if parameter.is_meta and id(parameter) not in seen
         ]
-        casts = {name: final for name, final in casts.items() if final != TORCH_DTYPES[infos[name].dtype]}
+        casts = {name: final for name, final in casts.items() if final != TORCH_DTYPES[stored[name][0]]}
         return cls(report, tuple(parameters), buffers, casts)
 
 
-def _final_dtype(
-    name: str, info: TensorInfo, target: torch.Tensor, cast_to: torch.dtype | None, path: str
-) -> torch.dtype:
-    require_dtypes([info.dtype], path=path)
-    own = TORCH_DTYPES[info.dtype]
+def _final_dtype(name: str, stored: str, target: torch.Tensor, cast_to: torch.dtype | None, path: str) -> torch.dtype:
+    require_dtypes([stored], path=path)
+    own = TORCH_DTYPES[stored]
     final = cast_to if cast_to is not None and own.is_floating_point else target.dtype
     if final != own:
         cast(name, torch.empty(1, dtype=own), final)  # an error of the cast is raised now, and not during the load

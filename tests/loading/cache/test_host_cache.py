@@ -141,24 +141,29 @@ def test_p5_tensors_are_copies(shared: Path, tensors: Tensors, device: Any) -> N
 def test_memory_is_pinned_for_an_accelerator(
     monkeypatch: pytest.MonkeyPatch, device: Any, has_streams: bool, is_pinned: bool
 ) -> None:
-    fake, asked = FakeDevice(), []
+    fake, asked, resolved = FakeDevice(), [], []
 
     def accelerator(found: torch.device) -> FakeDevice:
         asked.append(found)
         return fake
 
-    monkeypatch.setattr(
-        stio.loading.cache.host_cache,
-        "resolve_device",
-        lambda device: torch.device("cpu" if device == "cpu" else "cuda:1"),
-    )
+    def resolve(device: Any) -> torch.device:
+        resolved.append(device)
+        return torch.device("cpu" if device == "cpu" else "cuda:1")
+
+    monkeypatch.setattr(stio.loading.cache.host_cache, "resolve_device", resolve)
     monkeypatch.setattr(stio.loading.cache.host_cache, "has_streams", lambda device: has_streams)
     monkeypatch.setattr(stio.loading.cache.host_cache, "TorchAccelerator", accelerator)
     made = _Memory(device)
-    regions = [made.allocate(4096) for _ in range(2)]
+    assert not made.is_pinned
+    regions = []
+    for use in (1, 2):
+        made.begin_use()
+        regions += [made.allocate(4096) for _ in range(2)]
+        assert asked == [torch.device("cuda:1")] * (use * is_pinned)  # a new one, which has not been refused
     assert made.is_pinned == is_pinned
-    assert asked == [torch.device("cuda:1")] * is_pinned  # looked at once
-    assert fake.staging_bytes == 8192 * is_pinned
+    assert resolved == [device]  # once
+    assert fake.staging_bytes == 4 * 4096 * is_pinned
     assert all(region.nbytes == 4096 for region in regions)
 
 
