@@ -189,9 +189,7 @@ class PendingSave:
         data_bytes = sum(source.nbytes for source in sources)
         allocate = self._ready.staging_allocator()
         budget_bytes = self._pool.budget_for(data_bytes, pinned=allocate != memory.allocate)
-        block_bytes = block_bytes_for(
-            data_bytes, budget_bytes, stage_first=self._stage_first, num_tensors=len(sources)
-        )
+        block_bytes = block_bytes_for(data_bytes, budget_bytes, stage_first=self._stage_first, num_tensors=len(sources))
         # The pool is set later: the save before this one may still take blocks.
         fit_pool = partial(self._pool.fit, block_bytes, allocate, limit_bytes=budget_bytes)
         return self._planner(sources, block_bytes), fit_pool
