@@ -197,12 +197,12 @@ def restore(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOpti
     names = (lambda name: name not in holds_bytes) if holds_bytes else None
     groups = gather(operation, opened, names, options)
     with collection_paused(tree.num_nodes):
-        state = _filled(tree, groups, long_bytes, opened.path)
+        made = [_filled(tree, groups, long_bytes, opened.path)]
 
     def take() -> Any:
-        for group in groups:
-            group.take()
-        return state
+        while groups:  # the operation's thread may be the last to hold this function, and must not free tensors then
+            groups.pop(0).take()
+        return made.pop()
 
     return take
 

@@ -93,7 +93,7 @@ def collect(
     options: LoadOptions,
     slices: Mapping[str, object] | None = None,
 ) -> Callable[[], dict[str, torch.Tensor]]:
-    """Load to the end; return a function that returns all tensors. The consumer's thread calls it.
+    """Load to the end; return a function that returns all tensors. The consumer's thread calls it once.
 
     The tensors are in the order of the checkpoint's data, aliases last.
     """
@@ -102,8 +102,8 @@ def collect(
 
     def take() -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
-        for group in groups:
-            tensors |= group.take()
+        while groups:  # the operation's thread may be the last to hold this function, and must not free tensors then
+            tensors |= groups.pop(0).take()
         ordered = {name: tensors[name] for header in headers for name in header.names if name in tensors}
         return ordered | {name: tensors[name] for name in aliases if name in tensors}
 

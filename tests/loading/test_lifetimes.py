@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import threading
+import weakref
 
 import anyio
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import stio
 from stio import sync
 from stio.runtime import process as process_module
+from stio.runtime.operation import Operation
 from stio.testing import FaultyRoot, MemoryRoot, checkpoint_bytes
 
 pytestmark = pytest.mark.anyio
@@ -132,3 +134,43 @@ def test_the_budget_holds_where_a_file_is_copied_after_all():
         module.register_buffer(f"t{k}", torch.zeros_like(ramp(256, 1024)))
     sync.load_into(module, root, budget_bytes=4 << 20)
     assert max(read.nbytes for read in root.reads) <= (1 << 20) + 8192, "a quarter of the budget, and its pages"
+
+
+def _loaded(path):
+    return list(sync.load(path).values())
+
+
+def _loaded_state(path):
+    return list(sync.load_state(path).values())
+
+
+def _read(path):
+    with sync.open(path) as checkpoint:
+        return [*checkpoint.load().values(), checkpoint.read("w0")]
+
+
+def _streamed(path):
+    with sync.open(path) as checkpoint:
+        return [tensor for _, tensor in checkpoint.stream()]
+
+
+@pytest.mark.parametrize("load", [_loaded, _loaded_state, _read, _streamed])
+def test_the_caller_s_thread_is_the_last_to_hold_tensors(load, tmp_path, monkeypatch):
+    """A thread of stio's that frees tensors while the interpreter ends aborts the process: the deleter needs the GIL."""
+    run, go = Operation._run, threading.Event()
+
+    def lingering(operation, running):
+        run(operation, running)
+        assert go.wait(30)
+
+    path = tmp_path / "state.safetensors"
+    sync.save_state({f"w{k}": torch.full((3,), float(k)) for k in range(5)}, path)
+    monkeypatch.setattr(Operation, "_run", lingering)
+    try:
+        tensors = load(path)
+        alive = [weakref.ref(tensor) for tensor in tensors]
+        assert alive
+        del tensors
+        assert not any(tensor() is not None for tensor in alive)
+    finally:
+        go.set()
