@@ -20,7 +20,7 @@ NIGHTLY_STAMP := $(NIGHTLY)/.stio-nightly
 FRAMEWORKS ?= .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS)/.stio-frameworks
 
-.PHONY: demo test check check-children check-device check-faults check-frameworks check-packages frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server gpu rehearse-gpu fuzz crash package release-check extras clean
+.PHONY: demo test check check-children check-device check-faults check-frameworks check-packages frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy gpu rehearse-gpu fuzz crash package release-check extras clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove that it is bit-equal, draw a timeline
 	@$(BIN)/python examples/demo.py
@@ -89,6 +89,10 @@ bench-frameworks: $(STAMP)  ## from_pretrained and save_pretrained after stio.co
 
 bench-server: $(STAMP)  ## the latency of a server's responses during a load
 	$(BIN)/python -m benchmarks.server
+
+bench-busy: $(STAMP)  ## each operation alone and beside a busy Python thread; BUSY_ARGS="--layout many --rounds 5" for a part
+	$(BIN)/python -m benchmarks.busy $(BUSY_ARGS)
+	$(BIN)/python -m benchmarks.gil
 
 # Runs in the Python environment that has torch with CUDA, and not in $(VENV): such a machine may have no network. Tests
 # whose packages are missing are skipped. Without an accelerator it fails with status 2. Each stage ends within eight

@@ -215,7 +215,7 @@ MUTANTS = (
         "small tensors are cloned on the current stream of the worker's thread, beside the copies to their buffer",
         QUEUE,
         (
-            "            with self.accelerator.on_queue():\n                return work()",
+            "            with self._running, self.accelerator.on_queue():\n                return work()",
             "            if True:\n                return work()",
         ),
         tests=f"{DROPPED}[small-own stream]",
@@ -239,7 +239,7 @@ MUTANTS = (
         "casts run on the current stream of the worker's thread, beside the copies",
         QUEUE,
         (
-            "            with self.accelerator.on_queue():\n                return work()",
+            "            with self._running, self.accelerator.on_queue():\n                return work()",
             "            if True:\n                return work()",
         ),
         tests=f"{BEHIND_CAST}[load]",
@@ -436,11 +436,8 @@ MUTANTS = (
     mutant(
         "a warm start does not wait for buffers",
         "buffers are used on any stream while their casts are under way",
-        "stio/loading/warm_start/api.py",
-        (
-            "        group.wait()  # on the host, for casts too: a forward may run on any stream\n",
-            "        pass\n",
-        ),
+        QUEUE,
+        ("                self._submitted.append(_Batch(event, [], perf_counter(), 0))\n", ""),
         tests=f"{BEHIND_CAST}[buffer of a warm start]",
     ),
     mutant(

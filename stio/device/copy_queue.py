@@ -9,6 +9,7 @@ The queue reports blocks, not the read path that put them there: a submission co
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ class CopyQueue(Generic[B]):
         self._lost: list[Region] = []
         self._filled: list[_Filled[B]] = []
         self._is_submitting = False
+        self._running = threading.Lock()
         self._submitted: deque[_Batch] = deque()
         self._num_waited_for = 0  # batches that some thread waits for right now; they are not in `_submitted`
         stats.add_holder(self)
@@ -178,12 +180,17 @@ class CopyQueue(Generic[B]):
         Raises:
             DeviceError: The device refused a batch. None of its regions is being read.
         """
+        submitted: list[B] = []
         while blocks := self._submit_batch():
-            for block in blocks:
-                on_submitted(block)
+            submitted += blocks
+        # Only now: what is reported may wait for slots (`retire`), and no other thread would submit what is left.
+        for block in submitted:
+            on_submitted(block)
 
     def run(self, work: Callable[[], T], memory: GroupMemory) -> T:
         """Run work of torch behind the copies of a group; an event behind it is noted in the group's memory.
+
+        One call runs at a time: only one group at a time has memory for both a buffer and the clones of its tensors.
 
         Args:
             work: Queues its work on the device; it may raise what `Accelerator.on_queue` reports.
@@ -194,7 +201,7 @@ class CopyQueue(Generic[B]):
             DeviceMemoryError: The device is full.
         """
         try:
-            with self.accelerator.on_queue():
+            with self._running, self.accelerator.on_queue():
                 return work()
         finally:  # also after an error: a part of the work may be queued, and `drain` waits for it
             event = self.accelerator.copy([])

@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,6 +22,13 @@ from stio.runtime.trace import Trace
 from stio.testing import POISON, FakeDevice
 
 SLOT = 64
+
+
+class Tensors(NamedTuple):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    offsets: list[int]
 
 
 def never() -> bool:
@@ -397,6 +404,53 @@ def test_the_submitting_thread_takes_along_what_others_put_meanwhile() -> None:
     slots = [queue.acquire(never) for _ in range(4)]  # an event releases all slots that were copied before it
     assert len({slot.address for slot in slots if slot}) == 4
     assert device.num_staging == 4
+
+
+def test_c96_who_reports_may_wait_for_the_slots_of_others() -> None:
+    """What another thread put meanwhile is submitted before a block is reported: no other thread submits it."""
+    device = Stalling()
+    queue = CopyQueue[str](device, slot_bytes=SLOT, num_slots=2)
+    reported: list[str] = []
+
+    def report(block: str) -> None:
+        reported.append(block)
+        queue.retire(never)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = put(queue, device, b"0")
+        submitter = pool.submit(queue.submit, report)
+        assert device.entered.wait(30)
+        second = put(queue, device, b"1")
+        queue.submit(lambda block: pytest.fail(f"another thread submits, and this one reported {block}"))
+        device.allowed.set()
+        submitter.result(30)
+    assert reported == ["0", "1"]
+    assert (first.item(), second.item(), queue.held_bytes) == (ord("0"), ord("1"), 0)
+    queue.close()
+
+
+def test_one_group_at_a_time_is_cloned() -> None:
+    """Of two groups in a device that is nearly full, the second finds the memory that the first has given back."""
+    device = FakeDevice(memory_bytes=3 * 800)
+    queue = CopyQueue[str](device, slot_bytes=SLOT, num_slots=1)
+    names = [f"t{k}" for k in range(200)]
+    layout = Tensors(names, ["F32"] * 200, [()] * 200, [4 * k for k in range(200)])
+    inside = threading.Barrier(2)
+
+    def make(group: GroupMemory) -> int:
+        def work() -> dict[str, torch.Tensor]:
+            made = group.separate(device)
+            threading.Event().wait(0.02)  # another call that runs meanwhile finds no memory
+            return made
+
+        inside.wait(30)
+        return len(queue.run(work, group))
+
+    groups = GroupMemory.allocate(device, [layout, layout])
+    with ThreadPoolExecutor(2) as pool:
+        made = [pool.submit(make, groups.pop()) for _ in range(2)]
+        assert [one.result(30) for one in made] == [200, 200]
+    queue.close()
 
 
 @pytest.mark.parametrize("fault", ["refuse_copy", "fail_copy"])

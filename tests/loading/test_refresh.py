@@ -16,6 +16,7 @@ from torch import nn
 import stio
 from stio import sync
 from stio.loading.options import Memory
+from stio.loading.scheduler import LoadScheduler
 
 NUM_LAYERS = 16
 WIDTH = 128
@@ -136,14 +137,22 @@ def test_a_tied_parameter_is_written_once(tmp_path: Path, names: tuple[str, ...]
 
 
 @pytest.mark.anyio
-async def test_a_cancel_in_the_middle(root: HookedRoot, weights: dict[str, torch.Tensor], refreshed: Refreshed) -> None:
+async def test_a_cancel_in_the_middle(
+    root: HookedRoot, weights: dict[str, torch.Tensor], refreshed: Refreshed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root.hook = gate = Gate(after=NUM_LAYERS // 2)  # a read brings at most one layer
+    stop = LoadScheduler.stop
+
+    def stop_then_open(scheduler: LoadScheduler) -> None:
+        stop(scheduler)
+        gate.opened.set()  # only now: a load that is not stopped yet would complete
+
+    monkeypatch.setattr(LoadScheduler, "stop", stop_then_open)
     with nothing_left():
         async with anyio.create_task_group() as group:
             group.start_soon(lambda: stio.load_into(refreshed.module, root, memory="copy", budget_bytes=BUDGET_BYTES))
             assert await eventually_async(lambda: gate.reached.is_set() and refreshed.num_changed() > 0)
             group.cancel_scope.cancel()
-            gate.opened.set()
     refreshed.require_old_or_new(weights)
     root.hook = lambda *_: None
     await stio.load_into(refreshed.module, root)

@@ -268,7 +268,5 @@ def _load_buffers(
     if not match.buffers:
         return ()
     names = list(dict.fromkeys(match.buffers.values()))
-    loaded = gather(operation, opened, names, replace(options, progress=None), casts=match.casts or None)
-    for group in loaded:
-        group.wait()  # on the host, for casts too: a forward may run on any stream
-    return tuple(loaded)
+    # It ends when all copies and casts have ended (`CopyQueue.drain`), so a forward may run on any stream.
+    return tuple(gather(operation, opened, names, replace(options, progress=None), casts=match.casts or None))

@@ -107,7 +107,7 @@ class WarmStartLoad:
         self._by_source: dict[str, list[Placeholder]] = {}
         self._owners: dict[Placeholder, list[_Owner]] = {}
         self._encoders: list[nn.TransformerEncoder] = []
-        self._lock = new_lock()  # for `_owners` and `_encoders`, on stio's threads
+        self._lock = new_lock()  # for fills, `_owners` and `_encoders`, on stio's threads
         self._abandoned = False
         self._run: LoadScheduler | None = None
         self._order = _Order()
@@ -227,22 +227,28 @@ class WarmStartLoad:
     def _deliver(self, _: Group, group: LoadedGroup) -> None:
         """Fill a group's parameters (called by workers)."""
         group.wait()  # on the host: other streams than this thread's may use them next
-        for name, tensor in group.take().items():
-            first, *others = self._by_source[name]
-            for placeholder in others:  # names that are tied in the checkpoint and not in the module
-                self._fill(placeholder, _copy_as(tensor, placeholder.dtype))
-            self._fill(first, tensor)
+        tensors = group.take()
+        # Names that are tied in the checkpoint and not in the module: copied before a use may change the first one.
+        others = [(placeholder, name) for name in tensors for placeholder in self._by_source[name][1:]]
+        twins = _copies([(tensors[name], placeholder.dtype) for placeholder, name in others], self._device)
+        filled = [(placeholder, twin) for (placeholder, _), twin in zip(others, twins, strict=True)]
+        self._fill(filled + [(self._by_source[name][0], tensor) for name, tensor in tensors.items()])
         self.notifier.notify()
 
-    def _fill(self, placeholder: Placeholder, tensor: torch.Tensor) -> None:
-        """Fill one. The hook of its module is removed before the last fill, so no copy of it has the hook."""
+    def _fill(self, filled: Sequence[tuple[Placeholder, torch.Tensor]]) -> None:
+        """Fill placeholders.
+
+        The hook of a module is removed before the last fill, so no copy of the module has the hook, and when all other
+        parameters of the module are filled. So one worker fills at a time; each fill needs the GIL in any case.
+        """
         with self._lock:
-            for owner in self._owners.get(placeholder, ()):
-                owner.left.discard(placeholder)
-                if not owner.left and owner.handle is not None:
-                    owner.handle.remove()
-                    owner.handle = None
-        placeholder.fill(tensor)
+            for placeholder, tensor in filled:
+                for owner in self._owners.get(placeholder, ()):
+                    owner.left.discard(placeholder)
+                    if not owner.left and owner.handle is not None:
+                        owner.handle.remove()
+                        owner.handle = None
+                placeholder.fill(tensor)
 
     # Called by uses of parameters.
 
@@ -327,14 +333,19 @@ def _waits(load: WarmStartLoad, placeholders: Sequence[Placeholder]) -> Callable
     return wait_for_parameters
 
 
-def _copy_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy; it is complete, and nothing was waited for that a user has queued on the device."""
-    if tensor.device.type == "cpu":
-        return tensor.to(dtype, copy=True)
-    accelerator = TorchAccelerator(tensor.device)
+def _copies(pairs: Sequence[tuple[torch.Tensor, torch.dtype]], device: torch.device) -> list[torch.Tensor]:
+    """Return copies of tensors with these dtypes.
+
+    They are complete. On an accelerator one event is waited for, and nothing that a user has queued there.
+    """
+    if not pairs:
+        return []
+    if device.type == "cpu":
+        return [tensor.to(dtype, copy=True) for tensor, dtype in pairs]
+    accelerator = TorchAccelerator(device)
     with accelerator.on_queue():
-        twin = tensor.to(dtype, copy=True)
+        copies = [tensor.to(dtype, copy=True) for tensor, dtype in pairs]
     event = accelerator.copy([])
     event.synchronize()
-    accelerator.hand_over([twin], [event])
-    return twin
+    accelerator.hand_over(copies, [event])
+    return copies

@@ -6,7 +6,7 @@ Buffers are loaded before the caller's block: a computation with a buffer on `me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,18 +51,14 @@ def require_supported(module: nn.Module) -> None:
                 f"{shown} cannot be warm-started, {why}; "
                 "warm-start the plain module, and wrap or compile it after `done()`"
             )
-    for name, tensor in _all_tensors(module):
-        if why := _unsupported(tensor):
-            raise WarmStartError(f"{printable(name)} cannot be warm-started, {why}")
+        for leaf, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None and (why := _unsupported(tensor)):
+                shown = f"{name}.{leaf}" if name else leaf
+                raise WarmStartError(f"{printable(shown)} cannot be warm-started, {why}")
 
 
 def _is_from(kind: type[nn.Module], package: str) -> bool:
     return any(f"{base.__module__}.".startswith(f"{package}.") for base in kind.__mro__)
-
-
-def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _unsupported(tensor: torch.Tensor) -> str:

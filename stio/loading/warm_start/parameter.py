@@ -26,6 +26,11 @@ _ATTRIBUTE = "_stio_placeholder"
 # references stay valid here: the object is the same.
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 
+_HOOKS: tuple[Any, ...] = tuple(
+    vars(torch._C.TensorBase)[name] for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+)
+"""torch's own attributes of gradient hooks, which a subclass may override."""
+
 
 class Placeholder:
     """One parameter without data, from its construction until it is filled or restored.
@@ -74,18 +79,21 @@ class Placeholder:
         setattr(parameter, _ATTRIBUTE, self)
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Make the parameter real: it gets the memory of this tensor; its other attributes are unchanged."""
+        """Make the parameter real: it gets the memory of this tensor; its other attributes are unchanged.
+
+        No code of a subclass of `nn.Parameter` runs: the caller may hold a lock.
+        """
         parameter = self.parameter
         with torch._C.DisableTorchFunctionSubclass():
             requires_grad = parameter.requires_grad
             real: Any = nn.Parameter(tensor, requires_grad=requires_grad)
             # `real` gets the old tensor. C++ may still hold a reference to that, and its use must raise an error.
-            setattr(real, _ATTRIBUTE, self)
+            vars(real)[_ATTRIBUTE] = self
             real.__class__ = PlaceholderParameter
             _swap(parameter, real)
             parameter.__class__ = self._kind
             if real.requires_grad != requires_grad:  # another thread has set it in between
-                parameter.requires_grad_(real.requires_grad)
+                torch.Tensor.requires_grad_(parameter, real.requires_grad)
             _renew_hooks(parameter)
             if requires_grad and real._use_count() > 1:
                 # `autograd.Function.apply` ignores the class, and records the target of gradients before its forward
@@ -94,7 +102,7 @@ class Placeholder:
         # Another thread may still use the object of the old class, so it exists until the warm start has ended.
         self._other = real
         self.filled = True
-        delattr(parameter, _ATTRIBUTE)
+        del vars(parameter)[_ATTRIBUTE]
 
     def release(self) -> None:
         """Drop the references to a filled parameter: a reference to its old tensor must not hold its memory."""
@@ -112,9 +120,9 @@ class Placeholder:
 
 def _renew_hooks(parameter: nn.Parameter) -> None:
     """Set the gradient hooks again: they are attributes of the object, but torch reads them from the tensor inside."""
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if hooks := getattr(parameter, name, None):
-            setattr(parameter, name, hooks)
+    for hooks_of in _HOOKS:
+        if hooks := hooks_of.__get__(parameter):
+            hooks_of.__set__(parameter, hooks)
 
 
 def _forward_gradient(parameter: weakref.ref[nn.Parameter]) -> Callable[[torch.Tensor], None]:
