@@ -9,7 +9,6 @@ The queue reports blocks, not the read path that put them there: a submission co
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from stio.device.base import Accelerator, Event
 from stio.device.group_memory import GroupMemory
 from stio.runtime import stats
-from stio.runtime.locks import Condition
+from stio.runtime.locks import Condition, new_lock
 from stio.runtime.memory import Region, reporting_shortage
 from stio.runtime.trace import Trace
 
@@ -91,7 +90,7 @@ class CopyQueue(Generic[B]):
         self._lost: list[Region] = []
         self._filled: list[_Filled[B]] = []
         self._is_submitting = False
-        self._running = threading.Lock()
+        self._running = new_lock()  # for `run`
         self._submitted: deque[_Batch] = deque()
         self._num_waited_for = 0  # batches that some thread waits for right now; they are not in `_submitted`
         stats.add_holder(self)
