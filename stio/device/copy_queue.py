@@ -85,6 +85,7 @@ class CopyQueue(Generic[B]):
         self._is_allocating_ahead = False
         self._is_closing = False
         self._is_retired = False
+        self._has_failed = False  # a copy was refused or has failed: slots may stay in use until the end
         self._failure: BaseException | None = None
         self._free: list[Region] = []
         self._lost: list[Region] = []
@@ -217,14 +218,17 @@ class CopyQueue(Generic[B]):
             if self._is_retired:
                 self._drop_free()
 
-    def retire(self, stopped: Callable[[], bool]) -> None:
-        """Free all slots for good; wait until the last one is free, or until `stopped()`.
+    def retire(self, stopped: Callable[[], bool]) -> bool:
+        """Free all slots for good; wait until the last one is free, until `stopped()`, or until a copy has failed.
 
         `acquire` raises from now on. Slots that are in use are put or released as before. Any number of threads may
         call this.
 
+        Returns:
+            Whether all slots are free.
+
         Raises:
-            DeviceError: A copy failed.
+            DeviceError: A copy failed; of several threads, one gets the error.
         """
         with self._changed:
             self._is_retired = True
@@ -232,13 +236,14 @@ class CopyQueue(Generic[B]):
             self._changed.notify_all()
         while not stopped():
             with self._changed:
-                if not self.held_bytes:
-                    return
+                if not self.held_bytes or self._has_failed:
+                    break
                 if not self._submitted:
                     self._changed.wait(0.005)  # for a submission of another thread, or `stopped`, which does not notify
                 batch = self._take_oldest() if self._submitted else None
             if batch is not None:
                 self.release(*self._wait_for(batch))
+        return not self.held_bytes
 
     def drain(self) -> None:
         """Wait until all copies that were submitted have ended, even if some fail.
@@ -305,6 +310,8 @@ class CopyQueue(Generic[B]):
                 if batch is not None:
                     self._submitted.append(batch)
                     self._changed.notify()
+                else:
+                    self._has_failed = True
             if batch is None:
                 self.release(*slots)
         for one in filled:
@@ -360,6 +367,7 @@ class CopyQueue(Generic[B]):
                 batch.event.synchronize()
         except BaseException:
             with self._changed:
+                self._has_failed = True
                 # The device may still read them: they are held until the end and never filled again. Others may be
                 # allocated instead.
                 self._lost += batch.slots

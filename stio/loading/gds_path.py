@@ -86,12 +86,13 @@ class GdsDevice:
             logger.warning("GPUDirect Storage is not usable, files are read through the host: %s", reason)
 
     def free_slots(self, stopped: Callable[[], bool]) -> None:
-        """Free the slots, since tensors need their memory; wait until it is free, or until `stopped()`.
+        """Free the slots, since tensors need their memory; wait until it is free, until `stopped()`, or an error.
 
         Raises:
             DeviceError: A copy failed.
         """
-        self.copy_queue.retire(stopped)
+        if not self.copy_queue.retire(stopped):
+            return
         # The frame of a thread that has released a slot may refer to it for a short time.
         while any(slot() is not None for slot in self._slots) and not stopped():
             sleep(0.001)

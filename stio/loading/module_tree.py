@@ -140,6 +140,7 @@ class ModuleTree:
         owner, leaf = self._owners[name], name.rpartition(".")[2]
         if (
             type(owner).__setattr__ is nn.Module.__setattr__
+            and type(owner).register_parameter is nn.Module.register_parameter
             and type(tensor) is nn.Parameter
             and type(owner._parameters.get(leaf)) is nn.Parameter
             and not _global_parameter_registration_hooks

@@ -275,7 +275,9 @@ class DeviceLoad:
         read_past_cache(file, fraction)
         if self._accelerator is None or self._queue is None:
             return CopiedPath(file, dtype=self._casts, cached=cached)
-        memories = device_memories(self._accelerator, groups, ahead_bytes=0 if hold else AHEAD_BYTES)
+        # Before a cast a group needs its memory in both dtypes, so none is allocated ahead then.
+        ahead_bytes = AHEAD_BYTES if not hold and self._casts is None else 0
+        memories = device_memories(self._accelerator, groups, ahead_bytes=ahead_bytes)
         staged = StagedPath(file, self._queue, memories, dtype=self._casts, cached=cached, piece_bytes=piece_bytes)
         gds = self._gds
         # If the kernel does not report the resident fraction, memory="gds" decides.

@@ -183,8 +183,13 @@ class SaveScheduler:
 
     def _block_to_fill(self) -> Callable[[], Region] | None:
         """Take memory for the next block, None if it must wait. The caller holds the condition."""
-        if self._num_fills == len(self._blocks) or (self._has_lazy and self._num_filling):
-            return None  # lazy tensors are produced one at a time, in order
+        if self._num_fills == len(self._blocks):
+            return None
+        # Lazy tensors are produced one at a time, in order. Copies of many pieces hold the GIL: two workers would only
+        # wait for each other, and let others wait.
+        is_alone = self._has_lazy or len(self._blocks[self._num_fills].pieces) > MANY_PIECES
+        if is_alone and self._num_filling:
+            return None
         if not self._stage_first and len(self._full) + self._num_filling >= AHEAD_BLOCKS:
             return None
         return self._pool.try_take()

@@ -157,12 +157,17 @@ def _carry_out(requests: Any, pointers: Any) -> int:
     count = len(requests)
     # The library forgets its waiter's stack if a signal handler ends the wait, and writes to it later (glibc 2.36). So
     # no handler runs on this thread meanwhile; others get the signals.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    mask = signal.pthread_sigmask(
+        signal.SIG_BLOCK, ()
+    )  # on the main thread each such call may run a handler that raises
     try:
-        _submit(_LIO_WAIT, pointers, count, None)
-        while any(_error(pointer) == errno.EINPROGRESS for pointer in pointers):  # it returns early if one is refused
-            left = [pointer for pointer in pointers if _error(pointer) == errno.EINPROGRESS]
-            _suspend((ctypes.c_void_p * len(left))(*left), len(left), None)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            _submit(_LIO_WAIT, pointers, count, None)
+        finally:  # it returns early if a request is refused
+            while any(_error(pointer) == errno.EINPROGRESS for pointer in pointers):
+                left = [pointer for pointer in pointers if _error(pointer) == errno.EINPROGRESS]
+                _suspend((ctypes.c_void_p * len(left))(*left), len(left), None)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     done = 0

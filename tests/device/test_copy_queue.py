@@ -332,7 +332,7 @@ def test_retiring_waits_for_slots_that_are_filled_or_copied() -> None:
         with pytest.raises(TimeoutError):
             retiring.result(0.02)
         device.step()
-        retiring.result(30)
+        assert retiring.result(30)
     assert (queue.held_bytes, flying.item(), target.item()) == (0, ord("f"), POISON)
     queue.close()
 
@@ -360,6 +360,36 @@ def test_retiring_raises_the_error_of_a_copy() -> None:
     with pytest.raises(DeviceError, match="failed"):
         queue.retire(never)
     queue.close()
+
+
+def test_retiring_ends_after_a_failed_copy() -> None:
+    """Its slot is in use until the end; another thread has got the error."""
+    device = FakeDevice(fail_copy=1)
+    queue = CopyQueue[str](device, slot_bytes=SLOT, num_slots=1)
+    fill(queue, device, b"x")
+    with pytest.raises(DeviceError, match="failed"):
+        queue.drain()
+    assert not queue.retire(never)
+    queue.close()
+    assert queue.held_bytes == 0
+
+
+def test_retiring_ends_after_a_refused_copy() -> None:
+    """Nobody submits what others put meanwhile: the load ends."""
+    device = Stalling(refuse_copy=1)
+    queue = CopyQueue[str](device, slot_bytes=SLOT, num_slots=2)
+    with ThreadPoolExecutor(1) as pool:
+        put(queue, device, b"0")
+        submitter = pool.submit(queue.submit, ignore)
+        assert device.entered.wait(30)
+        put(queue, device, b"1")
+        queue.submit(ignore)
+        device.allowed.set()
+        with pytest.raises(DeviceError, match="refused"):
+            submitter.result(30)
+        assert not pool.submit(queue.retire, never).result(30)
+    queue.close()
+    assert queue.held_bytes == 0
 
 
 # One thread submits for all.

@@ -103,6 +103,18 @@ def test_c96_out_of_memory(files: dict[str, bytes], tensors: dict[str, torch.Ten
     require_freed(device)
 
 
+def test_c96_no_memory_is_allocated_ahead_of_casts() -> None:
+    """What is not cast yet would need the memory of the tensors that are."""
+    tensors = {f"large.{k}": torch.full((1 << 18,), float(k)) for k in range(24)}  # 1 MiB each
+    device = FakeDevice(memory_bytes=16 << 20)
+    found = stio.sync.load(
+        MemoryRoot(checkpoint_files(tensors)), device=device, dtype=torch.bfloat16, budget_bytes=2 << 20
+    )
+    assert same(found, {name: tensor.bfloat16() for name, tensor in tensors.items()})
+    del found
+    require_freed(device)
+
+
 @pytest.mark.parametrize("fault", ["refuse_copy", "fail_copy"])
 def test_failing_copy_at_every_number(files: dict[str, bytes], tensors: dict[str, torch.Tensor], fault: str) -> None:
     number = failed = 0

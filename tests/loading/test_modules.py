@@ -278,3 +278,23 @@ async def test_what_the_reference_library_saved(tmp_path):
         await stio.load_into(other, tmp_path, assign=assign)
         assert other.head.weight is other.embed.weight
         require_equal(dict(other.state_dict()), dict(model.state_dict()))
+
+
+async def test_a_module_that_overrides_register_parameter_is_told(tmp_path) -> None:
+    """As by `load_state_dict(assign=True)`, which sets attributes."""
+
+    class Told(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[str] = []
+            self.weight = nn.Parameter(torch.zeros(4))
+
+        def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+            self.told.append(name)
+            super().register_parameter(name, param)
+
+    await stio.save({"weight": torch.ones(4)}, tmp_path / "w.safetensors")
+    module = Told()
+    await stio.load_into(module, tmp_path / "w.safetensors", assign=True)
+    assert module.told == ["weight", "weight"]
+    assert torch.equal(module.weight, torch.ones(4))

@@ -8,7 +8,7 @@ import random
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -192,3 +192,25 @@ def test_a_forked_child_reads_plainly(file: LocalFile, data: bytes) -> None:
         file.read_into(0, [region.sub(0, SIZE)])
         os._exit(0 if alone and region.sub(0, SIZE).tobytes() == data else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_handler_that_raises_while_signals_are_blocked(
+    file: LocalFile, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the main thread Python runs handlers when the call that blocks signals returns: they stay blocked no longer."""
+    block = signal.pthread_sigmask
+
+    def raising(how: int, signals: Iterable[int]) -> set[signal.Signals]:
+        before = block(how, signals)
+        if how == signal.SIG_BLOCK and signals:
+            raise InterruptedError("of the handler")
+        return before
+
+    monkeypatch.setattr(parallel_read.signal, "pthread_sigmask", raising)
+    region = memory.allocate(SIZE)
+    try:
+        with pytest.raises(InterruptedError):
+            read_parallel(file.fd, region.address, SIZE, 0)
+        assert block(signal.SIG_BLOCK, ()) == set()
+    finally:
+        block(signal.SIG_SETMASK, ())

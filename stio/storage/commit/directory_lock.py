@@ -24,6 +24,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 
 from stio.errors import ConcurrentSaveError, printable
 from stio.runtime.log import log
@@ -307,8 +308,9 @@ def owner_record() -> bytes:
     return json.dumps(owner).encode()
 
 
+@cache
 def boot_id() -> str:
-    """Return the id of this start of the machine, empty if the system has none."""
+    """Return the id of this start of the machine, empty if the system has none; it is read once a process."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

@@ -103,17 +103,17 @@ def _mode_of(real: str) -> int:
         return 0
 
 
-def make_parents(directory: str, *, durable: bool) -> dict[str, DirectoryIdentity]:
-    """Make a directory and its missing parents, and make their names durable; also its own name if it existed.
+def make_and_open(directory: str, *, durable: bool) -> tuple[int, dict[str, DirectoryIdentity]]:
+    """Open a directory; make it and its missing parents, and make their names durable; also its own name if it existed.
 
-    They stay if the save fails: another save may work in them.
+    What was made stays if the save fails: another save may work in it.
 
     Args:
         directory: Path without links.
         durable: Whether their names are made durable.
 
     Returns:
-        The directories that were made, by path.
+        The directory, open, and the directories that were made, by path.
 
     Raises:
         OSError: The operating system reported an error.
@@ -137,9 +137,10 @@ def make_parents(directory: str, *, durable: bool) -> dict[str, DirectoryIdentit
             fd = below
             if is_made:
                 made[where] = directory_identity(fd)
-    finally:
+    except BaseException:
         calls.close(fd)
-    return made
+        raise
+    return fd, made
 
 
 def _open_existing(directory: str) -> tuple[int, str, list[str]]:

@@ -68,7 +68,7 @@ from stio.storage.commit.target import (
     describe_existing,
     directory_identity,
     identity_at,
-    make_parents,
+    make_and_open,
     require_replaceable,
     resolve,
 )
@@ -190,8 +190,7 @@ def _begin(
         raise StorageError("saving needs a system with POSIX files", errno=errno.ENOSYS)
     needed = "readable and writable"
     try:
-        made = make_parents(target.home, durable=durable)
-        home_fd = calls.open_directory(target.home)
+        home_fd, made = make_and_open(target.home, durable=durable)
         needed = "writable"
         return LocalTransaction(
             target,
