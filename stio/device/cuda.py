@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stio.device.pinned import PinnedAllocator
-from stio.device.torch_private import foreach_clone, foreach_copy
+from stio.device.torch_private import foreach_clone, foreach_copy, new_bytes
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
@@ -180,7 +180,7 @@ class TorchAccelerator:
     def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return new uint8 tensors `[size]`, allocated under the copy stream."""
         with self.on_queue(needed_bytes=sum(sizes)):
-            return [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
+            return new_bytes(sizes, self.device)
 
     def clone(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Copy tensors in one call; called `on_queue`, so on the copy stream."""

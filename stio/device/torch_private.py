@@ -40,6 +40,17 @@ def unflatten(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tor
     return unflatten_like(flat, [_template(shape) for shape in shapes])
 
 
+def new_bytes(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    """Return new uint8 tensors `[size]` on a device, allocated under the current stream; keeps the GIL.
+
+    `torch.empty` drops it: beside a busy Python thread each call would take up to a switch interval, 256 tensors
+    1.2 s instead of 1.3 ms (measured on the simulated device).
+    """
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
+    make: Any = torch.UntypedStorage
+    return [empty.new(make(size, device=device)) for size in sizes]
+
+
 def _template(shape: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor of this shape without data; many tensors have the same few shapes."""
     found = _templates.get(shape)
