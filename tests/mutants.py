@@ -205,10 +205,10 @@ MUTANTS = (
     ),
     mutant(
         "small tensors are views",
-        "small tensors are views of the buffer that their group was copied to, so a user's record_stream has no effect",
+        "small tensors are views of the buffer that their group was copied to, so each of them holds all of it",
         CUDA,
         ("        return foreach_clone(tensors)", "        return tensors"),
-        tests=f"{FAULTS}test_fault_1_a_user_s_record_stream_counts[small]",
+        tests="tests/gpu/test_values.py",
     ),
     mutant(
         "clones on the worker's stream",
@@ -232,7 +232,7 @@ MUTANTS = (
         "the consumer's stream waits for the copies, but not for the casts behind them",
         QUEUE,
         ("            memory.events.append(event)\n", ""),
-        tests=f"{BEHIND_CAST}[load]",
+        tests=f"{BEHIND_CAST}[stream]",
     ),
     mutant(
         "casts on the worker's stream",
@@ -256,7 +256,7 @@ MUTANTS = (
         "`load_into(assign=True)` does not hand the tensors over to the caller's stream",
         "stio/loading/module.py",
         ("            for group in self._groups:\n                group.take()\n", ""),
-        tests=f"{BEHIND_CAST}[into a module]",
+        tests=f"{ORDERS}test_dropped_memory_of_a_module_stays_until_its_reader_is_through",
     ),
     # The ring.
     mutant(

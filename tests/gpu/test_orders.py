@@ -194,7 +194,24 @@ def test_dropped_memory_stays_until_its_reader_is_through(device: torch.device, 
 
 
 @gpu
-@pytest.mark.parametrize("call", ["load", "into a module", "warm start", "buffer of a warm start"])
+def test_dropped_memory_of_a_module_stays_until_its_reader_is_through(device: torch.device) -> None:
+    """`assign=True` hands tensors over as `load` does."""
+    first, second = ({"weight": numbers(num_large=1, seed=seed)["large.0"]} for seed in (0, 1))
+    module = parameters(weight=first["weight"].shape)
+    with on_own_stream(device):
+        stio.sync.load_into(module, root_of(first), device=device, budget_bytes=LITTLE, assign=True)
+        keep_busy(LATE_CYCLES)
+        seen = {"weight": module.weight.detach().clone()}
+        del module
+        gc.collect()
+        again = stio.sync.load(root_of(second), device=device, budget_bytes=LITTLE)
+        torch.accelerator.synchronize(device)
+        require_equal(seen, first)
+        require_equal(again, second)
+
+
+@gpu
+@pytest.mark.parametrize("call", ["load", "stream", "into a module", "warm start", "buffer of a warm start"])
 def test_a_tensor_is_read_behind_its_cast(device: torch.device, late_casts: None, tmp_path: Path, call: str) -> None:
     """Casts come behind the copies: a tensor is not there when its copies are."""
     tensors = {"weight": torch.randn(300, 100)}
@@ -204,6 +221,11 @@ def test_a_tensor_is_read_behind_its_cast(device: torch.device, late_casts: None
     if call == "load":
         with on_own_stream(device):
             seen = stio.sync.load(root, device=device, budget_bytes=LITTLE, dtype=torch.float16)["weight"].clone()
+    elif call == "stream":
+        options = {"device": device, "budget_bytes": LITTLE, "dtype": torch.float16}
+        with stio.sync.open(root, **options) as opened, on_own_stream(device):
+            seen = {name: tensor.clone() for name, tensor in opened.stream()}
+        seen = seen["weight"]
     elif call == "into a module":
         with on_own_stream(device):
             stio.sync.load_into(module, root, device=device, budget_bytes=LITTLE, dtype=torch.float16, assign=True)
