@@ -50,6 +50,7 @@ def _install_simulated() -> None:
         simdevice.install()
     except simdevice.Unavailable as reason:
         raise NoDevice(str(reason)) from reason
+    simdevice.set_fills(False)  # no device fills memory that it gives out
 
 
 def device() -> torch.device:

@@ -18,7 +18,7 @@ import torch
 from stio.device.base import Event
 from stio.device.cuda import TorchEvent, answering, bytes_of, has_streams, on_stream, save_stream
 from stio.device.pinned import PinnedAllocator
-from stio.device.tensors import INTEGERS
+from stio.device.tensors import INTEGERS, PLAIN
 from stio.device.torch_private import conj_neg_bits, foreach_copy, unflatten_like, without_torch_function
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.format.sharding import TensorSource
@@ -30,9 +30,6 @@ Copy = tuple[torch.Tensor, int, Region]
 
 _PART_BYTES = 16 << 20
 """Largest temporary on an accelerator, for tensors that are not contiguous there: its memory may be nearly full."""
-
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""The types that behave as torch defines, without code of a subclass."""
 
 PLAIN_LAYOUT = (None, (False, False))
 """`TensorSource.layout` of a contiguous tensor that is neither conjugated nor negated."""

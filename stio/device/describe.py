@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from stio.device.copy_out import PLAIN, PLAIN_LAYOUT
+from stio.device.copy_out import PLAIN_LAYOUT
 from stio.device.cuda import has_streams
-from stio.device.tensors import FORMAT_DTYPES
+from stio.device.tensors import FORMAT_DTYPES, PLAIN
 from stio.device.torch_private import traits_of, without_torch_function
 from stio.errors import DeviceError, FormatError, UnsupportedDtypeError, printable
 from stio.format.dtypes import tensor_nbytes

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from stio.device.base import Accelerator, Event
-from stio.device.tensors import TORCH_DTYPES, torch_shape, typed
-from stio.device.torch_private import unflatten
+from stio.device.tensors import TORCH_DTYPES, torch_shape
+from stio.device.torch_private import over_storages, unflatten
 from stio.format.dtypes import tensor_nbytes
 from stio.runtime.memory import Region
 from stio.runtime.process import collection_paused
@@ -57,6 +57,10 @@ class _Part(NamedTuple):
     def is_small(self) -> bool:
         return 0 < self.stop - self.start < LARGE_BYTES
 
+    def over(self, memory: torch.Tensor) -> tuple[torch.UntypedStorage, torch.dtype, Sequence[int]]:
+        """Return what `over_storages` takes to make the tensor over memory of its own."""
+        return memory.untyped_storage(), TORCH_DTYPES[self.dtype], torch_shape(self.dtype, self.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class _Allocation:
@@ -64,6 +68,10 @@ class _Allocation:
 
     parts: Sequence[_Part]
     memory: torch.Tensor  # [stop - start] uint8 on the device
+
+    @property
+    def is_alone(self) -> bool:
+        return len(self.parts) == 1
 
     @property
     def start(self) -> int:
@@ -94,16 +102,14 @@ class GroupMemory:
         runs_of = [_runs(layout) for layout in layouts]
         sizes = [run[-1].stop - run[0].start for runs in runs_of for run in runs]
         memories = iter(accelerator.allocate(sizes))
-        found = []
-        for layout, runs in zip(layouts, runs_of, strict=True):
-            memory = cls(_names=layout.names)
-            for run in runs:
-                flat = next(memories)
-                memory._allocations.append(_Allocation(run, flat))
-                if len(run) == 1:
-                    (part,) = run
-                    memory._tensors[part.name] = typed(flat, part.dtype, torch_shape(part.dtype, part.shape))
-            found.append(memory)
+        found = [
+            cls(_names=layout.names, _allocations=[_Allocation(run, next(memories)) for run in runs])
+            for layout, runs in zip(layouts, runs_of, strict=True)
+        ]
+        alone = [(one.memory, one.parts[0], memory) for memory in found for one in memory._allocations if one.is_alone]
+        tensors = over_storages([part.over(flat) for flat, part, _ in alone])
+        for (_, part, memory), tensor in zip(alone, tensors, strict=True):
+            memory._tensors[part.name] = tensor
         return found
 
     def copies(self, start: int, region: Region) -> list[tuple[torch.Tensor, Region]]:
@@ -113,13 +119,15 @@ class GroupMemory:
         for one in self._allocations:
             low, high = max(start, one.start), min(stop, one.stop)
             if low < high:
-                found.append((one.memory[low - one.start : high - one.start], region.sub(low - start, high - low)))
+                is_whole = high - low == one.stop - one.start
+                target = one.memory if is_whole else one.memory[low - one.start : high - one.start]
+                found.append((target, region.sub(low - start, high - low)))
         return found
 
     @property
     def is_shared(self) -> bool:
         """Whether several tensors are in one buffer, and must be cloned."""
-        return any(len(one.parts) > 1 for one in self._allocations)
+        return not all(one.is_alone for one in self._allocations)
 
     def separate(self, accelerator: Accelerator) -> dict[str, torch.Tensor]:
         """Return the group's tensors by name, each with an allocation of its own; clone those that are in a buffer.
@@ -129,7 +137,7 @@ class GroupMemory:
         """
         with collection_paused(len(self._names)):
             for one in self._allocations:
-                for segment in _segments(one.parts) if len(one.parts) > 1 else ():
+                for segment in () if one.is_alone else _segments(one.parts):
                     clones = _cloned(one, segment, accelerator)
                     self._tensors |= zip((part.name for part in segment), clones, strict=True)
         self._allocations.clear()
@@ -168,7 +176,7 @@ def _cloned(one: _Allocation, segment: Sequence[_Part], accelerator: Accelerator
     clones = accelerator.clone(unflatten(bytes_of_segment.view(TORCH_DTYPES[moved_as]), shapes))
     if moved_as == dtype:
         return clones
-    return [typed(clone, dtype, shape) for clone, shape in zip(clones, shapes, strict=True)]
+    return over_storages([part.over(clone) for part, clone in zip(segment, clones, strict=True)])
 
 
 def _is_aligned(part: _Part, start: int) -> bool:

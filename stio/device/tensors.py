@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from stio.device.torch_private import foreach_copy, from_dlpack
+from stio.device.torch_private import foreach_copy, from_dlpack, over_storages
 from stio.errors import UnsupportedDtypeError, printable
 from stio.format.dtypes import BITS, LIBRARY_NAMES
 from stio.format.slicing import Selection
@@ -37,7 +37,7 @@ _CODES = {
     "BF16": 4,
     "C64": 5,
 }
-_PLAIN = "IUF"
+_KINDS = "IUF"
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """The types that behave as torch defines, without code of a subclass."""
@@ -85,14 +85,7 @@ def typed(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tenso
         dtype: The new tensor's dtype, in the format.
         shape: Its shape in torch.
     """
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    wanted = torch.empty(0, dtype=TORCH_DTYPES[dtype], device=flat.device)
-    with torch.no_grad():
-        wanted.set_(flat.untyped_storage(), 0, shape, strides[::-1])
-    return wanted
+    return over_storages([(flat.untyped_storage(), TORCH_DTYPES[dtype], shape)])[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +113,7 @@ def _from_capsule(array: np.ndarray[Any, Any], word: int) -> torch.Tensor:
 def _maker(dtype: str) -> _Maker:
     is_plain, lanes = dtype not in _CODES, 2 if dtype == "F4" else 1
     numpy = np.dtype(f"{dtype[0].lower() if is_plain or dtype == 'C64' else 'u'}{BITS[dtype] * lanes // 8}")
-    code = _PLAIN.index(dtype[0]) if is_plain else _CODES[dtype]
+    code = _KINDS.index(dtype[0]) if is_plain else _CODES[dtype]
     word = code | BITS[dtype] << 8 | lanes << 16
     wanted = TORCH_DTYPES[dtype]
     try:

@@ -1,7 +1,8 @@
 """Reads a block's bytes into memory: from an open file, or through the cached image of that file.
 
-Reads are cut into pieces of about 20 ms, so that a cancel takes effect between them. A cached file is read once, into
-its image, and copied from there. A device can copy directly from the image if a block is one run of the file.
+Reads are cut into pieces (`stio.runtime.pacing`), so that a cancel takes effect between them. A cached file is read
+once, into its image, and copied from there. A device can copy directly from the image if a block is one run of the
+file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The length of one system call: long blocks are cut into pieces that take about 20 ms each.
+"""The length of one system call: long blocks are cut into pieces that take 0.04 to 0.25 s each.
 
-A call that ends returns to Python, and beside a busy Python thread each return may wait one switch interval (5 ms). So
-calls should be long. A cancel takes effect between two calls, so they should not be too long either. The speed of the
-storage is not known in advance: each piece is timed, and its time sets the length of the next one.
+A call that ends returns to Python, and beside a busy Python thread each return may wait one switch interval (5 ms) for
+each thread that waits. So calls should be long. A cancel takes effect between two calls, and must within a second, so
+they should not be too long either. The speed of the storage is not known in advance: each piece is timed, and its time
+sets the length of the next one. The time contains the wait for the interpreter, and for a processor. If a piece were
+cut because of these, the next ones would wait more often.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 
-_PIECE_SECONDS = 0.02
+_LEAST_SECONDS = 0.04
+_MOST_SECONDS = 0.25
 _SMALLEST_PIECE_BYTES = 1 << 20
 
 
 @dataclass
 class Pacer:
-    """Cuts a block into pieces of about 20 ms each.
+    """Cuts a block into pieces.
 
     One pacer serves one file: what one worker measures sets the piece size of the other workers.
     """
@@ -38,7 +41,7 @@ class Pacer:
             at += step
 
     def _learn(self, nbytes: int, seconds: float) -> None:
-        if nbytes >= self.piece_bytes and seconds < _PIECE_SECONDS / 2:
+        if nbytes >= self.piece_bytes and seconds < _LEAST_SECONDS:
             self.piece_bytes *= 2
-        elif seconds > _PIECE_SECONDS * 4 and self.piece_bytes > _SMALLEST_PIECE_BYTES:
+        elif seconds > _MOST_SECONDS and self.piece_bytes > _SMALLEST_PIECE_BYTES:
             self.piece_bytes = max(_SMALLEST_PIECE_BYTES, self.piece_bytes // 2)

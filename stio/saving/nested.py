@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from stio.device.copy_out import PLAIN
 from stio.device.describe import LazyTensor
+from stio.device.tensors import PLAIN
 from stio.errors import LimitError, printable
 from stio.format.header_build import MAX_HEADER_BYTES
 from stio.format.state_names import key_label, python_path

@@ -42,7 +42,8 @@ import torch
 
 __all__ = [
     "NAME", "Unavailable", "build", "clear_faults", "contexts", "delayed", "fail_copy", "install", "installed",
-    "num_copies", "pinned_bytes", "read", "refuse_copy", "refuse_pinning", "set_delay", "why_unavailable",
+    "num_copies", "pinned_bytes", "read", "refuse_copy", "refuse_pinning", "set_delay", "set_fills",
+    "why_unavailable",
     "write",
 ]  # fmt: skip
 
@@ -198,6 +199,11 @@ def fail_copy(number: int) -> None:
 def refuse_pinning(refuse: bool = True) -> None:
     """Refuse to pin memory, as a low memlock limit does."""
     _library.sim_refuse_pinning(ctypes.c_bool(refuse))
+
+
+def set_fills(fills: bool) -> None:
+    """Fill memory with a pattern when it is allocated and released, or not: no device does, so benchmarks turn it off."""
+    _library.sim_set_fills(ctypes.c_bool(fills))
 
 
 def clear_faults() -> None:

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <list>
+#include <map>
 #include <set>
 #include <vector>
 
@@ -20,6 +21,7 @@ namespace sim {
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 
 inline void fill_later(Stream* stream, void* address, size_t nbytes, unsigned char value) {
+  if (!settings.fills) return;
   char* const reached = reach(address);
   stream->put([=] { std::memset(reached, value, nbytes); }, false);
 }
@@ -113,7 +115,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
  private:
   struct Pool {
-    std::list<Block*> cached, waiting;
+    std::map<Stream*, std::multimap<size_t, Block*>> cached;  // by size
+    std::list<Block*> waiting;
     size_t used_bytes = 0, peak_bytes = 0, reserved_bytes = 0, peak_reserved_bytes = 0;
     size_t total_bytes = size_t{16} << 30, limit_bytes = size_t{16} << 30;
   };
@@ -121,14 +124,11 @@ class DeviceMemory final : public c10::DeviceAllocator {
   Block* find(int device, Stream* stream, size_t nbytes) {
     auto& pool = pools_[device];
     take_in(pool);
-    auto best = pool.cached.end();
-    for (auto at = pool.cached.begin(); at != pool.cached.end(); ++at)
-      if ((*at)->stream == stream && (*at)->nbytes >= nbytes && (*at)->nbytes <= nbytes + nbytes / 4 + 4096 &&
-          (best == pool.cached.end() || (*at)->nbytes < (*best)->nbytes))
-        best = at;
-    if (best != pool.cached.end()) {
-      Block* const found = *best;
-      pool.cached.erase(best);
+    auto& cached = pool.cached[stream];
+    const auto best = cached.lower_bound(nbytes);
+    if (best != cached.end() && best->first <= nbytes + nbytes / 4 + 4096) {
+      Block* const found = best->second;
+      cached.erase(best);
       return found;
     }
     const auto limit = std::min(pool.limit_bytes, pool.total_bytes);
@@ -152,9 +152,11 @@ class DeviceMemory final : public c10::DeviceAllocator {
       pool.waiting.push_back(block);
     } else {
       fill_later(block->stream, block->address, block->nbytes, kReleased);
-      pool.cached.push_back(block);
+      keep(pool, block);
     }
   }
+
+  void keep(Pool& pool, Block* block) { pool.cached[block->stream].emplace(block->nbytes, block); }
 
   void take_in(Pool& pool) {
     for (auto at = pool.waiting.begin(); at != pool.waiting.end();) {
@@ -166,7 +168,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
       at = pool.waiting.erase(at);
       block->until.clear();
       fill_later(block->stream, block->address, block->nbytes, kReleased);
-      pool.cached.push_back(block);
+      keep(pool, block);
     }
   }
 
@@ -176,13 +178,14 @@ class DeviceMemory final : public c10::DeviceAllocator {
     for (Block* block : pool.waiting)
       for (const Mark& mark : block->until) mark.wait();
     take_in(pool);
-    while (!pool.cached.empty()) {
-      Block* const block = pool.cached.front();
-      block->stream->wait_all();
-      pool.cached.pop_front();
-      arena(device).give_back(block->address, block->nbytes);
-      pool.reserved_bytes -= block->nbytes;
-      delete block;
+    for (auto& [stream, cached] : pool.cached) {
+      if (!cached.empty()) stream->wait_all();
+      for (const auto& [nbytes, block] : cached) {
+        arena(device).give_back(block->address, nbytes);
+        pool.reserved_bytes -= nbytes;
+        delete block;
+      }
+      cached.clear();
     }
   }
 
@@ -232,7 +235,7 @@ class PinnedMemory final : public at::HostAllocator {
     }
     used_bytes += nbytes;
     blocks_[block->address] = block;
-    std::memset(block->address, kFresh, block->nbytes);
+    if (settings.fills) std::memset(block->address, kFresh, block->nbytes);
     return {block->address, block, &PinnedMemory::release, c10::Device(c10::DeviceType::CPU)};
   }
 
@@ -301,7 +304,7 @@ class PinnedMemory final : public at::HostAllocator {
       }
       at = waiting_.erase(at);
       block->until.clear();
-      std::memset(block->address, kReleased, block->nbytes);
+      if (settings.fills) std::memset(block->address, kReleased, block->nbytes);
       cached_.push_back(block);
     }
   }

@@ -39,6 +39,7 @@ struct Settings {
   std::atomic<int64_t> refuse_copy{0};     // the n-th copy from now is refused when it is submitted; 0: none
   std::atomic<int64_t> fail_copy{0};       // the n-th copy from now fails when it is executed; 0: none
   std::atomic<bool> refuse_pinning{false};
+  std::atomic<bool> fills{true};  // whether memory is filled when it is allocated and released
   std::atomic<int64_t> num_copies{0};
 };
 inline Settings settings;

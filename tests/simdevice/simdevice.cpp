@@ -417,6 +417,7 @@ void sim_delay(double seconds) { sim::settings.delay_ns = static_cast<int64_t>(s
 void sim_refuse_copy(int64_t number) { sim::settings.refuse_copy = number; }
 void sim_fail_copy(int64_t number) { sim::settings.fail_copy = number; }
 void sim_refuse_pinning(bool refuse) { sim::settings.refuse_pinning = refuse; }
+void sim_set_fills(bool fills) { sim::settings.fills = fills; }
 int64_t sim_num_copies() { return sim::settings.num_copies; }
 bool sim_has_context(int device) { return sim::contexts[device]; }
 bool sim_is_forked() { return sim::forked; }
