@@ -183,14 +183,15 @@ class CopyQueue(Generic[B]):
         submitted: list[B] = []
         while blocks := self._submit_batch():
             submitted += blocks
-        # Only now: what is reported may wait for slots (`retire`), and no other thread would submit what is left.
+        # Only now: `on_submitted` may wait until all slots are free (`retire`). Copies that are not submitted yet keep
+        # slots in use, and no other thread submits them.
         for block in submitted:
             on_submitted(block)
 
     def run(self, work: Callable[[], T], memory: GroupMemory) -> T:
         """Run work of torch behind the copies of a group; an event behind it is noted in the group's memory.
 
-        One call runs at a time: only one group at a time has memory for both a buffer and the clones of its tensors.
+        One call runs at a time, so that no more than one group holds a buffer and the clones of its tensors together.
 
         Args:
             work: Queues its work on the device; it may raise what `Accelerator.on_queue` reports.
@@ -324,7 +325,7 @@ class CopyQueue(Generic[B]):
         try:
             for _ in range(count):
                 with self._changed:
-                    if self._is_closing:
+                    if self._is_closing or self._is_retired:
                         break
                     self._count_allocated(1)
                 self.release(self._allocate())

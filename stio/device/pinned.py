@@ -3,12 +3,7 @@
 torch's allocator pins it. It rounds up to powers of two, keeps what is freed for the next allocation, and does not give
 out memory again while a copy that torch knows of reads or writes it. What it keeps can be used by nothing else, so
 `give_back` returns the memory of a `Saver` or a `HostCache` that is closed to the system. torch has one call for that,
-which releases all that is free, and it holds the GIL meanwhile. So a thread frees one region at a time.
-
-To measure where there is a GPU: the seconds that it takes to pin and to release a gigabyte, how long other threads are
-delayed by it, and the same for memory with huge pages (`stio.runtime.memory.allocate`) that `cudaHostRegister` pins.
-Such memory would be stio's own: it could be returned without what other programs keep in torch's allocator, and without
-the GIL. But torch would not know which copies use it.
+which releases all that is free, and it holds the GIL meanwhile. So regions are freed one at a time.
 """
 
 from __future__ import annotations

@@ -126,9 +126,11 @@ class GdsPath:
         self._device = device
         self._direct = direct
         self._staged = staged
+        self._stopped: Callable[[], bool] = lambda: False
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> float | None:
         """Read a block into a slot and queue its copies; return the seconds of the wait for a slot."""
+        self._stopped = stopped  # of the load, the same at each call
         device = self._device
         if device.is_usable:
             # A scattered block would be many short reads. In both cases memory for slots or tensors may be missing.
@@ -153,7 +155,7 @@ class GdsPath:
             return self._staged.make_tensors(group)
         except _NO_MEMORY as error:
             self._device.disable(str(error))
-        self._device.free_slots(lambda: False)
+        self._device.free_slots(self._stopped)
         return self._staged.make_tensors(group)
 
     def budget_bytes(self, group: Group) -> int:

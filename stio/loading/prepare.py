@@ -275,8 +275,9 @@ class DeviceLoad:
         read_past_cache(file, fraction)
         if self._accelerator is None or self._queue is None:
             return CopiedPath(file, dtype=self._casts, cached=cached)
-        # Before a cast a group needs its memory in both dtypes, so none is allocated ahead then.
-        ahead_bytes = AHEAD_BYTES if not hold and self._casts is None else 0
+        # Before a cast or a selection a group needs memory for both its tensors, so none is allocated ahead then.
+        is_final = self._casts is None and not any(group.posts for group in groups)
+        ahead_bytes = AHEAD_BYTES if is_final and not hold else 0
         memories = device_memories(self._accelerator, groups, ahead_bytes=ahead_bytes)
         staged = StagedPath(file, self._queue, memories, dtype=self._casts, cached=cached, piece_bytes=piece_bytes)
         gds = self._gds

@@ -8,7 +8,8 @@ calls of 32 MiB, 7.9 by calls of 256 MiB, 9.6 by the same calls of 4 requests ea
 threads reached 5.5, and a file that is cut short meanwhile would raise SIGBUS there.
 
 The library reads one descriptor by one thread at a time, so each request has a duplicate of its own. In a forked child
-the library still counts the parent's threads and would wait for them, so there nothing is read in parallel.
+the library still counts the parent's threads and would wait for them, so there nothing is read in parallel. Nor on the
+main thread, where Python may run a signal handler, which may raise, between any two steps.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import ctypes
 import errno
 import signal
 import sys
+import threading
 from functools import cache
 from typing import Any
 
@@ -26,10 +28,10 @@ from stio.runtime.memory import libc, quick_libc
 from stio.runtime.process import after_fork_in_child
 
 _REQUEST_BYTES = 16 << 20
-"""Least bytes of a request: to start one takes some ten microseconds."""
+"""Least bytes of a request. To start one takes some ten microseconds, to copy 16 MiB from the page cache 2 ms."""
 
 LEAST_BYTES = 4 * _REQUEST_BYTES
-"""Shorter ranges are read by one request."""
+"""Shorter ranges are read by one request: four at a time keep a disk busy."""
 
 _MOST_REQUESTS = 8
 """Of one call. The library has 20 threads; two calls at a time keep a disk and the memory of a large host busy."""
@@ -106,11 +108,11 @@ def read_parallel(fd: int, address: int, nbytes: int, offset: int) -> int:
         offset: Its first byte in the file.
 
     Returns:
-        Bytes that were read, from the first one on; whole pages unless it is all. 0 if the range is short, or this
-        system cannot read in parallel.
+        Bytes that were read, from the first one on; whole pages unless it is all. 0 if the range is short, if this
+        system cannot read in parallel, or on the main thread.
     """
     count = num_requests(nbytes, _num_processors())
-    if not _is_usable or count == 1:
+    if not _is_usable or count == 1 or _is_main_thread():
         return 0
     step = -(-nbytes // count // PAGE_BYTES) * PAGE_BYTES
     duplicates = _duplicates(fd, count - 1)
@@ -138,6 +140,10 @@ def num_requests(nbytes: int, num_processors: int) -> int:
     return min(_MOST_REQUESTS, max(4, num_processors), nbytes // _REQUEST_BYTES) if nbytes >= LEAST_BYTES else 1
 
 
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 @cache
 def _num_processors() -> int:
     """Return `num_processors()`, read once: to read the quotas releases the GIL."""
@@ -155,19 +161,13 @@ def _duplicates(fd: int, count: int) -> list[int]:
 def _carry_out(requests: Any, pointers: Any) -> int:
     """Carry out requests, which are for neighbouring ranges; return how many bytes were read without a gap."""
     count = len(requests)
-    # The library forgets its waiter's stack if a signal handler ends the wait, and writes to it later (glibc 2.36). So
-    # no handler runs on this thread meanwhile; others get the signals.
-    mask = signal.pthread_sigmask(
-        signal.SIG_BLOCK, ()
-    )  # on the main thread each such call may run a handler that raises
+    # If a signal handler ends the wait, the library later writes to the stack frame of the call that has ended (glibc
+    # 2.36). So this thread takes no signal meanwhile; others do.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            _submit(_LIO_WAIT, pointers, count, None)
-        finally:  # it returns early if a request is refused
-            while any(_error(pointer) == errno.EINPROGRESS for pointer in pointers):
-                left = [pointer for pointer in pointers if _error(pointer) == errno.EINPROGRESS]
-                _suspend((ctypes.c_void_p * len(left))(*left), len(left), None)
+        _submit(_LIO_WAIT, pointers, count, None)  # returns early if a request is refused
+        while left := [pointer for pointer in pointers if _error(pointer) == errno.EINPROGRESS]:
+            _suspend((ctypes.c_void_p * len(left))(*left), len(left), None)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     done = 0

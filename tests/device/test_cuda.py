@@ -110,7 +110,7 @@ def test_what_the_driver_refuses_is_a_device_error(
     def refuse(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.setattr(torch, "UntypedStorage", refuse)
     with pytest.raises(DeviceError, match="illegal memory access"):
         accelerator.allocate([4096])
 

@@ -8,7 +8,7 @@ import random
 import resource
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,17 +40,27 @@ def file(tmp_path: Path, data: bytes) -> Iterator[LocalFile]:
     opened.close()
 
 
+@pytest.fixture(autouse=True)
+def as_on_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread reads plainly; tests that are about requests make them there."""
+    monkeypatch.setattr(parallel_read, "_is_main_thread", lambda: False)
+
+
+def record(monkeypatch: pytest.MonkeyPatch, found: list[int]) -> None:
+    submit = parallel_read._submit
+
+    def counted(mode: int, pointers: object, count: int, event: object) -> int:
+        found.append(count)
+        return int(submit(mode, pointers, count, event))
+
+    monkeypatch.setattr(parallel_read, "_submit", counted)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of requests of each call."""
     found: list[int] = []
-    submit = parallel_read._submit
-
-    def record(mode: int, pointers: object, count: int, event: object) -> int:
-        found.append(count)
-        return int(submit(mode, pointers, count, event))
-
-    monkeypatch.setattr(parallel_read, "_submit", record)
+    record(monkeypatch, found)
     return found
 
 
@@ -128,12 +138,12 @@ def test_a_wait_that_ends_early(file: LocalFile, data: bytes, monkeypatch: pytes
         submit(1, pointers, count, event)  # LIO_NOWAIT
         return -1
 
-    def record(pointers: object, count: int, timeout: object) -> int:
+    def counted(pointers: object, count: int, timeout: object) -> int:
         suspended.append(count)
         return int(suspend(pointers, count, timeout))
 
     monkeypatch.setattr(parallel_read, "_submit", submit_only)
-    monkeypatch.setattr(parallel_read, "_suspend", record)
+    monkeypatch.setattr(parallel_read, "_suspend", counted)
     region = memory.allocate(SIZE)
     file.read_into(0, [region.sub(0, SIZE)])
     assert region.sub(0, SIZE).tobytes() == data
@@ -194,23 +204,31 @@ def test_a_forked_child_reads_plainly(file: LocalFile, data: bytes) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_handler_that_raises_while_signals_are_blocked(
-    file: LocalFile, data: bytes, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("main", [True, False])
+def test_a_handler_that_raises_leaves_no_descriptor(
+    file: LocalFile, monkeypatch: pytest.MonkeyPatch, main: bool
 ) -> None:
-    """On the main thread Python runs handlers when the call that blocks signals returns: they stay blocked no longer."""
-    block = signal.pthread_sigmask
+    """Python runs handlers on the main thread only, so nothing is read in parallel there."""
+    monkeypatch.undo()
+    found: list[int] = []
+    record(monkeypatch, found)
 
-    def raising(how: int, signals: Iterable[int]) -> set[signal.Signals]:
-        before = block(how, signals)
-        if how == signal.SIG_BLOCK and signals:
-            raise InterruptedError("of the handler")
-        return before
+    def interrupt(*_: object) -> None:
+        raise InterruptedError("of the handler")
 
-    monkeypatch.setattr(parallel_read.signal, "pthread_sigmask", raising)
     region = memory.allocate(SIZE)
+    before = descriptors()
+    previous = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with pytest.raises(InterruptedError):
-            read_parallel(file.fd, region.address, SIZE, 0)
-        assert block(signal.SIG_BLOCK, ()) == set()
+        with ThreadPoolExecutor(1) as thread, pytest.raises(InterruptedError):
+            signal.setitimer(signal.ITIMER_REAL, 0.03)
+            while True:
+                if main:
+                    file.read_into(0, [region.sub(0, SIZE)])
+                else:
+                    thread.submit(file.read_into, 0, [region.sub(0, SIZE)]).result()
     finally:
-        block(signal.SIG_SETMASK, ())
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert descriptors() == before
+    assert set(found) == (set() if main else {4})

@@ -143,11 +143,11 @@ class CacheEntries:
             raise
         finally:
             for image in out:
-                image.clear()
+                image.take_memory()
         return held
 
     def evict(self, selects: Callable[[str], bool]) -> list[FileImage]:
-        """Evict entries that no load holds and whose path is selected; return their images, which the caller clears."""
+        """Evict entries that no load holds and whose path is selected; return their images, for the caller to free."""
         out: list[FileImage] = []
         with self._lock:
             for entry in self._listed():
@@ -156,7 +156,10 @@ class CacheEntries:
         return out
 
     def close(self) -> list[FileImage]:
-        """Evict all entries, and add no more; return images to clear. Held images are cleared at their last release."""
+        """Evict all entries, and add no more; return their images, for the caller to free.
+
+        The memory of images that loads hold is freed with the last hold.
+        """
         out: list[FileImage] = []
         with self._lock:
             self._closed = True
@@ -333,4 +336,6 @@ class CacheEntries:
                 self._held_bytes -= entry.image.nbytes
                 out.append(entry.image)
         for image in out:
-            image.clear(self._give_back if self._closed else list.clear)
+            regions = image.take_memory()
+            if self._closed:
+                self._give_back(regions)

@@ -119,15 +119,11 @@ class FileImage:
             begin, k = stop, k + 1
         return found
 
-    def clear(self, release: Callable[[list[Region]], object] = list.clear) -> None:
-        """Free the memory. No load may hold the image.
-
-        Args:
-            release: Releases regions, and empties the list.
-        """
+    def take_memory(self) -> list[Region]:
+        """Return the memory, which the image then no longer has. No load may hold the image."""
         regions = [region for region in self._segments if region is not None]
         self._segments = []
-        release(regions)
+        return regions
 
     def _segment(self, k: int) -> Region:
         """Return a segment. One thread allocates it, without a lock, while others that need it wait."""

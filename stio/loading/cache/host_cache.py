@@ -258,8 +258,7 @@ def _free(images: list[FileImage]) -> int:
     nbytes = sum(image.nbytes for image in images)
 
     def clear() -> None:
-        for image in images:
-            image.clear(give_back)
+        give_back([region for image in images for region in image.take_memory()])
 
     if nbytes > _CLEAR_HERE_BYTES:
         try:

@@ -99,7 +99,7 @@ def test_segments_are_powers_of_two_and_waste_less_than_a_page(nbytes: int) -> N
     assert sorted(sizes, reverse=True) == sizes
     assert 0 <= sum(sizes) - nbytes < PAGE_BYTES
     assert image.allocated_bytes == sum(sizes)
-    image.clear()
+    image.take_memory()
     assert image.allocated_bytes == 0
 
 

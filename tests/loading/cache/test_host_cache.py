@@ -308,6 +308,21 @@ def test_what_is_in_use_does_not_go(three: list[Path]) -> None:
     assert (cache.stats().entries, cache.stats().evictions) == (1, 1)
 
 
+@pytest.mark.parametrize("ends", ["evict", "close"])
+def test_the_memory_of_all_files_is_given_back_at_once(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Pinned memory is released on a thread: one, and not one for each file."""
+    given: list[int] = []
+    monkeypatch.setattr(stio.loading.cache.host_cache, "give_back", lambda regions: given.append(len(regions)))
+    cache = stio.HostCache(64 * MIB)
+    stio.sync.load(shared, cache=cache)
+    assert cache.stats().entries == 3
+    getattr(cache, ends)()
+    assert eventually(lambda: given == [3])
+    assert cache.stats().held_bytes == 0
+
+
 def test_evict_by_source(shared: Path, three: list[Path], tmp_path: Path) -> None:
     cache = stio.sync.HostCache(64 * MIB)
     for source in (shared, *three):
