@@ -200,7 +200,9 @@ def restore(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOpti
         made = [_filled(tree, groups, long_bytes, opened.path)]
 
     def take() -> Any:
-        while groups:  # the operation's thread may be the last to hold this function, and must not free tensors then
+        # The operation's thread may be the last to hold this function, and at the interpreter's exit a thread that
+        # frees a tensor aborts the process.
+        while groups:
             groups.pop(0).take()
         return made.pop()
 

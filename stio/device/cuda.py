@@ -119,8 +119,9 @@ def save_stream(module: Any, device: torch.device) -> Any:
     """Return the process's stream for the copies of saves, never the one of loads. All saves share it.
 
     torch has 32 streams for a device and gives them out in turn, so with a stream for each save one save in 32 would
-    wait for the copies of loads. On the stream there are copies of saves only, and no waits for other streams: no
-    save waits for what another one waits for. Takes no lock, because a drop-in copies on a caller's thread.
+    wait for the copies of loads. Only copies of saves are queued here, and the stream waits for no other stream, so a
+    save that waits for a caller's work delays no other save. Takes no lock: the drop-in modules call this on their
+    caller's thread.
     """
     known = _save_streams.get(device)
     if known is None or known[0] is not module:

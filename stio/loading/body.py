@@ -102,7 +102,9 @@ def collect(
 
     def take() -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
-        while groups:  # the operation's thread may be the last to hold this function, and must not free tensors then
+        # The operation's thread may be the last to hold this function, and at the interpreter's exit a thread that
+        # frees a tensor aborts the process.
+        while groups:
             tensors |= groups.pop(0).take()
         ordered = {name: tensors[name] for header in headers for name in header.names if name in tensors}
         return ordered | {name: tensors[name] for name in aliases if name in tensors}

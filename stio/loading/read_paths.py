@@ -353,7 +353,7 @@ class StagedPath:
         return LoadedGroup(tensors, accelerator.hand_over, target.events)
 
     def budget_bytes(self, group: Group) -> int:
-        """Return the size of the group's image, twice that if it has small tensors, which are cloned from a buffer."""
+        """Return the size of the group's image; twice that if its tensors are small on average: clones of a buffer."""
         has_small = len(group.names) > 1 and group.nbytes < len(group.names) * LARGE_BYTES
         return group.nbytes * 2 if has_small else group.nbytes
 

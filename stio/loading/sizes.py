@@ -29,6 +29,7 @@ AHEAD_BYTES = 1 << 30
 
 _MOST_MAP_WORKERS = 8
 _SHORT_SWITCH_SECONDS = 0.001
+"""Up to here a turn at the GIL takes less time than the bus needs for a slot of 64 MiB."""
 _LEAST_LONG_SLOT_BYTES = 64 * _MIB
 """Slots of this size are filled by several requests at a time."""
 _NUM_COPIED_SLOTS = 4
@@ -46,7 +47,8 @@ def staging_sizes(
 
     Args:
         budget_bytes: Budget of the load.
-        num_queues: Number of copy queues: one for each accelerator, or two. With 0 the result is not used.
+        num_queues: Number of copy queues: one for each accelerator, or two. 0 of a load to the CPU, which has no slots
+            and ignores the result.
         total_bytes: Bytes of the load: a slot is at most an eighth of them, so that reads and copies overlap.
         switch_interval: The interpreter's, in seconds. While a thread waits for the GIL the bus should have work: in
             0.5 ms it copies 25 MB. So with a short interval more and smaller slots are faster.

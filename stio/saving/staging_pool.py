@@ -36,8 +36,8 @@ def block_bytes_for(data_bytes: int, budget_bytes: int | None, *, stage_first: b
     """Return the block size for a snapshot, a power of two.
 
     A small snapshot gets smaller blocks, so that several workers can copy. Not one of many small tensors: their copies
-    keep the GIL, so workers would only wait for each other. So does a small budget: some blocks are written while
-    others are filled.
+    keep the GIL, so workers would only wait for each other. With a small budget the blocks are smaller too, so that
+    some are written while others are filled.
     """
     largest = SNAPSHOT_BLOCK_BYTES if stage_first else STREAM_BLOCK_BYTES
     num_blocks = 2 if data_bytes < num_tensors * SMALL_TENSOR_BYTES else 16
