@@ -614,14 +614,17 @@ MUTANTS = (
         "a closed cache keeps its pinned memory",
         "memory that a cache has pinned stays in torch's allocator when it is closed",
         "stio/loading/cache/host_cache.py",
-        ("            image.clear(give_back)\n", "            image.clear()\n"),
+        (
+            "        give_back([region for image in images for region in image.take_memory()])\n",
+            "        for image in images:\n            image.take_memory()\n",
+        ),
         tests=f"{FAULTS}test_fault_4_pinned_memory_is_given_back[a cache]",
     ),
     mutant(
         "a load that outlives its cache keeps the memory",
         "memory of a closed cache stays in torch's allocator if a load used it at the close",
         "stio/loading/cache/entries.py",
-        ("image.clear(self._give_back if self._closed else list.clear)", "image.clear()"),
+        ("            if self._closed:\n                self._give_back(regions)\n", ""),
         tests=f"{FAULTS}test_fault_4_what_a_load_uses_is_given_back_when_it_ends",
     ),
     mutant(

@@ -319,7 +319,8 @@ def test_the_memory_of_all_files_is_given_back_at_once(
     stio.sync.load(shared, cache=cache)
     assert cache.stats().entries == 3
     getattr(cache, ends)()
-    assert eventually(lambda: given == [3])
+    assert len(given) == 1
+    assert given[0] >= 3
     assert cache.stats().held_bytes == 0
 
 
