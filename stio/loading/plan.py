@@ -20,6 +20,9 @@ from stio.format.header import Header
 from stio.format.slicing import Selection, select
 from stio.runtime.limits import PAGE_BYTES
 
+GAP_BYTES = 256 << 10
+"""Longest gap that is read on a local disk."""
+
 GAP = -1
 """Place of bytes that are read and discarded."""
 
@@ -41,8 +44,11 @@ class FileSelection:
     """Ascending positions of the selected tensors in the header."""
     block_bytes: int
     """Largest read, a multiple of the page size. Groups are about as large; a larger tensor is a group of its own."""
-    gap_bytes: int = 256 << 10
+    gap_bytes: int = GAP_BYTES
     """Longest run of other bytes that is read and discarded: about the bytes that a disk reads in one access time."""
+    rest_bytes: int = 0
+    """Longest rest of a dense image that the last full block reads too. An image starts at a page boundary, so the rest
+    of a group as large as a block is less than a page, and would cost a request of its own behind a network."""
     image_bytes: int = 0
     """Largest image that may be made of whole rows of a tensor, of which a part is selected then; 0: the block size.
     A mapping needs no memory for it, so there it may have any size."""
@@ -206,7 +212,7 @@ def _whole_group(index: int, number: int, run: Sequence[int], selection: FileSel
         shift = data - start
         offsets: Sequence[int] = [at + shift for at in begins]
         nbytes = end + shift if payload else 0
-        blocks = _dense_blocks(index, start, nbytes, selection.block_bytes)
+        blocks = _dense_blocks(index, start, nbytes, selection)
     else:
         start = -1
         lengths = [header.ends[k] - header.begins[k] for k in run]
@@ -246,7 +252,7 @@ def _sliced_group(index: int, number: int, k: int, part: object, selection: File
         start = begin // PAGE_BYTES * PAGE_BYTES
         at = begin - start
         nbytes = at + chosen.chunk_bytes
-        blocks = _dense_blocks(index, start, nbytes, selection.block_bytes)
+        blocks = _dense_blocks(index, start, nbytes, selection)
     else:
         start, at, nbytes = -1, 0, chosen.nbytes
         pieces = [
@@ -286,9 +292,11 @@ def _format_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if bits(dtype) >= 8 or not shape else (*shape[:-1], shape[-1] * 8 // bits(dtype))
 
 
-def _dense_blocks(index: int, start: int, nbytes: int, step: int) -> tuple[Block, ...]:
+def _dense_blocks(index: int, start: int, nbytes: int, selection: FileSelection) -> tuple[Block, ...]:
     """Cut an image that equals a range of the file, at page boundaries."""
-    return tuple([Block(index, start + at, min(step, nbytes - at), at) for at in range(0, nbytes, step)])
+    step, rest = selection.block_bytes, selection.rest_bytes
+    places = range(0, max(1, nbytes - rest) if nbytes else 0, step)
+    return tuple([Block(index, start + at, step if at + step + rest < nbytes else nbytes - at, at) for at in places])
 
 
 def _pack(dtypes: Sequence[str], lengths: Sequence[int]) -> tuple[list[int], int]:

@@ -33,7 +33,7 @@ from stio.loading.page_cache import (
     resident_fraction,
     resident_fractions,
 )
-from stio.loading.plan import Block, FileSelection, Group, Names, ReadPlan, plan_reads
+from stio.loading.plan import GAP_BYTES, Block, FileSelection, Group, Names, ReadPlan, plan_reads
 from stio.loading.read_paths import CacheFillPath, CopiedPath, MappedPath, StagedPath, device_memories
 from stio.loading.scheduler import LoadScheduler, ReadPath
 from stio.loading.select import Selected, select_by_device
@@ -45,16 +45,17 @@ from stio.loading.sizes import (
     NUM_WORKERS,
     mapped_block_bytes,
     num_map_workers,
+    request_sizes,
     staging_sizes,
     whole_pages,
 )
 from stio.runtime import memory
 from stio.runtime.control_groups import num_processors
-from stio.runtime.limits import DEFAULT_BUDGET_BYTES
+from stio.runtime.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
 from stio.runtime.operation import start_thread
 from stio.runtime.progress import progress_callback
 from stio.runtime.trace import traced
-from stio.storage.base import Source
+from stio.storage.base import RequestedSource, Requests, Source
 from stio.storage.gds import require_kvikio
 from stio.storage.local import LocalFile
 from stio.storage.mapped import MappedFile
@@ -129,9 +130,11 @@ def prepare(
 
 def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], options: LoadOptions) -> LoadScheduler:
     """Plan to read all files of a checkpoint into their images in a cache, which are released at the end."""
+    requests = _requests(opened.files)
+    block_bytes = BLOCK_BYTES if requests is None else requests.nbytes
     plan = plan_reads(
         [
-            FileSelection(header=header, positions=range(len(header)), block_bytes=BLOCK_BYTES)
+            FileSelection(header=header, positions=range(len(header)), block_bytes=block_bytes)
             for header in opened.headers
         ],
         slices={},
@@ -145,7 +148,7 @@ def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], optio
             [CacheFillPath(file, image) for file, image in zip(files, cached, strict=True)],
             deliver=lambda group, loaded: None,
             budget_bytes=sys.maxsize,  # there is no consumer
-            num_workers=NUM_WORKERS,
+            num_workers=NUM_WORKERS if requests is None else requests.num_in_flight,
             files=files,
             owned=owned.pop_all(),
             cached_files=cached,
@@ -168,6 +171,7 @@ class DeviceLoad:
         staging: Workers, slots and bytes of a slot for each accelerator; see `staging_sizes`.
         resident: The resident fraction of each of its local files.
         prompt: See `prepare`.
+        requests: How the files are read if they are behind a network.
     """
 
     def __init__(
@@ -183,6 +187,7 @@ class DeviceLoad:
         staging: tuple[int, int, int],
         resident: Mapping[LocalFile, float],
         prompt: bool,
+        requests: Requests | None = None,
     ) -> None:
         self.positions = positions
         """See above."""
@@ -194,6 +199,7 @@ class DeviceLoad:
         self._casts = casts
         self._total_bytes = total_bytes
         self._resident = resident
+        self._requests = requests
         num_readers, num_slots, slot_bytes = staging if accelerator is not None else (NUM_WORKERS, 0, 0)
         self.num_workers = num_readers
         """Threads that read for it."""
@@ -208,6 +214,8 @@ class DeviceLoad:
                 self._gds = GdsDevice(accelerator, new_queue)
             self.block_bytes = slot_bytes
             """Size of its blocks and groups."""
+        elif requests is not None:
+            self.block_bytes, self.num_workers = requests.nbytes, requests.num_in_flight
         elif self._maps:
             is_resident = bool(resident) and min(resident.values()) == 1.0
             num_workers = num_map_workers(num_processors(with_quota=total_bytes > SMALL_LOAD_BYTES))
@@ -219,7 +227,9 @@ class DeviceLoad:
                 self.num_workers = num_workers
         else:
             self.block_bytes = whole_pages(min(BLOCK_BYTES, budget_bytes // 4))
-        if prompt:
+        if prompt and requests is not None:
+            self.block_bytes = min(self.block_bytes, max(PAGE_BYTES, whole_pages(requests.nbytes // 4)))
+        elif prompt:
             # When the first group is complete, each worker reads another group: then a sixteenth of all is read.
             self.block_bytes = min(self.block_bytes, whole_pages(total_bytes // (16 * num_readers)))
 
@@ -243,6 +253,8 @@ class DeviceLoad:
             header=header,
             positions=self.positions[shard],
             block_bytes=self.block_bytes,
+            gap_bytes=GAP_BYTES if self._requests is None else self._requests.gap_bytes,
+            rest_bytes=0 if self._requests is None or self._accelerator is not None else PAGE_BYTES,
             image_bytes=sys.maxsize if maps else self.budget_bytes // 4,
         )
 
@@ -332,6 +344,13 @@ def _device_loads(
     num_workers, num_slots, slot_bytes = staging_sizes(
         budget_bytes, num_queues, total_bytes=sum(sizes), switch_interval=sys.getswitchinterval()
     )
+    requests = _requests(files)
+    if requests is not None:
+        if options.memory in ("map", "lazy"):
+            raise ValueError(f"memory={options.memory!r} maps files of this machine; a URL needs 'auto' or 'copy'")
+        requests, num_slots = request_sizes(budget_bytes, requests, num_queues)
+        num_workers, slot_bytes = requests.num_in_flight, requests.nbytes
+        budget_bytes -= requests.buffer_bytes
     return [
         DeviceLoad(
             accelerator,
@@ -348,6 +367,7 @@ def _device_loads(
                 if chosen and isinstance(file, LocalFile)
             },
             prompt=prompt,
+            requests=requests,
         )
         for (_, positions, selected), accelerator, total_bytes in zip(selections, accelerators, sizes, strict=True)
     ]
@@ -435,6 +455,12 @@ def _budget_beside(plan: ReadPlan, paths: Sequence[ReadPath], kept: Collection[s
     if len(groups) == len(plan.groups) and all(n in (0, group.nbytes) for n, group in zip(held, groups, strict=True)):
         return sys.maxsize  # what is under way is the tensors' own memory
     return max(1, left)
+
+
+def _requests(files: Sequence[Source]) -> Requests | None:
+    """Return how files behind a network are read; None if there are none."""
+    found = [file.requests for file in files if isinstance(file, RequestedSource)]
+    return min(found, key=lambda requests: requests.nbytes, default=None)
 
 
 def _by_stored_name(slices: Mapping[str, object], opened: OpenCheckpoint) -> dict[str, object]:

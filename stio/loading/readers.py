@@ -15,8 +15,8 @@ from stio.loading.sizes import BLOCK_BYTES
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
-from stio.runtime.pacing import Pacer
-from stio.storage.base import Source
+from stio.runtime.pacing import Pacer, Unpaced
+from stio.storage.base import RequestedSource, Source
 
 
 class BlockReader:
@@ -29,7 +29,7 @@ class BlockReader:
 
     def __init__(self, source: Source, piece_bytes: int = BLOCK_BYTES) -> None:
         self.source = source
-        self._pacer = Pacer(piece_bytes)
+        self._pacer = Unpaced() if isinstance(source, RequestedSource) else Pacer(piece_bytes)
         self._discarded: Region | None = None
 
     def read(self, group: Group, block: Block, target: Region, base: int, stopped: Callable[[], bool]) -> None:

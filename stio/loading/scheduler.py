@@ -26,7 +26,7 @@ from stio.runtime.process import be_nice
 from stio.runtime.progress import ProgressEvent, ProgressReporter, close_bar
 from stio.runtime.trace import Trace
 from stio.runtime.workers import WorkerPool
-from stio.storage.base import Source
+from stio.storage.base import RequestedSource, Source
 
 _SHOWN_SECONDS = 1e-4
 """Waits for a slot that are shorter are not recorded: taking a free slot takes as long."""
@@ -167,8 +167,18 @@ class LoadScheduler:
             self._workers.work_along(self._work)
             self._workers.join()
             self._workers.raise_error()
-            for file in self._files:
+            self._require_unchanged()
+
+    def _require_unchanged(self) -> None:
+        """Require that all files are unchanged; those behind a network are looked at together."""
+        left = iter(list(self._files))
+
+        def work() -> None:
+            while (file := next(left, None)) is not None:  # one step: several workers call it
                 file.check_unchanged()
+
+        num_workers = sum(isinstance(file, RequestedSource) for file in self._files)
+        WorkerPool("check").run(work, max(1, min(num_workers, self._num_workers)))
 
     def stop(self) -> None:
         """End the workers after their current piece. Never blocks for long; callable from any thread."""

@@ -9,7 +9,10 @@ read.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stio.runtime.limits import PAGE_BYTES
+from stio.storage.base import Requests
 
 _MIB = 1 << 20
 
@@ -66,6 +69,19 @@ def staging_sizes(
 
 def _power_of_two(nbytes: int) -> int:
     return 1 << (nbytes.bit_length() - 1) if nbytes else 0
+
+
+def request_sizes(budget_bytes: int, requests: Requests, num_queues: int) -> tuple[Requests, int]:
+    """Return the requests that a budget allows for files behind a network, and the number of slots of a copy queue.
+
+    A quarter of the budget is for the memory in which the source holds answers. Without a copy queue the rest is for
+    groups under way; with queues another quarter is for their slots, of which each request needs one.
+    """
+    if not num_queues:
+        return requests.within(budget_bytes // 2), 0
+    within = requests.within(budget_bytes // 4 // num_queues)
+    slot_bytes = max(_SMALLEST_SLOT_BYTES, 1 << (within.nbytes.bit_length() - 1))
+    return replace(within, nbytes=slot_bytes), within.num_in_flight + min(_NUM_COPIED_SLOTS, within.num_in_flight)
 
 
 def num_map_workers(num_cores: int) -> int:

@@ -9,12 +9,25 @@ The pool and the queue share one condition: a worker that sleeps on it until the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 
 from stio.runtime.locks import Condition
-from stio.runtime.operation import Cancelled, start_thread
+from stio.runtime.operation import Cancelled, current_operation, start_thread
 from stio.runtime.process import be_nice
+
+_thread_local = threading.local()
+
+
+def is_interrupted() -> bool:
+    """Return whether the calling thread should end: its operation was cancelled, or its pool stopped.
+
+    For storages that wait for something that may never come. On a thread that is not one of stio's it is False.
+    """
+    operation = current_operation()
+    pool = getattr(_thread_local, "pool", None)
+    return (operation is not None and operation.cancelled) or (pool is not None and pool.stopped)
 
 
 class WorkerPool:
@@ -122,6 +135,7 @@ class WorkerPool:
         The traceback of an error refers to the frames below the one that caught it too, and those are not cleared. So
         no such frame may refer to the function: it would keep all memory of the load allocated.
         """
+        outer, _thread_local.pool = getattr(_thread_local, "pool", None), self
         try:
             once.pop()()
         except BaseException as error:
@@ -129,6 +143,7 @@ class WorkerPool:
                 if self._error is None and not isinstance(error, Cancelled):
                     self._error = error
             self.stop()
+        _thread_local.pool = outer
         with self.changed:
             self._num_working -= 1
             self.changed.notify_all()

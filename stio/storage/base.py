@@ -9,11 +9,15 @@ step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from stio.errors import ChangedDuringReadError
+from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
+
+_SMALL_REQUEST_BYTES = 1 << 20
+"""With less memory than all requests need, they become smaller down to this size before they become fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class Identity:
     ctime_ns: int = field(default=0, compare=False)
     """Time of the last change of content, name or mode; 0 if there is none. No program can set it back. A rename or a
     removed hard link changes it too, so a new value means only that the content may have changed."""
+    etag: str = ""
+    """Entity tag of an object in a remote store, which names one content; empty if there is none."""
 
     def require_same(self, now: Identity, path: str) -> None:
         """Raise `ChangedDuringReadError` unless `now` is this identity."""
@@ -66,6 +72,38 @@ class Source(Protocol):
         """Close the file. Idempotent; no read may be under way."""
 
 
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """How a source behind a network is read best: its latency is high, and one connection is slow."""
+
+    nbytes: int
+    """Size of one read, a multiple of the page size."""
+    num_in_flight: int
+    """Reads that should be under way at one time."""
+    gap_bytes: int
+    """Longest run of bytes that nobody wants that costs less to read than another request."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that the source uses of its own while all reads are under way: an answer is read as a whole."""
+        return self.nbytes * self.num_in_flight
+
+    def within(self, total_bytes: int) -> Requests:
+        """Return fewer and smaller requests, whose `buffer_bytes` are at most a total, or one page if that is less."""
+        num_in_flight = max(1, min(self.num_in_flight, total_bytes // min(self.nbytes, _SMALL_REQUEST_BYTES)))
+        nbytes = min(self.nbytes, total_bytes // num_in_flight)
+        return replace(self, nbytes=max(PAGE_BYTES, nbytes // PAGE_BYTES * PAGE_BYTES), num_in_flight=num_in_flight)
+
+
+@runtime_checkable
+class RequestedSource(Source, Protocol):
+    """A source behind a network. A load takes the sizes of its reads, and their number, from it."""
+
+    @property
+    def requests(self) -> Requests:
+        """How it is read best."""
+
+
 @runtime_checkable
 class Root(Protocol):
     """A place that holds the files of a checkpoint: a directory, or a replacement of one in a test."""
@@ -81,6 +119,14 @@ class Root(Protocol):
 
     def close(self) -> None:
         """Close it; files opened from it stay open. Idempotent."""
+
+
+@runtime_checkable
+class ParallelRoot(Root, Protocol):
+    """A root that opens many files in the time of one."""
+
+    def open_ahead(self, names: Sequence[str]) -> None:
+        """Start to open these files, each of which `open` returns later. Blocks; raises no error of a file."""
 
 
 class FileWriter(Protocol):

@@ -353,3 +353,16 @@ def test_slices_get_exactly_their_bytes(
         found_part = np.flip(found_part, chosen.flip) if chosen.flip else found_part
     assert found_part.shape == expected.shape
     assert found_part.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("num_bytes", [8 * MIB, 32 * MIB, 8 * MIB - 100])
+def test_a_rest_of_less_than_a_page_is_no_read_of_its_own(num_bytes: int) -> None:
+    """An image begins at a page boundary, a tensor does not: its last bytes are in one page more."""
+    header = header_of([("w", "U8", (num_bytes,))], data_start=1000)
+    cut, joined = (
+        plan_of([header], block_bytes=8 * MIB, rest_bytes=rest_bytes).groups[0].blocks for rest_bytes in (0, PAGE_BYTES)
+    )
+    assert len(joined) == -(-num_bytes // (8 * MIB))
+    assert sum(block.nbytes for block in joined) == sum(block.nbytes for block in cut) == num_bytes + 1000
+    assert [block.at for block in joined] == [k * 8 * MIB for k in range(len(joined))]
+    assert max(block.nbytes for block in joined) < 8 * MIB + PAGE_BYTES

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stio.loading.sizes import mapped_block_bytes, num_map_workers, staging_sizes, whole_pages
+from stio.loading.sizes import mapped_block_bytes, num_map_workers, request_sizes, staging_sizes, whole_pages
+from stio.storage.base import Requests
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -75,3 +76,33 @@ def test_whole_pages() -> None:
 @pytest.mark.parametrize(("num_cores", "num_workers"), [(1, 2), (2, 2), (3, 3), (8, 8), (64, 8)])
 def test_map_workers_by_cores(num_cores: int, num_workers: int) -> None:
     assert num_map_workers(num_cores) == num_workers
+
+
+REQUESTS = Requests(8 * MIB, 32, MIB)
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "num_queues", "nbytes", "num_in_flight", "num_slots"),
+    [
+        (512 * MIB, 0, 8 * MIB, 32, 0), (4096 * MIB, 0, 8 * MIB, 32, 0), (64 * MIB, 0, 1 * MIB, 32, 0),
+        (16 * MIB, 0, 1 * MIB, 8, 0), (1 * MIB, 0, 512 * KIB, 1, 0), (1, 0, 4 * KIB, 1, 0),
+        (1024 * MIB, 1, 8 * MIB, 32, 36), (512 * MIB, 1, 4 * MIB, 32, 36), (512 * MIB, 2, 2 * MIB, 32, 36),
+        (8 * MIB, 1, 1 * MIB, 2, 4), (1, 1, 4 * KIB, 1, 2),
+    ],
+)  # fmt: skip
+def test_requests_by_budget(
+    budget_bytes: int, num_queues: int, nbytes: int, num_in_flight: int, num_slots: int
+) -> None:
+    """A small budget makes requests smaller first, then fewer."""
+    found, found_slots = request_sizes(budget_bytes, REQUESTS, num_queues)
+    assert (found.nbytes, found.num_in_flight, found_slots) == (nbytes, num_in_flight, num_slots)
+    assert found.gap_bytes == REQUESTS.gap_bytes
+
+
+@pytest.mark.parametrize("num_queues", [0, 1, 2, 8])
+@pytest.mark.parametrize("budget_bytes", [1 << k for k in range(20, 36)])
+def test_p8_answers_and_slots_leave_a_part_of_the_budget(budget_bytes: int, num_queues: int) -> None:
+    found, num_slots = request_sizes(budget_bytes, REQUESTS, num_queues)
+    if budget_bytes >= 64 * MIB:
+        assert found.buffer_bytes + num_queues * num_slots * found.nbytes <= budget_bytes * 0.6
+    assert found.nbytes % 4096 == 0

@@ -14,9 +14,9 @@ from support import PATIENCE_SECONDS, eventually, nothing_left
 
 from stio.runtime import workers
 from stio.runtime.locks import Condition, require_unlocked
-from stio.runtime.operation import Cancelled, start_thread
+from stio.runtime.operation import Cancelled, Operation, start_thread
 from stio.runtime.process import NICENESS
-from stio.runtime.workers import WorkerPool
+from stio.runtime.workers import WorkerPool, is_interrupted
 
 
 @pytest.fixture(autouse=True)
@@ -182,3 +182,36 @@ def test_its_own_threads_are_nice_the_calling_one_is_not():
     queue.pool.run(queue.work, 2)
     assert found.pop(threading.get_ident()) == before
     assert list(found.values()) == [min(19, before + NICENESS)]
+
+
+def test_workers_know_that_they_should_end():
+    """By a cancel of their operation, and by the stop of their pool; after the pool the thread is as before."""
+    seen = []
+
+    def look(label):
+        seen.append((label, is_interrupted()))
+
+    def body(operation):
+        pool = WorkerPool("test")
+
+        def work():
+            look("in a pool")
+            pool.stop()
+            look("in a stopped pool")
+
+        with pytest.raises(Cancelled):
+            pool.run(work, 1)
+        look("after the pool")
+        operation.cancel()
+        look("in a cancelled operation")
+
+    look("outside")
+    operation = Operation(body, name="test").start()
+    assert operation.join(PATIENCE_SECONDS)
+    assert seen == [
+        ("outside", False),
+        ("in a pool", False),
+        ("in a stopped pool", True),
+        ("after the pool", False),
+        ("in a cancelled operation", True),
+    ]

@@ -58,16 +58,16 @@ class RequestedFile:
         return self.file.identity.device, self.file.identity.inode
 
     @property
-    def state(self) -> tuple[int, int, int]:
+    def state(self) -> tuple[int, int, int, str]:
         """Identifies its state."""
         identity = self.file.identity
-        return identity.nbytes, identity.mtime_ns, identity.ctime_ns
+        return identity.nbytes, identity.mtime_ns, identity.ctime_ns, identity.etag
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
     key: tuple[int, int]
-    state: tuple[int, int, int]
+    state: tuple[int, int, int, str]
     label: str
     image: FileImage
     num_holds: int = 0
