@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from stio.errors import SaveInProgressError as SaveInProgressError
     from stio.errors import SharedTensorsError as SharedTensorsError
     from stio.errors import SliceError as SliceError
+    from stio.errors import StallTimeoutError as StallTimeoutError
     from stio.errors import StioError as StioError
     from stio.errors import StorageError as StorageError
     from stio.errors import TensorNotFoundError as TensorNotFoundError
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from stio.saving.pending import PendingSave as PendingSave
     from stio.state import load_state as load_state
     from stio.state import save_state as save_state
+    from stio.storage.remote.source import RemoteRoot as RemoteRoot
 
 _NAMES = {
     "stio.conversion.api": "convert",
@@ -93,6 +95,7 @@ _NAMES = {
     "stio.saving.options": "SaveOptions SaveResult",
     "stio.saving.pending": "PendingSave",
     "stio.state": "load_state save_state",
+    "stio.storage.remote.source": "RemoteRoot",
     "stio.errors": " ".join(errors.__all__),
 }
 """Public names by the module that defines them."""

@@ -21,6 +21,7 @@
     ├── HostMemoryError (MemoryError)        the host has too little memory; has needed and free bytes
     ├── StorageError (OSError)               the operating system reported an error; has errno
     │   ├── ChangedDuringReadError           the file was changed or replaced during the read
+    │   ├── StallTimeoutError (TimeoutError) a remote store sent no bytes for too long
     │   ├── NoSpaceError                     too little space at the destination; has needed and free bytes
     │   └── CommitUncertainError             the new checkpoint is in place, but may not be durable
     └── DeviceError (RuntimeError)           the device refused an allocation or a copy
@@ -53,6 +54,7 @@ __all__ = [
     "SaveInProgressError",
     "SharedTensorsError",
     "SliceError",
+    "StallTimeoutError",
     "StioError",
     "StorageError",
     "TensorNotFoundError",
@@ -225,6 +227,10 @@ class StorageError(StioError, OSError):
 
 class ChangedDuringReadError(StorageError):
     """The file was changed or replaced between the plan and the end of the read."""
+
+
+class StallTimeoutError(StorageError, TimeoutError):
+    """A remote store sent no bytes for too long, in every attempt."""
 
 
 class NoSpaceError(StorageError):

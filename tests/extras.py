@@ -31,6 +31,7 @@ CHECKS = {
     "lightning": "from stio.integrations.lightning import StioCheckpointIO; StioCheckpointIO()",
     "otel": "from stio.integrations.opentelemetry import recording",
     "plot": "import matplotlib.pyplot",
+    "remote": "from stio import RemoteRoot; assert RemoteRoot('https://127.0.0.1/m').path == 'https://127.0.0.1/m'",
     "transformers": "from stio.integrations.transformers import StioCallback; StioCallback()",
 }
 """What must work with an extra, run by `python -c` in an empty directory."""

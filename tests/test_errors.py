@@ -19,7 +19,7 @@ PARENTS = {
     "UnsafePathError": ValueError, "CheckpointNotFoundError": FileNotFoundError, "AmbiguousCheckpointError": ValueError,
     "TensorNotFoundError": KeyError, "SliceError": IndexError, "MismatchError": ValueError,
     "UnsupportedDtypeError": TypeError, "ClosedError": RuntimeError, "WarmStartError": RuntimeError, "StorageError": OSError,
-    "ChangedDuringReadError": OSError, "NoSpaceError": OSError, "CommitUncertainError": OSError, "IntegrityError": ValueError,
+    "ChangedDuringReadError": OSError, "NoSpaceError": OSError, "StallTimeoutError": TimeoutError, "CommitUncertainError": OSError, "IntegrityError": ValueError,
     "SharedTensorsError": RuntimeError, "SaveInProgressError": RuntimeError, "ConcurrentSaveError": RuntimeError, "DeviceError": RuntimeError, "DeviceMemoryError": RuntimeError,
     "HostMemoryError": MemoryError,
 }  # fmt: skip

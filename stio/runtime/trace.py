@@ -18,6 +18,7 @@ from stio.runtime.process import thread_name
 from stio.runtime.spans import CALLER, Span
 from stio.runtime.timeline import draw
 from stio.runtime.trace_page import page
+from stio.runtime.urls import without_secrets
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ class Trace:
 
 def shown(place: object) -> str:
     """Return the name of a source or destination for logs and traces: its path, or the type of an object."""
-    return os.fsdecode(place) if isinstance(place, str | os.PathLike) else type(place).__name__
+    return without_secrets(os.fsdecode(place)) if isinstance(place, str | os.PathLike) else type(place).__name__
 
 
 def traced(trace: Trace | None, name: str, *, detail: str = "") -> AbstractContextManager[None]:

@@ -6,8 +6,8 @@ here depends on tensors, plans or devices, and none imports torch. Calls block; 
 
 For loads: `open.py` chooses the implementation. `local.py` reads at an offset (`preadv`, O_DIRECT), `mapped.py` maps
 and populates, `gds.py` reads into device memory, `async_files.py` reads through aiofiles where a system has no
-`preadv`. `checks.py` decides which file may be opened (regular, inside the root) and what counts as the same file. A
-remote store (S3, http) belongs in a package `storage/remote/`: a `Root` and a `Source`, chosen by the URL in `open.py`.
+`preadv`. `checks.py` decides which file may be opened (regular, inside the root) and what counts as the same file.
+`remote/` reads objects of stores (S3, GCS, Azure, http); `open.py` chooses it by the URL.
 
 For saves: `commit/`, the transaction of a save to a local filesystem, its journal, and recovery after a crash.
 

@@ -1,8 +1,9 @@
-"""Chooses the implementation that reads local files: `preadv` if the system has it, else aiofiles."""
+"""Chooses the implementation of a storage: by the URL, or, for local files, by what the system has."""
 
 from __future__ import annotations
 
 import os
+from importlib import import_module
 
 from stio.storage import async_files, local
 from stio.storage.base import Root, Source
@@ -28,6 +29,24 @@ def open_file(path: str) -> Source:
         StorageError: It is no regular file, or the operating system reported an error.
     """
     return local.open_file(path) if local.HAVE_PREADV else async_files.open_at(path, path, None)
+
+
+def open_url(url: str) -> tuple[Root, str]:
+    """Return the place of a URL in its store, and the name of an object in it that the URL names; "": a directory.
+
+    Sends nothing.
+
+    Args:
+        url: A URL with one of `stio.runtime.urls.SCHEMES`.
+
+    Raises:
+        ImportError: obstore is not installed.
+        CheckpointNotFoundError: It names no bucket, container or host.
+        StorageError: The settings for this store are wrong.
+    """
+    root: Root
+    root, name = import_module("stio.storage.remote.source").open_url(url)
+    return root, name
 
 
 def most_open_files() -> int:

@@ -1,0 +1,27 @@
+"""URLs of remote stores: which text is one, and how it is shown without its secrets. Only text; no I/O."""
+
+from __future__ import annotations
+
+import re
+
+SCHEMES = ("s3", "gs", "az", "http", "https")
+"""Schemes of the stores that stio reads."""
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/?#]*)(.*)", re.DOTALL)
+
+
+def is_url(place: object) -> bool:
+    """Return whether a source is text that names a store by one of `SCHEMES`."""
+    return isinstance(place, str) and place.partition("://")[0].lower() in SCHEMES and "://" in place
+
+
+def without_secrets(text: str) -> str:
+    """Return a URL as it may be shown and logged: without user, password, query and fragment; other text unchanged.
+
+    A query may hold a signature, which gives whoever reads it access to the data.
+    """
+    found = _URL.fullmatch(text)
+    if found is None:
+        return text
+    scheme, host, rest = found.groups()
+    return f"{scheme}://{host.rpartition('@')[2]}{re.split('[?#]', rest, maxsplit=1)[0]}"

@@ -1,0 +1,211 @@
+"""Failed requests: what obstore's errors mean, whether another attempt may succeed, and the error that stio raises.
+
+obstore has a class for few failures. The others it tells in a text, which also holds the whole URL and everything the
+server said. `Failure` keeps the cause in one line without secrets; no error of obstore is chained to one of stio, since
+a traceback would show its text.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from stio.errors import (
+    ChangedDuringReadError,
+    CheckpointNotFoundError,
+    StallTimeoutError,
+    StioError,
+    StorageError,
+    one_line,
+)
+from stio.runtime.urls import without_secrets
+
+Kind = Literal[
+    "busy", "stalled", "broken", "unreachable", "wrong", "expired", "anonymous",  # another attempt may succeed
+    "missing", "changed", "denied", "unranged", "tls", "elsewhere", "range", "other",
+]  # fmt: skip
+"""Kinds of failures."""
+
+_AGAIN = ("busy", "stalled", "broken", "unreachable", "wrong", "expired", "anonymous")
+_SLOW = ("stalled", "anonymous")
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_METADATA = re.compile(r"169\.254\.\d+\.\d+|metadata\.google\.internal|/latest/api/token|/metadata/identity")
+_ANSWERED = re.compile("Server returned non-2xx status code: ")
+_CODE = re.compile(r"<Code>([^<]*)</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
+_LINK = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://[^\s<>\"']+")
+_EXPIRED = re.compile(
+    r"Expired|has expired|TokenRefreshRequired|AuthenticationFailed.*expir", re.IGNORECASE | re.DOTALL
+)
+_TLS = (
+    (re.compile(r"UnknownIssuer"), "its authority is not known here (UnknownIssuer)"),
+    (re.compile(r"NotValidForName"), "it is for another host (NotValidForName)"),
+    (re.compile(r"InvalidCertificate\(\s*Expired"), "it has expired"),
+    (re.compile(r"CaUsedAsEndEntity"), "it is an authority's own (CaUsedAsEndEntity)"),
+    (re.compile(r"InvalidMessage|InvalidContentType"), "the server does not answer with TLS; try http://"),
+    (re.compile(r"InvalidCertificate|AlertReceived|PeerIncompatible|PeerMisbehaved"), ""),
+)
+_CAUSES = (
+    (re.compile(r"ConnectionRefused|Connection refused"), "the connection was refused"),
+    (re.compile(r"dns error|failed to lookup|Name or service not known", re.IGNORECASE), "there is no such host"),
+    (re.compile(r"ConnectionReset|Connection reset"), "the connection was reset"),
+    (
+        re.compile(r"NetworkUnreachable|Network is unreachable|HostUnreachable|No route to host"),
+        "there is no route to the host",
+    ),
+    (
+        re.compile(r"UnexpectedEof|IncompleteBody|IncompleteMessage|BrokenPipe|ConnectionAborted"),
+        "the connection was closed early",
+    ),
+)
+_MOST_CHARACTERS = 300
+
+
+class WrongAnswerError(Exception):
+    """An answer that is not what was requested; the text says in what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One failed request."""
+
+    kind: Kind
+    """What went wrong."""
+    cause: str
+    """What the server or the connection said, on one line, without secrets."""
+
+    @property
+    def may_succeed(self) -> bool:
+        """Whether another attempt may succeed."""
+        return self.kind in _AGAIN
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it took long to notice, so that few attempts are made."""
+        return self.kind in _SLOW
+
+    def error(self, path: str, attempts: int, *, stall_seconds: float, expected: object = None) -> StioError:
+        """Return the error to raise.
+
+        Args:
+            path: URL of the object, without secrets.
+            attempts: Number of attempts that were made.
+            stall_seconds: Longest time without a byte.
+            expected: Identity of the object, if it was opened before.
+        """
+        tried = f" (in {attempts} attempts)" if attempts > 1 else ""
+        cause = f": {self.cause}" if self.cause else ""
+        if self.kind == "missing" and expected is None:
+            return CheckpointNotFoundError(f"the store has no such object{cause}", path=path)
+        if self.kind in ("missing", "changed") or (self.kind == "range" and expected is not None):
+            what = "removed" if self.kind == "missing" else "replaced"
+            return ChangedDuringReadError(
+                f"the object was {what} while it was being read; load it again", path=path, expected=expected
+            )
+        if self.kind == "stalled":
+            return StallTimeoutError(
+                f"the store sent no bytes for {stall_seconds:g} s{tried}; check the network, or load again{cause}",
+                path=path,
+                errno=errno.ETIMEDOUT,
+            )
+        what, remedy, number = _MESSAGES[self.kind]
+        return StorageError(f"{what}{tried}; {remedy}{cause}", path=path, errno=number)
+
+
+_MESSAGES: dict[Kind, tuple[str, str, int]] = {
+    "busy": ("the store could not answer", "load again later", errno.EBUSY),
+    "broken": ("the connection to the store broke", "load again", errno.ECONNRESET),
+    "unreachable": ("the store cannot be reached", "check address, endpoint and proxy", errno.EHOSTUNREACH),
+    "wrong": ("the store did not send what was requested", "do not use this server or proxy", errno.EPROTO),
+    "expired": ("the credentials or the signed URL have expired", "get new ones", errno.EACCES),
+    "anonymous": (
+        "no credentials were found",
+        "set those of your provider (AWS_ACCESS_KEY_ID, AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS, ...), or "
+        "AWS_SKIP_SIGNATURE=true, GOOGLE_SKIP_SIGNATURE=true for what is public",
+        errno.EACCES,
+    ),
+    "denied": ("the store refuses access", "check the credentials, and what they allow", errno.EACCES),
+    "unranged": (
+        "the server sends no parts of files (it ignores Range), so it cannot be streamed",
+        "download the file, and load that",
+        errno.EOPNOTSUPP,
+    ),
+    "tls": (
+        "no TLS connection, or the server's certificate is not accepted",
+        "SSL_CERT_FILE or AWS_CA_BUNDLE names the certificate of a private authority",
+        errno.EPROTO,
+    ),
+    "elsewhere": ("the bucket is in another region", "set AWS_REGION to it", errno.EREMOTE),
+    "range": ("the store has no such range of the object", "load again", errno.EINVAL),
+    "other": ("the request failed", "the store says why", errno.EIO),
+}
+"""What happened, what to do, and the number of the error."""
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return what an error of obstore means. Errors that a request cannot raise are raised again."""
+    name = type(error).__name__
+    if isinstance(error, WrongAnswerError):
+        return Failure("wrong", str(error))
+    if isinstance(error, FileNotFoundError):
+        return Failure("missing", _said(str(error)))
+    if type(error).__module__.partition(".")[0] != "obstore" and not isinstance(error, OSError | ValueError):
+        raise error
+    text, _, details = str(error).partition("Debug source:")
+    found = _STATUS.search(text)
+    status = int(found[1]) if found else 0
+    said = _said(text)
+    if _METADATA.search(text):
+        return Failure("anonymous", f"the metadata service of the machine: {said}")
+    if name == "NotFoundError" or status in (404, 410):
+        return Failure("missing", said)
+    if name == "PreconditionError" or status == 412:
+        return Failure("changed", said)
+    if name == "NotSupportedError":
+        return Failure("unranged", "")
+    if status == 416:
+        return Failure("range", said)
+    if status in (400, 401, 403) and _EXPIRED.search(text):
+        return Failure("expired", said)
+    if name in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
+        return Failure("denied", said)
+    if status in (408, 425, 429) or status >= 500 or "RequestTimeout" in text or "SlowDown" in text:
+        return Failure("busy", said)
+    if 300 <= status < 400 or "PermanentRedirect" in text or "AuthorizationHeaderMalformed" in text:
+        return Failure("elsewhere", said)
+    if status:
+        return Failure("other", said)
+    return _without_status(said, text + details)
+
+
+def _without_status(said: str, details: str) -> Failure:
+    """Return what an error means that came from the connection, or from obstore's own checks of an answer."""
+    if "UnexpectedRange" in details or "NoContentRange" in details or "ContentRange" in details:
+        return Failure("wrong", said)
+    for pattern, words in _TLS:
+        if pattern.search(details):
+            return Failure("tls", words or said)
+    cause = next((words for pattern, words in _CAUSES if pattern.search(details)), said)
+    if "kind: Timeout" in details or "TimedOut" in details:
+        return Failure("unreachable" if "kind: Connect" in details else "stalled", "")
+    if "kind: Connect" in details or "ConnectError" in details:
+        return Failure("unreachable", cause)
+    if "HttpError" in details or "reqwest" in details or "hyper" in details:
+        return Failure("broken", cause)
+    return Failure("other", said)
+
+
+def _said(text: str) -> str:
+    """Return what a server said, as one short line without URLs."""
+    code, message = _CODE.search(text), _MESSAGE.search(text)
+    if code is not None:
+        text = f"{code[1]}: {message[1]}" if message is not None else code[1]
+    else:
+        text = (
+            _ANSWERED.sub("", text.partition("Debug source:")[0].rpartition(" - ")[2]).partition("<")[0].rstrip(": \n")
+        )
+    line = one_line(" ".join(_LINK.sub(lambda link: without_secrets(link[0]), text).split()))
+    return line if len(line) <= _MOST_CHARACTERS else line[:_MOST_CHARACTERS] + "..."

@@ -1,0 +1,276 @@
+"""Stores by URL: which object it names, and a connection with the credentials that the environment gives.
+
+Credentials and endpoints are found as the providers' own tools find them. obstore knows most of it: `AWS_*`, `AZURE_*`
+and `GOOGLE_*` variables, and the metadata service of a cloud machine. This module adds what it does not know: profiles
+of AWS, connection strings of Azure, the variables for certificates, users in URLs, and plain http where an endpoint
+says so.
+"""
+
+from __future__ import annotations
+
+import base64
+import configparser
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from stio.errors import CheckpointNotFoundError, StorageError, install_command
+from stio.runtime.urls import without_secrets
+
+STALL_SECONDS = 30.0
+"""Longest time without a byte before a request counts as failed."""
+
+_CONNECT_SECONDS = 10
+_REQUEST_SECONDS = 600  # a bound for a server that sends a byte now and then
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A place in a store."""
+
+    scheme: str
+    """Scheme of the URL, in lower case."""
+    store: str
+    """What one connection serves: bucket or container; for http the URL of the server, with user and query."""
+    key: str
+    """Path in the store, without slashes at its ends, as the store names it (not percent-encoded)."""
+
+    @property
+    def shown(self) -> str:
+        """The URL without its secrets."""
+        base = without_secrets(self.store) if "://" in self.store else f"{self.scheme}://{self.store}"
+        return f"{base.rstrip('/')}/{self.key}" if self.key else base
+
+    def __repr__(self) -> str:
+        return f"<Location {self.shown}>"  # the generated one would show the secrets
+
+
+def locate(url: str) -> Location:
+    """Take a URL apart.
+
+    Raises:
+        CheckpointNotFoundError: It names no bucket, container or host.
+    """
+    scheme, _, rest = url.partition("://")
+    scheme = scheme.lower()
+    if scheme in ("http", "https"):
+        try:
+            parts = urlsplit(url)
+            host, _ = parts.hostname, parts.port  # raises for a wrong port
+        except ValueError as error:
+            raise CheckpointNotFoundError(f"this is no URL: {error}", path=without_secrets(url)) from None
+        if not host:
+            raise CheckpointNotFoundError("the URL names no host", path=without_secrets(url))
+        return Location(
+            scheme, urlunsplit((scheme, parts.netloc, "/", parts.query, "")), unquote(parts.path).strip("/")
+        )
+    bucket, _, key = rest.partition("/")
+    if not bucket:
+        what = "container" if scheme == "az" else "bucket"
+        raise CheckpointNotFoundError(f"the URL names no {what}", path=without_secrets(url))
+    return Location(scheme, bucket, key.strip("/"))
+
+
+def require_obstore() -> Any:
+    """Return the package.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        return import_module("obstore")
+    except ImportError as error:
+        raise ImportError(f"URLs are read by obstore: {install_command('remote')}; {error}") from error
+
+
+def new_store(
+    location: Location,
+    *,
+    stall_seconds: float = STALL_SECONDS,
+    config: Options | None = None,
+    client_options: Options | None = None,
+    credential_provider: Callable[[], Any] | None = None,
+) -> Any:
+    """Connect to the store of a location; sends nothing.
+
+    Args:
+        location: The place.
+        stall_seconds: See `STALL_SECONDS`.
+        config: Settings of obstore for this kind of store; they go before those of the environment.
+        client_options: Settings of obstore's client: timeouts, headers, certificates, proxies.
+        credential_provider: A credential provider of obstore.
+
+    Raises:
+        ImportError: obstore is not installed.
+        StorageError: The settings do not make a store.
+    """
+    require_obstore()
+    stores: Any = import_module("obstore.store")
+    exceptions: Any = import_module("obstore.exceptions")
+    client: dict[str, Any] = {
+        "connect_timeout": timedelta(seconds=_CONNECT_SECONDS),
+        "read_timeout": timedelta(seconds=stall_seconds),
+        "timeout": timedelta(seconds=max(_REQUEST_SECONDS, 2 * stall_seconds)),
+    }
+    settings: dict[str, Any] = {}
+    try:
+        if location.scheme in ("http", "https"):
+            make, target = stores.HTTPStore.from_url, _without_user(location.store, client)
+            client["allow_http"] = location.scheme == "http"
+        else:
+            make, target = (
+                {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[location.scheme],
+                location.store,
+            )
+            if location.scheme == "s3" and credential_provider is None:
+                settings, credential_provider = _aws_profile(config or {})
+            elif location.scheme == "az":
+                settings = _azure_connection()
+            settings |= config or {}
+            client["allow_http"] = _endpoint(location.scheme, settings).startswith("http://")
+            if settings:
+                settings = {"config": settings}
+            if credential_provider is not None:
+                settings["credential_provider"] = credential_provider
+        if not client["allow_http"]:
+            client |= _certificates(location.scheme)
+        # Attempts are counted, and repeated, by `stio.storage.remote.requests`, which a cancel interrupts.
+        return make(
+            target, client_options=client | dict(client_options or {}), retry_config={"max_retries": 0}, **settings
+        )
+    except (exceptions.BaseError, ValueError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise StorageError(f"the settings for this store are wrong: {reason}", path=location.shown) from None
+
+
+def _certificates(scheme: str) -> dict[str, Any]:
+    """Return the authorities that the environment adds, under the names that curl, requests and the AWS tools use."""
+    names = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+    for name in ("AWS_CA_BUNDLE", *names) if scheme == "s3" else names:
+        path = os.environ.get(name)
+        if path and os.path.isfile(path):
+            return {"root_certificate": Path(path).read_bytes()}
+    return {}
+
+
+def _without_user(url: str, client: dict[str, Any]) -> str:
+    """Return the URL of a server without user and password, which become a header of each request."""
+    parts = urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    if at:
+        name, _, password = user.partition(":")
+        text = base64.b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode()
+        client["default_headers"] = {"authorization": f"Basic {text}"}
+    return urlunsplit(parts._replace(netloc=host))
+
+
+def _endpoint(scheme: str, settings: Options) -> str:
+    given = {key.lower().removeprefix("aws_").removeprefix("azure_storage_"): value for key, value in settings.items()}
+    own = given.get("endpoint") or given.get("endpoint_url")
+    names = {
+        "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+        "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    }
+    return str(own or next((os.environ[name] for name in names.get(scheme, ()) if os.environ.get(name)), ""))
+
+
+# AWS.
+
+
+def _aws_profile(config: Options) -> tuple[dict[str, Any], Callable[[], Any] | None]:
+    """Return settings and a credential provider from the files of the AWS tools, which obstore does not read.
+
+    Keys in the environment go before those of a profile, unless `AWS_PROFILE` names one; so do those of a web identity
+    and of a container, which obstore finds itself.
+    """
+    given = {str(key).lower().removeprefix("aws_") for key in config}
+    environment = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
+    named = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
+    has_keys = bool(os.environ.get("AWS_ACCESS_KEY_ID"))
+    if given & {"access_key_id", "skip_signature"} or os.environ.get("AWS_SKIP_SIGNATURE"):
+        return {}, None
+    values = _profile_values(named or "default")
+    settings: dict[str, Any] = {}
+    if "region" in values and not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
+        settings["region"] = values["region"]
+    if "endpoint_url" in values and not _endpoint("s3", {}):
+        settings["endpoint"] = values["endpoint_url"]
+    if has_keys or (not named and any(os.environ.get(name) for name in environment)):
+        return settings, None
+    if "aws_access_key_id" in values and "aws_secret_access_key" in values:
+        settings["access_key_id"] = values["aws_access_key_id"]
+        settings["secret_access_key"] = values["aws_secret_access_key"]
+        if "aws_session_token" in values:
+            settings["session_token"] = values["aws_session_token"]
+        return settings, None
+    if not named and not values:
+        return settings, None
+    return settings, _boto3_provider(named)
+
+
+def _profile_values(name: str) -> dict[str, str]:
+    """Return what the two files of the AWS tools say about a profile; the one with credentials goes first."""
+    home = Path(os.path.expanduser("~")) / ".aws"
+    values: dict[str, str] = {}
+    for variable, file, section in (
+        ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
+        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
+    ):
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(os.environ.get(variable) or home / file, encoding="utf-8")
+            if parser.has_section(section):
+                values |= dict(parser.items(section))
+        except (configparser.Error, OSError, UnicodeDecodeError):
+            continue  # boto3 says what is wrong with it, if it is needed
+    return values
+
+
+def _boto3_provider(profile: str | None) -> Callable[[], Any] | None:
+    """Return the provider for a profile without keys of its own (single sign-on, a role, a process)."""
+    try:
+        session = import_module("boto3").Session(profile_name=profile)
+        provider: Callable[[], Any] = import_module("obstore.auth.boto3").Boto3CredentialProvider(session=session)
+        return provider
+    except ImportError:
+        if profile is None:
+            return None
+        raise ImportError(
+            f"the AWS profile {profile!r} has no keys of its own; boto3 gets them: pip install boto3, or put them into "
+            'the environment: eval "$(aws configure export-credentials --format env)"'
+        ) from None
+    except Exception as error:  # botocore has its own classes: no such profile, no credentials
+        if profile is None:
+            return None
+        raise StorageError(f"the AWS profile {profile!r} gives no credentials: {error}") from None
+
+
+# Azure.
+
+
+def _azure_connection() -> dict[str, Any]:
+    """Return settings from the variables of the Azure tools that obstore does not read."""
+    settings: dict[str, Any] = {}
+    text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
+    parts = dict(part.partition("=")[::2] for part in text.split(";") if "=" in part)
+    if parts.get("UseDevelopmentStorage", "").lower() == "true":
+        return {"use_emulator": True}
+    for name, key in (
+        ("AccountName", "account_name"),
+        ("AccountKey", "account_key"),
+        ("SharedAccessSignature", "sas_token"),
+        ("BlobEndpoint", "endpoint"),
+    ):
+        if parts.get(name):
+            settings[key] = parts[name]
+    for variable, key in (("AZURE_STORAGE_ACCOUNT", "account_name"), ("AZURE_STORAGE_KEY", "account_key")):
+        if os.environ.get(variable) and not text:
+            settings[key] = os.environ[variable]
+    return settings

@@ -1,0 +1,261 @@
+"""URLs, and stores made by the conventions of their providers."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import random
+import shutil
+import urllib.request
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import HttpServer, azure_server, http_server, new_certificate
+
+from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, StorageError
+from stio.runtime.urls import is_url, without_secrets
+from stio.storage.base import Source
+from stio.storage.remote.requests import Patience
+from stio.storage.remote.source import RemoteRoot, open_url
+from stio.storage.remote.stores import locate
+from stio.testing.contract import SourceContract, read_guarded
+
+DATA = random.Random(5).randbytes(300_000)
+PATIENT = Patience(num_attempts=2, first_pause_seconds=0.01, stall_seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("url", "store", "key"),
+    [
+        ("s3://bucket/a/b", "bucket", "a/b"),
+        ("S3://bucket", "bucket", ""),
+        ("s3://bucket/a%20b/", "bucket", "a%20b"),
+        ("gs://bucket/x", "bucket", "x"),
+        ("az://container/x", "container", "x"),
+        ("http://host:80/a%20b/c", "http://host:80/", "a b/c"),
+        ("https://u:p@host/a?sig=1&x=2#f", "https://u:p@host/?sig=1&x=2", "a"),
+        ("https://host", "https://host/", ""),
+    ],
+)
+def test_locate(url: str, store: str, key: str) -> None:
+    found = locate(url)
+    assert (found.store, found.key) == (store, key)
+    assert "sig" not in f"{found} {found.shown}"
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///key", "az://", "https://", "http:///x", "http://host:port/x", "http://[::1/x"]
+)
+def test_urls_that_name_nothing(url: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"names no|is no URL"):
+        locate(url)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://u:p@host/a?sig=1#f", "https://host/a"),
+        ("s3://bucket/key?x", "s3://bucket/key"),
+        ("az://a@b/c", "az://b/c"),
+        ("model/a?b", "model/a?b"),
+        ("https://host?sig=1", "https://host"),
+    ],
+)
+def test_without_secrets(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
+
+
+def test_what_is_a_url() -> None:
+    assert all(map(is_url, ("s3://b", "HTTPS://h", "az://c/x")))
+    assert not any(map(is_url, ("hf://a/b", "s3:/b", "model", "file:///x", Path("s3://b"), b"s3://b", None)))
+
+
+@pytest.mark.parametrize(
+    ("url", "root", "name"),
+    [
+        ("s3://bucket/a/m.safetensors", "s3://bucket/a", "m.safetensors"),
+        ("s3://bucket/m.safetensors", "s3://bucket", "m.safetensors"),
+        ("s3://bucket/a/m.safetensors.index.json", "s3://bucket/a", "m.safetensors.index.json"),
+        ("s3://bucket/a/", "s3://bucket/a", ""),
+        ("s3://bucket", "s3://bucket", ""),
+    ],
+)
+def test_files_and_directories(url: str, root: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    found, found_name = open_url(url)
+    assert (found.path, found_name) == (root, name)
+
+
+class TestS3Source(SourceContract):
+    """The tests of all storages, over S3."""
+
+    DATA = random.Random(9).randbytes((128 << 10) + 3 * 4096 + 577)
+
+    @pytest.fixture(autouse=True)
+    def _s3(self, s3: Any) -> None:
+        self.s3 = s3
+
+    def create(self, directory: Path, data: bytes) -> Source:
+        self.overwrite(data)
+        return RemoteRoot("s3://bucket/dir", patience=PATIENT).open("a.bin")
+
+    def overwrite(self, data: bytes) -> None:
+        self.s3.put_object(Bucket="bucket", Key="dir/a.bin", Body=data)
+
+    def test_c90_shrunk_file(self, source: Source) -> None:
+        """Unlike a file, a replaced object has none of the old bytes."""
+        self.overwrite(self.DATA[:140_000])
+        with pytest.raises(ChangedDuringReadError):
+            read_guarded(source, 132_000, 100)
+
+
+def test_s3_lists_what_is_in_a_directory(s3: Any) -> None:
+    for key in ("dir/b", "dir/a", "dir/below/c", "directory/d", "top"):
+        s3.put_object(Bucket="bucket", Key=key, Body=b"x")
+    assert RemoteRoot("s3://bucket/dir").listdir() == ["a", "b"]
+    assert RemoteRoot("s3://bucket/dir/below/").listdir() == ["c"]
+    assert RemoteRoot("s3://bucket").listdir() == ["top"]
+    assert RemoteRoot("s3://bucket/none").listdir() == []
+
+
+def test_s3_missing_bucket_and_key(s3: Any) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="NoSuchBucket"):
+        RemoteRoot("s3://nosuchbucket/x", patience=PATIENT).open("a")
+    with pytest.raises(CheckpointNotFoundError, match="NoSuchKey"):
+        RemoteRoot("s3://bucket/x", patience=PATIENT).open("a")
+    with pytest.raises(CheckpointNotFoundError, match="NoSuchBucket"):
+        RemoteRoot("s3://nosuchbucket/x", patience=PATIENT).listdir()
+
+
+PROFILES = """
+[default]
+aws_access_key_id = default-key
+aws_secret_access_key = secret
+[other]
+aws_access_key_id = other-key
+aws_secret_access_key = secret
+aws_session_token = token
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "default-key"),
+        ({"AWS_PROFILE": "other"}, "other-key"),
+        ({"AWS_ACCESS_KEY_ID": "from-env", "AWS_SECRET_ACCESS_KEY": "secret"}, "from-env"),
+    ],
+)
+def test_s3_profiles(
+    s3: Any, server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str], expected: str
+) -> None:
+    """Keys come from the environment, else from the profile that it names, else from the default one."""
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws/credentials").write_text(PROFILES)
+    (tmp_path / ".aws/config").write_text(
+        f"[default]\nendpoint_url={server.url}\n[profile other]\nendpoint_url={server.url}\nregion=eu-west-9\n"
+    )
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    server.put("/bucket/a", b"x")
+    RemoteRoot("s3://bucket").open("a")
+    headers = server.requests[-1].headers
+    assert f"Credential={expected}/" in headers["authorization"]
+    assert ("/eu-west-9/" in headers["authorization"]) == (expected == "other-key")
+    assert headers.get("x-amz-security-token") == ("token" if expected == "other-key" else None)
+
+
+def test_s3_settings_are_passed_through(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.put("/bucket/a", b"x")
+    config = {"endpoint": server.url, "access_key_id": "given", "secret_access_key": "s", "region": "eu-1"}
+    RemoteRoot("s3://bucket", config=config, client_options={"user_agent": "me"}).open("a")
+    assert "Credential=given/" in server.requests[-1].headers["authorization"]
+    assert server.requests[-1].headers["user-agent"] == "me"
+    with pytest.raises(StorageError, match="settings"):
+        RemoteRoot("s3://bucket", config={"no_such_setting": "x"})
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
+def test_certificates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A certificate of an unknown authority is an error in words; the environment can name the authority."""
+    authority, certificate = new_certificate(tmp_path)
+    for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with http_server(certificate=certificate) as server:
+        server.put("/a", b"x")
+        with pytest.raises(StorageError, match="certificate is not accepted; SSL_CERT_FILE") as caught:
+            RemoteRoot(server.url, patience=PATIENT).open("a")
+        assert "UnknownIssuer" in str(caught.value)
+        with pytest.raises(StorageError, match="broke|answer|certificate"):  # no TLS to a server of TLS
+            RemoteRoot(server.url.replace("https", "http"), patience=PATIENT).open("a")
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", authority)
+        assert RemoteRoot(server.url, patience=PATIENT).open("a").identity.nbytes == 1
+
+
+def test_tls_to_a_server_without(server: HttpServer) -> None:
+    with pytest.raises(StorageError) as caught:
+        RemoteRoot(server.url.replace("http", "https"), patience=PATIENT).open("a")
+    assert "does not answer with TLS" in str(caught.value)
+
+
+AZURITE = shutil.which("azurite-blob")
+AZURITE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # in its manual
+)
+
+
+@pytest.mark.skipif(AZURITE is None, reason="no azurite here (npm install azurite)")
+@pytest.mark.parametrize("by", ["connection string", "variables"])
+def test_azure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by: str) -> None:
+    """A store is found by a connection string, or by the variables of the Azure tools; its answers have ETags."""
+    obstore, stores = pytest.importorskip("obstore"), pytest.importorskip("obstore.store")
+    with azure_server(str(AZURITE), tmp_path) as endpoint:
+        if by == "variables":
+            monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "devstoreaccount1")
+            monkeypatch.setenv("AZURE_STORAGE_KEY", AZURITE_KEY)
+            monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", endpoint)
+        else:
+            text = f"AccountName=devstoreaccount1;AccountKey={AZURITE_KEY};BlobEndpoint={endpoint};"
+            monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
+        settings = {"account_name": "devstoreaccount1", "account_key": AZURITE_KEY, "endpoint": endpoint}
+        store = stores.AzureStore("box", config=settings, client_options={"allow_http": True})
+        make_container(endpoint)
+        obstore.put(store, "dir/a.bin", DATA)
+        root = RemoteRoot("az://box/dir", patience=PATIENT)
+        assert root.listdir() == ["a.bin"]
+        source = root.open("a.bin")
+        assert read_guarded(source, 200_000, 1000) == DATA[200_000:201_000]
+        source.check_unchanged()
+        obstore.put(store, "dir/a.bin", DATA[::-1])
+        with pytest.raises(ChangedDuringReadError):
+            read_guarded(source, 200_000, 1000)
+        with pytest.raises(ChangedDuringReadError):
+            source.check_unchanged()
+        with pytest.raises(CheckpointNotFoundError):
+            root.open("b.bin")
+
+
+def make_container(endpoint: str) -> None:
+    """Make a container named "box", which obstore does not."""
+    date = formatdate(usegmt=True)
+    lines = [
+        "PUT",
+        *[""] * 11,
+        f"x-ms-date:{date}",
+        "x-ms-version:2021-08-06",
+        "/devstoreaccount1/devstoreaccount1/box",
+    ]
+    text = "\n".join([*lines, "restype:container"])
+    signature = base64.b64encode(hmac.digest(base64.b64decode(AZURITE_KEY), text.encode(), "sha256")).decode()
+    headers = {
+        "x-ms-date": date,
+        "x-ms-version": "2021-08-06",
+        "Content-Length": "0",
+        "Authorization": f"SharedKey devstoreaccount1:{signature}",
+    }
+    request = urllib.request.Request(f"{endpoint}/box?restype=container", method="PUT", headers=headers)
+    urllib.request.urlopen(request).close()
