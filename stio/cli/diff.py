@@ -24,6 +24,7 @@ from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.memory import Region, allocate, libc
 from stio.runtime.operation import Operation
 from stio.runtime.units import counted
+from stio.runtime.urls import without_secrets
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
 
@@ -51,6 +52,7 @@ def diff(a: str, b: str, pattern: str | None, header_only: bool, as_json: bool, 
     is_selected = matcher(pattern)
     with Bar("comparing", is_wanted=not no_progress) as bar:
         found = compare(a, b, is_selected=is_selected, header_only=header_only, progress=bar.advance)
+    a, b = without_secrets(a), without_secrets(b)
     if as_json:
         click.echo(json.dumps(_as_json(found, a, b, header_only), indent=2))
     else:

@@ -29,6 +29,7 @@ from stio.cli.output import (
 from stio.errors import one_line
 from stio.runtime.trace import Trace
 from stio.runtime.units import counted, show_bytes
+from stio.runtime.urls import without_secrets
 
 _TIMELINES = {".html": "save_html", ".json": "save_chrome", ".svg": "save_svg"}
 """Suffix of a timeline, and the method of a trace that writes it."""
@@ -92,7 +93,7 @@ def load(
     total_bytes = sum({id(tensor): tensor.nbytes for tensor in tensors.values()}.values())  # an alias counts once
     _print(
         {
-            "path": path,
+            "path": without_secrets(path),
             "device": devices,
             "memory": memory,
             "num_tensors": len(tensors),

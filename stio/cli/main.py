@@ -44,6 +44,8 @@ class _Program(click.Group):
             raise click.exceptions.Exit(BROKEN_PIPE) from None
         except MemoryError as error:
             raise CommandError("there is not enough memory; free some, or load a smaller part with --filter") from error
+        except ImportError as error:  # the package of an extra
+            raise CommandError(one_line(str(error))) from error
         except OSError as error:
             where = f"{one_line(os.fsdecode(error.filename))}: " if error.filename is not None else ""
             why = one_line(error.strerror or str(error))

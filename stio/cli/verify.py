@@ -31,6 +31,7 @@ from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
 from stio.runtime.units import counted, show_bytes
+from stio.runtime.urls import without_secrets
 from stio.storage.base import Source
 
 PIECE_BYTES = 4 << 20
@@ -55,9 +56,10 @@ def verify(path: str, hash_required: bool, as_json: bool, no_progress: bool) -> 
             report = examine(path, hash_required=hash_required, progress=bar.advance)
     except (FormatError, IndexFormatError, IntegrityError, UnsafePathError) as error:  # of the whole checkpoint
         problem = error
-        report = Report(path=path, files=(), algorithm=None, warnings=())
+        report = Report(path=without_secrets(path), files=(), algorithm=None, warnings=())
     except ImportError as error:  # the package of the hash algorithm
         raise CommandError(str(error)) from error
+    path = without_secrets(path)
     if as_json:
         click.echo(json.dumps(_as_json(report, problem), indent=2))
     elif problem is not None:
@@ -128,7 +130,7 @@ def examine(
         with closing(open_checkpoint(path, with_manifest=True, check=operation.check, warn=warnings.append)) as opened:
             return _examine(opened, hash_required, warnings, operation.check, progress)
 
-    operation: Operation[Report] = Operation(body, name="verify", about=path)
+    operation: Operation[Report] = Operation(body, name="verify", about=without_secrets(path))
     return operation.result()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from stio.errors import printable
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
+from stio.runtime.urls import SCHEMES, without_secrets
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 """Ends of names of files of `torch.save`."""
@@ -51,9 +52,13 @@ def advice_for_missing(path: str, *, parent_exists: bool) -> str:
             return _advice_for_hub_id(rest.rstrip("/"))
         if not second_slash and not rest:
             return ""
-        text = printable(f"{scheme}://{rest}")
+        text = printable(without_secrets(f"{scheme}://{rest}"))
+        if scheme.lower() in SCHEMES:
+            return (
+                f"; it looks like the URL {text}, from which a pathlib.Path has removed a slash: pass the URL as text"
+            )
         cut = "" if second_slash else ", from which a pathlib.Path has removed a slash"
-        return f"; it looks like the URL {text}{cut}; stio opens local paths, and no scheme {printable(scheme)!r}"
+        return f"; it looks like the URL {text}{cut}; stio has no scheme {printable(scheme)!r}"
     if _HUB_ID.fullmatch(path) and not parent_exists and not path.endswith(_OTHER_SUFFIXES):
         return _advice_for_hub_id(path)
     return ""

@@ -60,7 +60,8 @@ async def load(
 
     Args:
         source: A `.safetensors` file, a directory (its `model.safetensors.index.json`, or its only `*.safetensors`),
-            an index file, or a storage of your own (`stio.testing`).
+            an index file, or a storage of your own (`stio.testing`). A URL of one of these with `s3://`, `gs://`,
+            `az://`, `http://` or `https://` needs the extra `remote`; its bytes are streamed, never mapped.
         names: What to load: one name, several names, or a predicate that gets a name. None: everything. Only the shards
             that hold these names by the index are opened; the others may be missing, and are not checked.
         slices: By name, an index as `numpy.s_[...]` gives it; only the bytes of that part are read, and short gaps
@@ -285,7 +286,7 @@ class Checkpoint:
     @property
     def _now(self) -> OpenCheckpoint:
         if self._opened is None:
-            raise ClosedError("the checkpoint is not open; use it inside its `with` block", path=str(self._source))
+            raise ClosedError("the checkpoint is not open; use it inside its `with` block", path=shown(self._source))
         return self._opened
 
     def keys(self) -> list[str]:

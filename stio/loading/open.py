@@ -37,8 +37,9 @@ from stio.format.shared import ALIASES_KEY, parse_aliases
 from stio.runtime.limits import Limits
 from stio.runtime.memory import allocate
 from stio.runtime.operation import start_thread
-from stio.storage.base import Root, Source
-from stio.storage.open import OneFile, most_open_files, open_directory, open_file
+from stio.runtime.urls import is_url, without_secrets
+from stio.storage.base import ParallelRoot, Root, Source
+from stio.storage.open import OneFile, most_open_files, open_directory, open_file, open_url
 
 logger = logging.getLogger("stio")
 
@@ -182,7 +183,7 @@ def open_checkpoint(
     """Open a checkpoint; blocks.
 
     Args:
-        source: A `.safetensors` file, an index, a directory, or a `Root`.
+        source: A `.safetensors` file, an index, a directory, a URL of one of these, or a `Root`.
         limits: Bounds on what a file may request.
         strict: Tensors that the index does not name are an error; with False, a warning.
         follow_symlinks: Allow shards that are links to a place outside the checkpoint's root.
@@ -221,6 +222,8 @@ class _Opening:
         if not isinstance(source, str | bytes | os.PathLike):
             raise TypeError(f"a source is a path or a storage.base.Root, not {type(source).__name__}")
         path = os.fsdecode(source)
+        if is_url(path):
+            return self._at_url(path)
         try:
             return self._at_path(path)
         except CheckpointNotFoundError as error:
@@ -229,6 +232,18 @@ class _Opening:
             raise
         except IndexFormatError as error:
             _advise(error, advice_for_index(path))
+            raise
+
+    def _at_url(self, url: str) -> OpenCheckpoint:
+        root, name = open_url(url)
+        try:
+            if name and not name.endswith(INDEX_SUFFIX):
+                root = OneFile(root, name)
+            opened = self._in_root(root, name if name.endswith(INDEX_SUFFIX) else None)
+            opened.path = without_secrets(url)
+            return opened
+        except IndexFormatError as error:
+            _advise(error, advice_for_index(name))
             raise
 
     def _at_path(self, path: str) -> OpenCheckpoint:
@@ -281,6 +296,8 @@ class _Opening:
                     index = self._part(index)
                     names, stem = list(index.shards), index_file.removesuffix(INDEX_SUFFIX)
                 openers = {name: partial(root.open, name) for name in names}
+                if isinstance(root, ParallelRoot):
+                    root.open_ahead(names)
                 shards = partial(self._shards, root.path, openers, index)
                 return _with_manifest(root, stem, shards) if self.with_manifest else shards()
             except CheckpointNotFoundError:

@@ -30,7 +30,7 @@ DevicesLike: TypeAlias = DeviceLike | Mapping[str, DeviceLike] | Callable[[str],
 longest counts (`""` means all others), or a callable that gets a name. It is called on a thread of the load."""
 
 SourceLike: TypeAlias = str | os.PathLike[str] | Root
-"""A `.safetensors` file, an index, a directory, or a root of your own (`stio.testing`)."""
+"""A `.safetensors` file, an index, a directory, a URL of one of these, or a root of your own (`stio.testing`)."""
 
 Memory = Literal["auto", "map", "lazy", "copy", "gds"]
 """How tensors on the CPU get their memory; `"gds"`: reads to an accelerator without host memory."""

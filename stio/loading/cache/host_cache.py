@@ -36,6 +36,7 @@ from stio.runtime.operation import Operation, start_thread
 from stio.runtime.process import after_fork_in_child, thread_name
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
+from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Root, Source
 
 T = TypeVar("T")
@@ -230,6 +231,9 @@ def _on_own_thread(work: Callable[[], T]) -> T:
 
 def _place_of(source: SourceLike) -> str:
     path = source.path if isinstance(source, Root) else os.fsdecode(source)
+    if is_url(path):
+        path = without_secrets(path).rstrip("/")
+        return path.rpartition("/")[0] if path.endswith(INDEX_SUFFIX) else path
     if path.endswith(INDEX_SUFFIX):
         path = os.path.dirname(path) or "."
     return os.path.realpath(path) if os.path.isdir(path) else _label(path)
@@ -237,6 +241,8 @@ def _place_of(source: SourceLike) -> str:
 
 def _label(path: str) -> str:
     """Return a file's path with its directory resolved. The file itself may be a link, which is not followed."""
+    if is_url(path):
+        return path
     folder, name = os.path.split(path)
     return os.path.join(os.path.realpath(folder), name)
 

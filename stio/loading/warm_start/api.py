@@ -33,7 +33,7 @@ from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import collection_paused
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.progress import Progress
-from stio.runtime.trace import Trace
+from stio.runtime.trace import Trace, shown
 
 
 def warm_start(
@@ -253,7 +253,7 @@ class WarmStart:
     @property
     def _begun(self) -> WarmStartLoad:
         if self._load is None:
-            raise ClosedError("the warm start is not entered; use it inside its `with` block", path=str(self._source))
+            raise ClosedError("the warm start is not entered; use it inside its `with` block", path=shown(self._source))
         return self._load
 
     def _outcome(self) -> LoadReport:
