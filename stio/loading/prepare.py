@@ -301,6 +301,11 @@ class DeviceLoad:
         return staged
 
     @property
+    def reads_into_tensors(self) -> bool:
+        """Whether it reads from behind a network into the memory of tensors, which are returned as they are."""
+        return self._requests is not None and self._accelerator is None and self._casts is None
+
+    @property
     def _maps(self) -> bool:
         """Whether its files are mapped if that is possible."""
         copies = self._options.memory == "copy" or self._options.cache is not None
@@ -415,7 +420,12 @@ def _scheduler(
         ]
         budget_bytes = loads[0].budget_bytes if loads else DEFAULT_BUDGET_BYTES
         if kept is None or kept:
-            budget_bytes = min(budget_bytes, _budget_beside(plan, paths, kept, path=opened.path))
+            beside_bytes = _budget_beside(plan, paths, kept, path=opened.path)
+            if kept is None and not hold and all(load.reads_into_tensors for load in loads):
+                # All that is under way is the tensors' own memory. Large tensors, of which a few are in the budget,
+                # would leave connections idle; the answers that the source holds have been subtracted.
+                budget_bytes = beside_bytes
+            budget_bytes = min(budget_bytes, beside_bytes)
     except BaseException:
         for one in held:
             one.release()

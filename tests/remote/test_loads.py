@@ -387,3 +387,11 @@ def test_shards_are_opened_together(server: HttpServer, tmp_path: Path) -> None:
         assert len(checkpoint) == 12
     assert server.most_at_once > 6
     assert len(server.requests) == 13  # the index, and one for each shard
+
+
+def test_large_tensors_keep_all_connections_busy(server: HttpServer) -> None:
+    """Groups that are returned as they are need no memory beside the result, so they do not wait for the budget."""
+    server.latency_seconds = 0.05
+    tensors = put_large(server, 12 << 20, 2)
+    assert same(stio.sync.load(f"{server.url}/m.safetensors", budget_bytes=16 << 20), tensors)
+    assert server.most_at_once > 6  # 8 MiB for answers of 1 MiB; both tensors with theirs would not fit beside them
