@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +35,40 @@ SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 )  # one process saves the DCP checkpoint of the page
 def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = pages.run_page(DOCS / page)
+    with store(monkeypatch, tmp_path) if page == "howto/object-stores.md" else nullcontext():
+        names = pages.run_page(DOCS / page)
     is_code = [
         block.language == "python" and block.runs and not block.is_file for block in pages.blocks_of(DOCS / page)
     ]
     assert (names.keys() > {"__name__"}) is any(is_code)
     if page == "migration.md":
         assert torch.equal(names["row"], torch.tensor([[3.0, 4.0, 5.0]]))
+
+
+@contextmanager
+def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Run a store on this machine that has the checkpoint of the page; the environment names it."""
+    for package in ("obstore", "moto", "boto3"):
+        pytest.importorskip(package)
+    monkeypatch.syspath_prepend(ROOT / "tests" / "remote")
+    for name in ("AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_SESSION_TOKEN", "AWS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    with import_module("servers").s3_server() as (client, endpoint):
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+        for name, value in (("ACCESS_KEY_ID", "test"), ("SECRET_ACCESS_KEY", "test"), ("REGION", "us-east-1")):
+            monkeypatch.setenv(f"AWS_{name}", value)
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.setenv(name, "127.0.0.1")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        model = {
+            "embed.weight": torch.zeros(256, 32),
+            "head.weight": torch.zeros(256, 32),
+            "head.bias": torch.zeros(256),
+        }
+        stio.sync.save(model, tmp_path / "tiny.safetensors")
+        client.create_bucket(Bucket="models")
+        client.upload_file(str(tmp_path / "tiny.safetensors"), "models", "tiny/model.safetensors")
+        yield
 
 
 def test_the_tutorial_can_be_pasted(tmp_path: Path) -> None:
