@@ -20,7 +20,7 @@ NIGHTLY_STAMP := $(NIGHTLY)/.stio-nightly
 FRAMEWORKS ?= .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS)/.stio-frameworks
 
-.PHONY: demo test check check-children check-device check-faults check-frameworks check-packages frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy gpu rehearse-gpu fuzz crash package release-check extras clean
+.PHONY: demo test check check-children check-device check-faults check-frameworks check-packages frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote gpu rehearse-gpu fuzz crash package release-check extras clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove that it is bit-equal, draw a timeline
 	@$(BIN)/python examples/demo.py
@@ -89,6 +89,9 @@ bench-frameworks: $(STAMP)  ## from_pretrained and save_pretrained after stio.co
 
 bench-server: $(STAMP)  ## the latency of a server's responses during a load
 	$(BIN)/python -m benchmarks.server
+
+bench-remote: $(STAMP) $(BENCH_STAMP)  ## loads from URLs compared with obstore and Run:ai's streamer; needs nginx
+	$(BIN)/python -m benchmarks.remote
 
 bench-busy: $(STAMP)  ## each operation alone and beside a busy Python thread; BUSY_ARGS="--layout many --rounds 5" for a part
 	$(BIN)/python -m benchmarks.busy $(BUSY_ARGS)
@@ -198,7 +201,7 @@ $(MODEL_STAMP): $(STAMP)
 
 # Without dependencies: the peers must not change the version of torch, with which all of them are measured.
 $(BENCH_STAMP): $(STAMP)
-	@$(PIP) install --constraint constraints.txt --no-deps fastsafetensors runai-model-streamer humanize
+	@$(PIP) install --constraint constraints.txt --no-deps fastsafetensors runai-model-streamer runai-model-streamer-s3 humanize
 	@touch $@
 
 # Packages that build the site. The reference is read from the source; nothing is imported.

@@ -20,7 +20,7 @@ NONE = "none"
 _SAVED = "import stio.sync, torch; stio.sync.save({'w': torch.arange(4.0)}, 'm', hash=None); "
 CHECKS = {
     NONE: f"{_SAVED}assert stio.sync.load('m')['w'].sum() == 6; from stio.compat.safetensors.torch import load_file",
-    "bench": "import fastsafetensors, runai_model_streamer",
+    "bench": "import fastsafetensors, runai_model_streamer, runai_model_streamer_s3",
     "cli": "from stio.cli.main import main; from tqdm.auto import tqdm; main(['--version'])",
     "dev": "import blockbuster, fastapi, httpx, hypothesis, mypy, pytest, ruff, safetensors, trio, uvicorn",
     "docs": "import material, mkdocs, mkdocstrings",
