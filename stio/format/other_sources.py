@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from stio.errors import printable
+from stio.errors import FormatError, printable
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
-from stio.runtime.urls import SCHEMES, without_secrets
+from stio.runtime.urls import SCHEMES, is_url, without_secrets
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 """Ends of names of files of `torch.save`."""
@@ -36,6 +36,17 @@ def is_zip_start(head: bytes) -> bool:
 def is_pickle_start(head: bytes) -> bool:
     """Return whether a file starts like one of `torch.save`, in its new or its old format."""
     return is_zip_start(head) or head.startswith(_PICKLE_PROTOCOLS)
+
+
+def refuse_pickle_at_url(source: str) -> None:
+    """Raise for a URL that names a file of `torch.save`, or an index of such files.
+
+    Raises:
+        FormatError: It names one.
+    """
+    path = without_secrets(source)
+    if is_url(source) and path.removesuffix(INDEX_SUFFIX).endswith(PICKLE_SUFFIXES):
+        raise FormatError(f"files of torch.save are not read from URLs; download it, then {_CONVERT}", path=path)
 
 
 def advice_for_missing(path: str, *, parent_exists: bool) -> str:

@@ -32,7 +32,13 @@ from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, 
 from stio.format.index import ShardIndex, check_against_shards, parse_index
 from stio.format.manifest import MAX_MANIFEST_BYTES
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX
-from stio.format.other_sources import advice_for_index, advice_for_missing, advice_for_names, advice_for_start
+from stio.format.other_sources import (
+    advice_for_index,
+    advice_for_missing,
+    advice_for_names,
+    advice_for_start,
+    refuse_pickle_at_url,
+)
 from stio.format.shared import ALIASES_KEY, parse_aliases
 from stio.runtime.limits import Limits
 from stio.runtime.memory import allocate
@@ -235,6 +241,7 @@ class _Opening:
             raise
 
     def _at_url(self, url: str) -> OpenCheckpoint:
+        refuse_pickle_at_url(url)
         root, name = open_url(url)
         try:
             if name and not name.endswith(INDEX_SUFFIX):

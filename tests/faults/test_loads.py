@@ -1703,9 +1703,9 @@ SOURCE_CALLS: dict[str, Callable[[Any], Any]] = {
     [
         *((call, "foo://bucket/model") for call in SOURCE_CALLS),
         ("load", "ftp://host/model.safetensors"),
-        ("load", "s3://host/model.safetensors.index.json"),
-        ("load", "https://host/w.bin"),
-        ("convert", "https://host/w.bin"),
+        ("load", "abfs://host/model.safetensors.index.json"),
+        ("load", "file:///w.bin"),
+        ("convert", "ftp://host/w.bin"),
         ("load", "FOO://bucket/model/"),
     ],
 )
@@ -1713,6 +1713,16 @@ def test_c217_a_scheme_that_is_not_known(call: str, source: str) -> None:
     message = _message_of(lambda: SOURCE_CALLS[call](source), stio.StioError, ValueError)
     assert "scheme" in message
     assert source[:3].lower() in message.lower()
+
+
+@pytest.mark.parametrize("call", ["load", "convert", "cli convert"])
+@pytest.mark.parametrize("name", ["w.bin", "m/pytorch_model.bin.index.json", "w.pt?X-Signature=secret"])
+def test_c217_a_file_of_torch_save_at_a_url(call: str, name: str) -> None:
+    """Nothing is sent: `host` is not looked up."""
+    message = _message_of(lambda: SOURCE_CALLS[call](f"https://host/{name}"), stio.StioError)
+    assert "stio convert" in message
+    assert "download" in message
+    assert "secret" not in message
 
 
 def test_c217_a_url_that_was_made_a_path() -> None:
@@ -1768,9 +1778,12 @@ def test_c217_what_is_a_path_looks_like_no_hub_id(source: str, tmp_path: Path, m
 
 def test_c217_a_directory_that_is_named_like_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "foo:" / "bucket", {"w": MATRIX}, 2)
+    require_equal(sync.load("foo://bucket"), {"w": MATRIX})
+    assert "scheme" not in _message_of(lambda: sync.load("foo://absent"), stio.CheckpointNotFoundError)
     write_checkpoint(tmp_path / "s3:" / "bucket", {"w": MATRIX}, 2)
-    require_equal(sync.load("s3://bucket"), {"w": MATRIX})
-    assert "scheme" not in _message_of(lambda: sync.load("s3://absent"), stio.CheckpointNotFoundError)
+    require_equal(sync.load(Path("s3:") / "bucket"), {"w": MATRIX})
+    require_equal(sync.load("./s3://bucket"), {"w": MATRIX})
 
 
 def _write_pickle(kind: str, directory: Path) -> Path:
