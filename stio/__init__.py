@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from stio.loading.api import load as load
     from stio.loading.api import load_into as load_into
     from stio.loading.api import open as open
+    from stio.loading.cache.disk_cache import DiskCache as DiskCache
     from stio.loading.cache.entries import CacheStats as CacheStats
     from stio.loading.cache.host_cache import HostCache as HostCache
     from stio.loading.module import LoadReport as LoadReport
@@ -81,6 +82,7 @@ _NAMES = {
     "stio.device.describe": "LazyTensor",
     "stio.format.header": "TensorInfo",
     "stio.loading.api": "Checkpoint Stream load load_into open",
+    "stio.loading.cache.disk_cache": "DiskCache",
     "stio.loading.cache.entries": "CacheStats",
     "stio.loading.cache.host_cache": "HostCache",
     "stio.loading.module": "LoadReport",

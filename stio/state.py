@@ -20,9 +20,8 @@ from stio.errors import FormatError, printable
 from stio.format.shared import SharedPolicy
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, Reference, Tree, check_tree_bytes, parse_tree
 from stio.loading.body import gather, reading_operation
-from stio.loading.cache.file_image import FileCache
 from stio.loading.open import OpenCheckpoint
-from stio.loading.options import DevicesLike, LoadOptions, Memory, SourceLike
+from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.runtime.hashing import HashName
 from stio.runtime.limits import Limits
 from stio.runtime.memory import allocate
@@ -124,7 +123,7 @@ async def load_state(
     verify: bool = False,
     follow_symlinks: bool = False,
     progress: Progress = None,
-    cache: FileCache | None = None,
+    cache: CacheLike | None = None,
     trace: Trace | None = None,
     switch_interval: float | None = None,
 ) -> Any:

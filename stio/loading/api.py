@@ -21,11 +21,10 @@ from torch import nn
 from stio.errors import ClosedError
 from stio.format.header import TensorInfo
 from stio.loading.body import collect, fill_module, open_source, reading_operation, stream_to, verify
-from stio.loading.cache.file_image import FileCache
 from stio.loading.group_queue import GroupQueue
 from stio.loading.module import LoadReport, ModuleTarget
 from stio.loading.open import OpenCheckpoint
-from stio.loading.options import DevicesLike, LoadOptions, Memory, SourceLike
+from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.plan import Names
 from stio.loading.select import plain_names, reusable_names, shards_of
 from stio.runtime.blocking import runs_blocking
@@ -50,7 +49,7 @@ async def load(
     verify: bool = False,
     follow_symlinks: bool = False,
     progress: Progress = None,
-    cache: FileCache | None = None,
+    cache: CacheLike | None = None,
     trace: Trace | None = None,
     switch_interval: float | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -82,7 +81,8 @@ async def load(
         follow_symlinks: Allow shards that are links to a place outside the checkpoint's directory.
         progress: A callable that gets a `stio.ProgressEvent`, `True` for a tqdm bar, or a tqdm class.
         cache: A `stio.HostCache`: files in it are not read again, and files that are read may be added to it. Tensors
-            on the CPU are then copies.
+            on the CPU are then copies. Or a `stio.DiskCache`: what was read from a URL is on this machine's disk for
+            the next load, and is mapped from there.
         trace: A `stio.Trace` that records what each thread did and when.
         switch_interval: The interpreter's switch interval during the load, in seconds. None: unchanged.
 
@@ -135,7 +135,7 @@ async def load_into(
     verify: bool = False,
     follow_symlinks: bool = False,
     progress: Progress = None,
-    cache: FileCache | None = None,
+    cache: CacheLike | None = None,
     trace: Trace | None = None,
     switch_interval: float | None = None,
 ) -> LoadReport:
@@ -228,7 +228,7 @@ def open(
     verify: bool = False,
     follow_symlinks: bool = False,
     progress: Progress = None,
-    cache: FileCache | None = None,
+    cache: CacheLike | None = None,
     trace: Trace | None = None,
     switch_interval: float | None = None,
 ) -> Checkpoint:

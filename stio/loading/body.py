@@ -6,7 +6,7 @@ A load from a path costs two thread switches, to its thread and back: opening, r
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from stio.device.base import LoadedGroup
 from stio.device.placement import resolve_placement
 from stio.device.tensors import Casts
 from stio.format.index import ShardIndex
+from stio.loading.cache.disk_cache import DiskCache
 from stio.loading.group_queue import GroupQueue
 from stio.loading.integrity import verify_files
 from stio.loading.module import ModuleTarget
@@ -42,16 +43,41 @@ def open_source(
     shards_of: Callable[[ShardIndex], Collection[str] | None] = lambda index: None,
 ) -> OpenCheckpoint:
     """Open a checkpoint with these options; `strict` replaces their value unless it is None."""
+    cache = options.disk_cache
     with traced(options.trace, "open", detail=shown(source)):
-        return open_checkpoint(
+        opened = open_checkpoint(
             source,
             limits=options.limits,
             strict=options.strict if strict is None else strict,
             follow_symlinks=options.follow_symlinks,
             with_manifest=options.verify,
             shards_of=shards_of,
+            replacement=(lambda file: file) if cache is None else cache.replacement,
             check=operation.check,
         )
+        if cache is not None and options.verify and not opened.openers:
+            _fetch_all(opened, cache, options)  # or the verification would read the store, and the load once more
+        return opened
+
+
+def _fetch_all(opened: OpenCheckpoint, cache: DiskCache, options: LoadOptions) -> None:
+    """Replace all files of a checkpoint by files of a cache on disk."""
+    try:
+        with ExitStack() as opening:
+            files = cache.fetch(
+                opened.files,
+                [file.identity.nbytes for file in opened.files],
+                budget_bytes=options.budget_bytes or DEFAULT_BUDGET_BYTES,
+                owned=opening,
+            )
+            opening.pop_all()
+    except BaseException:
+        opened.close()
+        raise
+    before, opened.files = opened.files, files
+    for old, new in zip(before, files, strict=True):
+        if new is not old:
+            old.close()
 
 
 def verify(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOptions) -> None:

@@ -183,6 +183,7 @@ def open_checkpoint(
     follow_symlinks: bool = False,
     with_manifest: bool = False,
     shards_of: Callable[[ShardIndex], Collection[str] | None] = lambda index: None,
+    replacement: Callable[[Source], Source] = lambda file: file,
     check: Callable[[], None] = lambda: None,
     warn: Callable[[str], object] = lambda warning: logger.warning("%s", warning),
 ) -> OpenCheckpoint:
@@ -196,6 +197,8 @@ def open_checkpoint(
         with_manifest: Read the manifest beside the checkpoint too (`stio.format.manifest` parses it).
         shards_of: Returns the shards of an index to open, None for all; the others are not looked at. With a manifest
             all are opened.
+        replacement: Called with each shard that was opened; returns it, or another file with the same content and the
+            same identity, and has closed the shard then.
         check: Called between files; may raise to end the call.
         warn: Called with each fact that is no error, but may surprise a reader; a sentence. By default it is logged.
 
@@ -207,7 +210,9 @@ def open_checkpoint(
         UnsafePathError: The index leads out of the directory.
         StorageError: The operating system reported an error.
     """
-    return _Opening(limits or Limits(), strict, follow_symlinks, with_manifest, shards_of, check, warn).open(source)
+    return _Opening(
+        limits or Limits(), strict, follow_symlinks, with_manifest, shards_of, replacement, check, warn
+    ).open(source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +224,7 @@ class _Opening:
     follow_symlinks: bool
     with_manifest: bool
     shards_of: Callable[[ShardIndex], Collection[str] | None]
+    replacement: Callable[[Source], Source]
     check: Callable[[], None]
     warn: Callable[[str], object]
 
@@ -302,7 +308,7 @@ class _Opening:
                     index = parse_index(text, path=os.path.join(root.path, index_file), limits=self.limits)
                     index = self._part(index)
                     names, stem = list(index.shards), index_file.removesuffix(INDEX_SUFFIX)
-                openers = {name: partial(root.open, name) for name in names}
+                openers = {name: partial(self._replaced, partial(root.open, name)) for name in names}
                 if isinstance(root, ParallelRoot):
                     root.open_ahead(names)
                 shards = partial(self._shards, root.path, openers, index)
@@ -318,6 +324,14 @@ class _Opening:
         """Return the part of an index that names the shards to open."""
         chosen = None if self.with_manifest else self.shards_of(index)
         return index if chosen is None else index.part(chosen)
+
+    def _replaced(self, open_one: Callable[[], Source]) -> Source:
+        file = open_one()
+        try:
+            return self.replacement(file)
+        except BaseException:
+            file.close()
+            raise
 
     def _index_text(self, root: Root, name: str, named: bool) -> bytes:
         with closing(root.open(name, trusted=named)) as file:

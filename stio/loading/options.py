@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from stio.device.base import Accelerator, current_device, with_current_index
+from stio.loading.cache.disk_cache import DiskCache
 from stio.loading.cache.file_image import FileCache
 from stio.runtime.limits import Limits, check_budget_bytes
 from stio.runtime.progress import Progress, progress_callback
@@ -31,6 +32,9 @@ longest counts (`""` means all others), or a callable that gets a name. It is ca
 
 SourceLike: TypeAlias = str | os.PathLike[str] | Root
 """A `.safetensors` file, an index, a directory, a URL of one of these, or a root of your own (`stio.testing`)."""
+
+CacheLike: TypeAlias = FileCache | DiskCache
+"""A `stio.HostCache` or a `stio.DiskCache`."""
 
 Memory = Literal["auto", "map", "lazy", "copy", "gds"]
 """How tensors on the CPU get their memory; `"gds"`: reads to an accelerator without host memory."""
@@ -68,9 +72,9 @@ class LoadOptions:
     """Records the spans of the load."""
     switch_interval: float | None = None
     """The interpreter's switch interval during a load, in seconds; None: unchanged."""
-    cache: FileCache | None = None
+    cache: CacheLike | None = None
     """A `stio.HostCache`: files in it are not read again, and files that are read may be added to it. Tensors on the
-    CPU are then copies."""
+    CPU are then copies. Or a `stio.DiskCache`: objects of URLs are read from files on this machine's disk."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", _from_here(self.device))
@@ -79,9 +83,9 @@ class LoadOptions:
             raise ValueError(f"switch_interval must be positive, not {self.switch_interval}")
         if self.memory not in get_args(Memory):
             raise ValueError(f"memory= takes one of {', '.join(map(repr, get_args(Memory)))}, not {self.memory!r}")
-        if self.cache is not None and not isinstance(self.cache, FileCache):
-            raise TypeError(f"cache= takes a stio.HostCache, not {self.cache!r}")
-        if self.cache is not None and self.memory in ("map", "lazy", "gds"):
+        if self.cache is not None and not isinstance(self.cache, FileCache | DiskCache):
+            raise TypeError(f"cache= takes a stio.HostCache or a stio.DiskCache, not {self.cache!r}")
+        if self.host_cache is not None and self.memory in ("map", "lazy", "gds"):
             does = "does not use host memory" if self.memory == "gds" else "maps them"
             raise ValueError(f"cache= copies its files, memory={self.memory!r} {does}: choose one of the two")
         if not isinstance(self.verify, bool):
@@ -90,6 +94,16 @@ class LoadOptions:
             raise TypeError(f"dtype= takes a torch.dtype, not {self.dtype!r}")
         if self.budget_bytes is not None:
             check_budget_bytes(self.budget_bytes)
+
+    @property
+    def host_cache(self) -> FileCache | None:
+        """The cache, if it holds files in memory."""
+        return None if isinstance(self.cache, DiskCache) else self.cache
+
+    @property
+    def disk_cache(self) -> DiskCache | None:
+        """The cache, if it keeps objects of URLs on disk."""
+        return self.cache if isinstance(self.cache, DiskCache) else None
 
 
 def _from_here(device: DevicesLike) -> DevicesLike:

@@ -105,10 +105,20 @@ def prepare(
         with ExitStack() as undo:
             owned = undo.enter_context(ExitStack())
             files = opened.open_files(wanted, owned)
+            if options.disk_cache is not None:
+                files = options.disk_cache.fetch(
+                    files,
+                    [
+                        sum(_selected_bytes(header, chosen[shard], by_stored_name) for _, chosen, _ in selections)
+                        for shard, header in enumerate(opened.headers)
+                    ],
+                    budget_bytes=options.budget_bytes or DEFAULT_BUDGET_BYTES,
+                    owned=owned,
+                )
             loads = _device_loads(opened, files, selections, options, casts or options.dtype, prompt)
             for load in loads:
                 undo.callback(load.close)
-            if options.cache is None and not slices:  # with a cache or slices, few bytes may be staged
+            if options.host_cache is None and not slices:  # with a cache or slices, few bytes may be staged
                 for load in loads:
                     load.allocate_ahead()
             scheduler = _scheduler(
@@ -351,7 +361,7 @@ def _device_loads(
     )
     requests = _requests(files)
     if requests is not None:
-        if options.memory in ("map", "lazy"):
+        if options.memory in ("map", "lazy") and options.disk_cache is None:  # what is not in that is streamed
             raise ValueError(f"memory={options.memory!r} maps files of this machine; a URL needs 'auto' or 'copy'")
         requests, num_slots = request_sizes(budget_bytes, requests, num_queues)
         num_workers, slot_bytes = requests.num_in_flight, requests.nbytes
@@ -407,7 +417,7 @@ def _scheduler(
     nbytes = {id(file): selection.header.data_start for file, _, selection in reads}  # of a whole file: its header too
     for group in plan.groups:
         nbytes[id(reads[group.selection][0])] += group.payload_bytes
-    cached = options.cache.hold([(files[key], nbytes[key]) for key in files]) if options.cache is not None else ()
+    cached = options.host_cache.hold([(files[key], nbytes[key]) for key in files]) if options.host_cache else ()
     cached_of = dict(zip(files, cached, strict=False))
     held = [one for one in cached if one is not None]
     try:
@@ -482,10 +492,11 @@ def _by_stored_name(slices: Mapping[str, object], opened: OpenCheckpoint) -> dic
     return stored
 
 
-def _selected_bytes(header: Header, chosen: Sequence[int]) -> int:
-    if len(chosen) == len(header):
+def _selected_bytes(header: Header, chosen: Sequence[int], without: Collection[str] = ()) -> int:
+    """Return the bytes of the tensors at these positions, without those of some names."""
+    if len(chosen) == len(header) and not without:
         return header.data_bytes
-    return sum(header.ends[k] - header.begins[k] for k in chosen)
+    return sum(header.ends[k] - header.begins[k] for k in chosen if header.names[k] not in without)
 
 
 def _accelerator(device: Target) -> Accelerator | None:

@@ -21,10 +21,9 @@ from stio.device.base import LoadedGroup
 from stio.device.placement import Placement, resolve_placement
 from stio.errors import ClosedError
 from stio.loading.body import gather, open_source, verify
-from stio.loading.cache.file_image import FileCache
 from stio.loading.module import LoadReport, ModuleTarget
 from stio.loading.open import OpenCheckpoint
-from stio.loading.options import DevicesLike, LoadOptions, Memory, SourceLike
+from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.warm_start.load import WarmStartLoad
 from stio.loading.warm_start.match import Match, in_order, place_buffers, require_supported, restore_ended
 from stio.runtime.blocking import runs_blocking
@@ -50,7 +49,7 @@ def warm_start(
     verify: bool = False,
     follow_symlinks: bool = False,
     progress: Progress = None,
-    cache: FileCache | None = None,
+    cache: CacheLike | None = None,
     trace: Trace | None = None,
     switch_interval: float | None = None,
 ) -> WarmStart:

@@ -1,0 +1,279 @@
+"""Copies an object of a remote store to a file of this machine: parallel, resumed after a crash, published by a rename.
+
+A `Download` is a file of a hidden name, in its full size from the start, so that its space is reserved. Behind the
+bytes of the object it has a mark for each block that is complete. Another process continues the download after a kill,
+and reads the other blocks only. After a restart of the machine it reads all of them: a mark may then be on the disk
+and its block may not. When all are there, the marks are cut off, the file is made durable and renamed. The name of the
+file identifies the object and its state (`object_key`), so blocks of two states never mix.
+
+The caller owns the file by a lock of its own (`FileLock`); nothing else here excludes a second writer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from stio.runtime import memory
+from stio.runtime.memory import Region
+from stio.runtime.operation import Cancelled
+from stio.runtime.workers import WorkerPool, is_interrupted
+from stio.storage.base import Identity, RequestedSource, Requests
+from stio.storage.commit import syscalls as calls
+from stio.storage.commit.directory_lock import boot_id
+from stio.storage.commit.small_files import status_at
+
+PART_SUFFIX = ".part"
+"""End of the name of a file that is not complete."""
+
+LOCK_SUFFIX = ".lock"
+"""End of the name of a lock file."""
+
+BLOCK_BYTES = 8 << 20
+"""Bytes for which there is one mark."""
+
+_MARKS_VERSION = b"stio-marks-1 "
+_PAUSE_SECONDS = 0.05
+
+
+def object_key(path: str, identity: Identity) -> str:
+    """Return a name for one state of one object; "" if the store says nothing that identifies a state.
+
+    Args:
+        path: URL of the object without secrets.
+        identity: Its state.
+    """
+    state = identity.etag or (identity.mtime_ns and str(identity.mtime_ns))
+    if not state:
+        return ""
+    return hashlib.sha256(f"{path}\n{state}\n{identity.nbytes}".encode("utf-8", "surrogatepass")).hexdigest()[:40]
+
+
+def check_interrupted() -> None:
+    """Raise `Cancelled` if the calling thread should end (`stio.runtime.workers.is_interrupted`)."""
+    if is_interrupted():
+        raise Cancelled
+
+
+def wait_until(ready: Callable[[], bool], *, until: Callable[[], bool] = lambda: False) -> bool:
+    """Call `ready` again and again until it is true; return False if `until()` was true before.
+
+    Raises:
+        Cancelled: The calling thread should end.
+    """
+    pause = 0.001
+    while not ready():
+        check_interrupted()
+        if until():
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSE_SECONDS)
+    return True
+
+
+class FileLock:
+    """A lock that a file stands for: held by at most one user on this machine, and free when its process dies.
+
+    The file is removed before the lock is released. One that a killed process left is free.
+
+    Args:
+        name: Name of the lock file.
+        dir_fd: Its directory; the caller keeps it open.
+    """
+
+    def __init__(self, name: str, dir_fd: int) -> None:
+        self._name = name
+        self._dir_fd = dir_fd
+        self._fd = -1
+
+    def try_lock(self) -> bool:
+        """Take the lock without waiting; return False if another user holds it.
+
+        Raises:
+            OSError: The file could not be made, or the filesystem has no locks.
+        """
+        fd = calls.open_file(self._name, os.O_RDWR | os.O_CREAT, dir_fd=self._dir_fd)
+        taken: bool | None = False
+        try:
+            taken = calls.try_lock(fd)
+            if taken is None:
+                raise OSError("the filesystem has no locks")
+            found = status_at(self._dir_fd, self._name)
+            if taken and found is not None and os.path.samestat(found, os.fstat(fd)):
+                self._fd = fd
+                return True
+            return False  # held by another, or its last owner has removed the file
+        finally:
+            if self._fd != fd:
+                if taken:
+                    calls.unlock(fd)
+                calls.close(fd)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the lock is held."""
+        return self._fd >= 0
+
+    def release(self) -> None:
+        """Remove the file and release the lock. Idempotent; never raises."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        with suppress(OSError):
+            calls.unlink(self._name, dir_fd=self._dir_fd)
+        calls.unlock(fd)
+        calls.close(fd)
+
+
+class Download:
+    """The file of an object that is being copied. One user at a time; close it before the lock is released.
+
+    Args:
+        name: Name of the file; it must identify the object and its state.
+        nbytes: Size of the object.
+        dir_fd: Its directory; the caller keeps it open.
+
+    Raises:
+        OSError: The file could not be made. ENOSPC: there is too little space; then nothing is left of it.
+    """
+
+    def __init__(self, name: str, nbytes: int, dir_fd: int) -> None:
+        self._name = name
+        self._nbytes = nbytes
+        self._dir_fd = dir_fd
+        self._num_blocks = -(-nbytes // BLOCK_BYTES)
+        self._done = bytearray(self._num_blocks)
+        self._seal = _MARKS_VERSION + boot_id().encode()[:36].ljust(36)
+        is_new = not calls.exists(name, dir_fd=dir_fd)
+        self._fd = calls.open_file(name, os.O_RDWR | os.O_CREAT, dir_fd=dir_fd, mode=0o666)
+        try:
+            if is_new or not self._read_marks():
+                os.ftruncate(self._fd, 0)
+                calls.reserve(self._fd, self._nbytes + self._num_blocks + len(self._seal))
+                self._write_bytes(bytes(self._num_blocks) + self._seal, self._nbytes)
+        except BaseException:
+            self.close()
+            with suppress(OSError):
+                calls.unlink(name, dir_fd=dir_fd)
+            raise
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that are still to be read."""
+        return sum(stop - begin for begin, stop in self._missing())
+
+    def fill(
+        self,
+        source: RequestedSource,
+        requests: Requests,
+        *,
+        report: Callable[[int], object] = lambda nbytes: None,
+    ) -> None:
+        """Read the missing blocks. Blocks; on an error or a cancel the blocks that are complete stay.
+
+        Args:
+            source: The object, in the state that the name stands for.
+            requests: Size and number of the reads; so much memory is used as well (`Requests.buffer_bytes`).
+            report: Called with the number of bytes after each block, on several threads.
+
+        Raises:
+            StioError: The object could not be read.
+            OSError: The file could not be written.
+            Cancelled: The calling thread should end.
+        """
+        blocks = list(self._missing())[::-1]
+        step = min(requests.nbytes, BLOCK_BYTES)
+        pool = WorkerPool("fetch")
+
+        def work() -> None:
+            region: Region | None = None
+            while not pool.stopped:
+                check_interrupted()
+                try:
+                    begin, stop = blocks.pop()
+                except IndexError:
+                    return
+                region = region or memory.allocate(min(step, self._nbytes))
+                for at in range(begin, stop, step):
+                    part = region.sub(0, min(step, stop - at))
+                    source.read_into(at, [part])
+                    self._write(part, at)
+                self._complete(begin, stop)
+                report(stop - begin)
+
+        if blocks:
+            pool.run(work, min(len(blocks), requests.num_in_flight))
+
+    def publish(self, name: str) -> None:
+        """Make the file durable and give it its name. All blocks must be there.
+
+        Raises:
+            OSError: The file could not be made durable; its content must not be used.
+        """
+        os.ftruncate(self._fd, self._nbytes)
+        calls.fchmod(self._fd, os.fstat(self._fd).st_mode & 0o444)  # nothing changes it from here on
+        calls.fsync(self._fd)
+        calls.rename(self._name, name, source_fd=self._dir_fd, target_fd=self._dir_fd)
+        calls.sync_directory(self._dir_fd)
+
+    def close(self) -> None:
+        """Close the file; what is complete of it stays. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            calls.close(fd)
+
+    def _missing(self) -> Iterator[tuple[int, int]]:
+        for k, done in enumerate(self._done):
+            if not done:
+                yield k * BLOCK_BYTES, min(self._nbytes, (k + 1) * BLOCK_BYTES)
+
+    def _write(self, region: Region, offset: int) -> None:
+        done = 0
+        while done < region.nbytes:
+            done += calls.write(self._fd, region.address + done, region.nbytes - done, offset + done)
+
+    def _complete(self, begin: int, stop: int) -> None:
+        self._done[begin // BLOCK_BYTES] = 1
+        calls.start_writeback(self._fd, begin, stop - begin)  # or the `fsync` at the end would write all of it
+        self._write_bytes(b"\1", self._nbytes + begin // BLOCK_BYTES)
+
+    def _write_bytes(self, data: bytes, offset: int) -> None:
+        while data:
+            count = calls.write_bytes(self._fd, data, offset)
+            data, offset = data[count:], offset + count
+
+    def _read_marks(self) -> bool:
+        """Read the marks of an earlier download; return whether there are any that hold."""
+        nbytes = self._num_blocks + len(self._seal)
+        if not boot_id() or os.fstat(self._fd).st_size != self._nbytes + nbytes:
+            return False
+        raw = os.pread(self._fd, nbytes, self._nbytes)
+        if len(raw) != nbytes or not raw.endswith(self._seal):
+            return False
+        self._done[:] = raw[: self._num_blocks]
+        return set(self._done) <= {0, 1}
+
+
+@contextmanager
+def opened_directory(path: str, *, make: bool = False) -> Iterator[int]:
+    """Open a directory for the duration of a block.
+
+    Raises:
+        OSError: It cannot be opened, or made.
+    """
+    if make:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0))
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def same_bytes(first: Region, second: Region) -> bool:
+    """Return whether two regions of one size have the same content."""
+    return ctypes.string_at(first.address, first.nbytes) == ctypes.string_at(second.address, second.nbytes)
