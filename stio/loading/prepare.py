@@ -318,7 +318,7 @@ class DeviceLoad:
     @property
     def _maps(self) -> bool:
         """Whether its files are mapped if that is possible."""
-        copies = self._options.memory == "copy" or self._options.cache is not None
+        copies = self._options.memory == "copy" or self._options.host_cache is not None
         return self._accelerator is None and not copies and memory.HAVE_MMAP
 
     def _maps_file(self, file: LocalFile) -> bool:
@@ -417,7 +417,9 @@ def _scheduler(
     nbytes = {id(file): selection.header.data_start for file, _, selection in reads}  # of a whole file: its header too
     for group in plan.groups:
         nbytes[id(reads[group.selection][0])] += group.payload_bytes
-    cached = options.host_cache.hold([(files[key], nbytes[key]) for key in files]) if options.host_cache else ()
+    cached = (
+        options.host_cache.hold([(files[key], nbytes[key]) for key in files]) if options.host_cache is not None else ()
+    )
     cached_of = dict(zip(files, cached, strict=False))
     held = [one for one in cached if one is not None]
     try:
