@@ -24,6 +24,7 @@ from stio.cli.gc import gc
 from stio.cli.inspect import inspect
 from stio.cli.load import load
 from stio.cli.output import BROKEN_PIPE, ERROR, INTERRUPTED, CommandError, explained
+from stio.cli.pull import pull
 from stio.cli.verify import verify
 from stio.errors import StioError, one_line
 
@@ -142,5 +143,5 @@ def main() -> None:
         warnings.showwarning = _show_warning
 
 
-for _command in (inspect, verify, diff, load, convert, bench, gc):
+for _command in (inspect, verify, diff, load, pull, convert, bench, gc):
     main.add_command(_command)

@@ -300,7 +300,7 @@ class _Opening:
         last: list[object] = []
         while True:
             self.check()
-            index_file, single = (index_name, "") if index_name else _choose(root)
+            index_file, single = (index_name, "") if index_name else choose(root)
             text = self._index_text(root, index_file, named) if index_file else b""
             try:
                 index, names, stem = None, [single], single
@@ -428,7 +428,7 @@ def _read_manifest(root: Root, name: str) -> bytes | None:
         return _read(file, 0, nbytes)
 
 
-def _choose(root: Root) -> tuple[str | None, str]:
+def choose(root: Root) -> tuple[str | None, str]:
     """Return the index of a directory, or the one file that it holds."""
     if isinstance(root, OneFile):
         return None, root.name

@@ -208,14 +208,19 @@ class Download:
         if blocks:
             pool.run(work, min(len(blocks), requests.num_in_flight))
 
-    def publish(self, name: str) -> None:
+    def publish(self, name: str, *, read_only: bool = True) -> None:
         """Make the file durable and give it its name. All blocks must be there.
+
+        Args:
+            name: Its name, relative to the directory; it replaces a file of that name.
+            read_only: Take the right to write it from all users.
 
         Raises:
             OSError: The file could not be made durable; its content must not be used.
         """
         os.ftruncate(self._fd, self._nbytes)
-        calls.fchmod(self._fd, os.fstat(self._fd).st_mode & 0o444)  # nothing changes it from here on
+        if read_only:
+            calls.fchmod(self._fd, os.fstat(self._fd).st_mode & 0o444)
         calls.fsync(self._fd)
         calls.rename(self._name, name, source_fd=self._dir_fd, target_fd=self._dir_fd)
         calls.sync_directory(self._dir_fd)

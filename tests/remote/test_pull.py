@@ -1,0 +1,294 @@
+"""`stio pull`: what is in the new directory, what a kill leaves, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from servers import Fault, HttpServer, Request
+
+import stio
+from stio.cli.main import main
+from stio.loading import pull as pulling
+from stio.runtime.operation import Cancelled, Operation
+from stio.storage.commit import syscalls
+
+SIZE = 4 << 20
+"""Bytes of one tensor, and of one shard."""
+NUM_SHARDS = 3
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {f"w{k}": torch.randn(SIZE // 4, generator=generator) for k in range(NUM_SHARDS)}
+
+
+@pytest.fixture
+def model(server: HttpServer, tensors: dict[str, torch.Tensor], tmp_path: Path) -> str:
+    """Put a checkpoint in shards into the store; return its URL."""
+    stio.sync.save(tensors, tmp_path / "source", max_shard_size=SIZE, hash="sha256")
+    (tmp_path / "source" / "config.json").write_text('{"a": 1}')
+    for path in (tmp_path / "source").iterdir():
+        server.put(f"/model/{path.name}", path.read_bytes())
+    return f"{server.url.replace('//', '//me:PASSWORD@')}/model?signature=SECRET"
+
+
+def run(*words: object, status: int = 0) -> str:
+    result = CliRunner().invoke(main, ["pull", "--no-progress", *map(str, words)])
+    assert result.exit_code == status, result.output
+    shown = f"{result.output}{result.stderr}"
+    assert "SECRET" not in shown
+    assert "PASSWORD" not in shown
+    return shown
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def wait_for(ready: Callable[[], object]) -> None:
+    until = time.monotonic() + 20
+    while not ready():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def test_a_directory(model: str, server: HttpServer, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    target = tmp_path / "new" / "m"
+    found = json.loads(run(model, target, "--also", "config.json", "--json"))
+    assert found["verified"] == "sha256"
+    assert found["fetched_bytes"] == found["total_bytes"] == sum(found["files"].values())
+    assert found["url"] == f"{server.url}/model"
+    assert same(stio.sync.load(target, verify=True), tensors)
+    for name, nbytes in found["files"].items():
+        assert (target / name).read_bytes() == server.objects[f"/model/{name}"]
+        assert (target / name).stat().st_size == nbytes
+        assert os.access(target / name, os.W_OK)
+    assert set(os.listdir(target)) == {*found["files"], pulling.RECORD_NAME}
+    assert "config.json" in found["files"]
+    assert os.listdir(target.parent) == ["m"]
+    # Again: nothing is fetched.
+    assert "nothing fetched" in run(model, target, "--also", "config.json")
+
+
+def test_one_file(model: str, server: HttpServer, tmp_path: Path) -> None:
+    shard = next(name for name in server.objects if name.endswith("-00001-of-00003.safetensors"))
+    assert "headers checked" in run(server.url + shard, tmp_path / "m")
+    assert list(stio.sync.load(tmp_path / "m")) == ["w0"]
+    assert model
+
+
+def test_s3_has_the_files_beside_the_weights(s3: Any, model: str, server: HttpServer, tmp_path: Path) -> None:
+    for name, data in server.objects.items():
+        s3.put_object(Bucket="bucket", Key=name[1:], Body=data)
+    for name in ("pytorch_model.bin", "below/tokenizer.json", "tokenizer.json"):
+        s3.put_object(Bucket="bucket", Key=f"model/{name}", Body=b"x")
+    found = json.loads(run("s3://bucket/model", tmp_path / "m", "--json"))
+    expected = {name.rpartition("/")[2] for name in server.objects} | {"tokenizer.json"}
+    assert set(found["files"]) == expected
+    assert same(stio.sync.load(tmp_path / "m"), stio.sync.load(model))
+
+
+def killed_child(url: str, target: Path, ready: Callable[[], object]) -> None:
+    child = subprocess.Popen([sys.executable, "-m", "stio", "pull", url, str(target)], stderr=subprocess.PIPE)
+    try:
+        wait_for(ready)
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        child.communicate()
+
+
+@pytest.mark.parametrize("num_shards", [0, 1, 2])
+def test_it_continues_after_a_kill(
+    model: str, server: HttpServer, tensors: dict[str, torch.Tensor], tmp_path: Path, num_shards: int
+) -> None:
+    go_on = threading.Event()
+    blocked: list[str] = []
+
+    def fault(number: int, request: Request) -> None:
+        # The second request of a shard has its data: the first one opens it.
+        is_data = request.headers["range"] not in ("bytes=0-131071", "bytes=0-0")
+        if is_data and request.path.endswith(f"-0000{num_shards + 1}-of-00003.safetensors"):
+            blocked.append(request.path)
+            go_on.wait(60)
+
+    server.fault = fault
+    target = tmp_path / "new" / "m"
+    try:
+        killed_child(model, target, lambda: blocked)
+    finally:
+        go_on.set()
+    assert not target.exists()
+    began = len(server.requests)
+    found = json.loads(run(model, target, "--json"))
+    assert found["fetched_bytes"] == sum(found["files"].values()) - sum(
+        nbytes for name, nbytes in found["files"].items() if before(name, num_shards)
+    )
+    paths = [request.path for request in server.requests[began:] if request.headers["range"] != "bytes=0-0"]
+    assert (
+        len([path for path in paths if path.endswith("of-00003.safetensors")]) == NUM_SHARDS + NUM_SHARDS - num_shards
+    )
+    assert same(stio.sync.load(target), tensors)
+    assert os.listdir(target.parent) == ["m"]
+
+
+def before(name: str, num_shards: int) -> bool:
+    """Return whether a file was complete when the process was killed: the index, and the first shards."""
+    return name.endswith(".index.json") or any(
+        name.endswith(f"-0000{k + 1}-of-00003.safetensors") for k in range(num_shards)
+    )
+
+
+def test_kills_at_any_time(model: str, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    target = tmp_path / "new" / "m"
+    code = f"""
+import os, random, signal, threading, time
+from stio.loading.pull import pull
+import obstore.store
+random.seed(3)
+for k in range(60):
+    seconds = random.uniform(0, 0.25)
+    child = os.fork()
+    if not child:
+        def end():
+            time.sleep(seconds)
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=end, daemon=True).start()
+        pull({model!r}, {str(target)!r})
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL), status
+    if os.path.exists({str(target)!r}):
+        os.rename({str(target)!r}, {str(target)!r} + str(k))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    complete = sorted(path for path in target.parent.iterdir() if not path.name.startswith("."))
+    for path in complete:
+        assert same(stio.sync.load(path, verify=True), tensors)
+    run(model, target)
+    assert same(stio.sync.load(target, verify=True), tensors)
+
+
+def test_another_state_is_fetched_again(
+    model: str, server: HttpServer, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """What an interrupted call left of an older state is not used."""
+    broken = threading.Event()
+    server.fault = lambda number, request: (
+        Fault(status=403) if request.path.endswith("-00003-of-00003.safetensors") and broken.is_set() else None
+    )
+    server.fault = lambda number, request: (
+        Fault(status=403)
+        if request.path.endswith("3-of-00003.safetensors") and request.headers["range"] != "bytes=0-131071"
+        else None
+    )
+    run(model, tmp_path / "m", status=2)
+    assert not (tmp_path / "m").exists()
+    server.fault = lambda number, request: None
+    tensors = {name: -tensor for name, tensor in tensors.items()}
+    stio.sync.save(tensors, tmp_path / "other", max_shard_size=SIZE, hash="sha256")
+    server.objects.clear()
+    for path in (tmp_path / "other").iterdir():
+        server.put(f"/model/{path.name}", path.read_bytes())
+    found = json.loads(run(model, tmp_path / "m", "--json"))
+    assert same(stio.sync.load(tmp_path / "m", verify=True), tensors)
+    assert found["fetched_bytes"] >= NUM_SHARDS * SIZE
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    # The complete directory of an older state is not replaced.
+    stio.sync.save(dict.fromkeys(tensors, torch.zeros(3)), tmp_path / "third", max_shard_size=4)
+    server.objects.clear()
+    for path in (tmp_path / "third").iterdir():
+        server.put(f"/model/{path.name}", path.read_bytes())
+    assert "something else is there" in run(model, tmp_path / "m", status=2)
+    assert same(stio.sync.load(tmp_path / "m", verify=True), tensors)
+
+
+def test_damage_is_not_published(model: str, server: HttpServer, tmp_path: Path) -> None:
+    name = next(name for name in server.objects if name.endswith("-00002-of-00003.safetensors"))
+    data = server.objects[name]
+    server.put(name, data[:-1] + b"?")
+    assert "-00002-of-00003.safetensors" in run(model, tmp_path / "m", status=2)
+    assert not (tmp_path / "m").exists()
+    server.put(name, data)
+    run(model, tmp_path / "m")
+
+
+def test_a_change_during_the_pull(model: str, server: HttpServer, tmp_path: Path) -> None:
+    index = next(name for name in server.objects if name.endswith(".index.json"))
+
+    def change(number: int, request: Request) -> None:
+        if request.path.endswith("3-of-00003.safetensors") and request.headers["range"] != "bytes=0-131071":
+            server.put(index, server.objects[index] + b" ")
+
+    server.fault = change
+    assert "changed" in run(model, tmp_path / "m", status=2)
+    assert not (tmp_path / "m").exists()
+
+
+def test_two_at_one_time(model: str, server: HttpServer, tmp_path: Path) -> None:
+    results: list[pulling.PullResult] = []
+    server.latency_seconds = 0.02
+    threads = [threading.Thread(target=lambda: results.append(pulling.pull(model, tmp_path / "m"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert sum(result.fetched_bytes for result in results) == results[0].total_bytes
+
+
+@pytest.mark.parametrize("after", [2, 8, 10])
+def test_a_cancel(model: str, server: HttpServer, tmp_path: Path, after: int) -> None:
+    go_on = threading.Event()
+
+    def fault(number: int, request: Request) -> None:
+        if number >= after:
+            go_on.wait(60)
+
+    server.fault = fault
+    operation: Operation[Any] = Operation(lambda _: pulling.pull(model, tmp_path / "m"), name="pull").start()
+    try:
+        wait_for(lambda: len(server.requests) > after)
+        began = time.monotonic()
+        operation.cancel()
+        operation.join()
+        assert time.monotonic() - began < 1.5
+        assert operation.failure is None
+        assert operation.done
+    finally:
+        go_on.set()
+    assert not (tmp_path / "m").exists()
+    assert Cancelled
+    run(model, tmp_path / "m")
+
+
+def test_what_is_refused(model: str, server: HttpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "is none" in run("model", tmp_path / "m", status=2)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("")
+    assert "something else is there" in run(model, tmp_path / "full", status=2)
+    (tmp_path / "empty").mkdir()
+    run(model, tmp_path / "empty")
+    assert "mount point" in run(model, "/", status=2)
+    assert "no such object" in run(model, tmp_path / "m", "--also", "none.json", status=2)
+    assert "not allowed" in run(model, tmp_path / "m", "--also", "../x", status=2) or server.requests
+
+    def fail(fd: int, nbytes: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(syscalls, "reserve", fail)
+    assert os.strerror(28) in run(model, tmp_path / "m", status=2)
+    assert not (tmp_path / "m").exists()
