@@ -16,7 +16,7 @@ from stio.device.base import LoadedGroup
 from stio.device.placement import resolve_placement
 from stio.device.tensors import Casts
 from stio.format.index import ShardIndex
-from stio.loading.cache.disk_cache import DiskCache
+from stio.loading.cache.file_image import ObjectCache
 from stio.loading.group_queue import GroupQueue
 from stio.loading.integrity import verify_files
 from stio.loading.module import ModuleTarget
@@ -60,7 +60,7 @@ def open_source(
         return opened
 
 
-def _fetch_all(opened: OpenCheckpoint, cache: DiskCache, options: LoadOptions) -> None:
+def _fetch_all(opened: OpenCheckpoint, cache: ObjectCache, options: LoadOptions) -> None:
     """Replace all files of a checkpoint by files of a cache on disk."""
     try:
         with ExitStack() as opening:

@@ -15,8 +15,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from stio.device.base import Accelerator, current_device, with_current_index
-from stio.loading.cache.disk_cache import DiskCache
-from stio.loading.cache.file_image import FileCache
+from stio.loading.cache.file_image import FileCache, ObjectCache
 from stio.runtime.limits import Limits, check_budget_bytes
 from stio.runtime.progress import Progress, progress_callback
 from stio.runtime.trace import Trace
@@ -33,7 +32,7 @@ longest counts (`""` means all others), or a callable that gets a name. It is ca
 SourceLike: TypeAlias = str | os.PathLike[str] | Root
 """A `.safetensors` file, an index, a directory, a URL of one of these, or a root of your own (`stio.testing`)."""
 
-CacheLike: TypeAlias = FileCache | DiskCache
+CacheLike: TypeAlias = FileCache | ObjectCache
 """A `stio.HostCache` or a `stio.DiskCache`."""
 
 Memory = Literal["auto", "map", "lazy", "copy", "gds"]
@@ -83,7 +82,7 @@ class LoadOptions:
             raise ValueError(f"switch_interval must be positive, not {self.switch_interval}")
         if self.memory not in get_args(Memory):
             raise ValueError(f"memory= takes one of {', '.join(map(repr, get_args(Memory)))}, not {self.memory!r}")
-        if self.cache is not None and not isinstance(self.cache, FileCache | DiskCache):
+        if self.cache is not None and not isinstance(self.cache, FileCache | ObjectCache):
             raise TypeError(f"cache= takes a stio.HostCache or a stio.DiskCache, not {self.cache!r}")
         if self.host_cache is not None and self.memory in ("map", "lazy", "gds"):
             does = "does not use host memory" if self.memory == "gds" else "maps them"
@@ -98,12 +97,12 @@ class LoadOptions:
     @property
     def host_cache(self) -> FileCache | None:
         """The cache, if it holds files in memory."""
-        return None if isinstance(self.cache, DiskCache) else self.cache
+        return None if isinstance(self.cache, ObjectCache) else self.cache
 
     @property
-    def disk_cache(self) -> DiskCache | None:
+    def disk_cache(self) -> ObjectCache | None:
         """The cache, if it keeps objects of URLs on disk."""
-        return self.cache if isinstance(self.cache, DiskCache) else None
+        return self.cache if isinstance(self.cache, ObjectCache) else None
 
 
 def _from_here(device: DevicesLike) -> DevicesLike:

@@ -158,11 +158,10 @@ def _open_objects(url: str, also: Sequence[str], owned: ExitStack) -> dict[str, 
     others = [one for one in listed if not one.endswith(_OTHER_WEIGHTS) and one not in skipped]
     if opened.manifest is not None and opened.manifest.texts:
         others.append(os.path.basename(opened.manifest.path))
-    for one in dict.fromkeys([*others, *also]):
-        if one not in found:
-            found[one] = _requested(root, one, owned)
-    for one in found:
+    names = dict.fromkeys([*found, *others, *also])
+    for one in names:
         _require_plain(one, without_secrets(url), in_index=index is not None)
+    found |= {one: _requested(root, one, owned) for one in names if one not in found}
     return found
 
 

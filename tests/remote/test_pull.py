@@ -21,12 +21,13 @@ from servers import Fault, HttpServer, Request
 import stio
 from stio.cli.main import main
 from stio.loading import pull as pulling
-from stio.runtime.operation import Cancelled, Operation
+from stio.runtime.operation import Operation
 from stio.storage.commit import syscalls
 
 SIZE = 4 << 20
 """Bytes of one tensor, and of one shard."""
 NUM_SHARDS = 3
+HEAD, STATE = "bytes=0-131071", "bytes=0-0"
 
 
 @pytest.fixture
@@ -63,6 +64,12 @@ def wait_for(ready: Callable[[], object]) -> None:
     while not ready():
         assert time.monotonic() < until
         time.sleep(0.005)
+
+
+def is_data(request: Request, shard: int) -> bool:
+    """Return whether a request is for the tensors of a shard, counted from 1: others open it, or ask for its state."""
+    path = request.path.partition("?")[0]
+    return path.endswith(f"-0000{shard}-of-00003.safetensors") and request.headers["range"] not in (HEAD, STATE)
 
 
 def test_a_directory(model: str, server: HttpServer, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
@@ -118,9 +125,7 @@ def test_it_continues_after_a_kill(
     blocked: list[str] = []
 
     def fault(number: int, request: Request) -> None:
-        # The second request of a shard has its data: the first one opens it.
-        is_data = request.headers["range"] not in ("bytes=0-131071", "bytes=0-0")
-        if is_data and request.path.endswith(f"-0000{num_shards + 1}-of-00003.safetensors"):
+        if is_data(request, num_shards + 1):
             blocked.append(request.path)
             go_on.wait(60)
 
@@ -136,10 +141,8 @@ def test_it_continues_after_a_kill(
     assert found["fetched_bytes"] == sum(found["files"].values()) - sum(
         nbytes for name, nbytes in found["files"].items() if before(name, num_shards)
     )
-    paths = [request.path for request in server.requests[began:] if request.headers["range"] != "bytes=0-0"]
-    assert (
-        len([path for path in paths if path.endswith("of-00003.safetensors")]) == NUM_SHARDS + NUM_SHARDS - num_shards
-    )
+    read = [shard for shard in (1, 2, 3) for request in server.requests[began:] if is_data(request, shard)]
+    assert sorted(set(read)) == [1, 2, 3][num_shards:]
     assert same(stio.sync.load(target), tensors)
     assert os.listdir(target.parent) == ["m"]
 
@@ -186,15 +189,7 @@ def test_another_state_is_fetched_again(
     model: str, server: HttpServer, tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     """What an interrupted call left of an older state is not used."""
-    broken = threading.Event()
-    server.fault = lambda number, request: (
-        Fault(status=403) if request.path.endswith("-00003-of-00003.safetensors") and broken.is_set() else None
-    )
-    server.fault = lambda number, request: (
-        Fault(status=403)
-        if request.path.endswith("3-of-00003.safetensors") and request.headers["range"] != "bytes=0-131071"
-        else None
-    )
+    server.fault = lambda number, request: Fault(status=403) if is_data(request, 3) else None
     run(model, tmp_path / "m", status=2)
     assert not (tmp_path / "m").exists()
     server.fault = lambda number, request: None
@@ -230,11 +225,11 @@ def test_a_change_during_the_pull(model: str, server: HttpServer, tmp_path: Path
     index = next(name for name in server.objects if name.endswith(".index.json"))
 
     def change(number: int, request: Request) -> None:
-        if request.path.endswith("3-of-00003.safetensors") and request.headers["range"] != "bytes=0-131071":
+        if is_data(request, 3):
             server.put(index, server.objects[index] + b" ")
 
     server.fault = change
-    assert "changed" in run(model, tmp_path / "m", status=2)
+    assert "was replaced" in run(model, tmp_path / "m", status=2)
     assert not (tmp_path / "m").exists()
 
 
@@ -271,20 +266,19 @@ def test_a_cancel(model: str, server: HttpServer, tmp_path: Path, after: int) ->
     finally:
         go_on.set()
     assert not (tmp_path / "m").exists()
-    assert Cancelled
     run(model, tmp_path / "m")
 
 
-def test_what_is_refused(model: str, server: HttpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is none" in run("model", tmp_path / "m", status=2)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("")
     assert "something else is there" in run(model, tmp_path / "full", status=2)
     (tmp_path / "empty").mkdir()
     run(model, tmp_path / "empty")
-    assert "mount point" in run(model, "/", status=2)
+    assert "mount point" in run(model, "/proc", status=2)
     assert "no such object" in run(model, tmp_path / "m", "--also", "none.json", status=2)
-    assert "not allowed" in run(model, tmp_path / "m", "--also", "../x", status=2) or server.requests
+    assert "is not allowed" in run(model, tmp_path / "m", "--also", "../x", status=2)
 
     def fail(fd: int, nbytes: int) -> None:
         raise OSError(28, os.strerror(28))

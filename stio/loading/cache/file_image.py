@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Protocol, runtime_checkable
 
 from stio.runtime.limits import PAGE_BYTES
@@ -203,4 +203,24 @@ class FileCache(Protocol):
 
         Args:
             files: Open files, each with the number of its bytes that the load reads.
+        """
+
+
+@runtime_checkable
+class ObjectCache(Protocol):
+    """Keeps objects of remote stores as files of this machine. Its methods are called on threads of an operation."""
+
+    def replacement(self, source: Source) -> Source:
+        """Return a local file with the content of an open object, and close that; or the object itself."""
+
+    def fetch(
+        self, files: Sequence[Source], nbytes: Sequence[int], *, budget_bytes: int, owned: ExitStack
+    ) -> list[Source]:
+        """Return the files of a load, local files in place of objects where it can.
+
+        Args:
+            files: Open files.
+            nbytes: Number of bytes of each that the load reads.
+            budget_bytes: Memory that may be used.
+            owned: Closes the local files.
         """
