@@ -165,6 +165,11 @@ PROGRAMS = {
         await cache.prefetch("model/")
         assert_type(cache.stats(), stio.CacheStats)
         await stio.load("model/", cache=cache, device={"h.0": 0, "": "cpu"})
+        disk = stio.DiskCache("cache/", max_bytes=1 << 30)
+        await stio.load("s3://bucket/model", cache=disk)
+        assert_type(disk.stats(), stio.CacheStats)
+        assert_type(disk.leftovers(), list[str])
+        assert_type(disk.evict(), int)
         async with stio.warm_start(module, "model/", device="cuda") as warm:
             assert_type(warm, stio.WarmStart)
             assert_type(await warm.done(), stio.LoadReport)

@@ -106,15 +106,16 @@ def prepare(
             owned = undo.enter_context(ExitStack())
             files = opened.open_files(wanted, owned)
             if options.disk_cache is not None:
-                files = options.disk_cache.fetch(
-                    files,
-                    [
-                        sum(_selected_bytes(header, chosen[shard], by_stored_name) for _, chosen, _ in selections)
-                        for shard, header in enumerate(opened.headers)
-                    ],
-                    budget_bytes=options.budget_bytes or DEFAULT_BUDGET_BYTES,
-                    owned=owned,
-                )
+                with traced(options.trace, "fetch"):
+                    files = options.disk_cache.fetch(
+                        files,
+                        [
+                            sum(_selected_bytes(header, chosen[shard], by_stored_name) for _, chosen, _ in selections)
+                            for shard, header in enumerate(opened.headers)
+                        ],
+                        budget_bytes=options.budget_bytes or DEFAULT_BUDGET_BYTES,
+                        owned=owned,
+                    )
             loads = _device_loads(opened, files, selections, options, casts or options.dtype, prompt)
             for load in loads:
                 undo.callback(load.close)

@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from counts import count
 from safetensors.torch import save
 from servers import Fault, HttpServer, Request
 from torch import nn
@@ -405,12 +406,12 @@ print([os.waitpid(child, 0)[1] for child in children])
     assert suffixes(cache) == [".safetensors"]
 
 
-def stop_after(server: HttpServer, count: int) -> threading.Event:
+def stop_after(server: HttpServer, num_requests: int) -> threading.Event:
     """Let the server hang after some requests; return what ends that."""
     go_on = threading.Event()
 
     def fault(number: int, request: Request) -> None:
-        if number >= count and not go_on.is_set():
+        if number >= num_requests and not go_on.is_set():
             go_on.wait(60)
 
     server.fault = fault
@@ -484,7 +485,7 @@ import stio, torch
 torch.set_num_threads(1)
 random.seed(5)
 cache = stio.DiskCache({cache.path!r}, max_bytes=1 << 30)
-for k in range(40):
+for k in range({count(12, 200)}):
     seconds = random.uniform(0, 0.3)
     child = os.fork()
     if not child:
@@ -529,8 +530,8 @@ async def test_a_cancel_is_heard_within_a_second(
                     await stio.load(url(server), cache=cache)
 
                 tasks.start_soon(load)
-                count = len(server.requests) if child is not None else 2
-                await anyio.to_thread.run_sync(wait_for, lambda: len(server.requests) > count)
+                asked = len(server.requests) if child is not None else 2
+                await anyio.to_thread.run_sync(wait_for, lambda: len(server.requests) > asked)
                 await anyio.sleep(0.2)  # it waits for the lock, or for the store
                 assert not scope.cancel_called
                 began = time.monotonic()

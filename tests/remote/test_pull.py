@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from counts import count
 from servers import Fault, HttpServer, Request
 
 import stio
@@ -161,7 +162,7 @@ import os, random, signal, threading, time
 from stio.loading.pull import pull
 import obstore.store
 random.seed(3)
-for k in range(60):
+for k in range({count(15, 200)}):
     seconds = random.uniform(0, 0.25)
     child = os.fork()
     if not child:

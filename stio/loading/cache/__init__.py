@@ -1,9 +1,13 @@
-"""Files of checkpoints in host memory, between loads.
+"""Files of checkpoints between loads: in host memory, or, those of remote stores, on this machine's disk.
 
 `host_cache.py` has the public class `HostCache`: prefetch, evict, close, and `hold` for loads with `cache=`.
 `entries.py` decides which files are held, under one lock and one budget. `file_image.py` is one file in memory:
-segments, chunks, claims. A load holds each image that it uses until its copies are done, and then releases it.
+segments, chunks, claims, and the interfaces by which loads know both kinds of caches. A load holds each image that it
+uses until its copies are done, and then releases it. `disk_cache.py` has the public class `DiskCache`, a directory that
+processes share: a load gets local files in place of objects, before it is planned.
 
-Invariants: an entry is one state of one file; memory that a load uses is not freed and not changed; loads that run
-together read each byte once; tensors on the CPU are copies, so none depends on the cache. Start with `host_cache.py`.
+Invariants: an entry is one state of one file or object; what a load uses is not removed and not changed; loads that run
+together read each byte once, those with a `DiskCache` in all processes of a machine. With a `HostCache` tensors on the
+CPU are copies, so none depends on it; with a `DiskCache` they may be mapped, and hold their file. Start with
+`host_cache.py` or `disk_cache.py`.
 """
