@@ -33,7 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-LANGUAGES = ("python", "console", "text")
+LANGUAGES = ("python", "console", "text", "yaml")
 
 _FENCE = re.compile(r'^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 _MEASURED = re.compile(r"(?<![\w.,])[0-9][0-9.,]* (?:([kMGT]?B/s)|s|ms|µs)(?![\w/])")
@@ -94,6 +94,8 @@ def blocks_of(page: Path) -> list[Block]:
             raise PageError(f"{block.place}: {block.language or 'no language'} is not one of {', '.join(LANGUAGES)}")
         if block.title and not (block.runs or re.match(r"Not run [^:]*: \S", block.title)):
             raise PageError(f"{block.place}: the title gives no reason why it is not run")
+        if block.language == "yaml" and block.runs:
+            raise PageError(f"{block.place}: yaml is not run here; the title must say why")
         if block.is_file and not re.fullmatch(r"\w+\.\w+", block.title):
             raise PageError(f"{block.place}: the title is neither a reason nor a file name")
         if block.language == "text" and not (
@@ -244,10 +246,12 @@ def run_in_repl(
 
 
 def check_unrun(block: Block) -> None:
-    """Compile Python that cannot run here, and look up its names of stio. Split commands into words."""
+    """Compile Python that cannot run here, and look up its names of stio. Split commands into words; YAML is not read."""
     if block.language == "console":
         for command, _ in commands(block):
             shlex.split(command)
+        return
+    if block.language == "yaml":
         return
     compile(block.text, block.page, "exec", flags=_TOP_LEVEL_AWAIT, dont_inherit=True)
     wrong = list(_unknown(ast.parse(block.text)))
