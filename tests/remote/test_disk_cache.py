@@ -615,3 +615,21 @@ def test_a_forked_child_holds_no_lock(server: HttpServer, cache: stio.DiskCache)
         finally:
             os.close(writing)
             os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("memory", ["auto", "map", "copy"])
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+def test_some_files_from_the_disk_and_others_from_the_store(
+    server: HttpServer, tmp_path: Path, memory: Any, device: Any
+) -> None:
+    tensors = {f"w{k}": torch.randn(1 << 18) for k in range(4)}
+    stio.sync.save(tensors, tmp_path / "m", max_shard_size=1 << 20)
+    for path in (tmp_path / "m").iterdir():
+        server.put(f"/m/{path.name}", path.read_bytes())
+    cache = stio.DiskCache(tmp_path / "cache", max_bytes=int(2.5 * NBYTES))
+    place = FakeDevice() if device == "fake" else "cpu"
+    for _ in range(2):
+        found = stio.sync.load(f"{server.url}/m", cache=cache, memory=memory, device=place)
+        assert same({name: tensor.cpu() for name, tensor in found.items()}, tensors)
+        assert 1 <= cache.stats().entries <= 2
+        del found
