@@ -33,7 +33,7 @@ from stio.runtime.urls import without_secrets
 @JSON_OPTION
 @NO_PROGRESS_OPTION
 def pull(url: str, directory: str, also: tuple[str, ...], as_json: bool, no_progress: bool) -> None:
-    """Copy a checkpoint from a store to a directory.
+    """Copy a checkpoint from a URL to a directory.
 
     URL is one of a .safetensors file, of an index, or of a directory; of a directory in s3, gs or az, the files beside
     the weights are copied too. DIR appears when all files are there and were verified. A call that was interrupted is

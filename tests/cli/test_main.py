@@ -41,7 +41,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_the_commands() -> None:
-    assert COMMANDS == ["bench", "convert", "diff", "gc", "inspect", "load", "verify"]
+    assert COMMANDS == ["bench", "convert", "diff", "gc", "inspect", "load", "pull", "verify"]
     for name in COMMANDS:
         options = {option for parameter in main.commands[name].params for option in parameter.opts}
         assert "--json" in options
