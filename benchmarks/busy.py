@@ -404,6 +404,7 @@ MOVE_NO_TENSORS = frozenset(
     {
         "stats",
         *("Checkpoint.aclose", "Checkpoint.__iter__", "Checkpoint.close"),
+        *("DiskCache.evict", "DiskCache.fetch", "DiskCache.leftovers", "DiskCache.replacement", "DiskCache.stats"),
         *("HostCache.close", "HostCache.evict", "HostCache.stats"),
         *("PendingSave.aclose", "PendingSave.cancel", "PendingSave.comes_before", "PendingSave.complete"),
         *("PendingSave.done", "PendingSave.ended", "PendingSave.outcome", "PendingSave.start"),
