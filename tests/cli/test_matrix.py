@@ -14,12 +14,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import pytest
 from commands import terminal, terminal_of_fork
 from crash.zygote import Finished, Zygote
+from remote.servers import http_server
 
 from stio.cli.main import main
 from stio.storage.commit.staging_dir import LOCK_NAME
@@ -38,6 +41,11 @@ cli_bench._run = lambda spec: {
 """Makes a bench start no processes, each of which imports torch, where only its output matters."""
 _MAIN = "from stio.__main__ import main; main()"
 
+MADE = {"convert": ["made.safetensors"], "pull": ["made"]}
+"""What a command leaves in the directory that it is called in."""
+WEB: list[str] = []
+"""The URL of the server, while it runs."""
+
 Called = Callable[..., Finished]
 
 
@@ -51,8 +59,26 @@ def recorded(name: str) -> str:
     return _RECORDED if name == "bench" else ""
 
 
+class Disk(dict[str, bytes]):
+    """The files of this machine, as the objects of a server."""
+
+    def get(self, path: str, default: Any = None) -> Any:
+        return Path(path).read_bytes() if Path(path).is_file() else default
+
+
+@pytest.fixture(scope="module", autouse=True)
+def web() -> Iterator[None]:
+    """Serve the files of this machine, for commands that take a URL."""
+    with http_server(objects=Disk()) as server:
+        WEB.append(server.url)
+        yield
+        WEB.clear()
+
+
 def arguments(name: str, source: Path, home: Path) -> list[str]:
     """Return what a command takes to work on a source; what it makes goes below `home`."""
+    if name == "pull":
+        return [name, WEB[0] + quote(str(source)), str(home / "made")]
     more = {
         "bench": ["--rounds", "1"],
         "convert": [str(home / "made.safetensors"), "--dtype", "bfloat16"],
@@ -103,12 +129,13 @@ def test_real_weights(called: Called, name: str, weights: Path, tmp_path: Path) 
         "gc": "no save was interrupted here",
         "inspect": "104 tensors, 90.9 MB, 1 shard",
         "load": "104 tensors, 90.9 MB on cpu",
+        "pull": "1 file, 90.9 MB, headers checked; 90.9 MB fetched",
         "verify": "104 tensors, 90.9 MB",
     }
     assert says[name] in done.stdout
     if name != "inspect":  # whose colours are asked for
         assert "\x1b" not in done.stdout
-    assert os.listdir(tmp_path) == (["made.safetensors"] if name == "convert" else [])
+    assert os.listdir(tmp_path) == MADE.get(name, [])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -189,7 +216,7 @@ def test_a_missing_path(called: Called, name: str, tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "")
     assert line.startswith("Error: ")
-    assert line.endswith("; check the path")
+    assert line.endswith("give the URL of an index or of a file" if name == "pull" else "; check the path")
     assert os.listdir(tmp_path) == []
 
 
@@ -206,7 +233,7 @@ def test_a_broken_pipe(name: str, weights: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
-    assert os.listdir(tmp_path) == (["made.safetensors"] if name == "convert" else []), "what was done is done"
+    assert os.listdir(tmp_path) == MADE.get(name, []), "what was done is done"
 
 
 # Ctrl-C.
@@ -218,6 +245,7 @@ PRESSED = {
     "gc": "cli.gc.collect_garbage",
     "inspect": "cli.inspect.open_checkpoint",
     "load": "cli.output.Bar.__call__",
+    "pull": "cli.pull.copy",
     "verify": "cli.verify.examine",
 }
 """Where each command is when the key is pressed: in the middle of its work."""
