@@ -305,7 +305,7 @@ def test_c91_an_object_that_is_replaced_during_a_load(server: HttpServer) -> Non
 
     def answer(k: int, request: Request) -> Fault | None:
         if k == 1:
-            server.put("/m.safetensors", data[:-1] + b"?")
+            server.put("/m.safetensors", data[:-1] + bytes([data[-1] ^ 1]))
         return None
 
     server.fault = answer

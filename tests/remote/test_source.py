@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from servers import Fault, HttpServer
@@ -24,13 +25,24 @@ from stio.storage.remote.requests import Patience
 from stio.storage.remote.source import RemoteRoot
 from stio.testing.contract import SourceContract, read_guarded
 
-PATIENT = Patience(num_attempts=4, first_pause_seconds=0.01, longest_pause_seconds=0.02, stall_seconds=0.5)
+PATIENT = Patience(num_attempts=4, first_pause_seconds=0.01, longest_pause_seconds=0.02, stall_seconds=0.3)
 DATA = random.Random(3).randbytes(700_001)
 
 
-def source_of(server: HttpServer, data: bytes = DATA, *, patience: Patience = PATIENT, **options: object) -> Source:
+OBSTORE_ALONE = {"client_options": {"user_agent": "test"}}
+"""With settings for obstore's client, ranges are not read by plain http."""
+
+
+def source_of(server: HttpServer, data: bytes = DATA, *, patience: Patience = PATIENT, **options: Any) -> Source:
     server.put("/dir/a.bin", data)
     return RemoteRoot(f"{server.url}/dir", patience=patience, **options).open("a.bin")
+
+
+@pytest.fixture(params=[{}, OBSTORE_ALONE], ids=["plain", "obstore"])
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Return settings of a root: ranges are read by plain http first, or by obstore alone."""
+    found: dict[str, Any] = request.param
+    return found
 
 
 class TestRemoteSource(SourceContract):
@@ -124,25 +136,27 @@ FAULTS = {
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_c92_c93_c94_one_failure_is_repeated(server: HttpServer, fault: Fault, number: int) -> None:
+def test_c92_c93_c94_one_failure_is_repeated(
+    server: HttpServer, fault: Fault, number: int, options: dict[str, Any]
+) -> None:
     server.fault = nth(number, fault)
-    source = source_of(server)
+    source = source_of(server, **options)
     assert read_guarded(source, 300_000, 3000, 5) == DATA[300_000:303_005]
     source.check_unchanged()
     assert len(server.requests) == 4
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_c92_c93_c94_failures_without_end(server: HttpServer, fault: Fault) -> None:
-    """The last cause is kept; nothing of the answers reaches the memory."""
-    source = source_of(server)
+def test_c92_c93_c94_failures_without_end(server: HttpServer, fault: Fault, options: dict[str, Any]) -> None:
+    """The last cause is kept. Plain http makes one attempt more, before those of obstore."""
+    source = source_of(server, **options)
     server.fault = lambda number, request: fault
     with pytest.raises(StorageError) as caught:
         read_guarded(source, 300_000, 3000)
     assert caught.value.path == source.path
     stalls = fault.hang or fault.hang_after >= 0
     attempts = PATIENT.num_stalls if stalls else PATIENT.num_attempts
-    assert len(server.requests) == 1 + attempts
+    assert len(server.requests) == 1 + (not options) + attempts
     assert f"in {attempts} attempts" in str(caught.value)
     assert isinstance(caught.value, StallTimeoutError) == stalls
     if fault.body:
@@ -161,26 +175,28 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("fault", "kind", "words"), REFUSED.values(), ids=REFUSED.keys())
-def test_c91_refusals_are_not_repeated(server: HttpServer, fault: Fault, kind: type[StioError], words: str) -> None:
-    source = source_of(server)
+def test_c91_refusals_are_not_repeated(
+    server: HttpServer, fault: Fault, kind: type[StioError], words: str, options: dict[str, Any]
+) -> None:
+    source = source_of(server, **options)
     server.fault = lambda number, request: fault
     with pytest.raises(kind, match=words):
         read_guarded(source, 300_000, 3000)
-    assert len(server.requests) == 2
+    assert len(server.requests) == 2 + (not options)
 
 
-def test_c91_a_server_that_ignores_if_match(server: HttpServer) -> None:
+def test_c91_a_server_that_ignores_if_match(server: HttpServer, options: dict[str, Any]) -> None:
     server.honours_if_match = False
-    source = source_of(server)
+    source = source_of(server, **options)
     server.put("/dir/a.bin", DATA[::-1])
     with pytest.raises(ChangedDuringReadError):
         read_guarded(source, 300_000, 3000)
     assert server.requests[-1].headers["if-match"]
 
 
-def test_weak_etags_are_compared_and_not_sent(server: HttpServer) -> None:
+def test_weak_etags_are_compared_and_not_sent(server: HttpServer, options: dict[str, Any]) -> None:
     server.weak_etags = True
-    source = source_of(server)
+    source = source_of(server, **options)
     assert read_guarded(source, 300_000, 10) == DATA[300_000:300_010]
     assert "if-match" not in server.requests[-1].headers
     server.put("/dir/a.bin", DATA[::-1])
@@ -190,7 +206,7 @@ def test_weak_etags_are_compared_and_not_sent(server: HttpServer) -> None:
 
 def test_an_expired_signature_is_signed_again(server: HttpServer) -> None:
     expired = Fault(status=403, body=b"<Code>ExpiredToken</Code><Message>it has expired</Message>")
-    source = source_of(server)
+    source = source_of(server, **OBSTORE_ALONE)
     server.fault = nth(1, expired)
     assert read_guarded(source, 300_000, 10) == DATA[300_000:300_010]
     server.fault = lambda number, request: expired
@@ -201,10 +217,10 @@ def test_an_expired_signature_is_signed_again(server: HttpServer) -> None:
 
 
 @pytest.mark.parametrize("fault", [Fault(hang=True), Fault(hang_after=10), Fault(status=503)])
-def test_a_cancel_is_heard(server: HttpServer, fault: Fault) -> None:
+def test_a_cancel_is_heard(server: HttpServer, fault: Fault, options: dict[str, Any]) -> None:
     """It is heard while the store is silent, and in the pause before another attempt."""
     patience = Patience(stall_seconds=600, first_pause_seconds=600, longest_pause_seconds=600)
-    source = source_of(server, patience=patience)
+    source = source_of(server, patience=patience, **options)
     server.fault = lambda number, request: fault
     asked = threading.Event()
 
@@ -272,7 +288,7 @@ def test_a_forked_process_is_refused(server: HttpServer) -> None:
 
 def test_attempts_are_logged(server: HttpServer, caplog: pytest.LogCaptureFixture) -> None:
     """A store that is silent is told as a warning, other failures only to those that ask."""
-    source = source_of(server)
+    source = source_of(server, **OBSTORE_ALONE)
     caplog.set_level("INFO", logger="stio")
     server.fault = nth(1, Fault(hang=True))
     read_guarded(source, 300_000, 10)
@@ -281,6 +297,14 @@ def test_attempts_are_logged(server: HttpServer, caplog: pytest.LogCaptureFixtur
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert f"{source.path}: attempt 1 failed (stalled)" in caplog.text
     assert "attempt 1 failed (busy: SlowDown)" in caplog.text
+    caplog.clear()
+    source = source_of(server)
+    for number, fault in ((6, Fault(hang=True)), (8, Fault(status=503))):
+        server.fault = nth(number, fault)
+        read_guarded(source, 300_000, 10)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert "reading a range by obstore: the server sent no bytes for 0.3 s" in caplog.text
+    assert "reading a range by obstore: the server answered 'HTTP/1.1 503" in caplog.text
 
 
 def test_no_credentials(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,17 @@ from stio.runtime.workers import WorkerPool
 from stio.storage.base import Identity, Requests
 from stio.storage.checks import cut_short
 from stio.storage.remote.failures import WrongAnswerError
-from stio.storage.remote.requests import Call, Patience, Requester
-from stio.storage.remote.stores import Location, Options, locate, new_store, require_obstore
+from stio.storage.remote.plain_http import PlainHttp, PlainObject, plain_address
+from stio.storage.remote.requests import Call, Patience, Requester, require_usable
+from stio.storage.remote.stores import (
+    Location,
+    Options,
+    authorization_of,
+    link_to,
+    locate,
+    new_store,
+    require_obstore,
+)
 
 REQUESTS = Requests(nbytes=8 << 20, num_in_flight=32, gap_bytes=1 << 20)
 """At 30 ms to the first byte and 60 MB/s a connection, 8 MiB take 0.17 s, a fifth of it latency, and 32 connections
@@ -98,6 +107,9 @@ class RemoteRoot:
             credential_provider=credential_provider,
         )
         self._requester = Requester(connect, patience, path=self.path)
+        # What is given for obstore's client (headers, a proxy, certificates) is known to obstore alone.
+        self._may_be_plain = self._location.scheme in ("http", "s3") and not client_options
+        self._servers: dict[tuple[str, int], PlainHttp] = {}
         self._ahead: dict[str, RemoteSource | BaseException] = {}
 
     def listdir(self) -> list[str]:
@@ -172,7 +184,38 @@ class RemoteRoot:
             answer = Answer(None, self._requester.run(partial(_head, key=key, path=path), path))
             if answer.identity.nbytes:
                 raise
-        return RemoteSource(self._requester, key, path, answer.identity, answer.data, self._requests)
+        plain = self._plain(replace(self._location, key=key), answer.identity) if self._may_be_plain else None
+        return RemoteSource(self._requester, key, path, answer.identity, answer.data, self._requests, plain)
+
+    def _plain(self, location: Location, identity: Identity) -> PlainObject | None:
+        """Return an object as one that is read by plain http; None if its server has TLS, a proxy or no ETags."""
+        if not identity.etag:
+            return None
+
+        def connect(store: Any) -> tuple[PlainHttp | None, tuple[str, float]]:
+            link = link_to(store, location)
+            address = plain_address(link[0])
+            if address is None:
+                self._may_be_plain = False
+                return None, link
+            if address not in self._servers:
+                server = PlainHttp(address, stall_seconds=self._requester.patience.stall_seconds)
+                self._servers.setdefault(address, server)
+            return self._servers[address], link
+
+        try:
+            server, link = self._requester.run(connect, location.shown)
+        except StioError:  # it cannot be signed, or there is no such host: obstore says what is wrong
+            return None
+        if server is None:
+            return None
+        authorization = authorization_of(link[0])
+        return PlainObject(
+            server,
+            link,
+            lambda: self._requester.run(partial(link_to, location=location), location.shown),
+            headers=f"authorization: {authorization}\r\n" if authorization else "",
+        )
 
     def close(self) -> None:
         """Drop what was opened ahead; objects opened from it can still be read. Idempotent."""
@@ -189,10 +232,18 @@ class RemoteSource:
         identity: Its state.
         head: Its first bytes, which came with its state; None: none.
         requests: Size and number of the reads of a load.
+        plain: The same object, read without obstore; None: it cannot be.
     """
 
     def __init__(
-        self, requester: Requester, key: str, path: str, identity: Identity, head: Any, requests: Requests
+        self,
+        requester: Requester,
+        key: str,
+        path: str,
+        identity: Identity,
+        head: Any,
+        requests: Requests,
+        plain: PlainObject | None = None,
     ) -> None:
         self.path = path
         """See above."""
@@ -203,6 +254,7 @@ class RemoteSource:
         self._requester = requester
         self._key = key
         self._head = head
+        self._plain = plain
 
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         """Fill the regions, one after the other, with the bytes from `offset` on. Blocks.
@@ -227,6 +279,10 @@ class RemoteSource:
             target.fill(head, offset, end)
             return
         self._head = None  # the header was read: only tensors follow
+        if self._plain is not None and end - offset < 2 * self.requests.nbytes:
+            require_usable(self.path)
+            if self._plain.read(offset, regions, self.identity):
+                return
         for data in self._ranges(offset, end):
             target.fill(data, 0, len(data))
 
@@ -254,6 +310,9 @@ class RemoteSource:
         It reads one byte: a URL that was signed for reading may not be asked for anything else.
         """
         if self.identity.nbytes:
+            byte = memory.allocate(1)
+            if self._plain is not None and self._plain.read(0, [byte], self.identity):
+                return
             request = partial(_get, key=self._key, path=self.path, begin=0, end=1, expected=self.identity)
             found = self._requester.run(request, self.path, expected=self.identity).identity
         else:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import base64
 import configparser
+import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from stio.errors import CheckpointNotFoundError, StorageError, install_command
 from stio.runtime.urls import without_secrets
@@ -26,6 +28,7 @@ STALL_SECONDS = 30.0
 """Longest time without a byte before a request counts as failed."""
 
 _CONNECT_SECONDS = 10
+_SIGNED_SECONDS = 3600
 _REQUEST_SECONDS = 600  # a bound for a server that sends a byte now and then
 
 Options = Mapping[str, Any]
@@ -162,13 +165,36 @@ def _certificates(scheme: str) -> dict[str, Any]:
 
 def _without_user(url: str, client: dict[str, Any]) -> str:
     """Return the URL of a server without user and password, which become a header of each request."""
+    if authorization := authorization_of(url):
+        client["default_headers"] = {"authorization": authorization}
     parts = urlsplit(url)
-    user, at, host = parts.netloc.rpartition("@")
-    if at:
-        name, _, password = user.partition(":")
-        text = base64.b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode()
-        client["default_headers"] = {"authorization": f"Basic {text}"}
-    return urlunsplit(parts._replace(netloc=host))
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def authorization_of(url: str) -> str:
+    """Return the header that sends user and password of a URL; empty if it has none."""
+    user, at, _ = urlsplit(url).netloc.rpartition("@")
+    if not at:
+        return ""
+    name, _, password = user.partition(":")
+    return "Basic " + base64.b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode()
+
+
+def link_to(store: Any, location: Location) -> tuple[str, float]:
+    """Return a URL of http at which an object can be read, and the time of `time.monotonic` until when to use it.
+
+    For objects of S3 it is signed; whoever has it can read the object.
+
+    Raises:
+        Exception: obstore cannot sign it.
+    """
+    if location.scheme == "s3":
+        now = time.monotonic()
+        return require_obstore().sign(store, "GET", location.key, timedelta(seconds=_SIGNED_SECONDS)), (
+            now + _SIGNED_SECONDS / 2
+        )
+    parts = urlsplit(location.store)
+    return urlunsplit(parts._replace(path="/" + quote(location.key, safe="/:@!$&'()*+,;=~"))), math.inf
 
 
 def _endpoint(scheme: str, settings: Options) -> str:

@@ -1,0 +1,303 @@
+"""Ranges of objects by http without TLS, each read from its connection into its destination.
+
+obstore collects an answer in memory of its own, on a thread of its own: the bytes are copied once more, and the worker
+takes five turns at the interpreter's lock a request. This takes two and copies nothing. It does one thing, a range of
+an object whose state is known. Whatever else a server does is a `NotServedError`, and the caller gets the range by
+obstore, which knows redirects, proxies and errors, and repeats what may succeed.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import select
+import socket
+import struct
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import c_char_p, c_int, c_size_t, c_ssize_t, c_ubyte
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from stio.runtime.log import log
+from stio.runtime.memory import Region, quick_libc
+from stio.runtime.operation import Cancelled
+from stio.runtime.urls import without_secrets
+from stio.runtime.workers import is_interrupted
+from stio.storage.base import Identity
+
+_LOOK_SECONDS = 0.5
+"""A worker that waits for bytes looks so often whether it should end."""
+_CONNECT_SECONDS = 10.0
+_IDLE_SECONDS = 20.0
+"""A connection without requests for so long is not used again: servers close such connections."""
+_MOST_FAILURES = 3
+"""After so many failures without a success between them, an object is read by obstore alone."""
+_HEAD_BYTES = 8 << 10
+"""Longest head of an answer."""
+
+
+class NotServedError(Exception):
+    """The range did not come as it was requested; the destination may hold other bytes. The text says why."""
+
+
+class _ClosedError(NotServedError):
+    """The server closed the connection, and sent nothing."""
+
+
+class _SilentError(NotServedError):
+    """The server sent no bytes for too long."""
+
+
+class PlainObject:
+    """One object that is read by plain http, as long as that works.
+
+    Args:
+        server: Connections to its server.
+        link: Its URL, and the time (of `time.monotonic`) until when that may be used.
+        renew: Returns another such pair.
+        headers: See `PlainHttp.read`.
+    """
+
+    def __init__(
+        self, server: PlainHttp, link: tuple[str, float], renew: Callable[[], tuple[str, float]], *, headers: str
+    ) -> None:
+        self._server = server
+        self._link = link
+        self._renew = renew
+        self._headers = headers
+        self._num_failures = 0
+
+    def read(self, begin: int, regions: Sequence[Region], expected: Identity) -> bool:
+        """Fill the regions, as `PlainHttp.read` does; return False if that fails.
+
+        Raises:
+            Cancelled: The thread should end.
+            StioError: There is no new URL.
+        """
+        if self._num_failures >= _MOST_FAILURES:
+            return False
+        if time.monotonic() >= self._link[1]:
+            self._link = self._renew()
+        try:
+            self._server.read(self._link[0], begin, regions, expected, self._headers)
+        except NotServedError as error:
+            self._num_failures += 1
+            level = logging.WARNING if isinstance(error, _SilentError) else logging.INFO
+            log(level, "%s: reading a range by obstore: %s", without_secrets(self._link[0]), error)
+            return False
+        self._num_failures = 0
+        return True
+
+
+def plain_address(url: str) -> tuple[str, int] | None:
+    """Return host and port of a URL that is read without TLS and without a proxy of the environment; else None."""
+    parts = urlsplit(url)
+    if sys.platform != "linux" or parts.scheme != "http" or not parts.hostname:
+        return None
+    if getproxies().keys() & {"http", "all"} and not proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return None
+    return parts.hostname, parts.port or 80
+
+
+class PlainHttp:
+    """Connections to one server. Thread-safe. They are reused, and closed when this is freed.
+
+    Args:
+        address: Host and port.
+        stall_seconds: Longest time without a byte.
+
+    Raises:
+        OSError: There is no such host.
+    """
+
+    def __init__(self, address: tuple[str, int], *, stall_seconds: float) -> None:
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        self._addresses = itertools.cycle([(family, place) for family, _, _, _, place in found])
+        self._stall_seconds = stall_seconds
+        self._idle: list[tuple[socket.socket, float]] = []
+        weakref.finalize(self, _close_all, self._idle)
+
+    def read(self, url: str, begin: int, regions: Sequence[Region], expected: Identity, headers: str = "") -> None:
+        """Fill the regions, one after the other, with the bytes of an object from `begin` on. Blocks.
+
+        Args:
+            url: Its URL. A user in it is not sent.
+            begin: Offset in the object.
+            regions: Host memory.
+            expected: State of the object, with an ETag.
+            headers: Further lines of the request's head, each with its end.
+
+        Raises:
+            Cancelled: The thread should end (`stio.runtime.workers.is_interrupted`); heard within half a second.
+            NotServedError: The server sent something else, or nothing.
+        """
+        parts = urlsplit(url)
+        end = begin + sum(region.nbytes for region in regions)
+        if not expected.etag.startswith("W/"):
+            headers += f"if-match: {expected.etag}\r\n"
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        request = (
+            f"GET {target} HTTP/1.1\r\nhost: {parts.netloc.rpartition('@')[2]}\r\naccept: */*\r\n"
+            f"range: bytes={begin}-{end - 1}\r\n{headers}\r\n"
+        ).encode("latin-1")
+        while True:
+            connection, is_used = self._connection()
+            try:
+                _send(connection, request)
+                keeps = self._receive(connection, begin, end, regions, expected)
+            except BaseException as error:
+                connection.close()
+                if isinstance(error, _ClosedError | ConnectionError) and is_used:
+                    continue  # the server closed it while it was idle
+                if isinstance(error, OSError):
+                    raise NotServedError(error.strerror or str(error)) from None
+                raise
+            if keeps:
+                self._idle.append((connection, time.monotonic()))
+            else:
+                connection.close()
+            return
+
+    def _connection(self) -> tuple[socket.socket, bool]:
+        """Return a connection, and whether it was used before."""
+        while self._idle:
+            try:
+                connection, since = self._idle.pop()
+            except IndexError:  # another thread took the last
+                break
+            if time.monotonic() - since < _IDLE_SECONDS:
+                return connection, True
+            connection.close()
+        return self._connect(), False
+
+    def _connect(self) -> socket.socket:
+        family, place = next(self._addresses)
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connection.setblocking(False)
+            status = connection.connect_ex(place)
+            if status == errno.EINPROGRESS:
+                _wait_connected(connection)
+                status = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if status:
+                raise NotServedError(f"no connection ({errno.errorcode.get(status, status)})")
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # A time limit of Python's makes the socket non-blocking, and MSG_WAITALL returns early then.
+            connection.setblocking(True)
+            look_seconds = min(_LOOK_SECONDS, self._stall_seconds)
+            connection.setsockopt(
+                socket.SOL_SOCKET,
+                socket.SO_RCVTIMEO,
+                struct.pack("ll", int(look_seconds), int(look_seconds % 1 * 1e6)),
+            )
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _receive(
+        self, connection: socket.socket, begin: int, end: int, regions: Sequence[Region], expected: Identity
+    ) -> bool:
+        """Read the answer; return whether the connection may be used again."""
+        buffer = bytearray(_HEAD_BYTES)
+        num, head_end = 0, -1
+        while head_end < 0:
+            if num == len(buffer):
+                raise NotServedError("the head of the answer is too long")
+            got = self._some(connection, memoryview(buffer)[num:])
+            if not got:
+                raise (
+                    NotServedError("the server closed the connection")
+                    if num
+                    else _ClosedError("the server closed the connection")
+                )
+            num += got
+            head_end = buffer.find(b"\r\n\r\n", 0, num)
+        keeps = _check_head(bytes(buffer[:head_end]).decode("latin-1"), begin, end, expected)
+        ahead = memoryview(buffer)[head_end + 4 : num]
+        if len(ahead) > end - begin:
+            raise NotServedError("the answer is too long")
+        for region in regions:
+            at = min(len(ahead), region.nbytes)
+            if at:
+                region.write(0, ahead[:at])
+                ahead = ahead[at:]
+            while at < region.nbytes:
+                part = (c_ubyte * (region.nbytes - at)).from_address(region.address + at)
+                got = self._some(connection, part, socket.MSG_WAITALL)
+                if not got:
+                    raise NotServedError("the server closed the connection early")
+                at += got
+        return keeps
+
+    def _some(self, connection: socket.socket, buffer: Any, flags: int = 0) -> int:
+        """Wait for bytes; return their number, 0 at the end of the connection."""
+        until = time.monotonic() + self._stall_seconds
+        while True:
+            if is_interrupted():
+                raise Cancelled
+            try:
+                return connection.recv_into(buffer, 0, flags)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise _SilentError(f"the server sent no bytes for {self._stall_seconds:g} s") from None
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    """Send a request. The socket's buffer is empty and takes it at once, so the call keeps the GIL."""
+    sent = max(0, _send_holding(connection.fileno(), data, len(data), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
+    if sent < len(data):
+        connection.sendall(data[sent:])  # it waits, or raises what is wrong
+
+
+def _new_send() -> Any:
+    function = quick_libc["send"]  # by subscript: a new function object, so its types are not shared
+    function.argtypes, function.restype = [c_int, c_char_p, c_size_t, c_int], c_ssize_t
+    return function
+
+
+_send_holding: Any = _new_send() if sys.platform == "linux" else None
+
+
+def _wait_connected(connection: socket.socket) -> None:
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    until = time.monotonic() + _CONNECT_SECONDS
+    while not poll.poll(_LOOK_SECONDS * 1000):
+        if is_interrupted():
+            raise Cancelled
+        if time.monotonic() >= until:
+            raise _SilentError("the server accepts no connection")
+
+
+def _check_head(head: str, begin: int, end: int, expected: Identity) -> bool:
+    """Require that an answer is the range, from the expected state; return whether the connection may be used again."""
+    first, *lines = head.split("\r\n")
+    if not first.startswith("HTTP/1.1 206"):
+        raise NotServedError(f"the server answered {first[:40]!r}")
+    fields: dict[str, list[str]] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip().lower(), []).append(value.strip())
+    wanted = {
+        "content-range": [f"bytes {begin}-{end - 1}/{expected.nbytes}"],
+        "content-length": [str(end - begin)],
+        "etag": [expected.etag],
+    }
+    for name, values in wanted.items():
+        if fields.get(name) != values:
+            raise NotServedError(f"{name} is {fields.get(name)}, not {values[0]}")
+    if "transfer-encoding" in fields or fields.get("content-encoding", ["identity"]) != ["identity"]:
+        raise NotServedError("the answer is encoded")
+    return "close" not in " ".join(fields.get("connection", [])).lower()
+
+
+def _close_all(idle: list[tuple[socket.socket, float]]) -> None:
+    """Close connections without dropping the GIL, which 32 calls of `socket.close` do."""
+    while idle:
+        quick_libc.close(idle.pop()[0].detach())
