@@ -165,7 +165,7 @@ def test_signals_during_reads(file: LocalFile, data: bytes) -> None:
         signal.signal(signal.SIGALRM, previous)
 
 
-def test_c120_without_descriptors_the_read_is_plain(file: LocalFile, data: bytes, calls: list[int]) -> None:
+def test_c99_without_descriptors_the_read_is_plain(file: LocalFile, data: bytes, calls: list[int]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     region = memory.allocate(SIZE)
     before = descriptors()
