@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -49,6 +49,8 @@ class LoadReport:
     """Names that only the module has (a tied name is not missing if the tensor is loaded under another name)."""
     unexpected: tuple[str, ...]
     """Names that only the checkpoint has; their data was not read, unless a load hook may use it."""
+    path: str = field(default="", compare=False)
+    """The checkpoint, as errors name it; of a repository of the hub with its commit."""
 
 
 class ModuleTarget:
@@ -150,7 +152,7 @@ class ModuleTarget:
                 f"missing {listed(missing)}, unexpected {listed(unexpected)}{_advice(missing, unexpected)}",
                 path=path,
             )
-        self._report = LoadReport(missing, unexpected)
+        self._report = LoadReport(missing, unexpected, path)
         if self._leaves_all_to_torch():
             self._tree.hook([""])
         self._choose(present)
@@ -395,7 +397,7 @@ class ModuleTarget:
                 raise
             raise MismatchError(one_line(str(error)[:_SHOWN_CHARACTERS]), path=self._path) from error
         missing, unexpected = (getattr(found, kind, ()) for kind in ("missing_keys", "unexpected_keys"))
-        return LoadReport(tuple(missing), tuple(unexpected))
+        return LoadReport(tuple(missing), tuple(unexpected), self._path)
 
     def _state_for_hooks(self) -> OrderedDict[str, torch.Tensor]:
         tree = self._tree

@@ -43,7 +43,7 @@ from stio.format.shared import ALIASES_KEY, parse_aliases
 from stio.runtime.limits import Limits
 from stio.runtime.memory import allocate
 from stio.runtime.operation import start_thread
-from stio.runtime.urls import is_url, without_secrets
+from stio.runtime.urls import is_url
 from stio.storage.base import ParallelRoot, Root, Source
 from stio.storage.open import OneFile, most_open_files, open_directory, open_file, open_url
 
@@ -253,7 +253,7 @@ class _Opening:
             if name and not name.endswith(INDEX_SUFFIX):
                 root = OneFile(root, name)
             opened = self._in_root(root, name if name.endswith(INDEX_SUFFIX) else None)
-            opened.path = without_secrets(url)
+            opened.path = f"{root.path}/{name}" if name else root.path
             return opened
         except IndexFormatError as error:
             _advise(error, advice_for_index(name))

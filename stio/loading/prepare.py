@@ -97,7 +97,7 @@ def prepare(
         SliceError: A slice does not fit its tensor.
         UnsupportedDtypeError: torch does not have the dtype of a tensor.
     """
-    with traced(options.trace, "plan"):
+    with traced(options.trace, "plan", detail=opened.path):
         by_stored_name = _by_stored_name(slices or {}, opened)
         device = resolve_placement(options.device)
         selections = select_by_device(opened.headers, opened.aliases, names, device, path=opened.path)

@@ -36,7 +36,7 @@ from stio.storage.download import (
     opened_directory,
     wait_until,
 )
-from stio.storage.open import open_url
+from stio.storage.open import is_hub, open_url
 
 RECORD_NAME = "stio-pull.json"
 """File of a pulled directory that names the state of each of its files in the store."""
@@ -99,6 +99,8 @@ def pull(
     """
     if not is_url(url):
         raise ValueError(f"pull copies from a URL, such as s3://bucket/model; {without_secrets(url)!r} is none")
+    if is_hub(url):
+        raise ValueError("the hub's own command copies its repositories: `hf download OWNER/NAME --local-dir DIR`")
     target = os.path.abspath(os.fsdecode(directory))
     parent, name = os.path.split(target)
     if not name or os.path.ismount(target):

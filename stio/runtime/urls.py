@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-SCHEMES = ("s3", "gs", "az", "http", "https")
-"""Schemes of the stores that stio reads."""
+SCHEMES = ("s3", "gs", "az", "http", "https", "hf")
+"""Schemes of the stores that stio reads, and of the Hugging Face hub."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/?#]*)(.*)", re.DOTALL)
 

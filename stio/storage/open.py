@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
+from stio.runtime.urls import without_secrets
 from stio.storage import async_files, local
 from stio.storage.base import Root, Source
 from stio.storage.checks import open_files_limit
@@ -40,13 +41,26 @@ def open_url(url: str) -> tuple[Root, str]:
         url: A URL with one of `stio.runtime.urls.SCHEMES`.
 
     Raises:
-        ImportError: obstore is not installed.
-        CheckpointNotFoundError: It names no bucket, container or host.
+        ImportError: obstore, or for hf:// huggingface_hub, is not installed.
+        CheckpointNotFoundError: It names no bucket, container, host or repository.
         StorageError: The settings for this store are wrong.
     """
     root: Root
-    root, name = import_module("stio.storage.remote.source").open_url(url)
+    root, name = import_module("stio.storage.hub" if is_hub(url) else "stio.storage.remote.source").open_url(url)
     return root, name
+
+
+def place_of_url(url: str) -> str:
+    """Return the path, or the URL, below which all sources of a URL are that `open_url` opens."""
+    if is_hub(url):
+        folder: str = import_module("stio.storage.hub").cache_folder(url)
+        return folder
+    return without_secrets(url).rstrip("/")
+
+
+def is_hub(url: str) -> bool:
+    """Return whether a URL is one of the Hugging Face hub."""
+    return url.partition("://")[0].lower() == "hf"
 
 
 def most_open_files() -> int:

@@ -36,8 +36,9 @@ from stio.runtime.operation import Operation, start_thread
 from stio.runtime.process import after_fork_in_child, thread_name
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
-from stio.runtime.urls import is_url, without_secrets
+from stio.runtime.urls import is_url
 from stio.storage.base import Root, Source
+from stio.storage.open import place_of_url
 
 T = TypeVar("T")
 logger = logging.getLogger("stio")
@@ -232,7 +233,7 @@ def _on_own_thread(work: Callable[[], T]) -> T:
 def _place_of(source: SourceLike) -> str:
     path = source.path if isinstance(source, Root) else os.fsdecode(source)
     if is_url(path):
-        path = without_secrets(path).rstrip("/")
+        path = place_of_url(path)
         return path.rpartition("/")[0] if path.endswith(INDEX_SUFFIX) else path
     if path.endswith(INDEX_SUFFIX):
         path = os.path.dirname(path) or "."

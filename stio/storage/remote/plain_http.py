@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from stio.runtime.calls import LOOK_SECONDS
 from stio.runtime.log import log
 from stio.runtime.memory import Region, quick_libc
 from stio.runtime.operation import Cancelled
@@ -30,8 +31,6 @@ from stio.runtime.urls import without_secrets
 from stio.runtime.workers import is_interrupted
 from stio.storage.base import Identity
 
-_LOOK_SECONDS = 0.5
-"""A worker that waits for bytes looks so often whether it should end."""
 _CONNECT_SECONDS = 10.0
 _IDLE_SECONDS = 20.0
 """A connection without requests for so long is not used again: servers close such connections."""
@@ -189,7 +188,7 @@ class PlainHttp:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             # A time limit of Python's makes the socket non-blocking, and MSG_WAITALL returns early then.
             connection.setblocking(True)
-            look_seconds = min(_LOOK_SECONDS, self._stall_seconds)
+            look_seconds = min(LOOK_SECONDS, self._stall_seconds)
             connection.setsockopt(
                 socket.SOL_SOCKET,
                 socket.SO_RCVTIMEO,
@@ -268,7 +267,7 @@ def _wait_connected(connection: socket.socket) -> None:
     poll = select.poll()
     poll.register(connection, select.POLLOUT)
     until = time.monotonic() + _CONNECT_SECONDS
-    while not poll.poll(_LOOK_SECONDS * 1000):
+    while not poll.poll(LOOK_SECONDS * 1000):
         if is_interrupted():
             raise Cancelled
         if time.monotonic() >= until:

@@ -1,37 +1,28 @@
 """Requests that a cancel leaves within a second, and that are repeated if they fail.
 
-A call of obstore cannot be interrupted: it ends with its answer, or when the store was silent for too long. So it runs
-on a thread of its own, and writes only to memory that obstore allocates; the worker that needs the answer waits for it,
-and looks now and then whether it should end. A worker that ends leaves the call behind: it touches no buffer of the
-load, and its answer is dropped.
+A call of obstore cannot be interrupted: it ends with its answer, or when the store was silent for too long. So it is a
+`stio.runtime.calls.Call`, and writes only to memory that obstore allocates. A worker that ends leaves it behind.
 """
 
 from __future__ import annotations
 
-import _thread
-import atexit
 import logging
 import os
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from stio.errors import StorageError
+from stio.runtime.calls import LOOK_SECONDS, Call
 from stio.runtime.log import log
-from stio.runtime.operation import Cancelled, current_operation
-from stio.runtime.process import after_fork_in_child
+from stio.runtime.operation import Cancelled
 from stio.runtime.workers import is_interrupted
 from stio.storage.remote.failures import failure_of
 from stio.storage.remote.stores import STALL_SECONDS
 
 T = TypeVar("T")
-
-_LOOK_SECONDS = 0.5
-"""A worker looks so often whether it should end. Each look needs the interpreter, which 32 of them share."""
-_IDLE_SECONDS = 5.0
-_EXIT_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,104 +120,7 @@ def pause(seconds: float) -> None:
     while (left := until - time.monotonic()) > 0:
         if is_interrupted():
             raise Cancelled
-        time.sleep(min(left, _LOOK_SECONDS))
-
-
-class Call(Generic[T]):
-    """A function that runs on another thread, unless the calling thread cannot be interrupted anyway.
-
-    Args:
-        work: The function.
-    """
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work: Callable[[], T] | None = work
-        self._value: T | None = None
-        self._error: BaseException | None = None
-        self._ended = _thread.allocate_lock()
-        self._ended.acquire()
-        if current_operation() is None:
-            self._run()
-        else:
-            _submit(self)
-
-    def result(self) -> T:
-        """Wait until the function has ended; return what it returned, or raise what it raised. Called once.
-
-        Raises:
-            Cancelled: The calling thread should end; the function may go on.
-        """
-        while not self._ended.acquire(True, _LOOK_SECONDS):
-            if is_interrupted():
-                raise Cancelled
-        error, self._error = self._error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error
-        value, self._value = self._value, None
-        return value  # type: ignore[return-value]  # set whenever there is no error
-
-    def _run(self) -> None:
-        work, self._work = self._work, None
-        try:
-            self._value = work()  # type: ignore[misc]  # set until here
-        except BaseException as error:
-            self._error = error
-        del work
-        self._ended.release()
-
-
-# Threads. Each serves one call after the other, and ends when there was none for some seconds.
-
-
-class _Thread:
-    def __init__(self, call: Call[Any]) -> None:
-        self.call: Call[Any] | None = call
-        self.wake = _thread.allocate_lock()
-        self.wake.acquire()
-
-    def run(self) -> None:
-        while self.call is not None:
-            call, self.call = self.call, None
-            call._run()
-            _under_way.discard(call)
-            del call
-            _idle.append(self)
-            if not self.wake.acquire(True, _IDLE_SECONDS):
-                try:
-                    _idle.remove(self)
-                    return
-                except ValueError:  # it was taken in between: its call is coming
-                    self.wake.acquire()
-
-
-_idle: list[_Thread] = []
-_under_way: set[Call[Any]] = set()
-
-
-def _submit(call: Call[Any]) -> None:
-    _under_way.add(call)
-    try:
-        thread = _idle.pop()
-    except IndexError:
-        try:
-            _thread.start_new_thread(_Thread(call).run, ())
-        except RuntimeError:  # the limit of threads: it cannot be interrupted then
-            call._run()
-            _under_way.discard(call)
-    else:
-        thread.call = call
-        thread.wake.release()
-
-
-@atexit.register
-def _wait_at_exit() -> None:
-    """Give calls that were left behind some time: obstore must not return to an interpreter that is gone."""
-    until = time.monotonic() + _EXIT_SECONDS
-    while _under_way and time.monotonic() < until:
-        time.sleep(0.01)
+        time.sleep(min(left, LOOK_SECONDS))
 
 
 # Fork: obstore's own threads are not in the child, and a request would wait for them for ever.
@@ -249,9 +143,3 @@ def require_usable(path: str) -> None:
             "'spawn' or 'forkserver' (multiprocessing.set_start_method), or read no URL before the fork",
             path=path,
         )
-
-
-@after_fork_in_child
-def _forget_threads() -> None:
-    _idle.clear()
-    _under_way.clear()

@@ -15,13 +15,14 @@ import numpy as np
 from stio.errors import CheckpointNotFoundError, StioError, StorageError
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.runtime import memory
+from stio.runtime.calls import Call
 from stio.runtime.memory import Region
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Identity, Requests
 from stio.storage.checks import cut_short
 from stio.storage.remote.failures import WrongAnswerError
 from stio.storage.remote.plain_http import PlainHttp, PlainObject, plain_address
-from stio.storage.remote.requests import Call, Patience, Requester, require_usable
+from stio.storage.remote.requests import Patience, Requester, require_usable
 from stio.storage.remote.stores import (
     Location,
     Options,

@@ -63,6 +63,8 @@ def locate(url: str) -> Location:
     """
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
+    if scheme not in ("http", "https", "s3", "gs", "az"):
+        raise CheckpointNotFoundError("no store has URLs of this scheme", path=without_secrets(url))
     if scheme in ("http", "https"):
         try:
             parts = urlsplit(url)

@@ -1,0 +1,128 @@
+"""Calls of other libraries that cannot be interrupted, which a cancel leaves behind within a second.
+
+Such a call runs on a thread of its own. The worker that needs its result waits for it, and looks now and then whether
+it should end. A worker that ends leaves the call behind, and its result is dropped: so it must touch no buffer of the
+operation.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from stio.runtime.operation import Cancelled, current_operation
+from stio.runtime.process import after_fork_in_child
+from stio.runtime.workers import is_interrupted
+
+T = TypeVar("T")
+
+LOOK_SECONDS = 0.5
+"""A worker looks so often whether it should end. Each look needs the interpreter, which 32 of them share."""
+_IDLE_SECONDS = 5.0
+_EXIT_SECONDS = 2.0
+
+
+class Call(Generic[T]):
+    """A function that runs on another thread, unless the calling thread cannot be interrupted anyway.
+
+    Args:
+        work: The function.
+    """
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work: Callable[[], T] | None = work
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._ended = _thread.allocate_lock()
+        self._ended.acquire()
+        if current_operation() is None:
+            self._run()
+        else:
+            _submit(self)
+
+    def result(self) -> T:
+        """Wait until the function has ended; return what it returned, or raise what it raised. Called once.
+
+        Raises:
+            Cancelled: The calling thread should end; the function may go on.
+        """
+        while not self._ended.acquire(True, LOOK_SECONDS):
+            if is_interrupted():
+                raise Cancelled
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
+        value, self._value = self._value, None
+        return value  # type: ignore[return-value]  # set whenever there is no error
+
+    def _run(self) -> None:
+        work, self._work = self._work, None
+        try:
+            self._value = work()  # type: ignore[misc]  # set until here
+        except BaseException as error:
+            self._error = error
+        del work
+        self._ended.release()
+
+
+# Threads. Each serves one call after the other, and ends when there was none for some seconds.
+
+
+class _Thread:
+    def __init__(self, call: Call[Any]) -> None:
+        self.call: Call[Any] | None = call
+        self.wake = _thread.allocate_lock()
+        self.wake.acquire()
+
+    def run(self) -> None:
+        while self.call is not None:
+            call, self.call = self.call, None
+            call._run()
+            _under_way.discard(call)
+            del call
+            _idle.append(self)
+            if not self.wake.acquire(True, _IDLE_SECONDS):
+                try:
+                    _idle.remove(self)
+                    return
+                except ValueError:  # it was taken in between: its call is coming
+                    self.wake.acquire()
+
+
+_idle: list[_Thread] = []
+_under_way: set[Call[Any]] = set()
+
+
+def _submit(call: Call[Any]) -> None:
+    _under_way.add(call)
+    try:
+        thread = _idle.pop()
+    except IndexError:
+        try:
+            _thread.start_new_thread(_Thread(call).run, ())
+        except RuntimeError:  # the limit of threads: it cannot be interrupted then
+            call._run()
+            _under_way.discard(call)
+    else:
+        thread.call = call
+        thread.wake.release()
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Give calls that were left behind some time: it must not return to an interpreter that is gone."""
+    until = time.monotonic() + _EXIT_SECONDS
+    while _under_way and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+@after_fork_in_child
+def _forget_threads() -> None:
+    _idle.clear()
+    _under_way.clear()

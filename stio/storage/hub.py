@@ -1,0 +1,321 @@
+"""Repositories of models on the Hugging Face hub, as directories: their files are in the hub's own cache.
+
+A revision is resolved to a commit once, and all files are of that commit. A file is downloaded by huggingface_hub when
+it is opened, or ahead of that with others: so of a sharded checkpoint first the index is there, and then only the
+shards that a load needs. Tokens, endpoints, the cache's place and its locks are that package's matter.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+from stio.errors import CheckpointNotFoundError, StioError, StorageError, install_command, one_line, printable
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
+from stio.runtime.calls import Call
+from stio.runtime.log import log
+from stio.runtime.workers import WorkerPool
+from stio.storage.base import Source
+from stio.storage.local import open_file
+
+T = TypeVar("T")
+
+_NUM_DOWNLOADS = 8
+"""Files that are downloaded at one time: as many as the hub's own function does."""
+_CHECKPOINTS = (f"model{FILE_SUFFIX}{INDEX_SUFFIX}", f"model{FILE_SUFFIX}")
+_URL = re.compile(
+    r"hf://(?:models/)?(?P<repository>[^/@]+/[^/@]+)"
+    r"(?:@(?P<revision>refs/(?:pr/\d+|convert/[\w.-]+)|[^/]+))?(?:/(?P<key>.*))?",
+    re.IGNORECASE | re.DOTALL,
+)
+_OTHER_TYPES = ("datasets", "spaces", "buckets", "kernels")
+_UNREACHABLE = {"LocalEntryNotFoundError", "HfHubHTTPError", "ConnectionError", "TransportError", "Timeout", "SSLError"}
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class _UnreachableError(Exception):
+    """The hub did not answer, or may not be asked; the cache may have what is needed."""
+
+    def __init__(self, error: StioError, *, is_offline: bool = False) -> None:
+        super().__init__(str(error))
+        self.error = error
+        """What to raise if the cache does not have it."""
+        self.is_offline = is_offline
+        """Whether the user does not want it to be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubLocation:
+    """A directory of a repository."""
+
+    repository: str
+    """Owner and name."""
+    revision: str | None
+    """Branch, tag or commit; None: the default branch."""
+    folder: str
+    """Path of the directory, "" for the repository's own."""
+
+    def shown(self, revision: str | None) -> str:
+        """Return the URL with a revision."""
+        at = f"@{revision}" if revision else ""
+        return f"hf://{self.repository}{at}" + (f"/{self.folder}" if self.folder else "")
+
+
+def locate(url: str) -> tuple[HubLocation, str]:
+    """Return the directory of a URL, and the name of a file or an index in it that the URL names, or "".
+
+    Raises:
+        CheckpointNotFoundError: It names no repository of models.
+    """
+    found = _URL.fullmatch(url)
+    first = url[len("hf://") :].partition("/")[0].lower()
+    if first in _OTHER_TYPES:
+        raise CheckpointNotFoundError(f"checkpoints are read from repositories of models, not from {first}", path=url)
+    if found is None:
+        raise CheckpointNotFoundError("a URL of the hub is hf://owner/name, or hf://owner/name@revision/path", path=url)
+    key = (found["key"] or "").strip("/")
+    if any(part in ("", ".", "..") for part in key.split("/")) and key:
+        raise CheckpointNotFoundError("the path in the repository is none", path=url)
+    folder, name = key, ""
+    if key.endswith((FILE_SUFFIX, FILE_SUFFIX + INDEX_SUFFIX)):
+        folder, _, name = key.rpartition("/")
+    revision = unquote(found["revision"]) if found["revision"] else None
+    return HubLocation(found["repository"], revision, folder), name
+
+
+def open_url(url: str) -> tuple[HubRoot, str]:
+    """Return the directory of a URL, and a name; see `stio.storage.open.open_url`."""
+    location, name = locate(url)
+    return HubRoot(location), name
+
+
+def cache_folder(url: str) -> str:
+    """Return the directory of the hub's cache that has all files of a URL's repository."""
+    constants: Any = import_module("huggingface_hub.constants")
+    name = "--".join(["models", *locate(url)[0].repository.split("/")])
+    return os.path.join(os.path.realpath(constants.HF_HUB_CACHE), name)
+
+
+class HubRoot:
+    """A directory of a repository, in the state of one commit; a `Root`.
+
+    Args:
+        location: The directory.
+
+    Raises:
+        ImportError: huggingface_hub is not installed.
+    """
+
+    def __init__(self, location: HubLocation) -> None:
+        try:
+            self._hub: Any = import_module("huggingface_hub")
+        except ImportError as error:
+            raise ImportError(f"hf:// needs huggingface_hub: {install_command('hub')}; {error}") from error
+        self._location = location
+        self.path = location.shown(location.revision)
+        """The URL, with the commit as soon as that is known."""
+        self._commit = ""
+        self._has_ref = False
+        """Whether the cache says which commit the revision is: the hub's package writes that with a download."""
+        self._names: list[str] = []
+        self._ahead: dict[str, str | StioError] = {}
+
+    def listdir(self) -> list[str]:
+        """Return the names of the files of the directory, sorted.
+
+        Without the hub (`HF_HUB_OFFLINE`, or no connection) these are the files in the cache.
+
+        Raises:
+            CheckpointNotFoundError: There is no such repository or revision, or it cannot be seen.
+            StorageError: The hub refuses, or cannot be reached.
+        """
+        self._resolve()
+        return self._names
+
+    def open_ahead(self, names: Sequence[str]) -> None:
+        """Download files at one time, each of which `open` opens later. Blocks; raises no error of a file."""
+        self._resolve()
+        left = [name for name in dict.fromkeys(names) if name not in self._ahead][::-1]
+
+        def work() -> None:
+            while left:
+                try:
+                    name = left.pop()
+                except IndexError:
+                    return
+                try:
+                    self._ahead[name] = self._download(name)
+                except StioError as error:
+                    self._ahead[name] = error
+
+        if len(left) > 1:
+            WorkerPool("download").run(work, min(len(left), _NUM_DOWNLOADS))
+
+    def open(self, name: str, *, trusted: bool = False) -> Source:
+        """Open one file; download it if it is not in the cache.
+
+        Args:
+            name: Name of the file in the directory.
+            trusted: Has no meaning here: the cache's own links are followed.
+
+        Raises:
+            CheckpointNotFoundError: The repository has no such file, or the cache has none and the hub is not asked.
+            StorageError: The hub refuses, or cannot be reached, or the cache cannot be written.
+        """
+        self._resolve()
+        found = self._ahead.pop(name, None)
+        if isinstance(found, StioError):
+            raise found
+        return open_file(self._download(name) if found is None else found)
+
+    def close(self) -> None:
+        """Do nothing: files that were opened can still be read."""
+
+    def _resolve(self) -> None:
+        """Get the commit, and the names of its files."""
+        if self._commit:
+            return
+        location = self._location
+        cached = found = self._cached()
+        is_pinned = cached is not None and cached[0] == location.revision
+        if found is None or not (is_pinned and any(name in found[1] for name in _CHECKPOINTS)):
+            try:
+                found = self._asked()
+            except _UnreachableError as error:
+                if found is None:
+                    raise error.error from error.__cause__
+                level = logging.INFO if error.is_offline else logging.WARNING
+                log(level, "%s; commit %s is in the cache, and is used", error, found[0])
+        self._commit, names = found
+        self._has_ref = self._commit == location.revision or (cached is not None and cached[0] == self._commit)
+        prefix = f"{location.folder}/" if location.folder else ""
+        inside = [name[len(prefix) :] for name in names if name.startswith(prefix)]
+        self._names = sorted(name for name in inside if "/" not in name)
+        self.path = location.shown(self._commit)
+
+    def _asked(self) -> tuple[str, list[str]]:
+        """Return the commit, and its files, as the hub tells them."""
+
+        def ask() -> Any:
+            return self._hub.HfApi().model_info(self._location.repository, revision=self._location.revision)
+
+        info = self._call(ask)
+        return info.sha, [file.rfilename for file in info.siblings or ()]
+
+    def _cached(self) -> tuple[str, list[str]] | None:
+        """Return the commit that the cache has for the revision, and its files there; None without one."""
+        folder = cache_folder(self._location.shown(None))
+        revision = self._location.revision or "main"
+        commit = revision if _COMMIT.fullmatch(revision) else ""
+        try:
+            if not commit:
+                with open(os.path.join(folder, "refs", *revision.split("/")), encoding="ascii") as file:
+                    commit = file.read().strip()
+            snapshot = os.path.join(folder, "snapshots", commit)
+            names = [
+                os.path.relpath(os.path.join(place, name), snapshot).replace(os.sep, "/")
+                for place, _, files in os.walk(snapshot)
+                for name in files
+            ]
+        except (OSError, ValueError):
+            return None
+        return (commit, names) if names and _COMMIT.fullmatch(commit) else None
+
+    def _download(self, name: str) -> str:
+        """Return the path of a file in the cache."""
+        location = self._location
+        key = f"{location.folder}/{name}" if location.folder else name
+
+        def download(revision: str | None) -> str:
+            path: str = self._hub.hf_hub_download(location.repository, key, revision=revision, library_name="stio")
+            return path
+
+        try:
+            if not self._has_ref:
+                path = self._call(partial(download, location.revision), name)
+                self._has_ref = True
+                if self._commit in path.split(os.sep):
+                    return path  # otherwise the branch has another commit by now
+            return self._call(partial(download, self._commit), name)
+        except _UnreachableError as error:
+            raise error.error from error.__cause__
+
+    def _call(self, work: Callable[[], T], name: str = "") -> T:
+        """Call a function of the hub. A cancel leaves it behind; a download then goes on in the cache.
+
+        Raises:
+            Cancelled: The calling thread should end.
+            StioError: It failed.
+            _UnreachableError: The hub did not answer.
+        """
+        path = f"{self.path}/{name}" if name else self.path
+        try:
+            return Call(work).result()
+        except Exception as error:
+            raise self._error(error, path, name) from error
+
+    @property
+    def _is_offline(self) -> bool:
+        constants: Any = import_module("huggingface_hub.constants")
+        return bool(constants.HF_HUB_OFFLINE)
+
+    def _error(self, error: Exception, path: str, name: str) -> StioError | _UnreachableError:
+        """Return what an error of the hub means. Errors that it does not raise are raised again."""
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        repository = self._location.repository
+        said = printable(one_line(" ".join(str(error).split())))
+        said = said if len(said) <= 300 else said[:300] + "..."
+        if "GatedRepoError" in kinds:
+            page = f"{import_module('huggingface_hub.constants').ENDPOINT}/{repository}"
+            return StorageError(
+                f"request access to this repository on {page}, then log in by `hf auth login`, or set HF_TOKEN",
+                path=path,
+                errno=errno.EACCES,
+            )
+        if "RepositoryNotFoundError" in kinds:
+            return CheckpointNotFoundError(
+                "the hub has no such repository, or it is private; check the name, and log in by `hf auth login`, or "
+                "set HF_TOKEN",
+                path=path,
+            )
+        if "RevisionNotFoundError" in kinds:
+            return CheckpointNotFoundError("the repository has no such revision; check the name after the @", path=path)
+        if "OfflineModeIsEnabled" in kinds or ("LocalEntryNotFoundError" in kinds and self._is_offline):
+            words = "the hub is not asked (HF_HUB_OFFLINE is set)"
+            if name:
+                return StorageError(f"{words}, and its cache does not have the file", path=path, errno=errno.ENOENT)
+            missing = CheckpointNotFoundError(f"{words}, and its cache does not have this revision", path=path)
+            return _UnreachableError(missing, is_offline=True)
+        if "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds:
+            return CheckpointNotFoundError("the repository has no such file", path=path)
+        if "HFValidationError" in kinds:
+            return CheckpointNotFoundError(f"the hub has no repositories of this name: {said}", path=path)
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        if "HfHubHTTPError" in kinds and status < 500 and status not in (0, 408, 429):
+            number = errno.EACCES if status in (401, 403) else errno.EIO
+            return StorageError(f"the hub refused the request: {said}", path=path, errno=number)
+        if kinds & {
+            "LocalEntryNotFoundError",
+            "HfHubHTTPError",
+            "ConnectionError",
+            "TransportError",
+            "Timeout",
+            "ProxyError",
+            "SSLError",
+        }:
+            return _UnreachableError(
+                StorageError(
+                    f"the hub cannot be reached, or did not answer: {said}", path=path, errno=errno.EHOSTUNREACH
+                )
+            )
+        if isinstance(error, OSError):
+            return StorageError(f"the file could not be downloaded: {said}", path=path, errno=error.errno or errno.EIO)
+        raise error

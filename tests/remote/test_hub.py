@@ -1,0 +1,325 @@
+"""hf://: which files are downloaded, of which commit; without the hub; refusals in words; cancels. By a fake hub."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from click.testing import CliRunner
+from fake_hub import TOKEN, FakeHub, Repository, fake_hub
+from torch import nn
+
+import stio
+from stio.cli.main import main
+from stio.errors import CheckpointNotFoundError, StioError, StorageError
+from stio.storage import hub as storage_hub
+
+huggingface_hub: Any = pytest.importorskip("huggingface_hub")
+constants: Any = pytest.importorskip("huggingface_hub.constants")
+
+MODEL = "hf://org/tiny"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """Run a hub, which huggingface_hub asks, with an empty cache. It reads its environment when it is imported."""
+    with fake_hub() as running:
+        use(running.url, monkeypatch)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        yield running
+
+
+def use(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, torch.Tensor]:
+    return {f"layer.{k}": torch.randn(40, 25, generator=torch.Generator().manual_seed(k)) for k in range(5)}
+
+
+@pytest.fixture(scope="module")
+def files(tensors: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Return a repository: a checkpoint in shards, other weights, and one more checkpoint below a folder."""
+    where = tmp_path_factory.mktemp("repository")
+    stio.sync.save(tensors, where, max_shard_size=9000)
+    stio.sync.save(tensors, where / "sub" / "model.safetensors")
+    found = {str(path.relative_to(where)): path.read_bytes() for path in where.rglob("*.safetensors*")}
+    return found | {"consolidated.safetensors": b"no", "pytorch_model.bin": b"no", "config.json": b"{}"}
+
+
+@pytest.fixture
+def repository(hub: FakeHub, files: dict[str, bytes]) -> Repository:
+    made = hub.repositories["org/tiny"] = Repository()
+    made.commit(files)
+    return made
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+INDEX = "model.safetensors.index.json"
+SHARDS = [f"model-0000{k}-of-00003.safetensors" for k in (1, 2, 3)]
+
+
+def test_the_index_and_its_shards_are_downloaded_once(
+    hub: FakeHub, repository: Repository, tensors: dict[str, torch.Tensor]
+) -> None:
+    assert same(stio.sync.load(MODEL), tensors)
+    assert hub.downloads()[0] == INDEX
+    assert sorted(hub.downloads()) == [*SHARDS, INDEX]
+    hub.requests.clear()
+    assert same(stio.sync.load(f"{MODEL}/"), tensors)
+    assert hub.downloads() == []
+
+
+def test_only_the_shards_of_the_chosen_tensors_are_downloaded(
+    hub: FakeHub, repository: Repository, tensors: dict[str, torch.Tensor]
+) -> None:
+    found = stio.sync.load(MODEL, names="layer.4")
+    assert torch.equal(found["layer.4"], tensors["layer.4"])
+    assert hub.downloads() == [INDEX, SHARDS[2]]
+
+
+URLS = {
+    "a file": "hf://org/tiny/sub/model.safetensors",
+    "a folder": "hf://org/tiny/sub/",
+    "a type": "hf://models/org/tiny@main/sub",
+    "an index": f"hf://org/tiny/{INDEX}",
+    "upper case": "HF://org/tiny",
+}
+
+
+@pytest.mark.parametrize("url", URLS.values(), ids=URLS.keys())
+def test_what_a_url_names(url: str, repository: Repository, tensors: dict[str, torch.Tensor]) -> None:
+    assert same(stio.sync.load(url), tensors)
+
+
+def test_revisions(hub: FakeHub, repository: Repository, files: dict[str, bytes]) -> None:
+    first = repository.refs["main"]
+    other = stio.sync.load(f"{MODEL}@{first}")
+    for name, ref in (("v1", "v1"), ("refs/pr/7", "refs/pr/7"), ("a/b", "a%2Fb")):
+        repository.commit({**files, name: b""}, name)
+        assert same(stio.sync.load(f"{MODEL}@{ref}"), other)
+    hub.requests.clear()
+    assert same(stio.sync.load(f"{MODEL}@{first}"), other)
+    assert hub.requests == [], "a commit that is in the cache needs no request"
+
+
+@pytest.mark.anyio
+async def test_every_function_on_every_loop(repository: Repository, tensors: dict[str, torch.Tensor]) -> None:
+    assert same(await stio.load(MODEL, memory="map"), tensors)
+    async with stio.open(MODEL) as checkpoint:
+        assert same({name: tensor async for name, tensor in checkpoint.stream()}, tensors)
+    module = Layers()
+    trace = stio.Trace()
+    report = await stio.load_into(module, MODEL, trace=trace)
+    assert report.path == f"{MODEL}@{repository.refs['main']}"
+    assert report.path in {span.detail for span in trace.spans}
+    assert same(module.state_dict(), tensors)
+    with torch.device("meta"):
+        empty = Layers()
+    async with stio.warm_start(empty, MODEL) as warm:
+        assert (await warm.done()).path == report.path
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ParameterList(nn.Parameter(torch.zeros(40, 25)) for _ in range(5))
+
+
+def test_a_host_cache_keeps_and_drops_it(repository: Repository, tensors: dict[str, torch.Tensor]) -> None:
+    with stio.sync.HostCache(budget_bytes=64 << 20) as cache:
+        cache.prefetch(MODEL)
+        assert same(stio.sync.load(MODEL, cache=cache), tensors)
+        assert (cache.stats().hits, cache.stats().entries) == (3, 3)
+        cache.evict(MODEL)
+        assert cache.stats().entries == 0
+
+
+def test_commands(repository: Repository, tmp_path: Path) -> None:
+    def run(*words: str, status: int = 0) -> str:
+        done = CliRunner().invoke(main, words)
+        assert done.exit_code == status, done.output
+        return done.output
+
+    assert "5 tensors" in run("inspect", MODEL)
+    assert repository.refs["main"] in run("verify", MODEL, "--no-progress", "--json")
+    assert "5 tensors" in run("load", MODEL, "--device", "cpu", "--no-progress")
+    assert "equal" in run("diff", MODEL, f"{MODEL}/sub", "--no-progress")
+    run("convert", MODEL, str(tmp_path / "m.safetensors"), "--no-progress")
+    assert "equal" in run("diff", MODEL, str(tmp_path / "m.safetensors"), "--no-progress")
+    assert "hf download" in run("pull", MODEL, str(tmp_path / "copy"), status=2)
+
+
+# Without the hub.
+
+
+def test_offline_the_cache_is_used(
+    hub: FakeHub, repository: Repository, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointNotFoundError, match="HF_HUB_OFFLINE"):
+        stio.sync.load(MODEL)
+    assert hub.requests == []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    stio.sync.load(MODEL, names="layer.0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    assert torch.equal(stio.sync.load(MODEL, names="layer.0")["layer.0"], tensors["layer.0"])
+    with pytest.raises(StorageError, match="cache does not have the file") as caught:
+        stio.sync.load(MODEL)
+    assert caught.value.path is not None
+    assert caught.value.path.startswith(f"{MODEL}@{repository.refs['main']}/model-0000")
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("kind", ["no connection", "503"])
+def test_a_hub_that_does_not_answer(
+    hub: FakeHub,
+    repository: Repository,
+    tensors: dict[str, torch.Tensor],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def break_it() -> None:
+        if kind == "503":
+            hub.fault = lambda method, path: 503
+            return
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            use(f"http://127.0.0.1:{closed.getsockname()[1]}", monkeypatch)
+
+    use_works = constants.ENDPOINT
+    break_it()
+    with pytest.raises(StorageError, match="cannot be reached") as caught:
+        stio.sync.load(MODEL)
+    assert caught.value.path == MODEL
+    assert caught.value.__cause__ is not None
+    hub.fault = lambda method, path: None
+    use(use_works, monkeypatch)
+    stio.sync.load(MODEL)
+    break_it()
+    assert same(stio.sync.load(MODEL), tensors)
+    assert f"commit {repository.refs['main']} is in the cache, and is used" in caplog.text
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("hf://gpt2", "hf://owner/name"),
+        ("hf://", "hf://owner/name"),
+        ("hf://org/tiny@", "hf://owner/name"),
+        ("hf://datasets/org/data", "not from datasets"),
+        ("hf://buckets/org/data/x.safetensors", "not from buckets"),
+        ("hf://org/tiny/../x.safetensors", "path in the repository"),
+        ("hf://org/none", "no such repository, or it is private"),
+        ("hf://org/ti--ny", "no repositories of this name"),
+        ("hf://org/tiny@v9", "no such revision"),
+        ("hf://org/tiny/none.safetensors", "no such file"),
+        ("hf://org/tiny/none", "no"),
+        ("hf://org/tiny/pytorch_model.bin", "torch.save"),
+    ],
+)
+def test_what_is_not_there(url: str, words: str, repository: Repository) -> None:
+    with pytest.raises(StioError, match=words) as caught:
+        stio.sync.load(url)
+    assert url.rstrip("/@") in re.sub("@[0-9a-f]{40}", "", str(caught.value))
+
+
+def test_gated_and_private_repositories(
+    hub: FakeHub, repository: Repository, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository.is_gated = True
+    with pytest.raises(StorageError, match=f"request access to this repository on {hub.url}/org/tiny") as gated:
+        stio.sync.load(MODEL)
+    repository.is_gated, repository.is_private = False, True
+    with pytest.raises(CheckpointNotFoundError, match="or it is private"):
+        stio.sync.load(MODEL)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert same(stio.sync.load(MODEL), tensors)
+    hub.fault = lambda method, path: 400
+    with pytest.raises(StorageError, match="refused the request") as refused:
+        stio.sync.load(MODEL)
+    for error in (gated.value, refused.value):
+        assert TOKEN not in f"{error} {error.__cause__}"
+
+
+def test_a_cache_that_cannot_be_written(repository: Repository, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    with pytest.raises(StioError) as caught:
+        stio.sync.load(MODEL)
+    assert MODEL in str(caught.value)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(storage_hub, "import_module", missing)
+    with pytest.raises(ImportError, match=r"hf:// needs huggingface_hub: pip install .*\[hub\]"):
+        stio.sync.load(MODEL)
+
+
+# Cancels.
+
+
+@pytest.mark.anyio
+async def test_a_cancel_is_heard_while_a_file_is_downloaded(
+    hub: FakeHub, repository: Repository, tensors: dict[str, torch.Tensor]
+) -> None:
+    hub.gate.clear()
+    started = threading.Event()
+    hub.fault = lambda method, path: started.set() if method == "GET" and "/resolve/" in path else None
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stio.load, MODEL)
+            await anyio.to_thread.run_sync(started.wait, 10)
+            began = time.monotonic()
+            scope.cancel()
+    assert time.monotonic() - began < 2
+    hub.gate.set()  # what was under way ends in the background; a further load takes it from there
+    assert same(await stio.load(MODEL), tensors)
+
+
+def test_a_commit_replaces_the_branch_while_a_load_goes_on(
+    hub: FakeHub, repository: Repository, files: dict[str, bytes], tensors: dict[str, torch.Tensor]
+) -> None:
+    """All files are of one commit: that which the branch had at first."""
+
+    def fault(method: str, path: str) -> None:
+        if path.endswith(INDEX) and method == "GET":
+            repository.commit({**files, **dict.fromkeys(SHARDS, b"another model")})
+
+    hub.fault = fault
+    assert same(stio.sync.load(MODEL), tensors)
+    with pytest.raises(StioError):
+        stio.sync.load(MODEL)
+
+
+def test_the_files_are_in_the_hubs_own_cache(repository: Repository) -> None:
+    stio.sync.load(MODEL)
+    path = huggingface_hub.try_to_load_from_cache("org/tiny", INDEX)
+    assert isinstance(path, str)
+    assert os.path.exists(path)
