@@ -68,6 +68,7 @@ DYNAMIC_IMPORTS = {
     "integrations/vllm.py": "vLLM is there when it calls; the hub is asked for files that are not on this machine only",
     "runtime/hashing.py": "xxhash is an extra, needed with hash='xxh3' only",
     "runtime/progress.py": "tqdm is an extra, needed with progress=True only",
+    "storage/hub.py": "huggingface_hub is an extra, needed with hf:// only",
     "storage/open.py": "what reads URLs, and numpy with it, is needed with a URL only",
     "storage/remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with some profiles of AWS only",
     "storage/gds.py": "kvikio is an extra, needed with memory='gds' only",

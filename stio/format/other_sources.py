@@ -59,8 +59,6 @@ def advice_for_missing(path: str, *, parent_exists: bool) -> str:
     url = None if parent_exists else _URL.fullmatch(path)
     if url is not None:
         scheme, second_slash, rest = url.groups()
-        if scheme.lower() == "hf" and _HUB_ID.fullmatch(rest.rstrip("/")):
-            return _advice_for_hub_id(rest.rstrip("/"))
         if not second_slash and not rest:
             return ""
         text = printable(without_secrets(f"{scheme}://{rest}"))
@@ -76,10 +74,7 @@ def advice_for_missing(path: str, *, parent_exists: bool) -> str:
 
 
 def _advice_for_hub_id(name: str) -> str:
-    return (
-        "; it looks like an id of the Hugging Face hub: download it, for instance by "
-        f"huggingface_hub.snapshot_download({name!r}), and pass the directory"
-    )
+    return f"; it looks like an id of the Hugging Face hub: pass {'hf://' + name!r}, which downloads it"
 
 
 def advice_for_start(head: bytes) -> str:

@@ -253,7 +253,7 @@ class _Opening:
             if name and not name.endswith(INDEX_SUFFIX):
                 root = OneFile(root, name)
             opened = self._in_root(root, name if name.endswith(INDEX_SUFFIX) else None)
-            opened.path = f"{root.path}/{name}" if name else root.path
+            opened.path = f"{root.path.rstrip('/')}/{name}" if name else root.path
             return opened
         except IndexFormatError as error:
             _advise(error, advice_for_index(name))

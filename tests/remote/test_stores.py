@@ -68,8 +68,8 @@ def test_without_secrets(text: str, shown: str) -> None:
 
 
 def test_what_is_a_url() -> None:
-    assert all(map(is_url, ("s3://b", "HTTPS://h", "az://c/x")))
-    assert not any(map(is_url, ("hf://a/b", "s3:/b", "model", "file:///x", Path("s3://b"), b"s3://b", None)))
+    assert all(map(is_url, ("s3://b", "HTTPS://h", "az://c/x", "hf://a/b")))
+    assert not any(map(is_url, ("hdfs://a/b", "s3:/b", "model", "file:///x", Path("s3://b"), b"s3://b", None)))
 
 
 @pytest.mark.parametrize(
