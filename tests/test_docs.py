@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 )  # one process saves the DCP checkpoint of the page
 def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with store(monkeypatch, tmp_path) if page == "howto/object-stores.md" else nullcontext():
+    with SERVERS.get(page, nothing)(monkeypatch, tmp_path):
         names = pages.run_page(DOCS / page)
     is_code = [
         block.language == "python" and block.runs and not block.is_file for block in pages.blocks_of(DOCS / page)
@@ -43,6 +43,14 @@ def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (names.keys() > {"__name__"}) is any(is_code)
     if page == "migration.md":
         assert torch.equal(names["row"], torch.tensor([[3.0, 4.0, 5.0]]))
+
+
+TINY = {
+    "embed.weight": torch.zeros(256, 32),
+    "head.weight": torch.zeros(256, 32),
+    "head.bias": torch.zeros(256),
+}
+"""The model that the pages load from servers."""
 
 
 @contextmanager
@@ -60,15 +68,32 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         for name in ("NO_PROXY", "no_proxy"):
             monkeypatch.setenv(name, "127.0.0.1")
         monkeypatch.setenv("HOME", str(tmp_path))
-        model = {
-            "embed.weight": torch.zeros(256, 32),
-            "head.weight": torch.zeros(256, 32),
-            "head.bias": torch.zeros(256),
-        }
-        stio.sync.save(model, tmp_path / "tiny.safetensors")
+        stio.sync.save(TINY, tmp_path / "tiny.safetensors")
         client.create_bucket(Bucket="models")
         client.upload_file(str(tmp_path / "tiny.safetensors"), "models", "tiny/model.safetensors")
         yield
+
+
+@contextmanager
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Run a hub on this machine that has the repository of the page."""
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.syspath_prepend(ROOT / "tests" / "remote")
+    fake: Any = import_module("fake_hub")
+    stio.sync.save(TINY, tmp_path / "model.safetensors")
+    with fake.fake_hub() as running:
+        fake.use(running.url, monkeypatch, tmp_path / "cache")
+        repository = running.repositories["stio/tiny"] = fake.Repository()
+        repository.commit({"model.safetensors": (tmp_path / "model.safetensors").read_bytes()})
+        yield
+
+
+def nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+SERVERS = {"howto/object-stores.md": store, "howto/hugging-face-hub.md": hub}
+"""What runs beside the code of a page."""
 
 
 def test_the_tutorial_can_be_pasted(tmp_path: Path) -> None:

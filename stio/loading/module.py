@@ -49,7 +49,7 @@ class LoadReport:
     """Names that only the module has (a tied name is not missing if the tensor is loaded under another name)."""
     unexpected: tuple[str, ...]
     """Names that only the checkpoint has; their data was not read, unless a load hook may use it."""
-    path: str = field(default="", compare=False)
+    path: str = field(default="", compare=False, repr=False)
     """The checkpoint, as errors name it; of a repository of the hub with its commit."""
 
 

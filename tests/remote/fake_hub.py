@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import pytest
 
 TOKEN = "hf_secret"
 
@@ -130,6 +133,21 @@ class _Handler(BaseHTTPRequestHandler):
             self.fake_hub.gate.wait()
             body = body[1:]
         self.wfile.write(body)
+
+
+def use(url: str, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Make huggingface_hub ask a hub, with a cache of its own; it reads its environment only when it is imported."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache.parent / "token"))
+    monkeypatch.setenv("HF_ENDPOINT", url)  # for child processes
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import anyio
 import pytest
 import torch
 from click.testing import CliRunner
-from fake_hub import TOKEN, FakeHub, Repository, fake_hub
+from fake_hub import TOKEN, FakeHub, Repository, fake_hub, use
 from torch import nn
 
 import stio
@@ -31,21 +31,10 @@ MODEL = "hf://org/tiny"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """Run a hub, which huggingface_hub asks, with an empty cache. It reads its environment when it is imported."""
+    """Run a hub, which huggingface_hub asks, with an empty cache."""
     with fake_hub() as running:
-        use(running.url, monkeypatch)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-            monkeypatch.delenv(name, raising=False)
+        use(running.url, monkeypatch, tmp_path / "cache")
         yield running
-
-
-def use(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 @pytest.fixture(scope="module")
@@ -206,16 +195,15 @@ def test_a_hub_that_does_not_answer(
             return
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))
-            use(f"http://127.0.0.1:{closed.getsockname()[1]}", monkeypatch)
+            monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
 
-    use_works = constants.ENDPOINT
     break_it()
     with pytest.raises(StorageError, match="cannot be reached") as caught:
         stio.sync.load(MODEL)
     assert caught.value.path == MODEL
     assert caught.value.__cause__ is not None
     hub.fault = lambda method, path: None
-    use(use_works, monkeypatch)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     stio.sync.load(MODEL)
     break_it()
     assert same(stio.sync.load(MODEL), tensors)
