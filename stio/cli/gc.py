@@ -10,7 +10,9 @@ import click
 
 from stio.cli.output import JSON_OPTION, PATH
 from stio.errors import one_line
+from stio.runtime.urls import is_url
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport, collect_garbage
+from stio.storage.open import open_destination
 
 
 @click.command()
@@ -23,17 +25,21 @@ from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport, collect
     type=click.FloatRange(min=0),
     default=MAX_AGE_SECONDS / 3600,
     show_default=True,
-    help="Leave younger saves alone where locks do not work across machines (NFS, FUSE).",
+    help="Leave younger saves alone where locks do not work across machines (NFS, FUSE, stores).",
 )
 @JSON_OPTION
 def gc(path: str, dry_run: bool, max_age_hours: float, as_json: bool) -> None:
     """Clean up after saves whose process died.
 
-    PATH is the destination of those saves. A save that had published its checkpoint is completed, any other is rolled
-    back. Saves under way are left alone. Each save also cleans up its own destination, so this command is for
-    destinations without further saves.
+    PATH is the destination of those saves: a path, or a URL of s3, gs or az. A save that had published its checkpoint
+    is completed, any other is rolled back. Saves under way are left alone. Each save also cleans up its own destination
+    on this machine, so this command is for stores, and for destinations without further saves.
     """
-    report = collect_garbage(path, max_age_seconds=max_age_hours * 3600, dry_run=dry_run)
+    max_age_seconds = max_age_hours * 3600
+    if is_url(path):
+        report: GarbageReport = open_destination(path).collect_unused(max_age_seconds=max_age_seconds, dry_run=dry_run)
+    else:
+        report = collect_garbage(path, max_age_seconds=max_age_seconds, dry_run=dry_run)
     if as_json:
         click.echo(json.dumps({"path": path, "dry_run": dry_run, **dataclasses.asdict(report)}, indent=2))
     else:
@@ -46,6 +52,7 @@ def _lines(path: str, report: GarbageReport, dry_run: bool) -> Iterator[str]:
         (report.finished, f"{would}completed, its checkpoint is published"),
         (report.undone, f"{would}rolled back, its checkpoint was not published"),
         (report.removed, f"{would}removed, an earlier cleanup was interrupted"),
+        (report.unused, f"{would}deleted, no index names it"),
         (report.kept, "left alone, its process runs or may run, or it cannot be removed"),
     ):
         yield from (f"{one_line(directory)}: {text}" for directory in directories)

@@ -166,6 +166,11 @@ def manifest_name(pattern: str) -> str:
     return "".join(_around_suffix(pattern)) + MANIFEST_SUFFIX
 
 
+def is_of_save(name: str) -> bool:
+    """Return whether a file of this name is a shard with the id of a save."""
+    return re.search(rf"-{_SAVE_ID}-[0-9]{{5,}}-of-[0-9]{{5,}}[^/]*{re.escape(FILE_SUFFIX)}\Z", name) is not None
+
+
 def is_checkpoint_file(name: str, pattern: str) -> bool:
     """Return whether a file of this name belongs to a checkpoint that was saved with this pattern.
 

@@ -30,15 +30,16 @@ class Call(Generic[T]):
 
     Args:
         work: The function.
+        on_own_thread: It always runs on another thread: the calling thread gives it its work piece by piece.
     """
 
-    def __init__(self, work: Callable[[], T]) -> None:
+    def __init__(self, work: Callable[[], T], *, on_own_thread: bool = False) -> None:
         self._work: Callable[[], T] | None = work
         self._value: T | None = None
         self._error: BaseException | None = None
         self._ended = _thread.allocate_lock()
         self._ended.acquire()
-        if current_operation() is None:
+        if current_operation() is None and not on_own_thread:
             self._run()
         else:
             _submit(self)

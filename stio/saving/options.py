@@ -26,9 +26,11 @@ from stio.runtime.hashing import HashName, new_hasher
 from stio.runtime.locks import require_unlocked
 from stio.runtime.progress import Progress, progress_callback
 from stio.runtime.trace import Trace
+from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Transaction
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.commit.target import OneFile, is_one_file
+from stio.storage.open import open_destination
 
 DEFAULT_MAX_SHARD_SIZE = "5GB"
 DEFAULT_PATTERN = "model{suffix}.safetensors"
@@ -96,6 +98,9 @@ def absolute_destination(destination: DestinationLike) -> str | OneFile | Destin
     require_unlocked()
     if isinstance(destination, Destination):
         return destination
+    if isinstance(destination, str) and is_url(destination):
+        remote: Destination = open_destination(destination)
+        return remote
     require_checkpoint_path(destination)
     path = os.fsdecode(destination)
     if path and not os.path.isabs(path):  # the transaction refuses an empty one
@@ -115,7 +120,10 @@ def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
     path = os.fsdecode(destination)
     scheme = _SCHEME.match(path)
     if scheme is not None and not os.path.isdir(scheme[1]):
-        raise ValueError(f"the destination {printable(path)!r} looks like a URL, and saves go to local paths")
+        raise ValueError(
+            f"the destination {printable(without_secrets(path))!r} looks like a URL; saves go to local paths, and to "
+            "URLs of s3, gs and az, passed as text"
+        )
     suffix = suffix_of_other_kind(os.path.basename(path))
     if suffix is not None and not isinstance(destination, OneFile) and not os.path.isdir(path):
         name = os.path.basename(path).removesuffix(suffix)

@@ -42,7 +42,7 @@ from stio.saving.options import (
 from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.scheduler import SaveScheduler
 from stio.saving.staging_pool import StagingPool, block_bytes_for
-from stio.storage.base import Note, Transaction
+from stio.storage.base import Note, Published, RecordingTransaction, Transaction
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.transaction import LocalTransaction, begin_local
 
@@ -52,7 +52,7 @@ EXIT_PATIENCE_SECONDS = 60.0
 Planner: TypeAlias = Callable[[Sequence[TensorSource], int], WritePlan]
 """Assigns each tensor to a file, and makes the headers; called with the tensors and the block size in bytes."""
 
-WhenDurable: TypeAlias = Callable[[str, str | None, WrittenFiles], None]
+WhenDurable: TypeAlias = Callable[[str, str | None, Published], None]
 """Called on a save's thread with what it published: the destination, links resolved; the pattern of the file names in a
 directory, None for one file; and the files."""
 
@@ -85,7 +85,7 @@ class PendingSave:
         self._options = options
         self._tensors = tensors_by_name(tensors)
         self._absolute_destination = absolute_destination(destination)
-        self._max_shard_bytes = options.max_shard_bytes(self._absolute_destination)  # None: the destination is one file
+        self._max_shard_bytes = options.max_shard_bytes(destination)  # None: the destination is one file
         self._planner: Planner = planner or partial(
             plan_writes, max_shard_bytes=self._max_shard_bytes, metadata=options.metadata, shared=options.shared
         )
@@ -104,7 +104,7 @@ class PendingSave:
         self.cancelled = False
         """Whether `cancel` was called, in time or too late."""
         self.written: WrittenFiles | None = None
-        """The files that the save published; None before that, and if its destination is no path."""
+        """The files that the save published; None before that, and if its destination is no local path."""
         self._committed = False
         self._notifier = notifier or Notifier()
         self._started = perf_counter()
@@ -265,10 +265,11 @@ class PendingSave:
             transaction.commit(index=index, notes=notes)
         self._committed = True
         committed_seconds = perf_counter() - self._started
-        if isinstance(transaction, LocalTransaction):  # what a caller's own destination holds is not deleted
-            self.written = transaction.written
+        if isinstance(transaction, RecordingTransaction):  # what a caller's own destination holds is not deleted
+            published = transaction.published()
+            self.written = published if isinstance(published, WrittenFiles) else None
             pattern = None if self._max_shard_bytes is None else self._options.filename_pattern
-            self._when_durable(transaction.path, pattern, transaction.written)
+            self._when_durable(transaction.path, pattern, published)
         return SaveResult(
             path=transaction.path,
             files=names,

@@ -18,8 +18,9 @@ from typing import TypeAlias
 
 from stio.errors import StioError
 from stio.runtime.log import log
-from stio.storage.base import Identity
-from stio.storage.commit.retention import WrittenFiles, remove_checkpoint
+from stio.runtime.urls import is_url, without_secrets
+from stio.storage.base import Identity, Published
+from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.target import DirectoryIdentity
 
 _Place: TypeAlias = tuple[str, str | None]
@@ -89,7 +90,7 @@ def _folders_above(path: str) -> list[str]:
 class _Step:
     """What was saved of one step."""
 
-    saves: dict[_Place, WrittenFiles] = field(default_factory=dict)
+    saves: dict[_Place, Published] = field(default_factory=dict)
     """What is durable; a save replaces the one before it to the same place."""
     attempted: set[_Place] = field(default_factory=set)
     """Where saves were begun to, also those that failed."""
@@ -114,7 +115,7 @@ class Retention:
         self._attempts: deque[_Place] = deque(maxlen=_MOST_ATTEMPTS)
         self._steps: dict[int | _Place, _Step] = {}  # by number; without one by place. The newest is the last one
         self._made: dict[str, DirectoryIdentity] = {}  # directories that the saver made, of all steps
-        self._undeleted: deque[WrittenFiles] = deque(maxlen=_MOST_UNDELETED)
+        self._undeleted: deque[Published] = deque(maxlen=_MOST_UNDELETED)
 
     def attempt(self, destination: object, filename_pattern: str) -> None:
         """Take into account that a save begins. Called on the caller's thread, while `add` may run on another one.
@@ -124,16 +125,18 @@ class Retention:
             filename_pattern: Names of the files in a directory.
         """
         if self._keep_last is not None and isinstance(destination, str | os.PathLike):
+            path = os.fsdecode(destination)
             with suppress(OSError):  # no working directory: the save itself raises
-                self._attempts.append((os.path.abspath(os.fsdecode(destination)), filename_pattern))
+                place = without_secrets(path).rstrip("/") if is_url(path) else os.path.abspath(path)
+                self._attempts.append((place, filename_pattern))
 
-    def add(self, path: str, filename_pattern: str | None, written: WrittenFiles) -> None:
+    def add(self, path: str, filename_pattern: str | None, written: Published) -> None:
         """Take a durable checkpoint into account, and delete the steps that are too old.
 
         Called by one save after the other, on their threads.
 
         Args:
-            path: Its destination, links resolved.
+            path: Its destination, links resolved, or its URL.
             filename_pattern: Names of its files, in a directory; None: it is one file.
             written: What its transaction published.
         """
@@ -145,7 +148,7 @@ class Retention:
         key = place if named is None else named[0]
         for step in self._steps.values():
             for other, older in step.saves.items():
-                if not older.files.keys().isdisjoint(written.files):
+                if isinstance(older, WrittenFiles) and not older.files.keys().isdisjoint(written.files):
                     files = {file: identity for file, identity in older.files.items() if file not in written.files}
                     step.saves[other] = WrittenFiles(files, older.directories, older.made)
         step = self._steps.setdefault(key, _Step())
@@ -156,7 +159,8 @@ class Retention:
             self._steps[key] = self._steps.pop(key)
         step.saved.add(place)
         step.saves[place] = written
-        self._made |= {made: written.directories[made] for made in written.made}
+        if isinstance(written, WrittenFiles):
+            self._made |= {made: written.directories[made] for made in written.made}
         self._delete_old(self._keep_last)
 
     def _take_attempts(self) -> None:
@@ -184,16 +188,16 @@ class Retention:
 
     def _delete_old(self, keep_last: int) -> None:
         complete = self._complete_steps()
-        old: list[WrittenFiles] = []
+        old: list[Published] = []
         if len(complete) >= keep_last:
             for key in [*takewhile(lambda key: key != complete[-keep_last], self._steps)]:
-                old.append(self._all_of(self._steps.pop(key)))
+                old += self._all_of(self._steps.pop(key))
         spare = {file for step in self._steps.values() for save in step.saves.values() for file in save.files}
         again = [*self._undeleted]
         self._undeleted.clear()
         for position, written in enumerate([*again, *old]):
             try:
-                remove_checkpoint(written, spare=spare)
+                written.remove(spare=spare)
             except StioError as error:
                 self._undeleted.append(written)
                 if position >= len(again):
@@ -203,20 +207,24 @@ class Retention:
                         error,
                     )
 
-    def _all_of(self, step: _Step) -> WrittenFiles:
-        """Return all that was published of a step, with the directories that the saver made for it."""
+    def _all_of(self, step: _Step) -> list[Published]:
+        """Return all that was published of a step; files of this machine with the directories that the saver made."""
         files: dict[str, Identity] = {}
         directories: dict[str, DirectoryIdentity] = {}
+        remote: list[Published] = []
         for save in step.saves.values():
-            files |= save.files
-            directories |= save.directories
+            if isinstance(save, WrittenFiles):
+                files |= save.files
+                directories |= save.directories
+            else:
+                remote.append(save)
         tops = {named[1] if (named := step_of(path)) else path for path, _ in step.saves}
         made = {
             directory: self._made.pop(directory)
             for directory in [*self._made]
             if any(_is_below(directory, top) for top in tops)
         }
-        return WrittenFiles(files, directories | made, made.keys())
+        return [WrittenFiles(files, directories | made, made.keys()), *remote]
 
 
 def _is_below(path: str, directory: str) -> bool:

@@ -8,7 +8,7 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
@@ -216,3 +216,33 @@ class Transaction(Protocol):
 
     def roll_back(self) -> None:
         """Remove all new files. Idempotent; never raises; does nothing after a commit."""
+
+
+class Published(Protocol):
+    """What a save has published, for its deletion later (`keep_last`)."""
+
+    @property
+    def files(self) -> Collection[str]:
+        """Paths or URLs of its files."""
+
+    def remove(self, *, spare: Set[str] = frozenset()) -> None:
+        """Delete it, as far as nobody has changed it. What does not exist any more is no error.
+
+        Args:
+            spare: Files that newer checkpoints consist of.
+
+        Raises:
+            StioError: It cannot be deleted.
+        """
+
+
+@runtime_checkable
+class RecordingTransaction(Transaction, Protocol):
+    """A transaction that says what it has published, so that a `Saver` may delete it later."""
+
+    def published(self) -> Published:
+        """Return what was published; called after the commit.
+
+        Raises:
+            StioError: It cannot be read.
+        """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
+from typing import Any
 
 from stio.runtime.urls import without_secrets
 from stio.storage import async_files, local
@@ -48,6 +49,19 @@ def open_url(url: str) -> tuple[Root, str]:
     root: Root
     root, name = import_module("stio.storage.hub" if is_hub(url) else "stio.storage.remote.source").open_url(url)
     return root, name
+
+
+def open_destination(url: str) -> Any:
+    """Return a URL as a destination of saves (`stio.saving.options.Destination`); sends nothing.
+
+    Raises:
+        ImportError: obstore is not installed.
+        ValueError: Nothing can be saved there.
+        StioError: The URL or the settings for its store are wrong.
+    """
+    if url.partition("://")[0].lower() in ("http", "https", "hf"):
+        raise ValueError(f"saves go to local paths, and to URLs of s3, gs and az; not to {without_secrets(url)}")
+    return import_module("stio.storage.remote.save").open_destination(url)
 
 
 def place_of_url(url: str) -> str:

@@ -21,6 +21,6 @@ After a crash, the next save in the directory, or `collect_garbage` (`stio gc`),
 Invariants: a reader through the index finds the whole old or the whole new checkpoint. Recovery changes only what
 has a dead owner: its lock is free and, on a filesystem that is not local, it is old too. No file is removed or replaced
 unless its size and time, or its content, are those in the record. `retention.py` deletes old checkpoints (`keep_last`);
-it is no part of a transaction. A transaction records what it published (`LocalTransaction.written`), and a deletion
+it is no part of a transaction. A transaction records what it published (`LocalTransaction.published`), and a deletion
 compares with that. `written_list.py` stores such a record with a checkpoint, for deletions by a later process.
 """

@@ -79,6 +79,8 @@ class GarbageReport:
     """Staging directories whose owner runs or may run, or that could not be removed."""
     removed: tuple[str, ...] = ()
     """Directories whose deletion an earlier process had started."""
+    unused: tuple[str, ...] = ()
+    """Shards in a store that no index names, and that were deleted."""
 
     def __add__(self, other: GarbageReport) -> GarbageReport:
         return GarbageReport(*map(add, astuple(self), astuple(other)))

@@ -46,6 +46,10 @@ class WrittenFiles:
     made: Set[str] = frozenset()
     """Those of the directories that the save made."""
 
+    def remove(self, *, spare: Set[str] = frozenset()) -> None:
+        """Delete it; see `remove_checkpoint`."""
+        remove_checkpoint(self, spare=spare)
+
 
 def survey(fd: int, path: str) -> WrittenFiles:
     """Return all files and directories of a directory that the save has made, before it is published.

@@ -245,8 +245,7 @@ class LocalTransaction:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._parents = dict(made or {})
-        self.written = WrittenFiles()
-        """What the commit published; empty before it."""
+        self._published = WrittenFiles()
         self._target, self._home_fd, self._policy = target, home_fd, policy
         self._durable, self._last_wins = durable, last_wins
         self._writers: list[LocalFileWriter] = []
@@ -469,7 +468,7 @@ class LocalTransaction:
             if is_same(self._home_fd, name, files_fd):
                 raise self._uncertain("the system reported an error for a rename that it did", error) from error
             raise
-        self.written = written
+        self._published = written
         self._confirm()
 
     def _replace_directory(self) -> None:
@@ -488,7 +487,7 @@ class LocalTransaction:
                     with suppress(OSError):  # recovery puts it back
                         put_back(home_fd, self._target.home, aside)
                 raise
-            self.written = written
+            self._published = written
             self._unlock()
             self._confirm()
             if aside is not None:
@@ -528,7 +527,7 @@ class LocalTransaction:
                 raise self._uncertain(_SHADOWED, error) from error
             self._left_by = error
         with suppress(OSError):  # retention does not delete what is not described
-            self.written = self._written(files, notes)
+            self._published = self._written(files, notes)
 
     def _require_unchanged(self) -> None:
         """Require that the destination is as planned. Called under the lock, and also where locks do not exist."""
@@ -666,6 +665,10 @@ class LocalTransaction:
             calls.sync_directory(directory_fd)
 
     # The end.
+
+    def published(self) -> WrittenFiles:
+        """Return what the commit published."""
+        return self._published
 
     def roll_back(self) -> None:
         """Remove all new files. Idempotent; never raises; does nothing after a commit."""

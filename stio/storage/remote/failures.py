@@ -15,6 +15,7 @@ from typing import Literal
 from stio.errors import (
     ChangedDuringReadError,
     CheckpointNotFoundError,
+    ConcurrentSaveError,
     StallTimeoutError,
     StioError,
     StorageError,
@@ -27,6 +28,9 @@ Kind = Literal[
     "missing", "changed", "denied", "unranged", "tls", "elsewhere", "range", "other",
 ]  # fmt: skip
 """Kinds of failures."""
+
+Work = Literal["load", "save"]
+"""What a request is for; errors say it."""
 
 _AGAIN = ("busy", "stalled", "broken", "unreachable", "wrong", "expired", "anonymous")
 _SLOW = ("stalled", "anonymous")
@@ -87,7 +91,9 @@ class Failure:
         """Whether it took long to notice, so that few attempts are made."""
         return self.kind in _SLOW
 
-    def error(self, path: str, attempts: int, *, stall_seconds: float, expected: object = None) -> StioError:
+    def error(
+        self, path: str, attempts: int, *, stall_seconds: float, expected: object = None, work: Work = "load"
+    ) -> StioError:
         """Return the error to raise.
 
         Args:
@@ -95,11 +101,14 @@ class Failure:
             attempts: Number of attempts that were made.
             stall_seconds: Longest time without a byte.
             expected: Identity of the object, if it was opened before.
+            work: What it was for.
         """
         tried = f" (in {attempts} attempts)" if attempts > 1 else ""
         cause = f": {self.cause}" if self.cause else ""
         if self.kind == "missing" and expected is None:
             return CheckpointNotFoundError(f"the store has no such object{cause}", path=path)
+        if self.kind == "changed" and work == "save":
+            return ConcurrentSaveError("another save changed the destination at the same time", path=path)
         if self.kind in ("missing", "changed") or (self.kind == "range" and expected is not None):
             what = "removed" if self.kind == "missing" else "replaced"
             return ChangedDuringReadError(
@@ -107,17 +116,17 @@ class Failure:
             )
         if self.kind == "stalled":
             return StallTimeoutError(
-                f"the store sent no bytes for {stall_seconds:g} s{tried}; check the network, or load again{cause}",
+                f"the store sent no bytes for {stall_seconds:g} s{tried}; check the network, or {work} again{cause}",
                 path=path,
                 errno=errno.ETIMEDOUT,
             )
         what, remedy, number = _MESSAGES[self.kind]
-        return StorageError(f"{what}{tried}; {remedy}{cause}", path=path, errno=number)
+        return StorageError(f"{what}{tried}; {remedy.format(work=work)}{cause}", path=path, errno=number)
 
 
 _MESSAGES: dict[Kind, tuple[str, str, int]] = {
-    "busy": ("the store could not answer", "load again later", errno.EBUSY),
-    "broken": ("the connection to the store broke", "load again", errno.ECONNRESET),
+    "busy": ("the store could not answer", "{work} again later", errno.EBUSY),
+    "broken": ("the connection to the store broke", "{work} again", errno.ECONNRESET),
     "unreachable": ("the store cannot be reached", "check address, endpoint and proxy", errno.EHOSTUNREACH),
     "wrong": ("the store did not send what was requested", "do not use this server or proxy", errno.EPROTO),
     "expired": ("the credentials or the signed URL have expired", "get new ones", errno.EACCES),
@@ -139,7 +148,7 @@ _MESSAGES: dict[Kind, tuple[str, str, int]] = {
         errno.EPROTO,
     ),
     "elsewhere": ("the bucket is in another region", "set AWS_REGION to it", errno.EREMOTE),
-    "range": ("the store has no such range of the object", "load again", errno.EINVAL),
+    "range": ("the store has no such range of the object", "{work} again", errno.EINVAL),
     "other": ("the request failed", "the store says why", errno.EIO),
 }
 """What happened, what to do, and the number of the error."""
@@ -162,7 +171,7 @@ def failure_of(error: BaseException) -> Failure:
         return Failure("anonymous", f"the metadata service of the machine: {said}")
     if name == "NotFoundError" or status in (404, 410):
         return Failure("missing", said)
-    if name == "PreconditionError" or status == 412:
+    if name in ("PreconditionError", "AlreadyExistsError") or status == 412:
         return Failure("changed", said)
     if name == "NotSupportedError":
         return Failure("unranged", "")
@@ -172,7 +181,7 @@ def failure_of(error: BaseException) -> Failure:
         return Failure("expired", said)
     if name in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
         return Failure("denied", said)
-    if status in (408, 425, 429) or status >= 500 or "RequestTimeout" in text or "SlowDown" in text:
+    if status in (408, 409, 425, 429) or status >= 500 or "RequestTimeout" in text or "SlowDown" in text:
         return Failure("busy", said)
     if 300 <= status < 400 or "PermanentRedirect" in text or "AuthorizationHeaderMalformed" in text:
         return Failure("elsewhere", said)

@@ -19,7 +19,7 @@ from stio.runtime.calls import LOOK_SECONDS, Call
 from stio.runtime.log import log
 from stio.runtime.operation import Cancelled
 from stio.runtime.workers import is_interrupted
-from stio.storage.remote.failures import failure_of
+from stio.storage.remote.failures import Work, failure_of
 from stio.storage.remote.stores import STALL_SECONDS
 
 T = TypeVar("T")
@@ -70,7 +70,9 @@ class Requester:
         store = self._store
         return Call(lambda: request(store))
 
-    def finish(self, first: Call[T], request: Callable[[Any], T], path: str, *, expected: object = None) -> T:
+    def finish(
+        self, first: Call[T], request: Callable[[Any], T], path: str, *, expected: object = None, work: Work = "load"
+    ) -> T:
         """Wait for an answer; repeat the request while it fails, and may succeed.
 
         Args:
@@ -78,6 +80,7 @@ class Requester:
             request: The request.
             path: URL of the object, without secrets.
             expected: Identity of the object, if it was opened before.
+            work: What it is for.
 
         Raises:
             Cancelled: The calling thread should end (`is_interrupted`).
@@ -93,7 +96,9 @@ class Requester:
             num_slow += failure.is_slow
             last = attempt >= self.patience.num_attempts or num_slow >= self.patience.num_stalls
             if last or not failure.may_succeed or (failure.kind == "expired" and renewed):
-                raise failure.error(path, attempt, stall_seconds=self.patience.stall_seconds, expected=expected)
+                raise failure.error(
+                    path, attempt, stall_seconds=self.patience.stall_seconds, expected=expected, work=work
+                )
             log(
                 logging.WARNING if failure.is_slow else logging.INFO,
                 "%s: attempt %d failed (%s%s); trying again",
@@ -109,9 +114,9 @@ class Requester:
             attempt += 1
             call = self.begin(request)
 
-    def run(self, request: Callable[[Any], T], path: str, *, expected: object = None) -> T:
+    def run(self, request: Callable[[Any], T], path: str, *, expected: object = None, work: Work = "load") -> T:
         """Make a request, and wait for its answer; see `finish`."""
-        return self.finish(self.begin(request), request, path, expected=expected)
+        return self.finish(self.begin(request), request, path, expected=expected, work=work)
 
 
 def pause(seconds: float) -> None:

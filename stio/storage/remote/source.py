@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from stio.runtime import memory
 from stio.runtime.calls import Call
 from stio.runtime.memory import Region
 from stio.runtime.workers import WorkerPool
-from stio.storage.base import Identity, Requests
+from stio.storage.base import Identity, Requests, Transaction
 from stio.storage.checks import cut_short
 from stio.storage.remote.failures import WrongAnswerError
 from stio.storage.remote.plain_http import PlainHttp, PlainObject, plain_address
@@ -94,22 +95,26 @@ class RemoteRoot:
         requests: Requests = REQUESTS,
         patience: Patience | None = None,
     ) -> None:
-        self._location = locate(url) if isinstance(url, str) else url
-        self.path = self._location.shown
+        self.location = locate(url) if isinstance(url, str) else url
+        """The place in its store."""
+        self.path = self.location.shown
         """The URL without its secrets."""
         self._requests = requests
         patience = patience or Patience()
         connect = partial(
             new_store,
-            self._location,
+            self.location,
             stall_seconds=patience.stall_seconds,
             config=config,
             client_options=client_options,
             credential_provider=credential_provider,
         )
-        self._requester = Requester(connect, patience, path=self.path)
+        self.requester = Requester(connect, patience, path=self.path)
+        """Makes the requests."""
+        self.new_store = connect
+        """Connects once more; see `stio.storage.remote.stores.new_store`."""
         # What is given for obstore's client (headers, a proxy, certificates) is known to obstore alone.
-        self._may_be_plain = self._location.scheme in ("http", "s3") and not client_options
+        self._may_be_plain = self.location.scheme in ("http", "s3") and not client_options
         self._servers: dict[tuple[str, int], PlainHttp] = {}
         self._ahead: dict[str, RemoteSource | BaseException] = {}
 
@@ -121,11 +126,11 @@ class RemoteRoot:
         Raises:
             StioError: The store cannot be listed.
         """
-        if self._location.scheme in ("http", "https"):
+        if self.location.scheme in ("http", "https"):
             return self._usual_names()
-        listing = partial(require_obstore().list_with_delimiter, prefix=self._location.key or None)
-        found = self._requester.run(lambda store: listing(store), self.path)
-        start = len(self._location.key) + 1 if self._location.key else 0
+        listing = partial(require_obstore().list_with_delimiter, prefix=self.location.key or None)
+        found = self.requester.run(lambda store: listing(store), self.path)
+        start = len(self.location.key) + 1 if self.location.key else 0
         return sorted(one["path"][start:] for one in found["objects"])
 
     def _usual_names(self) -> list[str]:
@@ -174,19 +179,19 @@ class RemoteRoot:
         return self._open(name) if found is None else found
 
     def _open(self, name: str) -> RemoteSource:
-        key = f"{self._location.key}/{name}" if self._location.key else name
-        path = replace(self._location, key=key).shown
+        key = f"{self.location.key}/{name}" if self.location.key else name
+        path = replace(self.location, key=key).shown
         head = partial(_get, key=key, path=path, begin=0, end=_HEAD_BYTES)
         try:
-            answer = self._requester.run(head, path)
+            answer = self.requester.run(head, path)
         except StorageError as error:
             if error.errno != errno.EINVAL:  # no such range, not even the first bytes: the object is empty
                 raise
-            answer = Answer(None, self._requester.run(partial(_head, key=key, path=path), path))
+            answer = Answer(None, self.requester.run(partial(_head, key=key, path=path), path))
             if answer.identity.nbytes:
                 raise
-        plain = self._plain(replace(self._location, key=key), answer.identity) if self._may_be_plain else None
-        return RemoteSource(self._requester, key, path, answer.identity, answer.data, self._requests, plain)
+        plain = self._plain(replace(self.location, key=key), answer.identity) if self._may_be_plain else None
+        return RemoteSource(self.requester, key, path, answer.identity, answer.data, self._requests, plain)
 
     def _plain(self, location: Location, identity: Identity) -> PlainObject | None:
         """Return an object as one that is read by plain http; None if its server has TLS, a proxy or no ETags."""
@@ -200,12 +205,12 @@ class RemoteRoot:
                 self._may_be_plain = False
                 return None, link
             if address not in self._servers:
-                server = PlainHttp(address, stall_seconds=self._requester.patience.stall_seconds)
+                server = PlainHttp(address, stall_seconds=self.requester.patience.stall_seconds)
                 self._servers.setdefault(address, server)
             return self._servers[address], link
 
         try:
-            server, link = self._requester.run(connect, location.shown)
+            server, link = self.requester.run(connect, location.shown)
         except StioError:  # it cannot be signed, or there is no such host: obstore says what is wrong
             return None
         if server is None:
@@ -214,9 +219,14 @@ class RemoteRoot:
         return PlainObject(
             server,
             link,
-            lambda: self._requester.run(partial(link_to, location=location), location.shown),
+            lambda: self.requester.run(partial(link_to, location=location), location.shown),
             headers=f"authorization: {authorization}\r\n" if authorization else "",
         )
+
+    def begin(self, **options: Any) -> Transaction:
+        """Begin a save to the directory; see `stio.storage.remote.save.RemoteDestination`."""
+        transaction: Transaction = import_module("stio.storage.remote.save").RemoteDestination(self).begin(**options)
+        return transaction
 
     def close(self) -> None:
         """Drop what was opened ahead; objects opened from it can still be read. Idempotent."""

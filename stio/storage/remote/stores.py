@@ -102,6 +102,7 @@ def new_store(
     config: Options | None = None,
     client_options: Options | None = None,
     credential_provider: Callable[[], Any] | None = None,
+    num_retries: int = 0,
 ) -> Any:
     """Connect to the store of a location; sends nothing.
 
@@ -111,6 +112,8 @@ def new_store(
         config: Settings of obstore for this kind of store; they go before those of the environment.
         client_options: Settings of obstore's client: timeouts, headers, certificates, proxies.
         credential_provider: A credential provider of obstore.
+        num_retries: How often obstore repeats a request. Those of loads are repeated by
+            `stio.storage.remote.requests`, which a cancel interrupts.
 
     Raises:
         ImportError: obstore is not installed.
@@ -146,9 +149,11 @@ def new_store(
                 settings["credential_provider"] = credential_provider
         if not client["allow_http"]:
             client |= _certificates(location.scheme)
-        # Attempts are counted, and repeated, by `stio.storage.remote.requests`, which a cancel interrupts.
         return make(
-            target, client_options=client | dict(client_options or {}), retry_config={"max_retries": 0}, **settings
+            target,
+            client_options=client | dict(client_options or {}),
+            retry_config={"max_retries": num_retries},
+            **settings,
         )
     except (exceptions.BaseError, ValueError, TypeError) as error:
         reason = str(error).partition("\n")[0]
