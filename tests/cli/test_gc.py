@@ -52,7 +52,15 @@ def values(place: Path) -> set[float]:
 def test_nothing_to_do(place: Path) -> None:
     assert run("gc", place).stdout == f"{place}: no save was interrupted here\n"
     found = json.loads(run("gc", place, "--json").stdout)
-    assert found == {"path": str(place), "dry_run": False, "finished": [], "undone": [], "kept": [], "removed": [], "unused": []}
+    assert found == {
+        "path": str(place),
+        "dry_run": False,
+        "finished": [],
+        "undone": [],
+        "kept": [],
+        "removed": [],
+        "unused": [],
+    }
 
 
 def test_undoes_what_was_not_published(place: Path) -> None:

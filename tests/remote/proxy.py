@@ -18,6 +18,7 @@ class Proxy:
 
     def __init__(self, port: int) -> None:
         self.fault: Callable[[int, str, str], Broken | None] = lambda number, method, path: None
+        self.port = port
         self.requests: list[str] = []
         self.stopped = threading.Event()
         self.lock = threading.Lock()
@@ -80,8 +81,6 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self._answer(answer.status, fields, data)
 
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on
-
     def _answer(self, status: int, fields: list[tuple[str, str]], data: bytes) -> None:
         self.send_response_only(status)
         for key, value in fields:
@@ -92,6 +91,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
+
+
+for method in ("GET", "PUT", "POST", "DELETE", "HEAD"):
+    setattr(_Handler, f"do_{method}", _Handler._pass_on)
 
 
 @contextmanager

@@ -447,7 +447,8 @@ class _OneObject(_Remote):
                 return  # the answer was lost
         except StioError as error:
             raise self._uncertain(failure) from error
-        raise self._uncertain(failure) if failure.may_succeed else self._error(failure)
+        # obstore has aborted an upload of several parts, so that it cannot be completed any more.
+        raise self._uncertain(failure) if failure.may_succeed and upload.is_one else self._error(failure)
 
     def published(self) -> RemoteFiles:
         """Return what was published, for its deletion later."""
@@ -469,12 +470,14 @@ class _Upload:
         self.path = f"{folder.path}/{name}"
         """URL without secrets."""
         self._part_bytes = max(PART_BYTES, -(-nbytes // _MOST_PARTS // _MIB) * _MIB)
+        self.is_one = nbytes <= self._part_bytes
+        """Whether it is one put, and not an upload of parts."""
         self._changed = Condition()
         self._at = 0  # bytes that were taken from the writers, who come in any order
         self._part = np.empty(0, np.uint8)
         self._filled = 0
         self._ready: deque[Any] = deque()
-        self._ends = self._stopped = False
+        self._ends = self._stopped = self._is_over = False
         self._call: Call[None] | None = None
         self._failure: Failure | None = None
         self.etag = ""
@@ -525,6 +528,7 @@ class _Upload:
             self._changed.notify_all()
         assert self._call is not None
         self._call.result()
+        self._is_over = True
         return self._failure
 
     def abort(self) -> bool:
@@ -534,8 +538,9 @@ class _Upload:
             self._changed.notify_all()
         if self._call is None:
             return False
-        with suppress(Cancelled):
-            self._call.result()
+        if not self._is_over:
+            with suppress(Cancelled):
+                self._call.result()
         return True
 
     def _error(self, failure: Failure) -> StioError:
@@ -568,9 +573,11 @@ class _Upload:
                 self.name,
                 self._parts(),
                 part_bytes=self._part_bytes,
-                is_one=self._nbytes <= self._part_bytes,
+                is_one=self.is_one,
                 save_id=self._save_id,
             )
+            if self._stopped and not self._save_id:
+                self._folder.delete([self.name])  # a cancel came when all parts were under way
         except _StoppedError:
             pass
         except Exception as error:

@@ -142,6 +142,10 @@ def new_store(
             elif location.scheme == "az":
                 settings = _azure_connection()
             settings |= config or {}
+            if location.scheme == "s3" and (endpoint := _given_endpoint(settings)):
+                # AWS_ENDPOINT_URL_S3 of the environment would go before the other names of this setting.
+                names = [name for name in settings if name.lower().endswith("endpoint_url_s3")]
+                settings[names[0] if names else "aws_endpoint_url_s3"] = endpoint
             client["allow_http"] = _endpoint(location.scheme, settings).startswith("http://")
             if settings:
                 settings = {"config": settings}
@@ -204,9 +208,13 @@ def link_to(store: Any, location: Location) -> tuple[str, float]:
     return urlunsplit(parts._replace(path="/" + quote(location.key, safe="/:@!$&'()*+,;=~"))), math.inf
 
 
-def _endpoint(scheme: str, settings: Options) -> str:
+def _given_endpoint(settings: Options) -> str:
     given = {key.lower().removeprefix("aws_").removeprefix("azure_storage_"): value for key, value in settings.items()}
-    own = given.get("endpoint") or given.get("endpoint_url")
+    return str(given.get("endpoint_url_s3") or given.get("endpoint") or given.get("endpoint_url") or "")
+
+
+def _endpoint(scheme: str, settings: Options) -> str:
+    own = _given_endpoint(settings)
     names = {
         "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
         "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
