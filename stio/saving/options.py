@@ -64,7 +64,7 @@ class Destination(Protocol):
 
 
 DestinationLike: TypeAlias = str | os.PathLike[str] | Destination
-"""A path ending in `.safetensors` (one file), any other path (a directory), or an object with the method `begin`.
+"""A path or URL ending in `.safetensors` (one file), any other (a directory), or an object with the method `begin`.
 
 A path that looks like a file of another kind (`w.pt`) is refused, unless it is a directory already or ends in a slash.
 """
