@@ -11,20 +11,21 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from stio.errors import CheckpointNotFoundError, StioError, StorageError, install_command, one_line, printable
+from stio.errors import CheckpointNotFoundError, StioError, StorageError, install_command, one_line
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.runtime.calls import Call
 from stio.runtime.log import log
+from stio.runtime.urls import without_secrets
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
-from stio.storage.local import open_file
+from stio.storage.open import open_file
 
 T = TypeVar("T")
 
@@ -37,15 +38,27 @@ _URL = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _OTHER_TYPES = ("datasets", "spaces", "buckets", "kernels")
-_UNREACHABLE = {"LocalEntryNotFoundError", "HfHubHTTPError", "ConnectionError", "TransportError", "Timeout", "SSLError"}
+_UNREACHABLE = {
+    "LocalEntryNotFoundError",
+    "HfHubHTTPError",
+    "ConnectionError",
+    "TransportError",
+    "Timeout",
+    "ProxyError",
+    "SSLError",
+}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SECRET = re.compile(r"(https?://[^\s'\"<>]+)|hf_\w{8,}")
+_MAX_SAID = 300
 
 
 class _UnreachableError(Exception):
     """The hub did not answer, or may not be asked; the cache may have what is needed."""
 
-    def __init__(self, error: StioError, *, is_offline: bool = False) -> None:
+    def __init__(self, error: StioError, reason: str, *, is_offline: bool = False) -> None:
         super().__init__(str(error))
+        self.reason = reason
+        """The message without its consequence."""
         self.error = error
         """What to raise if the cache does not have it."""
         self.is_offline = is_offline
@@ -69,6 +82,16 @@ class HubLocation:
         return f"hf://{self.repository}{at}" + (f"/{self.folder}" if self.folder else "")
 
 
+def _what_it_says(error: Exception) -> str:
+    """Return the text of an error on one line: without tokens, and without what a signed URL gives access to."""
+
+    def shown(found: re.Match[str]) -> str:
+        return without_secrets(found[1]) if found[1] else "hf_..."
+
+    said = one_line(_SECRET.sub(shown, " ".join(str(error).split())))
+    return said if len(said) <= _MAX_SAID else f"{said[:_MAX_SAID]}..."
+
+
 def locate(url: str) -> tuple[HubLocation, str]:
     """Return the directory of a URL, and the name of a file or an index in it that the URL names, or "".
 
@@ -77,13 +100,16 @@ def locate(url: str) -> tuple[HubLocation, str]:
     """
     found = _URL.fullmatch(url)
     first = url[len("hf://") :].partition("/")[0].lower()
+    path = without_secrets(url)
     if first in _OTHER_TYPES:
-        raise CheckpointNotFoundError(f"checkpoints are read from repositories of models, not from {first}", path=url)
-    if found is None:
-        raise CheckpointNotFoundError("a URL of the hub is hf://owner/name, or hf://owner/name@revision/path", path=url)
+        raise CheckpointNotFoundError(f"checkpoints are read from repositories of models, not from {first}", path=path)
+    if found is None or path != url:  # a password or a query: the hub has none, and no message may show it
+        raise CheckpointNotFoundError(
+            "a URL of the hub is hf://owner/name, or hf://owner/name@revision/path", path=path
+        )
     key = (found["key"] or "").strip("/")
-    if any(part in ("", ".", "..") for part in key.split("/")) and key:
-        raise CheckpointNotFoundError("the path in the repository is none", path=url)
+    if (any(part in ("", ".", "..") for part in key.split("/")) and key) or not key.isprintable():
+        raise CheckpointNotFoundError("the path in the repository is none", path=path)
     folder, name = key, ""
     if key.endswith((FILE_SUFFIX, FILE_SUFFIX + INDEX_SUFFIX)):
         folder, _, name = key.rpartition("/")
@@ -125,39 +151,57 @@ class HubRoot:
         self._commit = ""
         self._has_ref = False
         """Whether the cache says which commit the revision is: the hub's package writes that with a download."""
-        self._names: list[str] = []
+        self._files: frozenset[str] | None = None
+        """All files of the commit; None as long as the hub was not asked for them."""
+        self._unreachable: _UnreachableError | None = None
+        """Why it could not be asked."""
         self._ahead: dict[str, str | StioError] = {}
 
     def listdir(self) -> list[str]:
         """Return the names of the files of the directory, sorted.
 
-        Without the hub (`HF_HUB_OFFLINE`, or no connection) these are the files in the cache.
+        Without the hub (`HF_HUB_OFFLINE`, or no connection), and for a commit that is in the cache, these may be the
+        files in the cache: if the one is among them that is the checkpoint whatever else the repository has.
 
         Raises:
-            CheckpointNotFoundError: There is no such repository or revision, or it cannot be seen.
+            CheckpointNotFoundError: There is no such repository or revision, or it cannot be seen; or the hub is not
+                asked, and the cache does not tell which file is the checkpoint.
             StorageError: The hub refuses, or cannot be reached.
         """
         self._resolve()
-        return self._names
+        if self._files is None:
+            cached = self._inside(self._cached_files())
+            if any(name in cached for name in _CHECKPOINTS):
+                return cached
+            self._list(cached)
+        return self._inside(self._files or ())
 
     def open_ahead(self, names: Sequence[str]) -> None:
-        """Download files at one time, each of which `open` opens later. Blocks; raises no error of a file."""
+        """Download files at one time, each of which `open` opens later. Blocks; raises no error of a file.
+
+        The first error ends all downloads, and nothing is downloaded if the repository does not have all files.
+        """
         self._resolve()
-        left = [name for name in dict.fromkeys(names) if name not in self._ahead][::-1]
+        wanted = [name for name in dict.fromkeys(names) if name not in self._ahead]
+        left = wanted[::-1]
+        pool = WorkerPool("download")
 
         def work() -> None:
-            while left:
+            while not pool.stopped:
                 try:
                     name = left.pop()
                 except IndexError:
                     return
-                try:
-                    self._ahead[name] = self._download(name)
-                except StioError as error:
-                    self._ahead[name] = error
+                self._ahead[name] = self._download(name)
 
-        if len(left) > 1:
-            WorkerPool("download").run(work, min(len(left), _NUM_DOWNLOADS))
+        try:
+            for name in wanted:
+                self._require(name)
+            if len(wanted) > 1:
+                pool.run(work, min(len(wanted), _NUM_DOWNLOADS))
+        except StioError as error:
+            for name in wanted:
+                self._ahead.setdefault(name, error)
 
     def open(self, name: str, *, trusted: bool = False) -> Source:
         """Open one file; download it if it is not in the cache.
@@ -167,72 +211,107 @@ class HubRoot:
             trusted: Has no meaning here: the cache's own links are followed.
 
         Raises:
-            CheckpointNotFoundError: The repository has no such file, or the cache has none and the hub is not asked.
-            StorageError: The hub refuses, or cannot be reached, or the cache cannot be written.
+            CheckpointNotFoundError: The repository has no such file.
+            StorageError: The hub refuses, or cannot be reached, or the cache cannot be written; ENOENT: the cache does
+                not have the file, and the hub is not asked.
         """
         self._resolve()
         found = self._ahead.pop(name, None)
         if isinstance(found, StioError):
             raise found
+        self._require(name)
         return open_file(self._download(name) if found is None else found)
 
     def close(self) -> None:
         """Do nothing: files that were opened can still be read."""
 
     def _resolve(self) -> None:
-        """Get the commit, and the names of its files."""
+        """Get the commit. A full commit needs no request."""
         if self._commit:
             return
         location = self._location
-        cached = found = self._cached()
-        is_pinned = cached is not None and cached[0] == location.revision
-        if found is None or not (is_pinned and any(name in found[1] for name in _CHECKPOINTS)):
-            try:
-                found = self._asked()
-            except _UnreachableError as error:
-                if found is None:
-                    raise error.error from error.__cause__
-                level = logging.INFO if error.is_offline else logging.WARNING
-                log(level, "%s; commit %s is in the cache, and is used", error, found[0])
-        self._commit, names = found
-        self._has_ref = self._commit == location.revision or (cached is not None and cached[0] == self._commit)
-        prefix = f"{location.folder}/" if location.folder else ""
-        inside = [name[len(prefix) :] for name in names if name.startswith(prefix)]
-        self._names = sorted(name for name in inside if "/" not in name)
+        if _COMMIT.fullmatch(location.revision or ""):
+            self._commit, self._has_ref = str(location.revision), True
+            return
+        cached = self._cached_commit()
+        try:
+            self._commit, self._files = self._asked(location.revision)
+        except _UnreachableError as error:
+            if not cached:
+                raise error.error from error.__cause__
+            self._commit, self._unreachable = cached, error
+            level = logging.INFO if error.is_offline else logging.WARNING
+            log(level, "%s; commit %s is in the cache, and is used", error, cached)
+        self._has_ref = cached == self._commit
         self.path = location.shown(self._commit)
 
-    def _asked(self) -> tuple[str, list[str]]:
-        """Return the commit, and its files, as the hub tells them."""
+    def _list(self, cached: Sequence[str]) -> None:
+        """Get the files of the commit from the hub; `cached` are those of the directory that the cache has."""
+        if self._unreachable is None:
+            try:
+                _, self._files = self._asked(self._commit)
+                return
+            except _UnreachableError as error:
+                self._unreachable = error
+        found = [name for name in cached if name.endswith((FILE_SUFFIX, FILE_SUFFIX + INDEX_SUFFIX))]
+        if not found:
+            raise self._unreachable.error from self._unreachable.__cause__
+        # A file that is alone in the cache may be one of several in the repository.
+        raise CheckpointNotFoundError(
+            f"{self._unreachable.reason}, and its cache does not tell which file is the checkpoint; give the URL of "
+            "the file",
+            path=self.path,
+            found=", ".join(found),
+        ) from self._unreachable.__cause__
+
+    def _asked(self, revision: str | None) -> tuple[str, frozenset[str]]:
+        """Return the commit of a revision, and its files, as the hub tells them."""
 
         def ask() -> Any:
-            return self._hub.HfApi().model_info(self._location.repository, revision=self._location.revision)
+            return self._hub.HfApi().model_info(self._location.repository, revision=revision)
 
         info = self._call(ask)
-        return info.sha, [file.rfilename for file in info.siblings or ()]
+        return info.sha, frozenset(file.rfilename for file in info.siblings or ())
 
-    def _cached(self) -> tuple[str, list[str]] | None:
-        """Return the commit that the cache has for the revision, and its files there; None without one."""
-        folder = cache_folder(self._location.shown(None))
+    def _inside(self, files: Iterable[str]) -> list[str]:
+        """Return the names of the files of the directory among those of the repository."""
+        prefix = self._key("")
+        inside = (name[len(prefix) :] for name in files if name.startswith(prefix))
+        return sorted(name for name in inside if "/" not in name)
+
+    def _key(self, name: str) -> str:
+        """Return the path of a file in the repository."""
+        return f"{self._location.folder}/{name}" if self._location.folder else name
+
+    def _require(self, name: str) -> None:
+        """Refuse a file that the repository does not have, as far as the hub has told that."""
+        if self._files is not None and self._key(name) not in self._files:
+            raise CheckpointNotFoundError("the repository has no such file", path=f"{self.path}/{name}")
+
+    def _cached_commit(self) -> str:
+        """Return the commit that the cache has for the branch or tag; "" without one."""
         revision = self._location.revision or "main"
-        commit = revision if _COMMIT.fullmatch(revision) else ""
+        place = os.path.join(cache_folder(self._location.shown(None)), "refs", *revision.split("/"))
         try:
-            if not commit:
-                with open(os.path.join(folder, "refs", *revision.split("/")), encoding="ascii") as file:
-                    commit = file.read().strip()
-            snapshot = os.path.join(folder, "snapshots", commit)
-            names = [
-                os.path.relpath(os.path.join(place, name), snapshot).replace(os.sep, "/")
-                for place, _, files in os.walk(snapshot)
-                for name in files
-            ]
+            with open(place, encoding="ascii") as file:
+                commit = file.read().strip()
         except (OSError, ValueError):
-            return None
-        return (commit, names) if names and _COMMIT.fullmatch(commit) else None
+            return ""
+        return commit if _COMMIT.fullmatch(commit) else ""
+
+    def _cached_files(self) -> list[str]:
+        """Return the files of the commit that are in the cache."""
+        snapshot = os.path.join(cache_folder(self._location.shown(None)), "snapshots", self._commit)
+        return [
+            os.path.relpath(os.path.join(place, name), snapshot).replace(os.sep, "/")
+            for place, _, files in os.walk(snapshot)
+            for name in files
+        ]
 
     def _download(self, name: str) -> str:
         """Return the path of a file in the cache."""
         location = self._location
-        key = f"{location.folder}/{name}" if location.folder else name
+        key = self._key(name)
 
         def download(revision: str | None) -> str:
             path: str = self._hub.hf_hub_download(location.repository, key, revision=revision, library_name="stio")
@@ -271,8 +350,7 @@ class HubRoot:
         """Return what an error of the hub means. Errors that it does not raise are raised again."""
         kinds = {kind.__name__ for kind in type(error).__mro__}
         repository = self._location.repository
-        said = printable(one_line(" ".join(str(error).split())))
-        said = said if len(said) <= 300 else said[:300] + "..."
+        said = _what_it_says(error)
         if "GatedRepoError" in kinds:
             page = f"{import_module('huggingface_hub.constants').ENDPOINT}/{repository}"
             return StorageError(
@@ -293,7 +371,7 @@ class HubRoot:
             if name:
                 return StorageError(f"{words}, and its cache does not have the file", path=path, errno=errno.ENOENT)
             missing = CheckpointNotFoundError(f"{words}, and its cache does not have this revision", path=path)
-            return _UnreachableError(missing, is_offline=True)
+            return _UnreachableError(missing, words, is_offline=True)
         if "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds:
             return CheckpointNotFoundError("the repository has no such file", path=path)
         if "HFValidationError" in kinds:
@@ -302,19 +380,11 @@ class HubRoot:
         if "HfHubHTTPError" in kinds and status < 500 and status not in (0, 408, 429):
             number = errno.EACCES if status in (401, 403) else errno.EIO
             return StorageError(f"the hub refused the request: {said}", path=path, errno=number)
-        if kinds & {
-            "LocalEntryNotFoundError",
-            "HfHubHTTPError",
-            "ConnectionError",
-            "TransportError",
-            "Timeout",
-            "ProxyError",
-            "SSLError",
-        }:
+        if kinds & _UNREACHABLE:
+            words = "the hub cannot be reached, or did not answer"
             return _UnreachableError(
-                StorageError(
-                    f"the hub cannot be reached, or did not answer: {said}", path=path, errno=errno.EHOSTUNREACH
-                )
+                StorageError(f"{words}: {said}", path=path, errno=errno.EHOSTUNREACH),
+                words,
             )
         if isinstance(error, OSError):
             return StorageError(f"the file could not be downloaded: {said}", path=path, errno=error.errno or errno.EIO)
