@@ -6,6 +6,7 @@ that are needed through one directory before the first read, and compares the in
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -419,6 +420,10 @@ def _read_manifest(root: Root, name: str) -> bytes | None:
         file = root.open(name)
     except CheckpointNotFoundError:
         return None
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return None  # a cache that may not be filled does not have it
     with closing(file):
         nbytes = file.identity.nbytes
         if nbytes > MAX_MANIFEST_BYTES:

@@ -7,12 +7,12 @@ shards that a load needs. Tokens, endpoints, the cache's place and its locks are
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from errno import EACCES, EHOSTUNREACH, EIO, ENOENT
 from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
@@ -82,7 +82,7 @@ class HubLocation:
         return f"hf://{self.repository}{at}" + (f"/{self.folder}" if self.folder else "")
 
 
-def _what_it_says(error: Exception) -> str:
+def _what_it_says(error: BaseException) -> str:
     """Return the text of an error on one line: without tokens, and without what a signed URL gives access to."""
 
     def shown(found: re.Match[str]) -> str:
@@ -109,7 +109,7 @@ def locate(url: str) -> tuple[HubLocation, str]:
         )
     key = (found["key"] or "").strip("/")
     if (any(part in ("", ".", "..") for part in key.split("/")) and key) or not key.isprintable():
-        raise CheckpointNotFoundError("the path in the repository is none", path=path)
+        raise CheckpointNotFoundError("this is no path of a file or directory in a repository", path=path)
     folder, name = key, ""
     if key.endswith((FILE_SUFFIX, FILE_SUFFIX + INDEX_SUFFIX)):
         folder, _, name = key.rpartition("/")
@@ -182,6 +182,7 @@ class HubRoot:
         The first error ends all downloads, and nothing is downloaded if the repository does not have all files.
         """
         self._resolve()
+        self._ahead = {name: path for name, path in self._ahead.items() if isinstance(path, str)}
         wanted = [name for name in dict.fromkeys(names) if name not in self._ahead]
         left = wanted[::-1]
         pool = WorkerPool("download")
@@ -350,13 +351,17 @@ class HubRoot:
         """Return what an error of the hub means. Errors that it does not raise are raised again."""
         kinds = {kind.__name__ for kind in type(error).__mro__}
         repository = self._location.repository
-        said = _what_it_says(error)
+        reason: BaseException = error
+        if "LocalEntryNotFoundError" in kinds and error.__cause__ is not None:
+            reason = error.__cause__  # what happened; the error adds that the cache has no such file either
+            kinds |= {kind.__name__ for kind in type(reason).__mro__}
+        said = _what_it_says(reason)
         if "GatedRepoError" in kinds:
             page = f"{import_module('huggingface_hub.constants').ENDPOINT}/{repository}"
             return StorageError(
-                f"request access to this repository on {page}, then log in by `hf auth login`, or set HF_TOKEN",
+                f"the repository is gated; request access on {page}, and log in by `hf auth login`, or set HF_TOKEN",
                 path=path,
-                errno=errno.EACCES,
+                errno=EACCES,
             )
         if "RepositoryNotFoundError" in kinds:
             return CheckpointNotFoundError(
@@ -367,25 +372,29 @@ class HubRoot:
         if "RevisionNotFoundError" in kinds:
             return CheckpointNotFoundError("the repository has no such revision; check the name after the @", path=path)
         if "OfflineModeIsEnabled" in kinds or ("LocalEntryNotFoundError" in kinds and self._is_offline):
-            words = "the hub is not asked (HF_HUB_OFFLINE is set)"
+            words, remedy = "the hub is not asked (HF_HUB_OFFLINE is set)", "; load it once with the hub"
             if name:
-                return StorageError(f"{words}, and its cache does not have the file", path=path, errno=errno.ENOENT)
-            missing = CheckpointNotFoundError(f"{words}, and its cache does not have this revision", path=path)
+                return StorageError(f"{words}, and its cache does not have the file{remedy}", path=path, errno=ENOENT)
+            missing = CheckpointNotFoundError(f"{words}, and its cache does not have this revision{remedy}", path=path)
             return _UnreachableError(missing, words, is_offline=True)
         if "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds:
             return CheckpointNotFoundError("the repository has no such file", path=path)
         if "HFValidationError" in kinds:
             return CheckpointNotFoundError(f"the hub has no repositories of this name: {said}", path=path)
-        status = getattr(getattr(error, "response", None), "status_code", 0)
+        status = getattr(getattr(reason, "response", None), "status_code", 0)
         if "HfHubHTTPError" in kinds and status < 500 and status not in (0, 408, 429):
-            number = errno.EACCES if status in (401, 403) else errno.EIO
-            return StorageError(f"the hub refused the request: {said}", path=path, errno=number)
+            number = EACCES if status in (401, 403) else EIO
+            return StorageError(
+                f"the hub refused the request; check HF_TOKEN and HF_ENDPOINT: {said}", path=path, errno=number
+            )
         if kinds & _UNREACHABLE:
             words = "the hub cannot be reached, or did not answer"
             return _UnreachableError(
-                StorageError(f"{words}: {said}", path=path, errno=errno.EHOSTUNREACH),
+                StorageError(f"{words}; check network, proxy and HF_ENDPOINT: {said}", path=path, errno=EHOSTUNREACH),
                 words,
             )
-        if isinstance(error, OSError):
-            return StorageError(f"the file could not be downloaded: {said}", path=path, errno=error.errno or errno.EIO)
+        if isinstance(error, OSError | RuntimeError):  # its parts that are no Python raise the latter
+            what = "the file could not be downloaded; check space and permissions of the hub's cache (HF_HOME)"
+            what = what if name else "the hub could not be asked; check HF_ENDPOINT"
+            return StorageError(f"{what}: {said}", path=path, errno=getattr(error, "errno", None) or EIO)
         raise error

@@ -111,6 +111,17 @@ def test_revisions(hub: FakeHub, repository: Repository, files: dict[str, bytes]
     assert hub.requests == [], "a commit that is in the cache needs no request"
 
 
+def test_a_folder_of_a_commit_that_is_in_the_cache(
+    hub: FakeHub, repository: Repository, tensors: dict[str, torch.Tensor]
+) -> None:
+    url = f"{MODEL}@{repository.refs['main']}"
+    stio.sync.load(url)
+    assert same(stio.sync.load(f"{url}/sub"), tensors)
+    hub.requests.clear()
+    assert same(stio.sync.load(f"{url}/sub"), tensors)
+    assert hub.requests == []
+
+
 @pytest.mark.anyio
 async def test_every_function_on_every_loop(repository: Repository, tensors: dict[str, torch.Tensor]) -> None:
     assert same(await stio.load(MODEL, memory="map"), tensors)
@@ -180,6 +191,28 @@ def test_offline_the_cache_is_used(
     assert hub.requests == []
 
 
+def test_no_file_is_taken_for_the_checkpoint_because_it_is_alone_in_the_cache(
+    hub: FakeHub, repository: Repository, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository.commit({**files, "consolidated.safetensors": files["sub/model.safetensors"]})
+    stio.sync.load(f"{MODEL}/consolidated.safetensors")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for url in (MODEL, f"{MODEL}@{repository.refs['main']}"):
+        with pytest.raises(CheckpointNotFoundError, match="give the URL of the file") as caught:
+            stio.sync.load(url)
+        assert caught.value.found == "consolidated.safetensors"
+        assert caught.value.__cause__ is not None
+    assert stio.sync.load(f"{MODEL}/consolidated.safetensors")
+
+
+def test_offline_a_verification_needs_no_manifest(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    stio.sync.load(MODEL)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    done = CliRunner().invoke(main, ["verify", MODEL, "--no-progress"])
+    assert done.exit_code == 0, done.output
+    assert "not compared with a hash" in done.output
+
+
 @pytest.mark.parametrize("kind", ["no connection", "503"])
 def test_a_hub_that_does_not_answer(
     hub: FakeHub,
@@ -221,7 +254,7 @@ def test_a_hub_that_does_not_answer(
         ("hf://org/tiny@", "hf://owner/name"),
         ("hf://datasets/org/data", "not from datasets"),
         ("hf://buckets/org/data/x.safetensors", "not from buckets"),
-        ("hf://org/tiny/../x.safetensors", "path in the repository"),
+        ("hf://org/tiny/../x.safetensors", "no path of a file"),
         ("hf://org/none", "no such repository, or it is private"),
         ("hf://org/ti--ny", "no repositories of this name"),
         ("hf://org/tiny@v9", "no such revision"),
@@ -236,11 +269,45 @@ def test_what_is_not_there(url: str, words: str, repository: Repository) -> None
     assert url.rstrip("/@") in re.sub("@[0-9a-f]{40}", "", str(caught.value))
 
 
+@pytest.mark.parametrize("url", ["hf://me:hf_secret@org/tiny", f"{MODEL}?token=hf_secret", f"{MODEL}@main#hf_secret"])
+def test_secrets_in_a_url_are_refused_and_not_shown(url: str, hub: FakeHub) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="hf://owner/name") as caught:
+        stio.sync.load(url)
+    assert "secret" not in f"{caught.value} {caught.value.__cause__}"
+    assert hub.requests == []
+
+
+def test_the_text_of_an_error_has_no_secrets() -> None:
+    error = Exception("403 for https://me:pw@host/file?X-Amz-Signature=abc&x=1 with\n hf_abcdefghijkl")
+    assert storage_hub._what_it_says(error) == "403 for https://host/file with hf_..."
+
+
+def test_a_shard_that_the_repository_does_not_have_is_found_before_any_is_downloaded(
+    hub: FakeHub, repository: Repository, files: dict[str, bytes]
+) -> None:
+    repository.commit({name: data for name, data in files.items() if name != SHARDS[1]})
+    with pytest.raises(CheckpointNotFoundError, match="does not exist") as caught:
+        stio.sync.load(MODEL)
+    assert caught.value.path == f"{MODEL}@{repository.refs['main']}/{SHARDS[1]}"
+    assert hub.downloads() == [INDEX]
+
+
+def test_the_first_error_ends_the_downloads(
+    hub: FakeHub, repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_hub, "_NUM_DOWNLOADS", 1)
+    hub.fault = lambda method, path: 403 if path.endswith(SHARDS[0]) else None
+    with pytest.raises(StorageError, match="refused the request") as caught:
+        stio.sync.load(MODEL)
+    assert (caught.value.path or "").endswith(SHARDS[0])
+    assert hub.downloads() == [INDEX]
+
+
 def test_gated_and_private_repositories(
     hub: FakeHub, repository: Repository, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository.is_gated = True
-    with pytest.raises(StorageError, match=f"request access to this repository on {hub.url}/org/tiny") as gated:
+    with pytest.raises(StorageError, match=f"gated; request access on {hub.url}/org/tiny") as gated:
         stio.sync.load(MODEL)
     repository.is_gated, repository.is_private = False, True
     with pytest.raises(CheckpointNotFoundError, match="or it is private"):
