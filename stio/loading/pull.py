@@ -2,8 +2,9 @@
 
 The files are fetched into a directory beside the new one, which later takes its name. A record there names the state of
 each file in the store. So another call fetches only what is missing, as long as the store has the same states; a call
-that finds the new directory complete fetches nothing. Before the rename, headers and index are checked, files are
-compared with the manifest if there is one, and the store is asked whether it still has the same states.
+that finds the new directory complete fetches nothing. Files of the Hugging Face hub come by the hub's own cache. Before
+the rename, headers and index are checked, files are compared with the manifest if there is one, and the store is asked
+whether it still has the same states.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, UnsafePathError
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
@@ -22,7 +24,7 @@ from stio.loading.integrity import judge_files, read_manifest
 from stio.loading.open import OpenCheckpoint, choose, open_checkpoint
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.urls import is_url, without_secrets
-from stio.storage.base import RequestedSource, Root, Source
+from stio.storage.base import Identity, ParallelRoot, RequestedSource, Requests, Root, Source
 from stio.storage.checks import refused
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.small_files import status_at
@@ -36,11 +38,18 @@ from stio.storage.download import (
     opened_directory,
     wait_until,
 )
-from stio.storage.open import is_hub, open_url
+from stio.storage.hub import HubRoot
+from stio.storage.local import LocalFile
+from stio.storage.open import open_url
 
 RECORD_NAME = "stio-pull.json"
 """File of a pulled directory that names the state of each of its files in the store."""
 
+_Record: TypeAlias = dict[str, list[object]]
+"""Key and size of each file, by its name."""
+
+_LOCAL = Requests(nbytes=8 << 20, num_in_flight=4, gap_bytes=0)
+"""How a file of this machine is copied."""
 _STAGING_SUFFIX = ".stio-pull"
 _MAX_RECORD_BYTES = 64 << 20
 _OTHER_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
@@ -52,7 +61,7 @@ class PullResult:
     """What a pull did."""
 
     url: str
-    """The source, without secrets."""
+    """The source, without secrets; of the hub with the commit."""
     path: str
     """The directory."""
     files: dict[str, int]
@@ -83,7 +92,8 @@ def pull(
 
     Args:
         url: URL of a file, an index or a directory; see `stio.load`. Of a directory that the store can list, all other
-            files are copied too (configuration, tokenizer), except for those of other weights.
+            files are copied too (configuration, tokenizer), except for those of other weights. The hub's files
+            are in its cache then too; shards are hard links to that on one filesystem.
         directory: The directory. It must not exist, be empty, or be the result of an earlier call.
         also: Names of further files beside the checkpoint, for servers that list no directories.
         budget_bytes: Memory that may be used.
@@ -99,8 +109,6 @@ def pull(
     """
     if not is_url(url):
         raise ValueError(f"pull copies from a URL, such as s3://bucket/model; {without_secrets(url)!r} is none")
-    if is_hub(url):
-        raise ValueError("the hub's own command copies its repositories: `hf download OWNER/NAME --local-dir DIR`")
     target = os.path.abspath(os.fsdecode(directory))
     parent, name = os.path.split(target)
     if not name or os.path.ismount(target):
@@ -118,10 +126,19 @@ def pull(
             lock = FileLock(staging + LOCK_SUFFIX, parent_fd)
             closing_all.callback(lock.release)
             wait_until(lock.try_lock)
-        objects = _open_objects(url, also, closing_all)
-        one = _Pull(url, target, staging, objects, parent_fd, budget_bytes, progress)
+        root, object_name = open_url(url)
+        closing_all.callback(root.close)
+        with _advised(url):
+            state = _State(root.resolve() if isinstance(root, HubRoot) else "", object_name)
+        one = _Pull(state.url or url, target, staging, parent_fd, budget_bytes, progress)
         with _translated(target):
-            return one.run()
+            if state.url:  # what is wanted is known before it is opened
+                found = one.complete(lambda record: state.has(record) and record.keys() >= set(also))
+                if found is not None:
+                    return found
+            one.objects = _open_objects(url, root, object_name, also, closing_all)
+            wanted = one.record = {name: state.of(name, source) for name, source in sorted(one.objects.items())}
+            return one.complete(lambda record: record == wanted) or one.run()
 
 
 @contextmanager
@@ -138,24 +155,48 @@ def _translated(path: str) -> Iterator[None]:
 # What is fetched.
 
 
-def _open_objects(url: str, also: Sequence[str], owned: ExitStack) -> dict[str, RequestedSource]:
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Identifies the state of each file."""
+
+    url: str
+    """URL that names one state of all files, such as one with a commit; "": each file has a state of its own."""
+    name: str
+    """What the caller wants of it, "": the directory."""
+
+    def of(self, name: str, source: Source) -> list[object]:
+        """Return key and size of an object; "" is the key of one whose state the store does not identify."""
+        if self.url:
+            return self._of(name, source.identity.nbytes)
+        return [object_key(source.path, source.identity), source.identity.nbytes]
+
+    def has(self, record: _Record) -> bool:
+        """Return whether all files of a record are of this state."""
+        return bool(record) and all(self._of(name, nbytes) == [key, nbytes] for name, (key, nbytes) in record.items())
+
+    def _of(self, name: str, nbytes: object) -> list[object]:
+        size = nbytes if isinstance(nbytes, int) else 0
+        return [object_key(f"{self.url}\n{self.name}\n{name}", Identity(0, 0, size, 0, etag=self.url)), size]
+
+
+def _open_objects(url: str, root: Root, name: str, also: Sequence[str], owned: ExitStack) -> dict[str, Source]:
     """Open all objects; return them by their names in the new directory."""
-    root, name = open_url(url)
-    owned.callback(root.close)
     with _advised(url):
-        listed = [] if name or url.lower().startswith("http") else list(root.listdir())
+        listed: list[str] = []
+        if not name and not url.lower().startswith("http"):
+            listed = list(root.list_all() if isinstance(root, HubRoot) else root.listdir())
         index: str | None = name if name.endswith(INDEX_SUFFIX) else None
         if not name:
             index, name = choose(root)
     # The index is opened first and compared at the end: all shards are of one state of it.
-    found = {index: _requested(root, index, owned)} if index is not None else {}
+    found = {index: _opened_object(root, index, owned)} if index is not None else {}
+    if isinstance(root, HubRoot):
+        url = f"{root.resolve()}/{index or name}"  # the same commit
     opened = open_checkpoint(url, with_manifest=True, strict=False, check=check_interrupted)
     owned.callback(opened.close)
     files = opened.open_files(range(len(opened.files)), owned)
     for header, file in zip(opened.headers, files, strict=True):
-        shard = header.shard if index is not None else name
-        assert isinstance(file, RequestedSource)
-        found[shard] = file
+        found[header.shard if index is not None else name] = file
     skipped = (RECORD_NAME, ".stio-lock")
     others = [one for one in listed if not one.endswith(_OTHER_WEIGHTS) and one not in skipped]
     if opened.manifest is not None and opened.manifest.texts:
@@ -163,15 +204,16 @@ def _open_objects(url: str, also: Sequence[str], owned: ExitStack) -> dict[str, 
     names = dict.fromkeys([*found, *others, *also])
     for one in names:
         _require_plain(one, without_secrets(url), in_index=index is not None)
-    found |= {one: _requested(root, one, owned) for one in names if one not in found}
-    return found
+    left = [one for one in names if one not in found]
+    if isinstance(root, ParallelRoot):
+        root.open_ahead(left)
+    return found | {one: _opened_object(root, one, owned) for one in left}
 
 
-def _requested(root: Root, name: str, owned: ExitStack) -> RequestedSource:
+def _opened_object(root: Root, name: str, owned: ExitStack) -> Source:
     check_interrupted()
-    file: Source = root.open(name)
+    file = root.open(name)
     owned.callback(file.close)
-    assert isinstance(file, RequestedSource)
     return file
 
 
@@ -202,21 +244,30 @@ class _Pull:
     url: str
     target: str
     staging: str
-    objects: dict[str, RequestedSource]
     parent_fd: int
     budget_bytes: int
     progress: Callable[[int, int], object]
+    objects: dict[str, Source] = field(default_factory=dict)
+    """All objects, by their names."""
+    record: _Record = field(default_factory=dict)
+    """Their states."""
     fetched_bytes: int = 0
 
+    def complete(self, is_wanted: Callable[[_Record], bool]) -> PullResult | None:
+        """Return the result if the directory is complete, and its record is wanted."""
+        with suppress(OSError), opened_directory(self.target) as fd:
+            record = _read_record(fd)
+            if record and is_wanted(record) and all(_is_complete(fd, name, record) for name in record):
+                self.record = record
+                self.progress(self._total_bytes, self._total_bytes)
+                with closing(self._opened(self.target)) as opened:
+                    manifest = read_manifest(opened)
+                return self._result("headers" if manifest is None else manifest.algorithm)
+        return None
+
     def run(self) -> PullResult:
-        record = self._record()
+        record = self.record
         if os.path.lexists(self.target):
-            with suppress(OSError), opened_directory(self.target) as fd:
-                if _read_record(fd) == record and all(_is_complete(fd, name, record) for name in record):
-                    self.progress(self._total_bytes, self._total_bytes)
-                    with closing(self._opened(self.target)) as opened:
-                        manifest = read_manifest(opened)
-                    return self._result("headers" if manifest is None else manifest.algorithm)
             if not os.path.isdir(self.target) or os.path.islink(self.target) or os.listdir(self.target):
                 raise StorageError(
                     "something else is there; remove it, or give a new directory for each state of a checkpoint",
@@ -249,16 +300,13 @@ class _Pull:
 
     @property
     def _total_bytes(self) -> int:
-        return sum(source.identity.nbytes for source in self.objects.values())
+        return sum(self._sizes.values())
 
-    def _record(self) -> dict[str, list[object]]:
-        """Return key and size of each object; "" is the key of one whose state the store does not identify."""
-        return {
-            name: [object_key(source.path, source.identity), source.identity.nbytes]
-            for name, source in sorted(self.objects.items())
-        }
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {name: nbytes for name, (_, nbytes) in self.record.items() if isinstance(nbytes, int)}
 
-    def _prepare(self, record: dict[str, list[object]], fd: int) -> None:
+    def _prepare(self, record: _Record, fd: int) -> None:
         """Remove from the directory what is not of these states, and write the record."""
         before = _read_record(fd) or {}
         keys = {str(key) + PART_SUFFIX for key, _ in record.values() if key}
@@ -279,13 +327,17 @@ class _Pull:
         calls.rename(temporary, RECORD_NAME, source_fd=fd, target_fd=fd)
         calls.sync_directory(fd)
 
-    def _fetch(self, name: str, source: RequestedSource, state: list[object], fd: int) -> None:
+    def _fetch(self, name: str, source: Source, state: list[object], fd: int) -> None:
         nbytes = source.identity.nbytes
         if state[0] and _is_complete(fd, name, {name: state}):
             self.progress(nbytes, self._total_bytes)
             return
         if "/" in name:
             os.makedirs(os.path.join(os.path.dirname(self.target), self.staging, os.path.dirname(name)), exist_ok=True)
+        if self._linked(name, source, fd):
+            self.progress(nbytes, self._total_bytes)
+            return
+        requests = source.requests if isinstance(source, RequestedSource) else _LOCAL
         part = Download(f"{state[0] or 'unknown'}{PART_SUFFIX}", nbytes, fd)
         counting = threading.Lock()
 
@@ -296,12 +348,25 @@ class _Pull:
 
         with closing(part):
             self.progress(nbytes - part.missing_bytes, self._total_bytes)
-            part.fill(source, source.requests.within(max(1, self.budget_bytes // 2)), report=report)
+            part.fill(source, requests.within(max(1, self.budget_bytes // 2)), report=report)
             part.publish(name, read_only=False)
 
+    def _linked(self, name: str, source: Source, fd: int) -> bool:
+        """Give a file of this machine its name here too, if it is one of those that nobody edits; or return False."""
+        if not isinstance(source, LocalFile) or not name.endswith(FILE_SUFFIX):
+            return False
+        with suppress(OSError):  # another filesystem, or one without hard links
+            calls.fsync(source.fd)
+            with suppress(FileNotFoundError):
+                calls.unlink(name, dir_fd=fd)
+            calls.link(os.path.realpath(source.path), name, dir_fd=fd)
+            calls.sync_directory(fd)
+            return os.path.samestat(os.stat(name, dir_fd=fd, follow_symlinks=False), os.fstat(source.fd))
+        return False
+
     def _opened(self, path: str) -> OpenCheckpoint:
-        index = next((name for name in self.objects if name.endswith(INDEX_SUFFIX)), None)
-        single = next(name for name in self.objects if name.endswith(FILE_SUFFIX))
+        index = next((name for name in self.record if name.endswith(INDEX_SUFFIX)), None)
+        single = next(name for name in self.record if name.endswith(FILE_SUFFIX))
         return open_checkpoint(
             os.path.join(path, index or single), with_manifest=True, strict=False, check=check_interrupted
         )
@@ -316,17 +381,17 @@ class _Pull:
             return manifest.algorithm
 
     def _result(self, verified: str) -> PullResult:
-        files = {name: source.identity.nbytes for name, source in sorted(self.objects.items())}
-        return PullResult(without_secrets(self.url), self.target, files, self.fetched_bytes, verified)
+        return PullResult(without_secrets(self.url), self.target, self._sizes, self.fetched_bytes, verified)
 
 
-def _read_record(fd: int) -> dict[str, list[object]] | None:
+def _read_record(fd: int) -> _Record | None:
     """Return the record in a directory, None if there is none that can be read."""
     with suppress(OSError, ValueError, RecursionError):
         with open(calls.open_file(RECORD_NAME, os.O_RDONLY, dir_fd=fd), "rb") as file:
             found = json.loads(file.read(_MAX_RECORD_BYTES))
         if isinstance(found, dict) and all(_is_record_name(name) for name in found):
-            return found
+            if all(isinstance(state, list) and len(state) == 2 for state in found.values()):
+                return found
     return None
 
 
@@ -334,7 +399,7 @@ def _is_record_name(name: str) -> bool:
     return bool(name) and not os.path.isabs(name) and ".." not in name.split("/") and "\0" not in name
 
 
-def _is_complete(fd: int, name: str, record: dict[str, list[object]]) -> bool:
+def _is_complete(fd: int, name: str, record: _Record) -> bool:
     """Return whether a file of a record is there: its name came with a rename, when it was whole."""
     with suppress(OSError):
         found = status_at(fd, name)

@@ -22,7 +22,7 @@ from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
 from stio.runtime.workers import WorkerPool, is_interrupted
-from stio.storage.base import Identity, RequestedSource, Requests
+from stio.storage.base import Identity, Requests, Source
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import boot_id
 from stio.storage.commit.small_files import status_at
@@ -168,7 +168,7 @@ class Download:
 
     def fill(
         self,
-        source: RequestedSource,
+        source: Source,
         requests: Requests,
         *,
         report: Callable[[int], object] = lambda nbytes: None,

@@ -176,6 +176,23 @@ class HubRoot:
             self._list(cached)
         return self._inside(self._files or ())
 
+    def resolve(self) -> str:
+        """Return the URL with the commit, which names this state of the directory.
+
+        Raises:
+            CheckpointNotFoundError: There is no such repository or revision, or it cannot be seen.
+            StorageError: The hub refuses, or cannot be reached, and the cache does not have the revision.
+        """
+        self._resolve()
+        return self.path
+
+    def list_all(self) -> list[str]:
+        """Return the names of all files of the directory, as the hub tells them, sorted; raises what `listdir` does."""
+        self._resolve()
+        if self._files is None:
+            self._list(())
+        return self.listdir()
+
     def open_ahead(self, names: Sequence[str]) -> None:
         """Download files at one time, each of which `open` opens later. Blocks; raises no error of a file.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import re
+import shutil
 import socket
 import threading
 import time
@@ -21,7 +24,10 @@ from torch import nn
 import stio
 from stio.cli.main import main
 from stio.errors import CheckpointNotFoundError, StioError, StorageError
+from stio.loading.pull import pull
+from stio.runtime.operation import Operation
 from stio.storage import hub as storage_hub
+from stio.storage.commit import syscalls
 
 huggingface_hub: Any = pytest.importorskip("huggingface_hub")
 constants: Any = pytest.importorskip("huggingface_hub.constants")
@@ -166,7 +172,95 @@ def test_commands(repository: Repository, tmp_path: Path) -> None:
     assert "equal" in run("diff", MODEL, f"{MODEL}/sub", "--no-progress")
     run("convert", MODEL, str(tmp_path / "m.safetensors"), "--no-progress")
     assert "equal" in run("diff", MODEL, str(tmp_path / "m.safetensors"), "--no-progress")
-    assert "hf download" in run("pull", MODEL, str(tmp_path / "copy"), status=2)
+
+
+# Copies in a directory.
+
+
+def pulled(url: str, directory: Path) -> dict[str, Any]:
+    done = CliRunner().invoke(main, ["pull", url, str(directory), "--no-progress", "--json"])
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_pull_copies_the_checkpoint_and_the_files_beside_it(
+    hub: FakeHub,
+    repository: Repository,
+    tensors: dict[str, torch.Tensor],
+    tmp_path: Path,
+    linked: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not linked:
+
+        def refuse(path: str, name: str, *, dir_fd: int) -> None:
+            raise OSError(errno.EXDEV, "")
+
+        monkeypatch.setattr(syscalls, "link", refuse)
+    commit = repository.refs["main"]
+    stio.sync.load(f"{MODEL}@{commit}")  # of the cache's files alone, config.json would be missing
+    found = pulled(f"{MODEL}@{commit}", tmp_path / "copy")
+    assert found["url"] == f"{MODEL}@{commit}"
+    assert set(found["files"]) == {INDEX, *SHARDS, "config.json"}
+    assert same(stio.sync.load(tmp_path / "copy"), tensors)
+    cached = os.path.realpath(huggingface_hub.try_to_load_from_cache("org/tiny", SHARDS[0], revision=commit))
+    assert os.path.samefile(cached, tmp_path / "copy" / SHARDS[0]) is linked
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    # Again, without the cache: the commit of the branch is asked for, and that of a commit is known.
+    shutil.rmtree(tmp_path / "cache")
+    hub.requests.clear()
+    assert pulled(MODEL, tmp_path / "copy")["fetched_bytes"] == 0
+    assert hub.requests == ["GET /api/models/org/tiny"]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert pulled(f"{MODEL}@{commit}", tmp_path / "copy")["files"] == found["files"]
+
+
+def test_a_pull_continues_and_takes_no_other_commit(
+    hub: FakeHub, repository: Repository, files: dict[str, bytes], tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    hub.fault = lambda method, path: 403 if path.endswith(SHARDS[2]) else None
+    for _ in range(2):
+        done = CliRunner().invoke(main, ["pull", MODEL, str(tmp_path / "copy")])
+        assert (done.exit_code, "refused the request" in done.output) == (2, True)
+    assert not (tmp_path / "copy").exists()
+    hub.fault = lambda method, path: None
+    assert pulled(MODEL, tmp_path / "copy")
+    assert sorted(hub.downloads()) == ["config.json", *SHARDS, INDEX]
+    repository.commit({**files, "more": b""})
+    done = CliRunner().invoke(main, ["pull", MODEL, str(tmp_path / "copy")])
+    assert "something else is there" in done.output
+    assert pulled(MODEL, tmp_path / "new")["files"].keys() >= {"more"}
+
+
+@pytest.mark.parametrize("place", ["sub", "sub/model.safetensors"])
+def test_a_pull_of_a_part(place: str, repository: Repository, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    assert list(pulled(f"{MODEL}/{place}", tmp_path / "copy")["files"]) == ["model.safetensors"]
+    assert same(stio.sync.load(tmp_path / "copy"), tensors)
+
+
+def test_a_cancelled_pull_leaves_no_directory(
+    hub: FakeHub, repository: Repository, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    started = threading.Event()
+
+    def hold(method: str, path: str) -> None:
+        if method == "GET" and path.endswith(SHARDS[0]):
+            hub.gate.clear()
+            started.set()
+
+    hub.fault = hold
+    operation: Operation[Any] = Operation(lambda _: pull(MODEL, tmp_path / "copy"), name="pull").start()
+    assert started.wait(10)
+    began = time.monotonic()
+    operation.cancel()
+    operation.join()
+    assert time.monotonic() - began < 2
+    assert not (tmp_path / "copy").exists()
+    hub.fault = lambda method, path: None
+    hub.gate.set()
+    assert same(stio.sync.load(pulled(MODEL, tmp_path / "copy")["path"]), tensors)
 
 
 # Without the hub.
