@@ -1,9 +1,13 @@
-"""A hub on loopback with the requests that huggingface_hub makes for models: what a repository has, and its files."""
+"""A hub on loopback with the requests that huggingface_hub makes for models: what a repository has, and its files.
+
+Large files are those of weights: as on the hub, a request for one is redirected to a signed URL.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 TOKEN = "hf_secret"
+SIGNATURE = "a-signature"
 
 
 @dataclass
@@ -41,6 +46,7 @@ class FakeHub:
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
+        self.large: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.fault: Callable[[str, str], int | None] = lambda method, path: None
         self.gate = threading.Event()
@@ -65,7 +71,8 @@ class FakeHub:
 
     def downloads(self) -> list[str]:
         """Return the names of the files that were sent."""
-        return [line.rpartition("/")[2] for line in self.requests if line.startswith("GET") and "/resolve/" in line]
+        kinds = re.compile("GET .*(/resolve/|/signed/)")
+        return [line.rpartition("/")[2] for line in self.requests if kinds.match(line)]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -84,6 +91,9 @@ class _Handler(BaseHTTPRequestHandler):
         status = hub.fault(self.command, path)
         if status:
             self._send(status, b"", {})
+            return
+        if path.startswith("/signed/"):
+            self._body(hub.large[path.split("/")[2]], {})
             return
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
         is_api = parts[:2] == ["api", "models"]
@@ -113,13 +123,25 @@ class _Handler(BaseHTTPRequestHandler):
         if data is None:
             self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
             return
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha256(data).hexdigest()}"', "Accept-Ranges": "bytes"}
+        digest = hashlib.sha256(data).hexdigest()
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{digest}"', "Accept-Ranges": "bytes"}
+        if not urlsplit(self.path).path.endswith(".safetensors"):
+            self._body(data, headers)
+            return
+        self.fake_hub.large[digest] = data
+        headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data)), "ETag": '"a pointer"'}
+        name = urlsplit(self.path).path.rpartition("/")[2]
+        # Another name of this host: the token is not sent along.
+        signed = f"http://localhost:{self.server.server_address[1]}/signed/{digest}/{name}?X-Amz-Signature={SIGNATURE}"
+        self._send(302, b"", headers | {"Location": signed})
+
+    def _body(self, data: bytes, headers: dict[str, str]) -> None:
         begin = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
         if begin:
             headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-        self._send(206 if begin else 200, data[begin:], headers)
+        self._send(206 if begin else 200, data[begin:], headers, is_gated=True)
 
-    def _send(self, status: int, body: bytes, headers: dict[str, Any]) -> None:
+    def _send(self, status: int, body: bytes, headers: dict[str, Any], *, is_gated: bool = False) -> None:
         self.send_response(status)
         for key, value in headers.items():
             self.send_header(key, value)
@@ -127,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if len(body) > 1 and "X-Repo-Commit" in headers:
+        if len(body) > 1 and is_gated:
             self.wfile.write(body[:1])
             self.wfile.flush()
             self.fake_hub.gate.wait()
@@ -141,6 +163,8 @@ def use(url: str, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", url)
     template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    # Its first versions that stio supports have a copy here.
+    monkeypatch.setattr("huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache.parent / "token"))

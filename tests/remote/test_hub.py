@@ -7,7 +7,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +21,7 @@ import anyio
 import pytest
 import torch
 from click.testing import CliRunner
-from fake_hub import TOKEN, FakeHub, Repository, fake_hub, use
+from fake_hub import SIGNATURE, TOKEN, FakeHub, Repository, fake_hub, use
 from torch import nn
 
 import stio
@@ -376,6 +379,14 @@ def test_the_text_of_an_error_has_no_secrets() -> None:
     assert storage_hub._what_it_says(error) == "403 for https://host/file with hf_..."
 
 
+def test_a_signed_url_is_not_shown(hub: FakeHub, repository: Repository) -> None:
+    hub.fault = lambda method, path: 403 if path.startswith("/signed/") else None
+    with pytest.raises(StorageError, match="/signed/") as caught:
+        stio.sync.load(MODEL)
+    assert SIGNATURE not in str(caught.value)
+    assert caught.value.errno == errno.EACCES
+
+
 def test_a_shard_that_the_repository_does_not_have_is_found_before_any_is_downloaded(
     hub: FakeHub, repository: Repository, files: dict[str, bytes]
 ) -> None:
@@ -450,6 +461,27 @@ async def test_a_cancel_is_heard_while_a_file_is_downloaded(
     assert time.monotonic() - began < 2
     hub.gate.set()  # what was under way ends in the background; a further load takes it from there
     assert same(await stio.load(MODEL), tensors)
+
+
+def test_a_command_that_is_interrupted_while_a_file_is_downloaded_ends(
+    hub: FakeHub, repository: Repository, tensors: dict[str, torch.Tensor]
+) -> None:
+    """It runs in a process of its own, which finds the hub by its environment."""
+    hub.gate.clear()
+    started = threading.Event()
+    hub.fault = lambda method, path: started.set() if path.endswith(INDEX) and method == "GET" else None
+    command = [sys.executable, "-m", "stio", "load", MODEL, "--device", "cpu", "--no-progress"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert started.wait(30)
+            child.send_signal(signal.SIGINT)
+            _, said = child.communicate(timeout=10)
+        finally:
+            child.kill()
+    assert child.returncode == -signal.SIGINT, said
+    assert "Traceback" not in said
+    hub.gate.set()
+    assert same(stio.sync.load(MODEL), tensors)
 
 
 def test_a_commit_replaces_the_branch_while_a_load_goes_on(
