@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -157,6 +158,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+def go_offline(monkeypatch: pytest.MonkeyPatch, is_offline: bool = True) -> None:
+    """Set or clear HF_HUB_OFFLINE in this process."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_offline)
+    # The first versions that stio supports keep sessions that do not look at it again.
+    getattr(import_module("huggingface_hub.utils"), "reset_sessions", lambda: None)()
+
+
 def use(url: str, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Make huggingface_hub ask a hub, with a cache of its own; it reads its environment only when it is imported."""
     constants = pytest.importorskip("huggingface_hub.constants")
@@ -166,7 +174,7 @@ def use(url: str, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     # Its first versions that stio supports have a copy here.
     monkeypatch.setattr("huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    go_offline(monkeypatch, False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache.parent / "token"))
     monkeypatch.setenv("HF_ENDPOINT", url)  # for child processes
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))

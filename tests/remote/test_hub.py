@@ -21,7 +21,7 @@ import anyio
 import pytest
 import torch
 from click.testing import CliRunner
-from fake_hub import SIGNATURE, TOKEN, FakeHub, Repository, fake_hub, use
+from fake_hub import SIGNATURE, TOKEN, FakeHub, Repository, fake_hub, go_offline, use
 from torch import nn
 
 import stio
@@ -216,7 +216,7 @@ def test_a_pull_copies_the_checkpoint_and_the_files_beside_it(
     hub.requests.clear()
     assert pulled(MODEL, tmp_path / "copy")["fetched_bytes"] == 0
     assert hub.requests == ["GET /api/models/org/tiny"]
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    go_offline(monkeypatch)
     assert pulled(f"{MODEL}@{commit}", tmp_path / "copy")["files"] == found["files"]
 
 
@@ -272,13 +272,13 @@ def test_a_cancelled_pull_leaves_no_directory(
 def test_offline_the_cache_is_used(
     hub: FakeHub, repository: Repository, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    go_offline(monkeypatch)
     with pytest.raises(CheckpointNotFoundError, match="HF_HUB_OFFLINE"):
         stio.sync.load(MODEL)
     assert hub.requests == []
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    go_offline(monkeypatch, False)
     stio.sync.load(MODEL, names="layer.0")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    go_offline(monkeypatch)
     hub.requests.clear()
     assert torch.equal(stio.sync.load(MODEL, names="layer.0")["layer.0"], tensors["layer.0"])
     with pytest.raises(StorageError, match="cache does not have the file") as caught:
@@ -293,7 +293,7 @@ def test_no_file_is_taken_for_the_checkpoint_because_it_is_alone_in_the_cache(
 ) -> None:
     repository.commit({**files, "consolidated.safetensors": files["sub/model.safetensors"]})
     stio.sync.load(f"{MODEL}/consolidated.safetensors")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    go_offline(monkeypatch)
     for url in (MODEL, f"{MODEL}@{repository.refs['main']}"):
         with pytest.raises(CheckpointNotFoundError, match="give the URL of the file") as caught:
             stio.sync.load(url)
@@ -304,7 +304,7 @@ def test_no_file_is_taken_for_the_checkpoint_because_it_is_alone_in_the_cache(
 
 def test_offline_a_verification_needs_no_manifest(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     stio.sync.load(MODEL)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    go_offline(monkeypatch)
     done = CliRunner().invoke(main, ["verify", MODEL, "--no-progress"])
     assert done.exit_code == 0, done.output
     assert "not compared with a hash" in done.output
