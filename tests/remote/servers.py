@@ -263,7 +263,16 @@ def azure_server(program: str, folder: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ("--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder), "--silent")
+    options = (
+        "--blobHost",
+        "127.0.0.1",
+        "--blobPort",
+        str(port),
+        "--location",
+        str(folder),
+        "--silent",
+        "--disableTelemetry",
+    )
     running = subprocess.Popen([program, *options, "--skipApiVersionCheck"], stdout=subprocess.DEVNULL)
     try:
         until = time.monotonic() + 30

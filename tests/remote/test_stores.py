@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from servers import HttpServer, azure_server, http_server, new_certificate
 
-from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, StorageError
+import stio
+from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, ConcurrentSaveError, StorageError
 from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Source
 from stio.storage.remote.requests import Patience
+from stio.storage.remote.save import RemoteDestination
 from stio.storage.remote.source import RemoteRoot, open_url
 from stio.storage.remote.stores import locate
 from stio.testing.contract import SourceContract, read_guarded
@@ -237,6 +240,22 @@ def test_azure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by: str) -> None
             source.check_unchanged()
         with pytest.raises(CheckpointNotFoundError):
             root.open("b.bin")
+        save_and_load(obstore, store)
+
+
+def save_and_load(obstore: Any, store: Any) -> None:
+    """Save to Azure: a directory twice, a file in parts, and a commit that comes too late."""
+    for number in (1, 2):
+        tensors = {"w": torch.full((3 << 20,), float(number)), "v": torch.ones(3)}
+        for url in ("az://box/m", "az://box/x.safetensors"):
+            stio.sync.save(tensors, url, max_shard_size=None if "." in url else 9 << 20)
+            found = stio.sync.load(url)
+            assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert len(obstore.list(store, "m").collect()) == 3
+    transaction = RemoteDestination(RemoteRoot("az://box/m")).begin(num_shards=1)
+    stio.sync.save(tensors, "az://box/m")
+    with pytest.raises(ConcurrentSaveError):
+        transaction.commit(index=b"{}")
 
 
 def make_container(endpoint: str) -> None:

@@ -62,7 +62,7 @@ NUM_IN_FLIGHT = 16
 _MOST_PARTS = 10_000
 """Of one object, by the stores' rules."""
 
-_ID_KEY = "stio-save"
+_ID_KEY = "stiosave"  # Azure allows names of variables only
 """Metadata of an object that is a checkpoint of its own: the id of the save that made it."""
 
 
