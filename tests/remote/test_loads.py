@@ -174,6 +174,22 @@ def test_many_small_tensors_are_few_requests(server: HttpServer) -> None:
     assert len(server.requests) <= 1.2 * needed + header + 1
 
 
+def test_a_hundred_thousand_small_tensors(server: HttpServer) -> None:
+    """At most 1.2 times the requests that the bytes of the file need at 8 MiB, opening and header included."""
+    num, nbytes = 100_000, 1000
+    entries = {
+        f"layer.{k}.w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [k * nbytes, (k + 1) * nbytes]}
+        for k in range(num)
+    }
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    server.put("/m.safetensors", len(header).to_bytes(8, "little") + header + bytes(num * nbytes))
+    found = stio.sync.load(f"{server.url}/m.safetensors")
+    assert len(found) == num
+    assert sum(tensor.nbytes for tensor in found.values()) == num * nbytes
+    assert len(server.requests) <= 1.2 * len(server.objects["/m.safetensors"]) / (8 << 20)
+
+
 def test_gaps_are_read_if_that_is_less_than_a_request(server: HttpServer) -> None:
     put_large(server, 4 << 20, 64)
     for gap_bytes, most in ((1 << 20, 2), (1, 34)):
