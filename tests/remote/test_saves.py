@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from support import eventually
 import stio
 from stio.cli.main import main
 from stio.errors import CommitUncertainError, ConcurrentSaveError, StioError, StorageError
+from stio.storage.base import Note
 from stio.storage.remote import save as remote_save
 from stio.storage.remote.requests import Patience
 from stio.storage.remote.source import RemoteRoot
@@ -213,6 +215,33 @@ def test_two_saves_at_one_time(s3: Any, place: str, monkeypatch: pytest.MonkeyPa
     assert len(keys(s3)) == (1 if place.endswith(".safetensors") else 2)
 
 
+def test_small_files_of_two_saves_at_one_time(s3: Any) -> None:
+    """The one that changes them first goes on; the other one ends, and puts back what it has changed."""
+
+    def content(name: str) -> bytes:
+        data: bytes = s3.get_object(Bucket="bucket", Key=f"m/{name}")["Body"].read()
+        return data
+
+    destination = remote_save.RemoteDestination(RemoteRoot("s3://bucket/m"))
+    one, two = (destination.begin(num_shards=1) for _ in range(2))
+    assert one.read_note("note") is two.read_note("note") is None
+    one.commit(index=b"one", notes=[Note("note", b"before", b"after")])
+    with pytest.raises(ConcurrentSaveError):
+        two.commit(index=b"two", notes=[Note("note", b"other", b"other")])
+    assert content("note") == b"after"
+    for before in (b"both", None):
+        late = destination.begin(num_shards=1)
+        assert late.read_note("note") == b"after"
+        s3.put_object(Bucket="bucket", Key="m/model.safetensors.index.json", Body=b"of another save" + (before or b""))
+        with pytest.raises(ConcurrentSaveError):
+            late.commit(index=b"late", notes=[Note("note", before, b"mine")])
+        assert content("note") == b"after"
+    last = destination.begin(num_shards=1)
+    assert last.read_note("note") == b"after"
+    last.commit(index=b"last", notes=[Note("note", None, None)])
+    assert keys(s3) == ["m/model.safetensors.index.json"]
+
+
 # Failures.
 
 IMPATIENT = Patience(num_attempts=2, first_pause_seconds=0.001, longest_pause_seconds=0.002, stall_seconds=0.4)
@@ -320,7 +349,10 @@ def test_c120_the_answer_to_the_completion_of_one_file_is_lost(
     faults = iter([fault])
     proxy.fault = lambda k, method, path: next(faults, None) if method == "POST" and "uploadId=" in path else None
     stio.sync.save(
-        tensors, remote_save.RemoteDestination(RemoteRoot("s3://bucket", patience=IMPATIENT), "x.safetensors")
+        tensors,
+        remote_save.RemoteDestination(
+            RemoteRoot("s3://bucket", patience=replace(IMPATIENT, stall_seconds=10)), "x.safetensors"
+        ),
     )
     assert same(stio.sync.load("s3://bucket/x.safetensors"), tensors)
 

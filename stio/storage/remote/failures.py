@@ -87,6 +87,11 @@ class Failure:
         return self.kind in _AGAIN
 
     @property
+    def may_have_worked(self) -> bool:
+        """Whether the store may have done what was requested, or may do it still."""
+        return self.kind in ("busy", "stalled", "broken", "unreachable")
+
+    @property
     def is_slow(self) -> bool:
         """Whether it took long to notice, so that few attempts are made."""
         return self.kind in _SLOW

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -42,7 +42,7 @@ from stio.runtime.locks import Condition
 from stio.runtime.log import log
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
-from stio.runtime.workers import is_interrupted
+from stio.runtime.workers import WorkerPool, is_interrupted
 from stio.storage.base import FileWriter, Note, Transaction
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
 from stio.storage.remote.failures import Failure, failure_of
@@ -50,6 +50,9 @@ from stio.storage.remote.source import RemoteRoot
 from stio.storage.remote.stores import locate, require_obstore
 
 T = TypeVar("T")
+
+State: TypeAlias = dict[str, Any]
+"""What names the state of an object in a conditional put; {}: there is none."""
 
 _MIB = 1 << 20
 
@@ -86,17 +89,16 @@ class Folder:
         prefix = self._root.location.key
         return f"{prefix}/{name}" if prefix else name
 
-    def read(self, name: str) -> tuple[bytes, dict[str, Any]] | None:
+    def read(self, name: str) -> tuple[bytes, State] | None:
         """Return the content of a small object, and what names its state in a conditional put; None without it.
 
         Raises:
             StioError: The store cannot be read.
         """
 
-        def get(store: Any) -> tuple[bytes, dict[str, Any]]:
+        def get(store: Any) -> tuple[bytes, State]:
             result = require_obstore().get(store, self.key(name))
-            state = {key: result.meta[key] for key in ("e_tag", "version") if result.meta[key] is not None}
-            return bytes(result.bytes()), state
+            return bytes(result.bytes()), _state_of(result.meta)
 
         try:
             return self._run(get, name)
@@ -134,38 +136,32 @@ class Folder:
             raise StorageError(message, path=self.path, errno=errno.ENOENT) from error
         return {one["path"][start:]: one["last_modified"].timestamp() for one in found["objects"]}
 
-    def put(self, name: str, data: bytes | None) -> None:
-        """Replace a small object; None: delete it.
-
-        Raises:
-            StioError: The store refuses it.
-        """
-        if data is None:
-            self.delete([name])
-        else:
-            self._run(lambda store: require_obstore().put(store, self.key(name), data, use_multipart=False), name)
-
-    def put_once(self, name: str, data: bytes, mode: Any) -> str:
-        """Put a small object under a condition, in one attempt; return its ETag.
+    def put_once(self, name: str, data: bytes, mode: Any) -> State:
+        """Put a small object under a condition, in one attempt; return its state.
 
         Raises:
             Exception: What obstore raises; see `stio.storage.remote.failures`.
         """
 
-        def put(store: Any) -> str:
-            return require_obstore().put(store, self.key(name), data, mode=mode, use_multipart=False)["e_tag"] or ""
+        def put(store: Any) -> State:
+            return _state_of(require_obstore().put(store, self.key(name), data, mode=mode, use_multipart=False))
 
         return self._root.requester.begin(put).result()
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete objects; those that do not exist are no error.
+        """Delete objects, several at one time; those that do not exist are no error.
 
         Raises:
             StioError: The store refuses it.
         """
-        for name in names:
-            with suppress(CheckpointNotFoundError):
-                self._run(partial(_delete, key=self.key(name)), name)
+        left = iter([*names])
+
+        def work() -> None:
+            while (name := next(left, None)) is not None:  # one step: several workers call it
+                with suppress(CheckpointNotFoundError):
+                    self._run(partial(_delete, key=self.key(name)), name)
+
+        WorkerPool("delete").run(work, min(len(names), NUM_IN_FLIGHT))
 
     def upload(self, name: str, parts: Iterator[Any], *, part_bytes: int, is_one: bool, save_id: str) -> str:
         """Upload an object of parts, and return its ETag; an error of the iterator aborts it.
@@ -196,6 +192,10 @@ class Folder:
     def _run(self, request: Callable[[Any], T], name: str) -> T:
         path = f"{self.path}/{name}" if name else self.path
         return self._root.requester.run(request, path, work="save")
+
+
+def _state_of(meta: Any) -> State:
+    return {key: meta[key] for key in ("e_tag", "version") if meta[key] is not None}
 
 
 def _delete(store: Any, *, key: str) -> None:
@@ -287,25 +287,29 @@ class _Remote:
         last: The object whose put is the commit.
     """
 
+    path: str
+    """The destination."""
     shard_names: tuple[str, ...]
     """See `Transaction`."""
 
     def __init__(self, folder: Folder, last: str) -> None:
         self._folder, self._last = folder, last
         self._id = os.urandom(8).hex()
-        self._found = self._state()
+        self._found = self._state(last)
         self._etag = ""  # of the new checkpoint
+        self._notes: dict[str, tuple[bytes | None, State]] = {}  # as they were found
         self._uploads: list[_Upload] = []
         self._ended = False
 
-    def _state(self) -> dict[str, Any]:
-        found = self._folder.read(self._last)
+    def _state(self, name: str) -> State:
+        found = self._folder.read(name)
         return {} if found is None else found[1]
 
     def read_note(self, name: str) -> bytes | None:
         """Return the content of a small object."""
-        found = self._folder.read(name)
-        return None if found is None else found[0]
+        data, state = self._folder.read(name) or (None, {})
+        self._notes[name] = data, state
+        return data
 
     def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
         """Publish the checkpoint; see `Transaction`. Old shards are deleted then; readers of those get an error.
@@ -313,16 +317,72 @@ class _Remote:
         Raises:
             CommitUncertainError: The store does not say whether it has the new checkpoint. Nothing is deleted.
         """
-        for note in notes:
-            self._folder.put(note.name, note.before)
-        self._publish(index or b"")
+        mine: dict[str, State] = {}
+        try:
+            for note in notes:
+                _, state = self._notes[note.name]
+                mine[note.name] = self._change(note.name, note.before, state)
+            self._publish(index or b"")
+        except CommitUncertainError:
+            self._ended = True  # what was uploaded stays: the checkpoint may consist of it
+            raise
+        except StioError:
+            for name, state in mine.items():
+                with suppress(StioError):  # it belongs to another save by now
+                    self._change(name, self._notes[name][0], state)
+            raise
         self._ended = True
         try:
             for note in notes:
-                self._folder.put(note.name, note.after)
+                self._change(note.name, note.after, mine[note.name])
             self._delete_old()
         except StioError as error:
-            log(logging.WARNING, "%s: saved, but the old files could not be deleted: %s", self._folder.path, error)
+            log(logging.WARNING, "%s: saved; what the old checkpoint left is still there: %s", self.path, error)
+
+    def _change(self, name: str, data: bytes | None, state: State) -> State:
+        """Put or delete a small object that is in a state; return its new state.
+
+        Raises:
+            ConcurrentSaveError: It is in another state.
+            StioError: The store refuses it, or does not say whether it has it.
+        """
+        if data is not None:
+            return self._put(name, data, state)
+        if state:  # a store has no conditional deletion
+            if self._state(name).get("e_tag") != state.get("e_tag"):
+                raise self._conflict()
+            self._folder.delete([name])
+        return {}
+
+    def _put(self, name: str, data: bytes, state: State) -> State:
+        """Put a small object in place of one in a state ({}: none), and return its state.
+
+        Raises:
+            ConcurrentSaveError: It is in another state.
+            CommitUncertainError: The store does not say whether it has it.
+            StioError: The store refuses it.
+        """
+        patience, attempt = self._folder.patience, 1
+        while True:
+            try:
+                return self._folder.put_once(name, data, state or "create")
+            except Exception as error:
+                failure = failure_of(error)
+            try:
+                now, new_state = self._folder.read(name) or (None, {})
+            except StioError as error:
+                raise self._uncertain(failure) from error
+            if now == data:
+                return new_state  # the answer was lost
+            if not failure.may_have_worked:
+                raise self._error(failure)
+            if attempt >= patience.num_attempts:
+                raise self._uncertain(failure)  # the put may be on its way still
+            time.sleep(patience.pause_seconds(attempt))
+            attempt += 1
+
+    def _conflict(self) -> ConcurrentSaveError:
+        return ConcurrentSaveError("another save changed the destination at the same time", path=self.path)
 
     def _publish(self, index: bytes) -> None:
         raise NotImplementedError
@@ -341,7 +401,6 @@ class _Remote:
                 self._folder.delete(uploaded)
 
     def _uncertain(self, failure: Failure) -> CommitUncertainError:
-        self._ended = True  # what was uploaded stays: the checkpoint may consist of it
         return CommitUncertainError(
             f"the store does not say whether the checkpoint is published ({failure.kind}: {failure.cause}); "
             "look at it, or save again",
@@ -368,9 +427,10 @@ class _Directory(_Remote):
     def __init__(self, folder: Folder, num_shards: int, pattern: str) -> None:
         self.path = folder.path
         """The destination."""
-        last = index_name(pattern)
-        self._old = [name for name in folder.list() if name != last and is_checkpoint_file(name, pattern)]
-        super().__init__(folder, last)
+        super().__init__(folder, index_name(pattern))
+        # After the look at the index: shards of a save that commits in between would not be deleted otherwise. Those of
+        # one that commits later are in it too; it cannot commit any more once this one has.
+        self._old = [name for name in folder.list() if name != self._last and is_checkpoint_file(name, pattern)]
         self._manifest = manifest_name(pattern)
         self.shard_names = tuple(shard_name(pattern, k, num_shards, save_id=self._id) for k in range(num_shards))
 
@@ -381,26 +441,7 @@ class _Directory(_Remote):
         return self._uploads
 
     def _publish(self, index: bytes) -> None:
-        mode: Any = self._found or "create"
-        patience, attempt = self._folder.patience, 1
-        while True:
-            try:
-                self._etag = self._folder.put_once(self._last, index, mode)
-                return
-            except Exception as error:
-                failure = failure_of(error)
-            try:
-                now = self.read_note(self._last)
-            except StioError as error:
-                raise self._uncertain(failure) from error
-            if now == index:
-                return  # the answer was lost
-            if not failure.may_succeed:
-                raise self._error(failure)
-            if attempt >= patience.num_attempts:
-                raise self._uncertain(failure)  # the put may be on its way still
-            time.sleep(patience.pause_seconds(attempt))
-            attempt += 1
+        self._etag = self._put(self._last, index, self._found).get("e_tag", "")
 
     def _delete_old(self) -> None:
         self._folder.delete(self._old)
@@ -436,8 +477,8 @@ class _OneObject(_Remote):
 
     def _publish(self, index: bytes) -> None:
         (upload,) = self._uploads
-        if self._state() != self._found:
-            raise ConcurrentSaveError("another save changed the destination at the same time", path=self.path)
+        if self._state(self._last).get("e_tag") != self._found.get("e_tag"):
+            raise self._conflict()
         failure = upload.complete()
         if failure is None:
             self._etag = upload.etag
@@ -448,7 +489,7 @@ class _OneObject(_Remote):
         except StioError as error:
             raise self._uncertain(failure) from error
         # obstore has aborted an upload of several parts, so that it cannot be completed any more.
-        raise self._uncertain(failure) if failure.may_succeed and upload.is_one else self._error(failure)
+        raise self._uncertain(failure) if failure.may_have_worked and upload.is_one else self._error(failure)
 
     def published(self) -> RemoteFiles:
         """Return what was published, for its deletion later."""
