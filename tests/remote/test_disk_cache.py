@@ -433,7 +433,7 @@ def kill(child: subprocess.Popen[str]) -> None:
         pipe.close()
 
 
-@pytest.mark.parametrize("done", [0, 1, 4, NUM_BLOCKS])
+@pytest.mark.parametrize("done", [1, NUM_BLOCKS])
 def test_a_killed_process_is_taken_over(server: HttpServer, cache: stio.DiskCache, done: int) -> None:
     tensors = put(server, nbytes=LARGE_BYTES)
     nbytes = len(server.objects["/m.safetensors"])
@@ -485,7 +485,7 @@ import stio, torch
 torch.set_num_threads(1)
 random.seed(5)
 cache = stio.DiskCache({cache.path!r}, max_bytes=1 << 30)
-for k in range({count(12, 200)}):
+for k in range({count(6, 200)}):
     seconds = random.uniform(0, 0.3)
     child = os.fork()
     if not child:
@@ -510,8 +510,7 @@ for k in range({count(12, 200)}):
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
-@pytest.mark.parametrize("who", ["owner", "waiter"])
+@pytest.mark.parametrize(("anyio_backend", "who"), [("asyncio", "owner"), ("trio", "owner"), ("trio", "waiter")])
 async def test_a_cancel_is_heard_within_a_second(
     server: HttpServer, cache: stio.DiskCache, anyio_backend: str, who: str
 ) -> None:

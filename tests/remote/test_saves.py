@@ -428,7 +428,7 @@ def killed(s3: Any, zygote: Any, num_kills: int, seed: int) -> None:
 
 
 def test_kills_at_any_time(s3: Any, zygote: Any) -> None:
-    killed(s3, zygote, 8, seed=1)
+    killed(s3, zygote, 6, seed=1)
 
 
 @pytest.mark.slow
