@@ -82,10 +82,11 @@ def advice_for_start(head: bytes) -> str:
     return f"; it starts like a file of torch.save: {_CONVERT}" if is_pickle_start(head) else ""
 
 
-def advice_for_names(names: Iterable[str]) -> str:
-    """Return what to do about a directory without a checkpoint, by the names in it."""
+def advice_for_names(names: Iterable[str], path: str) -> str:
+    """Return what to do about a directory, or a URL of one, without a checkpoint, by the names in it."""
     found = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
-    return f"; {printable(found[0])} looks like a file of torch.save: {_CONVERT}" if found else ""
+    advice = f"download it, then {_CONVERT}" if is_url(path) else _CONVERT
+    return f"; {printable(found[0])} looks like a file of torch.save: {advice}" if found else ""
 
 
 def advice_for_index(name: str) -> str:

@@ -453,7 +453,7 @@ def choose(root: Root) -> tuple[str | None, str]:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
         raise CheckpointNotFoundError(
             "the directory holds no checkpoint; give a directory with .safetensors files, or a file"
-            + advice_for_names(names),
+            + advice_for_names(names, root.path),
             path=root.path,
             expected=f"{INDEX_NAME} or one *{FILE_SUFFIX}",
             found=shown or "an empty directory",

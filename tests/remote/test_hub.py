@@ -163,6 +163,14 @@ def test_a_host_cache_keeps_and_drops_it(repository: Repository, tensors: dict[s
         assert cache.stats().entries == 0
 
 
+def test_a_disk_cache_copies_no_file_that_is_on_the_disk(
+    repository: Repository, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    cache = stio.DiskCache(tmp_path / "disk", max_bytes=1 << 30)
+    assert same(stio.sync.load(MODEL, cache=cache), tensors)
+    assert not list((tmp_path / "disk").rglob("*"))
+
+
 def test_commands(repository: Repository, tmp_path: Path) -> None:
     def run(*words: str, status: int = 0) -> str:
         done = CliRunner().invoke(main, words)
@@ -357,10 +365,13 @@ def test_a_hub_that_does_not_answer(
         ("hf://org/tiny@v9", "no such revision"),
         ("hf://org/tiny/none.safetensors", "no such file"),
         ("hf://org/tiny/none", "no"),
-        ("hf://org/tiny/pytorch_model.bin", "torch.save"),
+        ("hf://org/tiny/pytorch_model.bin", "download it, then `stio convert"),
+        ("hf://org/pickle", "download it, then `stio convert"),
     ],
 )
-def test_what_is_not_there(url: str, words: str, repository: Repository) -> None:
+def test_what_is_not_there(url: str, words: str, hub: FakeHub, repository: Repository) -> None:
+    hub.repositories["org/pickle"] = Repository()
+    hub.repositories["org/pickle"].commit({"pytorch_model.bin": b"no"})
     with pytest.raises(StioError, match=words) as caught:
         stio.sync.load(url)
     assert url.rstrip("/@") in re.sub("@[0-9a-f]{40}", "", str(caught.value))
