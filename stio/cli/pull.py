@@ -35,9 +35,9 @@ from stio.runtime.urls import without_secrets
 def pull(url: str, directory: str, also: tuple[str, ...], as_json: bool, no_progress: bool) -> None:
     """Copy a checkpoint from a URL to a directory.
 
-    URL is one of a .safetensors file, of an index, or of a directory; of a directory in s3, gs or az, the files beside
-    the weights are copied too. DIR appears when all files are there and were verified. A call that was interrupted is
-    continued by the next one. If DIR is complete already, nothing is fetched.
+    URL is one of a .safetensors file, of an index, or of a directory; of a directory in s3, gs, az or hf, the files
+    beside the weights are copied too. DIR appears when all files are there and were verified. A call that was
+    interrupted is continued by the next one. If DIR is complete already, nothing is fetched.
     """
     began = perf_counter()
     with Bar("pulling", is_wanted=not no_progress) as bar:

@@ -67,7 +67,7 @@ class PullResult:
     files: dict[str, int]
     """Size of each file in bytes, by its name."""
     fetched_bytes: int
-    """Bytes that were read from the store; the rest was there from an earlier call."""
+    """Bytes that were read from the store, or from the hub's cache; the rest was there from an earlier call."""
     verified: str
     """`"sha256"` or `"xxh3"`: all files of the checkpoint have the digests of its manifest. `"headers"`: there is no
     manifest; sizes, headers and index were checked."""
@@ -335,6 +335,7 @@ class _Pull:
         if "/" in name:
             os.makedirs(os.path.join(os.path.dirname(self.target), self.staging, os.path.dirname(name)), exist_ok=True)
         if self._linked(name, source, fd):
+            self.fetched_bytes += nbytes
             self.progress(nbytes, self._total_bytes)
             return
         requests = source.requests if isinstance(source, RequestedSource) else _LOCAL

@@ -215,6 +215,7 @@ def test_a_pull_copies_the_checkpoint_and_the_files_beside_it(
     found = pulled(f"{MODEL}@{commit}", tmp_path / "copy")
     assert found["url"] == f"{MODEL}@{commit}"
     assert set(found["files"]) == {INDEX, *SHARDS, "config.json"}
+    assert found["fetched_bytes"] == found["total_bytes"] == sum(found["files"].values())
     assert same(stio.sync.load(tmp_path / "copy"), tensors)
     cached = os.path.realpath(huggingface_hub.try_to_load_from_cache("org/tiny", SHARDS[0], revision=commit))
     assert os.path.samefile(cached, tmp_path / "copy" / SHARDS[0]) is linked
