@@ -163,6 +163,21 @@ def test_a_host_cache_keeps_and_drops_it(repository: Repository, tensors: dict[s
         assert cache.stats().entries == 0
 
 
+def test_a_host_cache_has_one_copy_of_a_file_of_two_commits(
+    repository: Repository, files: dict[str, bytes], tensors: dict[str, torch.Tensor]
+) -> None:
+    first = repository.refs["main"]
+    changed = bytearray(files[SHARDS[2]])
+    changed[-4:] = torch.tensor([7.0]).numpy().tobytes()
+    with stio.sync.HostCache(budget_bytes=64 << 20) as cache:
+        cache.prefetch(MODEL)
+        repository.commit({**files, SHARDS[2]: bytes(changed), "new": b""})
+        cache.prefetch(MODEL)
+        assert cache.stats().entries == 4
+        assert stio.sync.load(MODEL, cache=cache)["layer.4"][-1, -1] == 7
+        assert same(stio.sync.load(f"{MODEL}@{first}", cache=cache), tensors)
+
+
 def test_a_disk_cache_copies_no_file_that_is_on_the_disk(
     repository: Repository, tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
