@@ -364,6 +364,31 @@ def test_a_hub_that_does_not_answer(
     assert f"commit {repository.refs['main']} is in the cache, and is used" in caplog.text
 
 
+def test_a_fault_at_each_request(
+    hub: FakeHub, repository: Repository, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """A load has the right tensors or a typed error, and the next one continues."""
+    stio.sync.load(f"{MODEL}/sub")  # huggingface_hub asks for something else once
+    num_requests = 1 + 2 * (1 + len(SHARDS))  # the commit; head and body of each file
+    num_failed = 0
+    for k in range(num_requests):
+        shutil.rmtree(tmp_path / "cache")
+        hub.requests.clear()
+        # A list's `pop` is atomic: requests come on several threads.
+        answers = [None] * (10 * num_requests) + [(500, 403)[k % 2]] + [None] * k
+        hub.fault = lambda method, path, answers=answers: answers.pop()  # type: ignore[misc]
+        try:
+            assert same(stio.sync.load(MODEL), tensors)
+        except StorageError as error:
+            num_failed += 1
+            assert (error.path or "").startswith(MODEL)
+            assert error.__cause__ is not None
+        hub.fault = lambda method, path: None
+        assert same(stio.sync.load(MODEL), tensors)
+        assert len(hub.downloads()) <= 5, "a file that was downloaded is used"
+    assert num_failed > num_requests // 2
+
+
 # Refusals.
 
 
