@@ -409,7 +409,7 @@ MOVE_NO_TENSORS = frozenset(
         *("PendingSave.aclose", "PendingSave.cancel", "PendingSave.comes_before", "PendingSave.complete"),
         *("PendingSave.done", "PendingSave.ended", "PendingSave.outcome", "PendingSave.start"),
         "PendingSave.wait_staged",
-        *("RemoteRoot.close", "RemoteRoot.listdir", "RemoteRoot.open", "RemoteRoot.open_ahead"),
+        *("RemoteRoot.begin", "RemoteRoot.close", "RemoteRoot.listdir", "RemoteRoot.open", "RemoteRoot.open_ahead"),
         *("SaveOptions.max_shard_bytes", "SaveOptions.with_changes"),
         *("Saver.aclose", "Saver.close"),
         *("Stream.aclose", "Stream.close", "Stream.__iter__", "Stream.promote"),
