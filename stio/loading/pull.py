@@ -360,7 +360,7 @@ class _Pull:
             calls.fsync(source.fd)
             with suppress(FileNotFoundError):
                 calls.unlink(name, dir_fd=fd)
-            calls.link(os.path.realpath(source.path), name, dir_fd=fd)
+            os.link(os.path.realpath(source.path), name, dst_dir_fd=fd)
             calls.sync_directory(fd)
             return os.path.samestat(os.stat(name, dir_fd=fd, follow_symlinks=False), os.fstat(source.fd))
         return False

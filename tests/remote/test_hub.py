@@ -30,7 +30,6 @@ from stio.errors import CheckpointNotFoundError, StioError, StorageError
 from stio.loading.pull import pull
 from stio.runtime.operation import Operation
 from stio.storage import hub as storage_hub
-from stio.storage.commit import syscalls
 
 huggingface_hub: Any = pytest.importorskip("huggingface_hub")
 constants: Any = pytest.importorskip("huggingface_hub.constants")
@@ -221,10 +220,10 @@ def test_a_pull_copies_the_checkpoint_and_the_files_beside_it(
 ) -> None:
     if not linked:
 
-        def refuse(path: str, name: str, *, dir_fd: int) -> None:
+        def refuse(*arguments: object, **keywords: object) -> None:
             raise OSError(errno.EXDEV, "")
 
-        monkeypatch.setattr(syscalls, "link", refuse)
+        monkeypatch.setattr(os, "link", refuse)
     commit = repository.refs["main"]
     stio.sync.load(f"{MODEL}@{commit}")  # of the cache's files alone, config.json would be missing
     found = pulled(f"{MODEL}@{commit}", tmp_path / "copy")

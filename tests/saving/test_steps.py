@@ -13,6 +13,7 @@ import torch
 import stio.sync
 from stio.saving import retention
 from stio.saving.retention import step_of
+from stio.storage.commit import retention as deletion
 from stio.storage.commit.retention import WrittenFiles
 
 STATE = {"a": torch.ones(3)}
@@ -145,7 +146,7 @@ def test_saves_that_are_under_way_at_once(tmp_path: Path) -> None:
 def test_a_deletion_that_failed_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, failures = retention.remove_checkpoint, [2]
+    plain, failures = deletion.remove_checkpoint, [2]
 
     def remove(*args: Any, **keywords: Any) -> None:
         if failures[0]:
@@ -153,7 +154,7 @@ def test_a_deletion_that_failed_is_tried_again(
             raise stio.StorageError("deleting failed", path="step", errno=errno.ESTALE)
         plain(*args, **keywords)
 
-    monkeypatch.setattr(retention, "remove_checkpoint", remove)
+    monkeypatch.setattr(deletion, "remove_checkpoint", remove)
     with stio.sync.Saver(keep_last=1, durability="none") as saver:
         for step in range(1, 5):
             saver.save(STATE, tmp_path / f"step-{step}").result()
@@ -164,13 +165,13 @@ def test_a_deletion_that_failed_is_tried_again(
 def test_a_step_that_is_saved_again_while_its_deletion_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = retention.remove_checkpoint
+    plain = deletion.remove_checkpoint
     with stio.sync.Saver(keep_last=1, durability="none") as saver:
         saver.save(STATE, tmp_path / "step-1").result()
         with monkeypatch.context() as patched:
-            patched.setattr(retention, "remove_checkpoint", refuse)
+            patched.setattr(deletion, "remove_checkpoint", refuse)
             saver.save(STATE, tmp_path / "step-2").result()
-        assert retention.remove_checkpoint is plain
+        assert deletion.remove_checkpoint is plain
         saver.save({"b": torch.ones(3)}, tmp_path / "step-1").result()
     assert stio.sync.load(tmp_path / "step-1").keys() == {"b"}
 
@@ -194,7 +195,7 @@ def test_records_do_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         if name % 100 == 99:
             kept._take_attempts()
     assert sum(len(step.attempted) for step in kept._steps.values()) < 1000
-    monkeypatch.setattr(retention, "remove_checkpoint", refuse)
+    monkeypatch.setattr(deletion, "remove_checkpoint", refuse)
     for step in range(100):
         kept.add(f"/y/step-{step}", None, WrittenFiles())
     assert len(kept._undeleted) < 50

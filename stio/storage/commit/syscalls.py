@@ -109,11 +109,6 @@ def rename_new(source: str, target: str, *, source_fd: int, target_fd: int, is_d
     os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
 
 
-def link(path: str, name: str, *, dir_fd: int) -> None:
-    """Give an existing file a further name, in a directory; on one filesystem only."""
-    os.link(path, name, dst_dir_fd=dir_fd)
-
-
 def exists(name: str, *, dir_fd: int) -> bool:
     """Return whether the name is in use, also by a link that leads to nothing."""
     try:
