@@ -13,7 +13,8 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from types import TracebackType
+from importlib import import_module
+from types import SimpleNamespace, TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
@@ -116,6 +117,16 @@ def _twin_of(function: Callable[P, A], twin_class: Callable[[A], T]) -> Callable
 
     twin.__module__ = __name__
     return twin
+
+
+def __getattr__(name: str) -> Any:
+    """Make the blocking twins of `stio.distributed`, which imports torch.distributed, when they are first used."""
+    if name != "distributed":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module("stio.distributed")
+    twins = SimpleNamespace(**{name: _blocking(getattr(module, name)) for name in module.__all__})
+    globals()[name] = twins
+    return twins
 
 
 class _Twin:

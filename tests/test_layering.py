@@ -27,6 +27,7 @@ LEVELS: dict[str, int] = {
     "__init__.py": 6,
     "sync.py": 6,
     "conversion": 5,
+    "distributed": 5,
     "state.py": 5,
     "loading": 4,
     "saving": 4,
@@ -72,6 +73,7 @@ DYNAMIC_IMPORTS = {
     "storage/open.py": "what reads URLs, and numpy with it, is needed with a URL only",
     "storage/remote/source.py": "what saves is needed by saves only, and imports this",
     "storage/remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with some profiles of AWS only",
+    "sync.py": "torch.distributed is needed with stio.distributed only",
     "storage/gds.py": "kvikio is an extra, needed with memory='gds' only",
 }
 """Files that call `import_module`, with the reason."""

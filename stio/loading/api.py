@@ -184,7 +184,11 @@ async def load_into(
         trace=trace,
         switch_interval=switch_interval,
     )
-    target = ModuleTarget(module, assign=assign)
+    return await fill_from(source, ModuleTarget(module, assign=assign), options)
+
+
+async def fill_from(source: SourceLike, target: ModuleTarget, options: LoadOptions) -> LoadReport:
+    """Load a checkpoint into the target's module; see `load_into`."""
     return await _fill(target, _queue_for(target, source, options, about=shown(source)))
 
 

@@ -196,7 +196,9 @@ def _fill_module(
             queue.put(group, loaded)
 
     hold = not (direct or target.assigns)
-    scheduler = prepare(opened, names, options, deliver=deliver, hold=hold, kept=target.kept_names)
+    scheduler = prepare(
+        opened, names, options, deliver=deliver, hold=hold, kept=target.kept_names, slices=target.slices
+    )
     queue.attach(scheduler)
     carry_out(operation, scheduler)
     if target.assigns:

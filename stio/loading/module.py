@@ -53,6 +53,18 @@ class LoadReport:
     """The checkpoint, as errors name it; of a repository of the hub with its commit."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The memory of a module's tensor that is a part of a tensor of the checkpoint."""
+
+    local: torch.Tensor
+    """The memory."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    index: tuple[slice, ...]
+    """Which part it is; a slice for each dimension."""
+
+
 class ModuleTarget:
     """A module's tensors as the target of a load.
 
@@ -60,19 +72,28 @@ class ModuleTarget:
         module: The module; the names of its parameters and persistent buffers are the expected ones.
         assign: Replace the tensors by the loaded ones instead of copying into them.
         fills: Tensors on `meta` get new memory elsewhere (`stio.warm_start`); this object only compares.
+        parts: Tensors of which the module has a part, by name.
 
     Raises:
         MismatchError: `state_dict()` of the module renames tensors, and no load hook renames them back.
     """
 
-    def __init__(self, module: nn.Module, *, assign: bool = False, fills: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, *, assign: bool = False, fills: bool = False, parts: Mapping[str, Part] | None = None
+    ) -> None:
         self._module = module
         self._fills = fills
         self.assigns = assign
         """Whether tensors are replaced and not copied into."""
         with collection_paused(sys.maxsize):  # how many tensors there are is not known yet
             self._tree = ModuleTree(module)
+        self._parts = parts or {}
         self._targets = self._tree.tensors
+        if self._parts:
+            self._targets = {
+                name: self._parts[name].local if name in self._parts else tensor
+                for name, tensor in self._tree.tensors.items()
+            }
         self._keys: dict[str, object] = {}  # what names of one tensor have in common
         self._ties: dict[object, list[str]] = {}  # names of one tensor, where there are several
         if self._tree.renames:
@@ -97,7 +118,7 @@ class ModuleTarget:
         for name, target in self._targets.items():
             names.setdefault(memory_key(target), set()).add(name)
         for name, value in self._module.state_dict(keep_vars=True).items():
-            if isinstance(value, torch.Tensor) and not self._tree.is_hooked(name):
+            if isinstance(value, torch.Tensor) and not self._tree.is_hooked(name) and name not in self._parts:
                 own = names.get(memory_key(value))
                 if own is not None and name not in own:
                     raise MismatchError(
@@ -225,8 +246,9 @@ class ModuleTarget:
             if found is None or (is_hooked is not None and is_hooked(name)):
                 continue
             dtype, shape = found
-            if (shape if dtype != "F4" else torch_shape(dtype, shape)) != target.shape:
-                wrong.append(f"{printable(name)} {list(shape)} for {list(target.shape)}")
+            expected = tuple(target.shape) if name not in self._parts else self._parts[name].shape
+            if (shape if dtype != "F4" else torch_shape(dtype, shape)) != expected:
+                wrong.append(f"{printable(name)} {list(shape)} for {list(expected)}")
             elif self.assigns and target.requires_grad and not _has_gradient(dtype):
                 raise MismatchError(
                     "the module's parameter requires a gradient, which this dtype cannot have; assign=False casts",
@@ -298,6 +320,25 @@ class ModuleTarget:
             name: (self._source_of(self._chosen.get(self._keys[name], name)), target)
             for name, target in self._targets.items()
         }
+
+    @property
+    def slices(self) -> dict[str, tuple[slice, ...]]:
+        """Which part of a tensor of the checkpoint to read, by its name there, after `match`.
+
+        Raises:
+            MismatchError: Two of the module's tensors are different parts of one of the checkpoint.
+        """
+        found: dict[str, tuple[slice, ...]] = {}
+        for source, name in [*self._copies.items(), *((s, n) for s, more in self._more_copies.items() for n in more)]:
+            part = self._parts.get(name)
+            index = tuple(slice(0, size) for size in self._targets[name].shape) if part is None else part.index
+            if found.setdefault(source, index) != index:
+                raise MismatchError(
+                    "two tensors of the module are different parts of one tensor of the checkpoint",
+                    path=self._path,
+                    found=name,
+                )
+        return {name: index for name, index in found.items() if self._copies[name] in self._parts}
 
     @property
     def on_cpu(self) -> bool:

@@ -111,7 +111,8 @@ class ModuleTree:
             self.extra_states[prefix + _EXTRA_STATE] = part
         if is_below:
             return
-        if kind.loads_itself or "_load_from_state_dict" in vars(part) or part._load_state_dict_post_hooks:
+        post_hooks = any(not _is_of_fsdp(hook) for hook in part._load_state_dict_post_hooks.values())
+        if kind.loads_itself or "_load_from_state_dict" in vars(part) or post_hooks:
             self.hooked.add(prefix)
         elif hooks := part._load_state_dict_pre_hooks:
             if all(_is_for_old_names(hook) for hook in hooks.values()):
@@ -204,6 +205,11 @@ def _is_for_old_names(hook: object) -> bool:
     return name == "torch.nn.utils.parametrizations.weight_norm.<locals>._weight_norm_compat_hook"
 
 
+def _is_of_fsdp(hook: object) -> bool:
+    """Return whether a hook is one of `fully_shard`, which looks for replaced parameters; here they are filled."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard.")
+
+
 _PLAIN = (nn.Parameter, torch.Tensor)
 
 
@@ -270,6 +276,8 @@ def why_refused(tensor: torch.Tensor) -> str:
         return "it is a nested tensor" if tensor.is_nested else ""
     if is_lazy(tensor):
         return ""  # a hook of lazy modules gives it the shape of the loaded tensor
+    if type(tensor).__name__ == "DTensor":
+        return "it is sharded over ranks; stio.distributed.load_into fills it"
     if _handles_its_data(tensor):
         return (
             f"its class {type(tensor).__name__} handles its data itself; load into the plain module, and distribute, "

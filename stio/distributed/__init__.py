@@ -1,0 +1,13 @@
+"""Loads of many ranks: each reads only the bytes that it holds.
+
+It is built on torch.distributed, which the caller has initialised, and on its `DTensor`s; start ranks by torchrun.
+`parts.py` says which part of the checkpoint each `DTensor` of a module is, by `stio.format.placements`. The engine
+below gets slices, and knows nothing of ranks: a load into a sharded module is one load for each rank, of its own parts
+into its own memory. No rank talks to another one.
+"""
+
+from __future__ import annotations
+
+from stio.distributed.load import load_into
+
+__all__ = ["load_into"]

@@ -1,0 +1,78 @@
+"""Loads into modules whose parameters are `DTensor`s."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from stio.distributed.parts import parts_of
+from stio.loading.api import fill_from
+from stio.loading.module import LoadReport, ModuleTarget
+from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
+from stio.runtime.limits import Limits
+from stio.runtime.progress import Progress
+from stio.runtime.trace import Trace
+
+
+async def load_into(
+    module: nn.Module,
+    source: SourceLike,
+    *,
+    memory: Memory = "auto",
+    budget_bytes: int | None = None,
+    strict: bool = True,
+    limits: Limits | None = None,
+    verify: bool = False,
+    follow_symlinks: bool = False,
+    progress: Progress = None,
+    cache: CacheLike | None = None,
+    trace: Trace | None = None,
+    switch_interval: float | None = None,
+) -> LoadReport:
+    """Load a checkpoint into a module that is sharded over ranks; each rank calls this, and reads what it holds.
+
+    Parameters and buffers that are `DTensor`s get their part of the checkpoint's tensor; others get the whole tensor.
+    Works for `fully_shard` (FSDP2), also of a module made on `meta` and given memory by `to_empty`, for tensor
+    parallelism (`parallelize_module`), and for both on one mesh. Rows are read alone; of parts of other dimensions
+    whole rows are read, as far as that is faster. The ranks do not wait for each other: put a barrier behind it
+    (`torch.distributed.barrier`) if a rank must not go on when another one has failed.
+
+    Buffers that are not in the checkpoint (`persistent=False`) are not filled. After `to_empty` compute them anew.
+
+    Args:
+        module: The target; filled in place.
+        source: See `stio.load`.
+        memory: See `stio.load`.
+        budget_bytes: See `stio.load`.
+        strict: Module and checkpoint must hold the same names.
+        limits: See `stio.load`.
+        verify: See `stio.load`; each rank reads all files for that.
+        follow_symlinks: See `stio.load`.
+        progress: See `stio.load`.
+        cache: See `stio.load`.
+        trace: See `stio.load`.
+        switch_interval: See `stio.load`.
+
+    Returns:
+        The names that are missing or unexpected; both are empty with `strict=True`.
+
+    Raises:
+        MismatchError: Module and checkpoint differ, a tensor is on `meta`, or a placement cannot be loaded.
+        StioError: See `stio.load`.
+    """
+    options = LoadOptions(
+        memory=memory,
+        budget_bytes=budget_bytes,
+        strict=strict,
+        limits=limits,
+        verify=verify,
+        follow_symlinks=follow_symlinks,
+        progress=progress,
+        cache=cache,
+        trace=trace,
+        switch_interval=switch_interval,
+    )
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # what was gathered for a forward pass is dropped by FSDP later
+    return await fill_from(source, ModuleTarget(module, parts=parts_of(module)), options)
