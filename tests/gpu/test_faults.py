@@ -22,6 +22,7 @@ from torch import nn
 import stio.sync
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
+from stio.runtime import operation as runtime
 from stio.saving import staging_pool
 from stio.testing import MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
 
@@ -301,10 +302,12 @@ def test_fault_4_what_a_load_uses_is_given_back_when_it_ends(device: torch.devic
         with opened.stream() as stream:
             name, tensor = next(stream)
             cache.close()
+            # What the close itself releases, and what else is free by then, is returned before the load ends.
+            assert eventually(lambda: not any(operation._name == "release" for operation in list(runtime._live)))
             assert pinned_bytes() > before
             require_equal({name: tensor}, {name: tensors[name]})
     del tensor
-    promise(eventually(lambda: pinned_bytes() == before))
+    promise(eventually(lambda: pinned_bytes() <= before))
 
 
 @gpu
