@@ -126,7 +126,7 @@ async def serve(folder: Path, port: int) -> None:
                 "Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n"
                 f"Content-Range: bytes {begin}-{end - 1}/{len(found)}\r\nContent-Length: {end - begin}\r\n\r\n".encode()
             )
-            start, at = time.monotonic(), begin
+            start, at = time.monotonic(), begin if lines[0].startswith("GET") else end
             while at < end:
                 due = min(end, begin + int((time.monotonic() - start + 0.005) * SLOW_BYTES_PER_SECOND))
                 if due > at:
