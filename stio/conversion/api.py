@@ -24,7 +24,7 @@ from stio.runtime.memory import default_budget_bytes
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress, progress_callback
 from stio.runtime.trace import shown
-from stio.saving.options import Durability, SaveOptions, SaveResult, require_checkpoint_path
+from stio.saving.options import Durability, SaveOptions, SaveResult, absolute_destination
 from stio.saving.pending import PendingSave
 from stio.saving.plan import WritePlan, plan_writes
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
@@ -97,7 +97,7 @@ async def convert(
         lock_timeout=lock_timeout,
         progress=progress_callback(progress, "converting"),
     )
-    require_checkpoint_path(destination)
+    absolute_destination(destination)  # raises for what is no destination
     options.max_shard_bytes(destination)  # raises for a wrong argument before the work starts
     plan_writes([], max_shard_bytes=None, block_bytes=1 << 20, metadata=metadata)  # the same for the metadata
     budget = budget_bytes or default_budget_bytes()

@@ -168,6 +168,29 @@ def test_silence_and_a_refused_connection_end() -> None:
         read(new_server(port), port, 0, 100)
 
 
+def test_a_server_that_sends_a_byte_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the head, or of the body: it is never silent, and yet the request ends."""
+    monkeypatch.setattr(plain_http, "_REQUEST_SECONDS", 0.5)
+    for begin in (0, answer(0, 300).index(b"\r\n\r\n") + 4):
+        ended = threading.Event()
+
+        def serve(connection: socket.socket, begin: int = begin, ended: threading.Event = ended) -> None:
+            receive_head(connection)
+            data = answer(0, 300)
+            connection.sendall(data[:begin])
+            for k in range(begin, begin + 200):
+                if ended.wait(0.02):
+                    return
+                connection.sendall(data[k : k + 1])
+
+        with answering(serve) as port:
+            began = time.monotonic()
+            with pytest.raises(NotServedError, match="too slowly"):
+                read(PlainHttp(("127.0.0.1", port), stall_seconds=0.2), port, 0, 300)
+            assert time.monotonic() - began < 2
+            ended.set()
+
+
 def test_a_connection_is_reused_and_one_that_was_closed_meanwhile_replaced() -> None:
     closed = threading.Event()
 
@@ -295,6 +318,7 @@ def test_names_and_users_are_sent_as_obstore_sends_them(server: HttpServer) -> N
         ("http://u:p@host:81/x", {}, ("host", 81)),
         ("http://[::1]:81/x", {}, ("::1", 81)),
         ("https://host/x", {}, None),
+        ("http://host/x?sig=\u20ac", {}, None),
         ("http://host/x", {"http_proxy": "http://proxy:1"}, None),
         ("http://host/x", {"ALL_PROXY": "http://proxy:1"}, None),
         ("http://host/x", {"http_proxy": "http://proxy:1", "no_proxy": "host"}, ("host", 80)),

@@ -175,6 +175,13 @@ def test_steps_here_and_in_a_store(s3: Any, tmp_path: Path) -> None:
     assert {key.split("/")[0] for key in keys(s3)} == {"step-2"}
 
 
+def test_a_conversion_into_a_store(s3: Any, tmp_path: Path) -> None:
+    torch.save(generation(1), tmp_path / "w.pt")
+    done = CliRunner().invoke(main, ["convert", str(tmp_path / "w.pt"), "s3://bucket/converted", "--no-progress"])
+    assert done.exit_code == 0, done.output
+    assert same(stio.sync.load("s3://bucket/converted"), generation(1))
+
+
 # What is refused.
 
 

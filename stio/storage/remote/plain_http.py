@@ -32,6 +32,8 @@ from stio.runtime.workers import is_interrupted
 from stio.storage.base import Identity
 
 _CONNECT_SECONDS = 10.0
+_REQUEST_SECONDS = 600.0
+"""Bound for a server that sends a byte now and then."""
 _IDLE_SECONDS = 20.0
 """A connection without requests for so long is not used again: servers close such connections."""
 _MOST_FAILURES = 3
@@ -96,7 +98,7 @@ class PlainObject:
 def plain_address(url: str) -> tuple[str, int] | None:
     """Return host and port of a URL that is read without TLS and without a proxy of the environment; else None."""
     parts = urlsplit(url)
-    if sys.platform != "linux" or parts.scheme != "http" or not parts.hostname:
+    if sys.platform != "linux" or parts.scheme != "http" or not parts.hostname or not url.isascii():
         return None
     if getproxies().keys() & {"http", "all"} and not proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
@@ -144,11 +146,12 @@ class PlainHttp:
             f"GET {target} HTTP/1.1\r\nhost: {parts.netloc.rpartition('@')[2]}\r\naccept: */*\r\n"
             f"range: bytes={begin}-{end - 1}\r\n{headers}\r\n"
         ).encode("latin-1")
+        until = time.monotonic() + max(_REQUEST_SECONDS, 2 * self._stall_seconds)
         while True:
             connection, is_used = self._connection()
             try:
                 _send(connection, request)
-                keeps = self._receive(connection, begin, end, regions, expected)
+                keeps = self._receive(connection, begin, end, regions, expected, until)
             except BaseException as error:
                 connection.close()
                 if isinstance(error, _ClosedError | ConnectionError) and is_used:
@@ -200,15 +203,21 @@ class PlainHttp:
         return connection
 
     def _receive(
-        self, connection: socket.socket, begin: int, end: int, regions: Sequence[Region], expected: Identity
+        self,
+        connection: socket.socket,
+        begin: int,
+        end: int,
+        regions: Sequence[Region],
+        expected: Identity,
+        until: float,
     ) -> bool:
-        """Read the answer; return whether the connection may be used again."""
+        """Read the answer, until a time at most; return whether the connection may be used again."""
         buffer = bytearray(_HEAD_BYTES)
         num, head_end = 0, -1
         while head_end < 0:
             if num == len(buffer):
                 raise NotServedError("the head of the answer is too long")
-            got = self._some(connection, memoryview(buffer)[num:])
+            got = self._some(connection, memoryview(buffer)[num:], until)
             if not got:
                 raise (
                     NotServedError("the server closed the connection")
@@ -228,22 +237,24 @@ class PlainHttp:
                 ahead = ahead[at:]
             while at < region.nbytes:
                 part = (c_ubyte * (region.nbytes - at)).from_address(region.address + at)
-                got = self._some(connection, part, socket.MSG_WAITALL)
+                got = self._some(connection, part, until, socket.MSG_WAITALL)
                 if not got:
                     raise NotServedError("the server closed the connection early")
                 at += got
         return keeps
 
-    def _some(self, connection: socket.socket, buffer: Any, flags: int = 0) -> int:
+    def _some(self, connection: socket.socket, buffer: Any, until: float, flags: int = 0) -> int:
         """Wait for bytes; return their number, 0 at the end of the connection."""
-        until = time.monotonic() + self._stall_seconds
+        silent_until = time.monotonic() + self._stall_seconds
         while True:
             if is_interrupted():
                 raise Cancelled
+            if time.monotonic() >= until:
+                raise _SilentError("the server sends too slowly")
             try:
                 return connection.recv_into(buffer, 0, flags)
             except BlockingIOError:
-                if time.monotonic() >= until:
+                if time.monotonic() >= silent_until:
                     raise _SilentError(f"the server sent no bytes for {self._stall_seconds:g} s") from None
 
 
