@@ -433,7 +433,7 @@ def kill(child: subprocess.Popen[str]) -> None:
         pipe.close()
 
 
-@pytest.mark.parametrize("done", [1, NUM_BLOCKS])
+@pytest.mark.parametrize("done", [1, pytest.param(NUM_BLOCKS, marks=pytest.mark.slow)])
 def test_a_killed_process_is_taken_over(server: HttpServer, cache: stio.DiskCache, done: int) -> None:
     tensors = put(server, nbytes=LARGE_BYTES)
     nbytes = len(server.objects["/m.safetensors"])
@@ -455,6 +455,7 @@ def test_a_killed_process_is_taken_over(server: HttpServer, cache: stio.DiskCach
     assert len(server.requests) - began == 1 + (NUM_BLOCKS - done) + 1
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_removed_for_others(server: HttpServer, tmp_path: Path) -> None:
     cache = stio.DiskCache(tmp_path, max_bytes=LARGE_BYTES + NBYTES)
     put(server, nbytes=LARGE_BYTES)
@@ -474,6 +475,7 @@ def test_what_a_killed_process_left_is_removed_for_others(server: HttpServer, tm
     assert cache.stats().held_bytes == len(server.objects["/b.safetensors"])
 
 
+@pytest.mark.slow
 def test_kills_at_any_time(server: HttpServer, cache: stio.DiskCache) -> None:
     tensors = put(server, nbytes=LARGE_BYTES)
     server.bytes_per_second = 400e6

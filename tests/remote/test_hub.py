@@ -514,6 +514,7 @@ async def test_a_cancel_is_heard_while_a_file_is_downloaded(
     assert same(await stio.load(MODEL), tensors)
 
 
+@pytest.mark.slow
 def test_a_command_that_is_interrupted_while_a_file_is_downloaded_ends(
     hub: FakeHub, repository: Repository, tensors: dict[str, torch.Tensor]
 ) -> None:
