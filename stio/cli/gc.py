@@ -14,6 +14,9 @@ from stio.runtime.urls import is_url
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport, collect_garbage
 from stio.storage.open import open_destination
 
+_KEPT = "left alone, its process runs or may run, or it cannot be removed"
+_KEPT_IN_STORE = "left alone, no index names it, but it is younger than --max-age, and its save may be under way"
+
 
 @click.command()
 @click.argument("path", type=PATH)
@@ -53,7 +56,7 @@ def _lines(path: str, report: GarbageReport, dry_run: bool) -> Iterator[str]:
         (report.undone, f"{would}rolled back, its checkpoint was not published"),
         (report.removed, f"{would}removed, an earlier cleanup was interrupted"),
         (report.unused, f"{would}deleted, no index names it"),
-        (report.kept, "left alone, its process runs or may run, or it cannot be removed"),
+        (report.kept, _KEPT_IN_STORE if is_url(path) else _KEPT),
     ):
         yield from (f"{one_line(directory)}: {text}" for directory in directories)
     if report == GarbageReport():

@@ -277,7 +277,7 @@ def why_refused(tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
         return ""  # a hook of lazy modules gives it the shape of the loaded tensor
     if type(tensor).__name__ == "DTensor":
-        return "it is sharded over ranks; stio.distributed.load_into fills it"
+        return "it is a DTensor, sharded over ranks; stio.distributed.load_into fills it"
     if _handles_its_data(tensor):
         return (
             f"its class {type(tensor).__name__} handles its data itself; load into the plain module, and distribute, "

@@ -270,7 +270,7 @@ class _Pull:
         if os.path.lexists(self.target):
             if not os.path.isdir(self.target) or os.path.islink(self.target) or os.listdir(self.target):
                 raise StorageError(
-                    "something else is there; remove it, or give a new directory for each state of a checkpoint",
+                    "something else is there, or an earlier state of the checkpoint; give a new directory",
                     path=self.target,
                     errno=errno.EEXIST,
                 )
