@@ -5,6 +5,9 @@ dimensions, or whole. A cut into n parts gives parts of `ceil(size / n)`; the la
 mesh dimensions may cut one dimension of the tensor, one after the other, from left to right. A *strided* cut comes
 after the plain ones: FSDP over tensor parallelism first cuts for the right mesh dimension, and then each part for the
 left one.
+
+In a file a tensor's elements are in row-major order. So a part that is cut along the first dimension is one range of
+bytes, and other parts are many.
 """
 
 from __future__ import annotations
@@ -12,6 +15,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes of a tensor: one range, or several of one length at even distances."""
+
+    start: int
+    """First byte, counted in the tensor."""
+    nbytes: int
+    """Length of one range."""
+    num_ranges: int = 1
+    """Number of ranges."""
+    stride: int = 0
+    """Distance between the starts of two; more than the length. 0 for one range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +70,40 @@ def local_part(
         first = min(end, begin + coordinate[k] * step)
         parts[dim] = first, min(end, first + step)
     return tuple(slice(*part) for part in parts)
+
+
+def byte_ranges(shape: Sequence[int], part: Sequence[slice], itemsize: int) -> list[ByteRange]:
+    """Return where the elements of a part are in the whole tensor, in row-major order of the part.
+
+    Args:
+        shape: Shape of the whole tensor.
+        part: See `local_part`.
+        itemsize: Bytes of an element.
+
+    Returns:
+        As few ranges as possible; none if the part is empty.
+    """
+    lengths = [one.stop - one.start for one in part]
+    if 0 in lengths:
+        return []
+    strides = [itemsize] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    start = sum(one.start * stride for one, stride in zip(part, strides, strict=True))
+    # From the innermost dimension outwards: whole ones, then one that is cut, make one range; then ranges at even
+    # distances, as far as they go; each row of what is left has such ranges of its own.
+    nbytes, count, stride, starts = itemsize, 1, 0, [start]
+    for length, distance in zip(reversed(lengths), reversed(strides), strict=True):
+        if length == 1:
+            continue
+        if len(starts) == 1 and count == 1 and distance == nbytes:
+            nbytes *= length
+        elif len(starts) == 1 and (count == 1 or distance == count * stride):
+            stride = distance if count == 1 else stride
+            count *= length
+        else:
+            starts = [row * distance + first for row in range(length) for first in starts]
+    return [ByteRange(first, nbytes, count, stride) for first in starts]
 
 
 def _order(shape: Sequence[int], mesh: Sequence[int], cuts: Sequence[Cut | None]) -> list[int]:

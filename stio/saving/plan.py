@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from stio.format.header_build import build_header
+from stio.format.placements import ByteRange
 from stio.format.sharding import TensorSource, build_index, split_into_shards
 from stio.format.shared import ALIASES_KEY, SharedPolicy, aliases_json, resolve_shared
 from stio.runtime.limits import PAGE_BYTES
@@ -35,9 +36,24 @@ class Piece(NamedTuple):
     """Whether it is the tensor's last piece. A tensor without elements has one piece, of no bytes."""
 
 
+class Run(NamedTuple):
+    """Bytes of a block that one call writes: one range of the file, or several of one length at even distances."""
+
+    offset: int
+    """First byte in the file."""
+    at: int
+    """Offset in the block, where they follow without a gap."""
+    nbytes: int
+    """Length of one range."""
+    num_ranges: int = 1
+    """Number of ranges."""
+    stride: int = 0
+    """Distance between the starts of two ranges in the file."""
+
+
 @dataclass(frozen=True, slots=True)
 class WriteBlock:
-    """One write: a range of one shard's file, and the sources of its bytes."""
+    """One write: a range of one shard's file, and the sources of its bytes. In a plan of parts, several ranges."""
 
     shard: int
     """Index of the shard in the plan."""
@@ -47,6 +63,14 @@ class WriteBlock:
     """Length of the range; the block size, but for the last block of a file."""
     pieces: tuple[Piece, ...]
     """Tensors' bytes in it, in file order; with those of the header they fill it without a gap."""
+    runs: tuple[Run, ...] = ()
+    """In a plan of parts, where the bytes go. `offset` is then that of the first run, `nbytes` counts the gaps between
+    runs in the block. Elsewhere empty: the block is the image of its range of the file."""
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes that are written to the file."""
+        return sum(run.nbytes * run.num_ranges for run in self.runs) if self.runs else self.nbytes
 
     def head(self, header: bytes) -> bytes:
         """Return the bytes of the shard's header that are in the block; they are at its start."""
@@ -68,7 +92,8 @@ class ShardPlan:
     data_bytes: int
     """Bytes of its tensors."""
     blocks: tuple[WriteBlock, ...]
-    """The writes that make up the file, in order; at least one."""
+    """The writes that make up the file, in order; at least one. In a plan of parts those of one process, perhaps none.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +215,170 @@ def plan_files(
         metadata={},
         ready_index=index,
     )
+
+
+class Part(NamedTuple):
+    """The bytes of a tensor that one process writes."""
+
+    source: TensorSource
+    """The elements that the process has: in row-major order they are the bytes to write."""
+    ranges: Sequence[ByteRange]
+    """Where these bytes are in the whole tensor, in that order; no two overlap."""
+
+
+def plan_parts(plan: WritePlan, parts: Mapping[str, Part], block_bytes: int, *, with_headers: bool) -> WritePlan:
+    """Return the plan of what one process writes, where several write the files of a plan together.
+
+    No page is written partly past the page cache and partly through it, whichever processes write it: a run of at least
+    `_ALIGNED_BYTES` has the position of its file in the block, so its whole pages can be written past the page cache.
+
+    Args:
+        plan: The plan of all of it.
+        parts: By tensor, the bytes that this process writes; tensors that it writes nothing of may be left out.
+        block_bytes: Size of a block; a multiple of `PAGE_BYTES`.
+        with_headers: Whether this process writes the headers.
+
+    Returns:
+        The same files with other blocks. Its sources are those of the parts.
+    """
+    sources = [parts[source.name].source for source in plan.sources if source.name in parts]
+    positions = {source.name: k for k, source in enumerate(sources)}
+    sizes = {source.name: source.nbytes for source in plan.sources}
+    shards = []
+    for number, shard in enumerate(plan.shards):
+        extents = _Extents(min(_STRIDED_BYTES, block_bytes))
+        if with_headers:
+            extents.add(ByteRange(0, len(shard.header)), None)
+        begin = len(shard.header)
+        for name in shard.names:
+            if name in parts:
+                start = 0
+                for found in parts[name].ranges:
+                    extents.add(replace(found, start=begin + found.start), (positions[name], start))
+                    start += found.nbytes * found.num_ranges
+            begin += sizes[name]
+        shards.append(replace(shard, blocks=_Packer(number, sources, block_bytes).pack(extents)))
+    return replace(plan, sources=tuple(sources), shards=tuple(shards))
+
+
+_STRIDED_BYTES = 128 << 10
+"""Ranges of this length are written one by one, past the page cache. Shorter ones are many, and most of their bytes may
+be on pages that they share with other processes."""
+
+_ALIGNED_BYTES = 8 * PAGE_BYTES
+"""A run of this length is placed in the block so that its whole pages can be written past the page cache. Before it up
+to one page of the block is left empty."""
+
+_Origin = tuple[int, int] | None
+"""Position of a tensor in the sources, and the first of its bytes; None: the header."""
+
+
+class _Extents:
+    """Collects ranges of one file in ascending order; neighbours become one extent.
+
+    Args:
+        longest: Ranges at even distances become extents of their own from this length on.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self.found: list[tuple[ByteRange, list[tuple[int, _Origin]]]] = []
+        """Each extent, and what it consists of: the length and the origin of each part, without a gap."""
+
+    def add(self, one: ByteRange, origin: _Origin) -> None:
+        """Add a range; or ranges at even distances, which have one origin."""
+        if one.num_ranges > 1 and one.nbytes >= self._longest:
+            for k in range(one.num_ranges):
+                after = None if origin is None else (origin[0], origin[1] + k * one.nbytes)
+                self.add(ByteRange(one.start + k * one.stride, one.nbytes), after)
+            return
+        part = one.nbytes * one.num_ranges, origin
+        last = self.found[-1] if self.found else None
+        if (
+            last is not None
+            and one.num_ranges == last[0].num_ranges == 1
+            and last[0].start + last[0].nbytes == one.start
+        ):
+            last[1].append(part)
+            self.found[-1] = replace(last[0], nbytes=last[0].nbytes + one.nbytes), last[1]
+        else:
+            self.found.append((one, [part]))
+
+
+class _Packer:
+    """Puts extents of one file into blocks, one after the other; a long one is cut, between pages of the file."""
+
+    def __init__(self, number: int, sources: Sequence[TensorSource], block_bytes: int) -> None:
+        self._number, self._sources, self._block_bytes = number, sources, block_bytes
+        self._blocks: list[WriteBlock] = []
+        self._pieces: list[Piece] = []
+        self._runs: list[Run] = []
+        self._at = 0
+
+    def pack(self, extents: _Extents) -> tuple[WriteBlock, ...]:
+        """Return the blocks."""
+        for extent, parts in extents.found:
+            origins = _Origins(parts, self._sources)
+            if extent.num_ranges == 1:
+                self._add_range(extent.start, extent.nbytes, origins)
+            else:
+                self._add_ranges(extent, origins)
+        self._close()
+        return tuple(self._blocks)
+
+    def _add_range(self, offset: int, left: int, origins: _Origins) -> None:
+        while left:
+            skip = (offset - self._at) % PAGE_BYTES if left >= _ALIGNED_BYTES else 0
+            room = self._block_bytes - self._at - skip
+            step = left if left <= room else room - (offset + room) % PAGE_BYTES
+            if step <= 0:
+                self._close()
+                continue
+            self._at += skip
+            self._add(Run(offset, self._at, step), origins)
+            offset, left = offset + step, left - step
+
+    def _add_ranges(self, extent: ByteRange, origins: _Origins) -> None:
+        offset, left = extent.start, extent.num_ranges
+        while left:
+            count = min(left, (self._block_bytes - self._at) // extent.nbytes)
+            if not count:
+                self._close()
+                continue
+            self._add(Run(offset, self._at, extent.nbytes, count, extent.stride), origins)
+            offset, left = offset + count * extent.stride, left - count
+
+    def _add(self, run: Run, origins: _Origins) -> None:
+        self._runs.append(run)
+        self._pieces += origins.take(run.nbytes * run.num_ranges, run.at)
+        self._at = run.at + run.nbytes * run.num_ranges
+
+    def _close(self) -> None:
+        if self._runs:
+            block = WriteBlock(self._number, self._runs[0].offset, self._at, tuple(self._pieces), tuple(self._runs))
+            self._blocks.append(block)
+        self._pieces, self._runs, self._at = [], [], 0
+
+
+class _Origins:
+    """The parts of one extent, taken from its beginning."""
+
+    def __init__(self, parts: Sequence[tuple[int, _Origin]], sources: Sequence[TensorSource]) -> None:
+        self._parts, self._sources = list(reversed(parts)), sources
+
+    def take(self, nbytes: int, at: int) -> list[Piece]:
+        """Return the pieces of the next bytes, which are at an offset of a block; the header has no piece."""
+        pieces = []
+        while nbytes:
+            length, origin = self._parts.pop()
+            step = min(length, nbytes)
+            if origin is not None:
+                source, start = origin
+                pieces.append(Piece(source, start, at, step, start + step == self._sources[source].nbytes))
+            if step < length:
+                self._parts.append((length - step, None if origin is None else (origin[0], origin[1] + step)))
+            nbytes, at = nbytes - step, at + step
+        return pieces
 
 
 def _alias_metadata(aliases: Mapping[str, str]) -> dict[str, str]:

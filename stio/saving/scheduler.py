@@ -28,7 +28,7 @@ from stio.runtime.workers import WorkerPool
 from stio.saving.plan import WriteBlock, WritePlan
 from stio.saving.producers import ProducedTensors
 from stio.saving.staging_pool import StagingPool
-from stio.storage.base import FileWriter
+from stio.storage.base import FileWriter, PartWriter
 
 WRITE_DEPTH = 4
 """Most writes under way at once; so many reach the rate of the disk."""
@@ -40,6 +40,9 @@ all workers then filled their next block first, the disk was idle for 3 of 30 ms
 AHEAD_BLOCKS = 4
 """Most full blocks that wait for the disk, where no caller waits for the snapshot: one for each write that may end."""
 
+STRIDED_BYTES = 4 << 20
+"""Bytes of small ranges that are written between two looks whether the save goes on."""
+
 MANY_PIECES = 64
 """A block of more pieces is copied piece by piece in one loop."""
 
@@ -48,7 +51,7 @@ class SaveScheduler:
     """One save from its first copy to its last durable byte; the commit is the transaction's.
 
     Args:
-        plan: The files and their blocks.
+        plan: The files and their blocks; of a plan of parts, files that are `PartWriter`s.
         pool: Staging memory; its condition guards this run too.
         ready: When the devices' tensors may be read.
         on_staged: Called once, on a worker, when every tensor was copied and may change.
@@ -87,7 +90,7 @@ class SaveScheduler:
         self._close_bar = partial(close_bar, progress)
         self._progress = ProgressReporter(
             progress,
-            total_bytes=plan.total_bytes,
+            total_bytes=sum(source.nbytes for source in plan.sources),
             total_tensors=len(plan.sources),
         )
         self._trace = trace
@@ -109,6 +112,8 @@ class SaveScheduler:
         self._progress.report()
         stats.add_run(self)
         self._workers.start(self._work, min(NUM_WORKERS - 1, len(self._blocks)))
+        if not self._blocks:  # of a plan of parts
+            self._on_staged()
 
     def write_to(self, sinks: Sequence[FileWriter]) -> None:
         """Set the files to write to; before this call nothing is written."""
@@ -239,8 +244,11 @@ class SaveScheduler:
         try:
             if self._hashers is not None:
                 self._hash(self._hashers[block.shard], block, region)
-            for at, length in self._pacer.pieces(block.nbytes, self._workers.is_stopped):
-                sink.write_from(block.offset + at, region.sub(at, length))
+            if block.runs:
+                self._write_runs(sink, block, region)
+            else:
+                for at, length in self._pacer.pieces(block.nbytes, self._workers.is_stopped):
+                    sink.write_from(block.offset + at, region.sub(at, length))
         finally:
             with self._changed:
                 self._num_writing -= 1
@@ -249,7 +257,7 @@ class SaveScheduler:
         with self._changed:
             if self._workers.stopped:
                 return
-            self.written_bytes += block.nbytes
+            self.written_bytes += block.file_bytes
             self._left[block.shard] -= 1
             last = not self._left[block.shard]
         if last:
@@ -261,6 +269,21 @@ class SaveScheduler:
             self._num_written += 1
             self._changed.notify_all()
         self._progress.report(sum(piece.nbytes for piece in block.pieces), sum(piece.ends for piece in block.pieces))
+
+    def _write_runs(self, sink: FileWriter, block: WriteBlock, region: Region) -> None:
+        """Write a block of a plan of parts."""
+        assert isinstance(sink, PartWriter)
+        for run in block.runs:
+            if run.num_ranges == 1:
+                for at, length in self._pacer.pieces(run.nbytes, self._workers.is_stopped):
+                    sink.write_from(run.offset + at, region.sub(run.at + at, length))
+                continue
+            step = max(1, STRIDED_BYTES // run.nbytes)
+            for first in range(0, run.num_ranges, step):
+                if self._workers.stopped:
+                    return
+                part = region.sub(run.at + first * run.nbytes, min(step, run.num_ranges - first) * run.nbytes)
+                sink.write_strided(run.offset + first * run.stride, part, run.nbytes, run.stride)
 
     def _hash(self, hasher: Hasher, block: WriteBlock, region: Region) -> None:
         """Add a block to its file's digest, once all blocks before it were added."""
@@ -279,7 +302,7 @@ class SaveScheduler:
 
     def _span(self, name: str, start: float, block: WriteBlock) -> None:
         if self._trace is not None:
-            self._trace.add(name, start, perf_counter(), num_bytes=block.nbytes, detail=f"shard {block.shard + 1}")
+            self._trace.add(name, start, perf_counter(), num_bytes=block.file_bytes, detail=f"shard {block.shard + 1}")
 
 
 def _stopped(produced: ProducedTensors, on_stop: Callable[[], None]) -> None:

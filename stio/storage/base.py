@@ -156,6 +156,27 @@ class FileWriter(Protocol):
         """
 
 
+@runtime_checkable
+class PartWriter(FileWriter, Protocol):
+    """A file that several processes write, each its own ranges of any offset and length.
+
+    `finish` makes the ranges of this process durable.
+    """
+
+    def write_strided(self, offset: int, region: Region, nbytes: int, stride: int) -> None:
+        """Write parts of a region to places at even distances. Blocks.
+
+        Args:
+            offset: First byte of the first place.
+            region: Host memory; the parts follow each other in it without a gap.
+            nbytes: Length of one part.
+            stride: Distance between the starts of two places.
+
+        Raises:
+            StorageError: See `write_from`.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """A small file beside the checkpoint, with a content before and one after the commit; None: it does not exist."""

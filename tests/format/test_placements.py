@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from stio.format.placements import Cut, local_part
+from stio.format.placements import Cut, byte_ranges, local_part
 
 
 def random_case(chance: random.Random) -> tuple[list[int], list[int], list[Cut | None]]:
@@ -70,3 +70,27 @@ def test_uneven_fsdp_over_tensor_parallelism(size: int, mesh: tuple[int, int], e
 def test_refused(mesh: tuple[int, ...], place: tuple[int, ...], cuts: list[Cut], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         local_part((4, 4), mesh, place, cuts)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_byte_ranges_are_the_elements_of_the_part(seed: int) -> None:
+    """In row-major order of the part; neighbours are one range, and ranges at even distances are described together."""
+    chance = random.Random(seed)
+    shape = [chance.choice([1, 2, 3, 5, 8]) for _ in range(chance.randint(0, 4))]
+    part = []
+    for size in shape:
+        start = chance.choice([0, chance.randint(0, size)])
+        part.append(slice(start, chance.choice([size, chance.randint(start, size)])))
+    whole = np.arange(prod(shape), dtype=np.int32).reshape(shape)
+    data, found = whole.tobytes(), []
+    ranges = byte_ranges(shape, part, 4)
+    for one in ranges:
+        assert one.num_ranges == 1 or one.stride > one.nbytes
+        for k in range(one.num_ranges):
+            begin = one.start + k * one.stride
+            found.append((begin, begin + one.nbytes))
+    assert b"".join(data[begin:end] for begin, end in found) == whole[tuple(part)].tobytes()
+    assert all(one[1] < other[0] for one, other in itertools.pairwise(found)), "neighbours are one range"
+    cut = [one for one, size in zip(part, shape, strict=True) if one.stop - one.start != size]
+    if len(cut) <= 1:
+        assert len(ranges) <= 1, "one cut makes ranges at even distances"

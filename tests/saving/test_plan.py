@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import time
@@ -14,10 +15,11 @@ from stio.errors import LimitError, SharedTensorsError, UnsupportedDtypeError
 from stio.format.dtypes import BITS, tensor_nbytes
 from stio.format.header import Header, parse_header
 from stio.format.index import check_against_shards, parse_index
+from stio.format.placements import ByteRange, Cut, byte_ranges, local_part
 from stio.format.sharding import TensorSource
 from stio.format.shared import ALIASES_KEY
 from stio.runtime.limits import PAGE_BYTES
-from stio.saving.plan import WritePlan, plan_writes
+from stio.saving.plan import _ALIGNED_BYTES, Part, WritePlan, plan_parts, plan_writes
 
 Layout = list[tuple[str, str, tuple[int, ...]]]
 
@@ -354,3 +356,107 @@ def test_100_000_tensors() -> None:
     assert time.perf_counter() - start < 20  # 0.7 s on a quiet machine
     assert plan.total_bytes == 4_800_000
     assert len(plan.shards) == 5
+
+
+# Plans of parts.
+
+
+def random_parts(plan: WritePlan, num_processes: int, chance: random.Random) -> list[dict[str, Part]]:
+    """Give each element of each tensor to one process, in boxes; a tensor below a byte an element goes as a whole."""
+    parts: list[dict[str, Part]] = [{} for _ in range(num_processes)]
+    for source in plan.sources:
+        whole = tuple(slice(0, size) for size in source.shape)
+        sizes = [num_processes if source.shape and chance.random() < 0.8 and BITS[source.dtype] >= 8 else 1]
+        dim = chance.randrange(len(source.shape)) if source.shape else 0
+        if sizes[0] == 1:
+            held = [(chance.randrange(num_processes), whole)]
+        else:
+            held = [(rank, local_part(source.shape, sizes, [rank], [Cut(dim)])) for rank in range(num_processes)]
+        for rank, index in held:
+            itemsize = BITS[source.dtype] // 8
+            if itemsize:
+                ranges = byte_ranges(source.shape, index, itemsize)
+            else:
+                ranges = [ByteRange(0, source.nbytes)] if source.nbytes else []
+            data = b"".join(
+                source.data[one.start + k * one.stride :][: one.nbytes] for one in ranges for k in range(one.num_ranges)
+            )
+            if data or chance.random() < 0.5:
+                local = dataclasses.replace(source, nbytes=len(data), data=data)
+                parts[rank][source.name] = Part(local, ranges)
+    return parts
+
+
+def write_parts(plan: WritePlan, files: list[bytearray], counts: list[bytearray], block_bytes: int) -> None:
+    """Carry out one process's plan of parts; count how often each byte is written."""
+    ended = []
+    for number, shard in enumerate(plan.shards):
+        for block in shard.blocks:
+            assert block.shard == number and block.runs and block.nbytes <= block_bytes
+            memory = bytearray(block.nbytes)
+            head = block.head(shard.header)
+            memory[: len(head)] = head
+            for piece in block.pieces:
+                source = plan.sources[piece.source]
+                assert piece.start * 8 % max(8, BITS[source.dtype]) == 0  # cuts fall between elements
+                memory[piece.at : piece.at + piece.nbytes] = source.data[piece.start : piece.start + piece.nbytes]
+                ended += [source.name] * piece.ends
+            assert block.offset == block.runs[0].offset
+            for run in block.runs:
+                if run.num_ranges == 1 and run.nbytes >= _ALIGNED_BYTES:
+                    assert (run.offset - run.at) % PAGE_BYTES == 0, "its pages can be written past the page cache"
+                for k in range(run.num_ranges):
+                    begin, at = run.offset + k * run.stride, run.at + k * run.nbytes
+                    files[number][begin : begin + run.nbytes] = memory[at : at + run.nbytes]
+                    counts[number][begin : begin + run.nbytes] = bytes(
+                        count + 1 for count in counts[number][begin : begin + run.nbytes]
+                    )
+            assert block.file_bytes == sum(run.nbytes * run.num_ranges for run in block.runs)
+    assert sorted(ended) == sorted(source.name for source in plan.sources if source.nbytes), "each ends once"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_parts_of_several_processes_make_up_the_files(seed: int) -> None:
+    """Each byte is written once, by the plans of 1 to 4 processes; runs in one block lie one after the other."""
+    chance = random.Random(seed)
+    dtypes = ["F32", "BF16", "I64", "BOOL", "F8_E4M3", "F4"]
+    layout = []
+    for k in range(chance.randint(0, 12)):
+        shape = tuple(chance.choice([0, 1, 3, 7, 40, 150]) for _ in range(chance.randint(0, 3)))
+        dtype = chance.choice(dtypes)
+        if dtype == "F4":
+            shape = (*shape, 2 * chance.randint(0, 50))
+        layout.append((f"t{k}", dtype, shape))
+    sources = sources_of(layout)
+    block_bytes = PAGE_BYTES * chance.choice([1, 2, 16, 64])
+    metadata = {"k": "x" * chance.choice([1, 10_000])}
+    plan = plan_of(sources, max_shard_bytes=chance.choice([None, 100_000]), metadata=metadata, block_bytes=block_bytes)
+    expected = written(plan)
+    files, counts = [bytearray(len(file)) for file in expected], [bytearray(len(file)) for file in expected]
+    for rank, parts in enumerate(random_parts(plan, chance.randint(1, 4), chance)):
+        of_rank = plan_parts(plan, parts, block_bytes, with_headers=rank == 0)
+        assert of_rank.index([f"{k}" for k in range(len(plan.shards))]) == plan.index(
+            [f"{k}" for k in range(len(plan.shards))]
+        )
+        write_parts(of_rank, files, counts, block_bytes)
+    assert files == expected
+    assert all(set(count) <= {1} for count in counts), "each byte is written once"
+
+
+def test_neighbouring_parts_are_one_run() -> None:
+    """All rows of the even tensors: two ranges, whose pages are cut where the file's are."""
+    sources = sources_of([(f"t{k}", "F32", (64, 256)) for k in range(4)])
+    plan = plan_of(sources, block_bytes=16 * PAGE_BYTES)
+    parts = {source.name: Part(source, [ByteRange(0, source.nbytes)]) for source in sources if source.name != "t2"}
+    (shard,) = plan_parts(plan, parts, 1 << 20, with_headers=True).shards
+    runs = [run for block in shard.blocks for run in block.runs]
+    assert [(run.offset, run.nbytes) for run in runs] == [
+        (0, len(shard.header) + 2 * 65536),
+        (len(shard.header) + 3 * 65536, 65536),
+    ]
+    (shard,) = plan_parts(plan, parts, 16 * PAGE_BYTES, with_headers=True).shards
+    runs = [run for block in shard.blocks for run in block.runs]
+    ends = [run.offset + run.nbytes for run in runs]
+    assert [end % PAGE_BYTES for end in ends if end not in (runs[-1].offset + runs[-1].nbytes, len(shard.header) + 131072)] == [
+        0, 0, 0
+    ]  # fmt: skip

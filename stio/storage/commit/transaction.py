@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Literal
 
 from stio.errors import CommitUncertainError, ConcurrentSaveError, StorageError
+from stio.runtime.hashing import Hasher
 from stio.runtime.log import log
 from stio.storage.base import Identity, Note
 from stio.storage.checks import refused
@@ -28,6 +29,7 @@ from stio.storage.commit.aside import Aside, aside_directory, put_back
 from stio.storage.commit.attributes import FileAttributes, attributes_at, keep_default_list, keep_tree
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS, LockTimeout, directory_lock, is_same
 from stio.storage.commit.file_writer import LocalFileWriter, create_files, write_refused
+from stio.storage.commit.joined import NONCE_NAME, Invitation, digest_of_file
 from stio.storage.commit.journal import (
     MAX_NOTE_BYTES,
     JournalRecord,
@@ -76,6 +78,7 @@ from stio.storage.commit.written_list import merge_replaced
 from stio.storage.paths import resolve_links
 
 _ID_BYTES = 5
+_NONCE_BYTES = 16
 _ATTEMPTS = 8
 _RECOVERY_SECONDS = 1.0
 """Most of its `lock_timeout` that a save spends on recovery, which it can do without."""
@@ -249,7 +252,8 @@ class LocalTransaction:
         self._target, self._home_fd, self._policy = target, home_fd, policy
         self._durable, self._last_wins = durable, last_wins
         self._writers: list[LocalFileWriter] = []
-        self._finished: set[str] = set()  # names of the files that other libraries wrote
+        self._finished: set[str] = set()  # names of the files that other libraries or processes wrote
+        self._is_shared = False  # whether other processes write into the shards
         self._ended = False
         self._needs_recovery = False  # if True, the staging directory stays: recovery reads it
         self._timeout = LockTimeout(lock_timeout)
@@ -328,8 +332,35 @@ class LocalTransaction:
                     found=len(os.fsencode(name)),
                 )
 
-    def create(self, nbytes: Sequence[int]) -> Sequence[LocalFileWriter]:
-        """Create all shards, their space reserved; see `Transaction.create`."""
+    def invite(self) -> Invitation:
+        """Return what other processes need to write into the shards (`JoinedStaging`); called once, after `create`.
+
+        Raises:
+            StorageError: The operating system reported an error.
+        """
+        nonce = secrets.token_hex(_NONCE_BYTES)
+        try:
+            write_small(self._staging.fd, NONCE_NAME, nonce.encode(), durable=False)
+        except OSError as error:
+            raise write_refused("preparing the files for several processes", self.path, error) from error
+        return Invitation(
+            staging=os.path.dirname(self.files_path),
+            nonce=nonce,
+            destination=self.path,
+            shard_names=self.shard_names,
+            is_file=self._target.kind == "file",
+            takes_index=self.takes_index,
+            durable=self._durable,
+        )
+
+    def create(self, nbytes: Sequence[int], own_bytes: Sequence[int] | None = None) -> Sequence[LocalFileWriter]:
+        """Create all shards, their space reserved; see `Transaction.create`.
+
+        Args:
+            nbytes: Size of each.
+            own_bytes: Bytes of each that this process writes. If given, other processes write the rest: a writer's
+                `finish` makes this process's part durable, and `finish_file` completes a shard when all have ended.
+        """
         shards = self._plan.shards
         self._require(not self._ended, "the save has ended")
         self._require(not self._writers and len(nbytes) == len(shards), f"{len(shards)} shards are created, once")
@@ -339,9 +370,13 @@ class LocalTransaction:
             list(zip(shards, nbytes, strict=True)),
             path=self.path,
             where=[self.path if single else os.path.join(self.path, name) for name in shards],
-            attributes=[self._replaced_attributes(name) for name in shards],
+            attributes=[None if own_bytes else self._replaced_attributes(name) for name in shards],
             durable=self._durable,
         )
+        if own_bytes is not None:
+            self._is_shared = True
+            for writer, own in zip(self._writers, own_bytes, strict=True):
+                writer.own_bytes = own
         return self._writers
 
     def _replaced_attributes(self, shard: str) -> FileAttributes | None:
@@ -350,22 +385,36 @@ class LocalTransaction:
         own = attributes_at(self._home_fd, shard) if shard in existing.files else None
         return own or existing.shard_attributes
 
-    def finish_file(self, name: str) -> None:
-        """Complete a shard that another library wrote below `files_path`: set its attributes, make it durable.
+    def finish_file(self, name: str, nbytes: int | None = None) -> None:
+        """Complete a shard that another library or other processes wrote: set its attributes, make it durable.
+
+        Args:
+            name: Its name below `files_path`.
+            nbytes: Size that it must have, if that is known.
 
         Raises:
-            StorageError: The operating system reported an error.
+            StorageError: It has another size, or the operating system reported an error.
         """
         try:
             with closing(calls.open_file(name, os.O_RDWR, dir_fd=self._staging.files_fd)) as fd:
+                found = os.fstat(fd).st_size
+                if nbytes is not None and found != nbytes:
+                    message, path = "a file has another size than it was created with", os.path.join(self.path, name)
+                    raise StorageError(message, path=path, expected=nbytes, found=found)
                 attributes = self._replaced_attributes(name)
                 if attributes is not None:
                     attributes.apply(fd)
                 if self._durable:
                     calls.fsync(fd)
         except OSError as error:
+            if isinstance(error, StorageError):
+                raise
             raise write_refused("syncing", os.path.join(self.path, name), error) from error
         self._finished.add(name)
+
+    def digest(self, name: str, hasher: Hasher, check: Callable[[], None]) -> str:
+        """Return the digest of a shard that is complete; see `digest_of_file`."""
+        return digest_of_file(self._staging.files_fd, name, os.path.join(self.path, name), hasher, check)
 
     def read_note(self, name: str) -> bytes | None:
         """Return the content of a small file beside the old checkpoint, None if it does not exist.
@@ -431,7 +480,8 @@ class LocalTransaction:
             StorageError: The operating system reported an error; the old checkpoint is unchanged.
         """
         plan = self._plan
-        finished = self._finished.union(writer.name for writer in self._writers if writer.finished)
+        written = (writer.name for writer in self._writers if writer.finished and not self._is_shared)
+        finished = self._finished.union(written)
         self._require(not self._ended, "the save has ended")
         self._require(finished.issuperset(plan.shards), "not all files are finished")
         self._require((index is not None) == self.takes_index, "an index is missing" if index is None else "no index")

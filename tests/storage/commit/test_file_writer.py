@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
 import random
 import stat
@@ -401,3 +402,57 @@ def test_c103_file_size_limit(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(errno.EFBIG), str(2 << 20)]
+
+
+# Ranges of several processes.
+
+
+@linux
+def test_ranges_of_two_writers_share_pages(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only pages that are whole in a range are written directly; the page between two ranges is buffered by both."""
+    data = random.Random(5).randbytes(40 * PAGE_BYTES + 100)
+    (one,) = create(place, ("a", len(data)))
+    other = LocalFileWriter(place, "a", "final/a", 0, attributes=None, durable=True)
+    direct: list[tuple[int, int]] = []
+    buffered: list[tuple[int, int]] = []
+    write = calls.write
+
+    def noted(fd: int, address: int, nbytes: int, offset: int) -> int:
+        is_direct = fd in (one._direct_fd, other._direct_fd)
+        (direct if is_direct else buffered).append((offset, nbytes))
+        return write(fd, address, nbytes, offset)
+
+    monkeypatch.setattr(calls, "write", noted)
+    memory = allocate(len(data) + PAGE_BYTES)
+    cuts = [0, 100, 5 * PAGE_BYTES + 7, 5 * PAGE_BYTES + 50, 20 * PAGE_BYTES, 33 * PAGE_BYTES - 1, len(data)]
+    for k, (begin, end) in enumerate(itertools.pairwise(cuts)):
+        at = begin % PAGE_BYTES
+        memory.write(at, data[begin:end])
+        (one, other)[k % 2].write_from(begin, memory.sub(at, end - begin))
+    for writer, own in ((one, cuts[1] + cuts[3] - cuts[2] + cuts[5] - cuts[4]), (other, 0)):
+        writer.own_bytes = own or len(data) - (cuts[1] + cuts[3] - cuts[2] + cuts[5] - cuts[4])
+        writer.finish()
+        assert writer.finished
+    assert (tmp_path / "a").read_bytes() == data
+    if not one.direct_refused:
+        assert all(offset % PAGE_BYTES == 0 and nbytes % PAGE_BYTES == 0 for offset, nbytes in direct)
+        pages = {page for at, n in direct for page in range(at // PAGE_BYTES, (at + n) // PAGE_BYTES)}
+        shared = {page for at, n in buffered for page in range(at // PAGE_BYTES, (at + n - 1) // PAGE_BYTES + 1)}
+        assert len(pages) == 4 + 14 + 12 + 7 and not pages & shared
+
+
+def test_ranges_at_even_distances(place: int, tmp_path: Path) -> None:
+    """Two writers write the left and the right part of each row, with a short write between."""
+    rows = [random.Random(k).randbytes(30) for k in range(50)]
+    (one,) = create(place, ("a", 1500))
+    other = LocalFileWriter(place, "a", "final/a", 1000, attributes=None, durable=False)
+    one.own_bytes = 500
+    one.write_strided(0, region_of(b"".join(row[:10] for row in rows)), 10, 30)
+    other.write_strided(10, region_of(b"".join(row[10:] for row in rows[:20])), 20, 30)
+    with pytest.raises(StorageError, match="not all of the file"):
+        other.finish()
+    other = LocalFileWriter(place, "a", "final/a", 600, attributes=None, durable=False)
+    other.write_strided(610, region_of(b"".join(row[10:] for row in rows[20:])), 20, 30)
+    one.finish()
+    other.finish()
+    assert (tmp_path / "a").read_bytes() == b"".join(rows)
