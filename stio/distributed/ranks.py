@@ -1,8 +1,9 @@
 """The processes that do one thing together: they learn of each other's failures, and exchange small values.
 
 The values are in the store of the process group, over a connection of their own: what other threads wait for in the
-store does not delay them, and no collective call is needed. One thread of each rank, the *watcher*, makes all requests
-to the store. It gives a sign of life, looks whether a rank has failed, and fetches what its own rank waits for.
+store does not delay them, and no collective call is needed. One thread of each rank makes all requests to the store: it
+gives a sign of life, looks whether a rank has failed, and fetches what its own rank waits for. Another thread, the
+*watcher*, ends the wait if the store does not answer.
 
 The first failure of all ranks is the one that all others raise. A rank that gives no sign of life for `timeout` seconds
 counts as failed. The first rank judges the others by their signs, and they judge the first one. If that one
@@ -19,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,7 +33,7 @@ from stio.errors import ClosedError, RankError, printable
 from stio.runtime.blocking import runs_blocking
 from stio.runtime.locks import Condition
 from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Cancelled, Operation
+from stio.runtime.operation import Cancelled, Operation, start_thread
 
 RANK_TIMEOUT_SECONDS = 120.0
 """Default of `rank_timeout=`."""
@@ -123,6 +125,8 @@ class Ranks:
         self._signs = {other: _Sign() for other in (range(1, self.num_ranks) if self.rank == 0 else (0,))}
         self._sign_seconds = min(0.5, timeout / 8) * max(1.0, self.num_ranks / 250)
         self._next_sign, self._num_signs = 0.0, 0
+        self._looked = time.monotonic()  # when the store has answered last
+        self._served = False  # whether the thread of the requests has ended
 
     def on_failure(self, cancel: Callable[[], None]) -> None:
         """Call a function when another rank has failed; at once if one has. It must take no lock.
@@ -172,6 +176,7 @@ class Ranks:
 
     async def __aenter__(self) -> Self:
         if self._store is not None:
+            self._looked = time.monotonic()
             self._watcher.start()
         return self
 
@@ -185,20 +190,33 @@ class Ranks:
         if kind is GeneratorExit and not runs_blocking():
             return  # a coroutine that is closed must not wait
         await self._watcher.ended()
+        self._error = None  # it refers to this frame
         if self.failure is not None and isinstance(error, ClosedError):
             raise self.failure from self.failure.__cause__
 
-    # On the watcher's thread.
+    # On the watcher's threads.
 
     def _watch(self, operation: Operation[None]) -> None:
-        assert self._store is not None
+        """Start the thread that makes the requests, and wait for its end, or until the store does not answer."""
         operation.on_cancel(self._changed.wake)
+        start_thread(partial(self._serve, operation), name="ranks")
+        with self._changed:
+            while not self._served and (left := self._looked + self._timeout - time.monotonic()) > 0:
+                self._changed.wait(left)
+        if not self._served:  # its thread is left behind, in a call without a time limit; it has no buffers
+            self._fail(
+                RankError(f"the store of the process group did not answer for {self._timeout:g} s (rank_timeout=)")
+            )
+
+    def _serve(self, operation: Operation[None]) -> None:
+        assert self._store is not None
         try:
             connection = _own_connection(self._store)
             store = PrefixStore(self._prefix, connection)
             pause = _SHORTEST_PAUSE
             while not self._leaving and not operation.cancelled:
                 found = self._look(store)
+                self._looked = time.monotonic()
                 pause = _SHORTEST_PAUSE if found or not self._requests else min(2 * pause, _LONGEST_PAUSE)
                 with self._changed:
                     if not (self._leaving or self._to_set or operation.cancelled):
@@ -211,6 +229,9 @@ class Ranks:
                 f"the store of the process group does not answer: the rank that holds it may have ended ({reason})"
             )
             self._fail(failure, error)
+        finally:
+            self._served = True
+            self._changed.wake()
 
     def _look(self, store: Store) -> bool:
         """Make the requests that are due; return whether a value was set or found."""
@@ -271,7 +292,9 @@ class Ranks:
                 cause = None
         self._fail(RankError(failure.text, ranks=failure.ranks), cause)
 
-    def _fail(self, failure: RankError, cause: BaseException | None) -> None:
+    def _fail(self, failure: RankError, cause: BaseException | None = None) -> None:
+        if self._served or self.failure is not None:
+            return
         failure.__cause__ = cause
         self.failure = failure
         for cancel in self._cancels.copy():
@@ -294,6 +317,7 @@ class Ranks:
             dead = () if self.failure is None else self.failure.ranks
             others = [f"left/{other}" for other in range(1, self.num_ranks) if other not in dead]
             while others and not store.check(others) and time.monotonic() < end:
+                self._looked = time.monotonic()
                 time.sleep(_SHORTEST_PAUSE)
 
     def _forget_old_keys(self, connection: Store) -> None:

@@ -23,14 +23,19 @@ def run_ranks(
 ) -> list[Any]:
     """Call a function in processes of their own, which can send to each other; return what it returned in each.
 
-    Ranks in `killed` must end by SIGKILL; their result is None. The store is a file, or with `killed` of the first rank.
+    Ranks in `killed` end by SIGKILL, at the latest when all others have ended; their result is None. The store is a
+    file, or with `killed` on the first rank.
 
     Raises:
         AssertionError: It raised in one of them; the text has all tracebacks.
     """
     results = folder / f"results-{function.__name__}"
     results.mkdir()
-    context = mp.get_context("spawn")
+    # The server imports these modules once, before it forks the ranks: an import of torch in each would take seconds.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["stio.distributed", "stio.sync", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+    )
     meeting = f"tcp://127.0.0.1:{free_port()}" if killed else f"file://{results}/meeting"
     processes = [
         context.Process(target=_run, args=(function, rank, num_ranks, meeting, str(results), arguments))
@@ -39,8 +44,10 @@ def run_ranks(
     for process in processes:
         process.start()
     end = time.monotonic() + MOST_SECONDS
-    while any(process.is_alive() for process in processes) and time.monotonic() < end:
-        wait([process.sentinel for process in processes if process.is_alive()], timeout=1)
+    while alive := [p.sentinel for rank, p in enumerate(processes) if p.is_alive() and rank not in killed]:
+        if time.monotonic() > end:
+            break
+        wait(alive, timeout=1)
         if any(results.glob("*.failed")):
             end = min(end, time.monotonic() + 5)  # the others may wait for that rank
     for process in processes:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,7 +148,7 @@ async def in_a_group(module: nn.Module, path: str) -> None:
             await stio.distributed.load_into(module, path, process_group=group)
 
 
-def test_one_failure_is_raised_on_all_ranks(tmp_path):
+def test_one_failure_is_raised_on_all_ranks(tmp_path: Path):
     torch.manual_seed(1)
     sync.save(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), tmp_path / "model")
     sync.save(nn.Linear(64, 64), tmp_path / "model-one")
@@ -189,32 +191,35 @@ def check(found: Any, rank: int, failed: int, kind: str, text: str, cause: str |
         assert found[1].startswith(text), found
 
 
-def killed_rank(folder: str, victim: int, timeout: float) -> tuple[str, str, float]:
+def silent_rank(victim: int, how: int, timeout: float) -> tuple[str, str, float]:
     async def body() -> None:
         async with Ranks(about="save", timeout=timeout) as ranks:
             await ranks.arrive("begun")
             if ranks.rank == victim:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), how)
             await ranks.arrive("end")
 
     found = outcome(body())
     return found[0], found[1], found[4]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_named(tmp_path, victim: int):
-    results = run_ranks(killed_rank, 3, tmp_path, str(tmp_path), victim, 2.0, killed=[victim])
+@pytest.mark.parametrize(
+    ("victim", "how", "text"),
+    [
+        pytest.param(1, signal.SIGKILL, "rank 1 gave no sign of life for 2 s (rank_timeout=)", id="killed"),
+        pytest.param(0, signal.SIGKILL, "does not answer", id="killed-with-the-store"),
+        pytest.param(0, signal.SIGSTOP, "did not answer for 2 s (rank_timeout=)", id="stopped-with-the-store"),
+    ],
+)
+def test_a_silent_rank_is_named(tmp_path: Path, victim: int, how: int, text: str):
+    results = run_ranks(silent_rank, 3, tmp_path, victim, how, 2.0, killed=[victim])
     assert results[victim] is None
-    for found in (result for result in results if result is not None):
-        kind, text, seconds = found
-        assert kind == "RankError" and seconds < 3.0, found
-        expected = "does not answer" if victim == 0 else "rank 1 gave no sign of life for 2 s (rank_timeout=)"
-        assert expected in text, text
+    for kind, message, seconds in (result for result in results if result is not None):
+        assert kind == "RankError" and seconds < 3.0
+        assert text in message
 
 
 def test_the_errors_of_ranks_can_be_pickled():
-    import pickle
-
     error = pickle.loads(pickle.dumps(RankError("rank 3 failed", ranks=(3,))))
     assert error.ranks == (3,) and str(error) == "rank 3 failed"
     assert not issubclass(MismatchError, RankError)
