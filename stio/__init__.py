@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from stio.errors import LimitError as LimitError
     from stio.errors import MismatchError as MismatchError
     from stio.errors import NoSpaceError as NoSpaceError
+    from stio.errors import RankError as RankError
     from stio.errors import SaveInProgressError as SaveInProgressError
     from stio.errors import SharedTensorsError as SharedTensorsError
     from stio.errors import SliceError as SliceError

@@ -18,6 +18,7 @@
     ├── SharedTensorsError (RuntimeError)    tensors to be saved share memory, and shared="error"
     ├── SaveInProgressError (RuntimeError)   a saver already has `max_pending` saves under way
     ├── ConcurrentSaveError (RuntimeError)   another save changed the destination at the same time
+    ├── RankError (RuntimeError)             another rank failed, was cancelled or is silent; has its number
     ├── HostMemoryError (MemoryError)        the host has too little memory; has needed and free bytes
     ├── StorageError (OSError)               the operating system reported an error; has errno
     │   ├── ChangedDuringReadError           the file was changed or replaced during the read
@@ -51,6 +52,7 @@ __all__ = [
     "LimitError",
     "MismatchError",
     "NoSpaceError",
+    "RankError",
     "SaveInProgressError",
     "SharedTensorsError",
     "SliceError",
@@ -263,6 +265,18 @@ class SaveInProgressError(StioError, RuntimeError):
 
 class ConcurrentSaveError(StioError, RuntimeError):
     """Another save changed the destination while this save was under way; this save was rolled back."""
+
+
+class RankError(StioError, RuntimeError):
+    """What many ranks do together has failed on another rank: `ranks`, empty if that is not known.
+
+    `__cause__` is the error of that rank, if it could be sent.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.ranks = tuple(ranks)
+        self._details["ranks"] = self.ranks
 
 
 class DeviceError(StioError, RuntimeError):

@@ -21,7 +21,7 @@ PARENTS = {
     "UnsupportedDtypeError": TypeError, "ClosedError": RuntimeError, "WarmStartError": RuntimeError, "StorageError": OSError,
     "ChangedDuringReadError": OSError, "NoSpaceError": OSError, "StallTimeoutError": TimeoutError, "CommitUncertainError": OSError, "IntegrityError": ValueError,
     "SharedTensorsError": RuntimeError, "SaveInProgressError": RuntimeError, "ConcurrentSaveError": RuntimeError, "DeviceError": RuntimeError, "DeviceMemoryError": RuntimeError,
-    "HostMemoryError": MemoryError,
+    "HostMemoryError": MemoryError, "RankError": RuntimeError,
 }  # fmt: skip
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from stio.distributed.parts import parts_of
+from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.loading.api import fill_from
 from stio.loading.module import LoadReport, ModuleTarget
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
@@ -28,14 +30,16 @@ async def load_into(
     cache: CacheLike | None = None,
     trace: Trace | None = None,
     switch_interval: float | None = None,
+    process_group: ProcessGroup | None = None,
+    rank_timeout: float = RANK_TIMEOUT_SECONDS,
 ) -> LoadReport:
     """Load a checkpoint into a module that is sharded over ranks; each rank calls this, and reads what it holds.
 
     Parameters and buffers that are `DTensor`s get their part of the checkpoint's tensor; others get the whole tensor.
     Works for `fully_shard` (FSDP2), also of a module made on `meta` and given memory by `to_empty`, for tensor
     parallelism (`parallelize_module`), and for both on one mesh. Rows are read alone; of parts of other dimensions
-    whole rows are read, as far as that is faster. The ranks do not wait for each other: put a barrier behind it
-    (`torch.distributed.barrier`) if a rank must not go on when another one has failed.
+    whole rows are read, as far as that is faster. The call returns when all ranks have loaded. If one fails, is
+    cancelled or killed, it raises on all of them; some tensors have new values then.
 
     Buffers that are not in the checkpoint (`persistent=False`) are not filled. After `to_empty` compute them anew.
 
@@ -52,27 +56,34 @@ async def load_into(
         cache: See `stio.load`.
         trace: See `stio.load`.
         switch_interval: See `stio.load`.
+        process_group: The ranks that call this. None: all ranks of the default group.
+        rank_timeout: Seconds without a sign of life of a rank, after which the load fails on all others.
 
     Returns:
         The names that are missing or unexpected; both are empty with `strict=True`.
 
     Raises:
         MismatchError: Module and checkpoint differ, a tensor is on `meta`, or a placement cannot be loaded.
+        RankError: The load failed on another rank, whose error is `__cause__`.
         StioError: See `stio.load`.
     """
-    options = LoadOptions(
-        memory=memory,
-        budget_bytes=budget_bytes,
-        strict=strict,
-        limits=limits,
-        verify=verify,
-        follow_symlinks=follow_symlinks,
-        progress=progress,
-        cache=cache,
-        trace=trace,
-        switch_interval=switch_interval,
-    )
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()  # what was gathered for a forward pass is dropped by FSDP later
-    return await fill_from(source, ModuleTarget(module, parts=parts_of(module)), options)
+    async with Ranks(process_group, about="load", timeout=rank_timeout) as ranks:
+        options = LoadOptions(
+            memory=memory,
+            budget_bytes=budget_bytes,
+            strict=strict,
+            limits=limits,
+            verify=verify,
+            follow_symlinks=follow_symlinks,
+            progress=progress,
+            cache=cache,
+            trace=trace,
+            switch_interval=switch_interval,
+        )
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # what was gathered for a forward pass is dropped by FSDP later
+        target = ModuleTarget(module, parts=parts_of(module))
+        report = await fill_from(source, target, options, on_begin=ranks.on_failure)
+        await ranks.arrive("loaded")
+        return report

@@ -187,9 +187,24 @@ async def load_into(
     return await fill_from(source, ModuleTarget(module, assign=assign), options)
 
 
-async def fill_from(source: SourceLike, target: ModuleTarget, options: LoadOptions) -> LoadReport:
-    """Load a checkpoint into the target's module; see `load_into`."""
-    return await _fill(target, _queue_for(target, source, options, about=shown(source)))
+async def fill_from(
+    source: SourceLike,
+    target: ModuleTarget,
+    options: LoadOptions,
+    *,
+    on_begin: Callable[[Callable[[], None]], None] = lambda abort: None,
+) -> LoadReport:
+    """Load a checkpoint into the target's module; see `load_into`.
+
+    Args:
+        source: See `load_into`.
+        target: The module.
+        options: Options of the load.
+        on_begin: Called with a function that ends the load early: then this raises `ClosedError`.
+    """
+    queue = _queue_for(target, source, options, about=shown(source))
+    on_begin(queue.operation.cancel)
+    return await _fill(target, queue)
 
 
 def _queue_for(

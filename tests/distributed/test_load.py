@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import stio
 from stio import sync
 from stio.distributed.parts import part_of
-from stio.errors import MismatchError
+from stio.errors import MismatchError, RankError
 
 
 class Block(nn.Module):
@@ -119,8 +120,13 @@ def on_meta(shard: Callable[[Model], None]) -> Model:
     return model
 
 
+def raises_on_all_ranks(text: str) -> AbstractContextManager[object]:
+    """Expect an error; a rank whose load ends because another one was faster raises that one's."""
+    return pytest.raises((MismatchError, RankError), match=text)
+
+
 def refusals(path: str) -> None:
-    with pytest.raises(MismatchError, match="no memory to copy into"):
+    with raises_on_all_ranks("no memory to copy into"):
         sync.distributed.load_into(on_meta(by_fsdp), path)
     model = new_model()
     by_fsdp(model)
@@ -132,7 +138,7 @@ def refusals(path: str) -> None:
     with pytest.raises(MismatchError, match="Partial"):
         part_of("w", DTensor.from_local(torch.ones(3), mesh, [Partial()]))
     model.head = nn.Linear(13, 2)
-    with pytest.raises(MismatchError, match="shapes differ"):
+    with raises_on_all_ranks("shapes differ"):
         sync.distributed.load_into(model, path)
 
 

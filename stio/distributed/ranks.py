@@ -1,0 +1,360 @@
+"""The processes that do one thing together: they learn of each other's failures, and exchange small values.
+
+The values are in the store of the process group, over a connection of their own: what other threads wait for in the
+store does not delay them, and no collective call is needed. One thread of each rank makes all requests to the store: it
+gives a sign of life, looks whether a rank has failed, and fetches what its own rank waits for. Another thread, the
+*watcher*, ends the wait if the store does not answer.
+
+The first failure of all ranks is the one that all others raise. A rank that gives no sign of life for `timeout` seconds
+counts as failed. The first rank judges the others by their signs, and they judge the first one. If that one
+has the store, its end closes the store, which all notice at once.
+
+Ranks make their objects in the same order: the number of an object is a part of its keys.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from stio.distributed.torch_private import default_store
+from stio.errors import ClosedError, RankError, printable
+from stio.runtime.blocking import runs_blocking
+from stio.runtime.locks import Condition
+from stio.runtime.notifier import Notifier
+from stio.runtime.operation import Cancelled, Operation, start_thread
+
+RANK_TIMEOUT_SECONDS = 120.0
+"""Default of `rank_timeout=`."""
+
+_LEAVE_SECONDS = 1.0
+"""Longest time that the first rank waits until the others have read the last values: its end may close the store."""
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
+"""Seconds between two looks into the store: while a value is waited for, and otherwise."""
+
+_KEPT_ROUNDS = 8
+"""Number of objects whose keys are kept: a rank that is late still finds the failure of an older one."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """Keys whose values a rank waits for; `values` is set when all are there."""
+
+    keys: list[str]
+    values: list[bytes] | None = None
+
+
+class _Failure(msgspec.Struct):
+    """What a rank tells of its own failure, or of ranks that are silent."""
+
+    told_by: int
+    ranks: tuple[int, ...]
+    text: str
+    pickled: str | None = None
+
+
+@dataclass(slots=True)
+class _Sign:
+    """The last sign of life of a rank, and when it was seen first."""
+
+    value: bytes = b""
+    seen: float = field(default_factory=time.monotonic)
+
+
+_numbers: dict[str, int] = {}  # by the name of the group: how many objects were made
+_old_keys: deque[tuple[str, list[str]]] = deque()  # the group's name, and keys that this rank has set for it
+
+
+class Ranks:
+    """The ranks of a process group that do one thing together. Enter it by `async with`, on all ranks.
+
+    When the block is left by an error, all other ranks raise `RankError`. Before the torch process group is initialised
+    there is one rank.
+
+    Args:
+        process_group: The ranks; None: those of the default group.
+        about: What they do, for messages.
+        timeout: Seconds without a sign of life of a rank, after which it counts as failed.
+
+    Raises:
+        ValueError: The timeout is not positive, or this process is not a member of the group.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, *, about: str, timeout: float = RANK_TIMEOUT_SECONDS
+    ) -> None:
+        if not timeout > 0:
+            raise ValueError(f"rank_timeout= takes a positive number of seconds, not {timeout!r}")
+        self._about, self._timeout = about, timeout
+        self.rank, self.num_ranks = 0, 1
+        self._store: Store | None = None
+        self._group_name = self._prefix = ""
+        if dist.is_initialized():
+            self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+            if self.rank < 0:
+                raise ValueError("this process is not a member of process_group=")
+        if self.num_ranks > 1:
+            self._store, self._group_name = default_store(process_group)
+            _numbers[self._group_name] = number = _numbers.get(self._group_name, 0) + 1
+            self._prefix = f"stio/{number}"
+        self.process_group = process_group
+        """The ranks; None: those of the default group."""
+        self.failure: RankError | None = None
+        """The first failure of another rank, once it is known."""
+        self._cancels: list[Callable[[], None]] = []
+        self._requests: list[_Request] = []
+        self._to_set: deque[tuple[str, bytes]] = deque()
+        self._keys: list[str] = []  # that this rank has set
+        self._leaving = False
+        self._error: BaseException | None = None
+        self._changed = Condition()
+        self._notifier = Notifier()
+        self._watcher: Operation[None] = Operation(self._watch, name="ranks", about=about, notifier=self._notifier)
+        self._signs = {other: _Sign() for other in (range(1, self.num_ranks) if self.rank == 0 else (0,))}
+        self._sign_seconds = min(0.5, timeout / 8) * max(1.0, self.num_ranks / 250)
+        self._next_sign, self._num_signs = 0.0, 0
+        self._looked = time.monotonic()  # when the store has answered last
+        self._served = False  # whether the thread of the requests has ended
+
+    def on_failure(self, cancel: Callable[[], None]) -> None:
+        """Call a function when another rank has failed; at once if one has. It must take no lock.
+
+        What it ends may raise `ClosedError`: on leaving the block `RankError` takes its place.
+        """
+        self._cancels.append(cancel)
+        if self.failure is not None:
+            cancel()
+
+    def share(self, name: str, value: bytes) -> None:
+        """Give the other ranks a small value, once for each name; returns at once."""
+        if self._store is not None:
+            self._to_set.append((f"{name}/{self.rank}", value))
+            self._changed.wake()
+
+    async def fetch(self, name: str, of: int = 0) -> bytes:
+        """Wait for a value that a rank shares.
+
+        Raises:
+            RankError: A rank has failed.
+        """
+        return (await self._wait_for([f"{name}/{of}"]))[0]
+
+    async def arrive(self, name: str, value: bytes = b"") -> list[bytes]:
+        """Share a value, and wait until all ranks have; return the values, the first rank's first.
+
+        Raises:
+            RankError: A rank has failed.
+        """
+        if self._store is None:
+            return [value]
+        self.share(name, value)
+        return await self._wait_for([f"{name}/{rank}" for rank in range(self.num_ranks)])
+
+    async def _wait_for(self, keys: Sequence[str]) -> list[bytes]:
+        request = _Request(list(keys))
+        self._requests.append(request)
+        self._changed.wake()
+        await self._watcher.wait_until(lambda: request.values is not None or self.failure is not None)
+        if self.failure is not None:  # first: a rank that is late finds the values of ranks that have given up
+            raise self.failure
+        if request.values is None:
+            self._watcher.outcome()  # raises why the watcher ended
+            raise ClosedError(f"the {self._about} has ended")
+        return request.values
+
+    async def __aenter__(self) -> Self:
+        if self._store is not None:
+            self._looked = time.monotonic()
+            self._watcher.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._store is None:
+            return
+        self._error, self._leaving = error, True
+        self._changed.wake()
+        if kind is GeneratorExit and not runs_blocking():
+            return  # a coroutine that is closed must not wait
+        await self._watcher.ended()
+        self._error = None  # it refers to this frame
+        if self.failure is not None and isinstance(error, ClosedError):
+            raise self.failure from self.failure.__cause__
+
+    # On the watcher's threads.
+
+    def _watch(self, operation: Operation[None]) -> None:
+        """Start the thread that makes the requests, and wait for its end, or until the store does not answer."""
+        operation.on_cancel(self._changed.wake)
+        start_thread(partial(self._serve, operation), name="ranks")
+        with self._changed:
+            while not self._served and (left := self._looked + self._timeout - time.monotonic()) > 0:
+                self._changed.wait(left)
+        if not self._served:  # its thread is left behind, in a call without a time limit; it has no buffers
+            self._fail(
+                RankError(f"the store of the process group did not answer for {self._timeout:g} s (rank_timeout=)")
+            )
+
+    def _serve(self, operation: Operation[None]) -> None:
+        assert self._store is not None
+        try:
+            connection = _own_connection(self._store)
+            store = PrefixStore(self._prefix, connection)
+            pause = _SHORTEST_PAUSE
+            while not self._leaving and not operation.cancelled:
+                found = self._look(store)
+                self._looked = time.monotonic()
+                pause = _SHORTEST_PAUSE if found or not self._requests else min(2 * pause, _LONGEST_PAUSE)
+                with self._changed:
+                    if not (self._leaving or self._to_set or operation.cancelled):
+                        self._changed.wait(pause if self._requests else _LONGEST_PAUSE)
+            self._leave(store)
+            self._forget_old_keys(connection)
+        except RuntimeError as error:  # DistError and its subclasses
+            reason = printable(str(error).partition("\n")[0])
+            failure = RankError(
+                f"the store of the process group does not answer: the rank that holds it may have ended ({reason})"
+            )
+            self._fail(failure, error)
+        finally:
+            self._served = True
+            self._changed.wake()
+
+    def _look(self, store: Store) -> bool:
+        """Make the requests that are due; return whether a value was set or found."""
+        found = bool(self._to_set)
+        while self._to_set:
+            self._set(store, *self._to_set.popleft())
+        if self.failure is None and store.check(["failed"]):
+            self._read_failure(store.get("failed"))
+        for request in self._requests.copy():
+            if store.check(request.keys):
+                request.values = [store.get(key) for key in request.keys]
+                self._requests.remove(request)
+                self._notifier.notify()
+                found = True
+        if time.monotonic() >= self._next_sign:
+            self._give_sign(store)
+        return found
+
+    def _give_sign(self, store: Store) -> None:
+        """Give a sign of life, and judge those of other ranks."""
+        now = time.monotonic()
+        self._next_sign = now + self._sign_seconds
+        self._num_signs += 1
+        self._set(store, f"sign/{self.rank}", str(self._num_signs).encode())
+        silent = []
+        for other, sign in self._signs.items():
+            key = f"sign/{other}"
+            value = store.get(key) if store.check([key]) else b""
+            if value != sign.value:
+                sign.value, sign.seen = value, now
+            elif now - sign.seen > self._timeout and not store.check([f"left/{other}"]):
+                silent.append(other)
+        if silent and self.failure is None:
+            never = [other for other in silent if not self._signs[other].value]
+            self._tell(store, _Failure(self.rank, tuple(silent), self._why_silent(silent, never)))
+
+    def _why_silent(self, silent: list[int], never: list[int]) -> str:
+        if never == silent:
+            return f"{_named(silent)} did not begin the {self._about} within {self._timeout:g} s (rank_timeout=)"
+        return f"{_named(silent)} gave no sign of life for {self._timeout:g} s (rank_timeout=)"
+
+    def _tell(self, store: Store, failure: _Failure) -> None:
+        """Tell all ranks of a failure; the first one counts."""
+        value = msgspec.json.encode(failure)
+        first = store.compare_set("failed", "", value.decode())
+        self._keys.append("failed")
+        self._read_failure(bytes(first))
+
+    def _read_failure(self, value: bytes) -> None:
+        failure = msgspec.json.decode(value, type=_Failure)
+        if failure.told_by == self.rank and failure.ranks == (self.rank,):
+            return
+        cause: BaseException | None = None
+        if failure.pickled is not None:
+            try:
+                cause = pickle.loads(base64.b64decode(failure.pickled))
+            except Exception:  # its class is not known here; the text says what it was
+                cause = None
+        self._fail(RankError(failure.text, ranks=failure.ranks), cause)
+
+    def _fail(self, failure: RankError, cause: BaseException | None = None) -> None:
+        if self._served or self.failure is not None:
+            return
+        failure.__cause__ = cause
+        self.failure = failure
+        for cancel in self._cancels.copy():
+            cancel()
+        self._notifier.notify()
+
+    def _leave(self, store: Store) -> None:
+        """Set what is left to set, tell a failure of this rank, and let the others read it."""
+        while self._to_set:
+            self._set(store, *self._to_set.popleft())
+        error = self._error
+        if error is None and not self._leaving:
+            error = Cancelled()
+        is_own = error is not None and not (self.failure is not None and isinstance(error, ClosedError | RankError))
+        if error is not None and is_own:
+            self._tell(store, _described(self.rank, self._about, error))
+        self._set(store, f"left/{self.rank}", b"")
+        if self.rank == 0:
+            end = time.monotonic() + min(_LEAVE_SECONDS, self._timeout)
+            dead = () if self.failure is None else self.failure.ranks
+            others = [f"left/{other}" for other in range(1, self.num_ranks) if other not in dead]
+            while others and not store.check(others) and time.monotonic() < end:
+                self._looked = time.monotonic()
+                time.sleep(_SHORTEST_PAUSE)
+
+    def _forget_old_keys(self, connection: Store) -> None:
+        _old_keys.append((self._group_name, [f"{self._prefix}/{key}" for key in self._keys]))
+        own = [entry for entry in _old_keys.copy() if entry[0] == self._group_name]
+        for entry in own[:-_KEPT_ROUNDS]:
+            _old_keys.remove(entry)
+            for key in entry[1]:
+                connection.delete_key(key)
+
+    def _set(self, store: Store, key: str, value: bytes) -> None:
+        store.set(key, value)  # type: ignore[arg-type]  # bytes are allowed, and the stub does not say so
+        if key not in self._keys:
+            self._keys.append(key)
+
+
+def _own_connection(store: Store) -> Store:
+    """Return a store over a connection of its own, where torch has that (2.8): a call waits for calls of others."""
+    clone: Callable[[], Any] | None = getattr(store, "clone", None)
+    return store if clone is None else clone()
+
+
+def _described(rank: int, about: str, error: BaseException) -> _Failure:
+    kind = type(error).__name__
+    if isinstance(error, Exception):
+        text = f"the {about} failed on rank {rank}: {kind}: {error}"
+    else:
+        text = f"the {about} was cancelled on rank {rank} ({kind})"
+    try:
+        pickled = base64.b64encode(pickle.dumps(error)).decode() if isinstance(error, Exception) else None
+    except Exception:  # a class of the program's own may not pickle
+        pickled = None
+    return _Failure(rank, (rank,), text, pickled)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"ranks {shown}"

@@ -1,0 +1,225 @@
+"""Ranks that do one thing together: values that are exchanged, and one failure that all raise."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import stio
+from stio import sync
+from stio.distributed.ranks import Ranks
+from stio.errors import CheckpointNotFoundError, ClosedError, MismatchError, RankError
+from stio.runtime.blocking import run_blocking
+
+
+def test_one_process_is_one_rank():
+    async def alone() -> list[bytes]:
+        async with Ranks(about="load") as ranks:
+            ranks.share("x", b"1")
+            assert (ranks.rank, ranks.num_ranks) == (0, 1)
+            return await ranks.arrive("end", b"2")
+
+    assert run_blocking(alone()) == [b"2"]
+    assert asyncio.run(alone()) == [b"2"]
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_timeouts_that_are_refused(timeout: float):
+    with pytest.raises(ValueError, match="rank_timeout= takes a positive number"):
+        Ranks(about="load", timeout=timeout)
+
+
+class OwnError(Exception):
+    def __init__(self, first: str, second: str) -> None:  # cannot be unpickled
+        super().__init__(first + second)
+
+
+def outcome(body: Any) -> tuple[str, str, str, tuple[int, ...], float]:
+    """Return how a call ended: class and text of its error, class of the cause, ranks, seconds."""
+    begin = time.monotonic()
+    try:
+        run_blocking(body)
+    except BaseException as error:
+        ranks = getattr(error, "ranks", ())
+        return type(error).__name__, str(error), type(error.__cause__).__name__, ranks, time.monotonic() - begin
+    return "", "", "", (), time.monotonic() - begin
+
+
+def exchange() -> Any:
+    async def body() -> tuple[list[bytes], bytes]:
+        async with Ranks(about="load") as ranks:
+            ranks.share("rank", str(ranks.rank).encode())
+            return await ranks.arrive("all", bytes([ranks.rank]) * 3), await ranks.fetch("rank", of=1)
+
+    # Often: keys of an object must not be those of the one before.
+    found = {asyncio.run(body())[1] for _ in range(12)} | {run_blocking(body())[1]}
+    assert found == {b"1"}
+    return run_blocking(body())
+
+
+async def failing(rank: int, error: BaseException) -> None:
+    """All ranks wait for each other, and one raises instead."""
+    async with Ranks(about="load") as ranks:
+        if ranks.rank == rank:
+            raise error
+        await ranks.arrive("end")
+
+
+async def cancelled(rank: int) -> None:
+    async with Ranks(about="load") as ranks:
+        if ranks.rank == rank:
+            task = asyncio.current_task()
+            assert task is not None
+            asyncio.get_running_loop().call_later(0.05, task.cancel)
+        await ranks.fetch("never", of=rank)
+
+
+async def ended_by_failure(rank: int) -> None:
+    """What a rank does is ended when another one fails; `ClosedError` becomes the failure."""
+    async with Ranks(about="load") as ranks:
+        if ranks.rank == rank:
+            raise CheckpointNotFoundError("nothing here", path="/x")
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        ranks.on_failure(lambda: loop.call_soon_threadsafe(ended.set))
+        await asyncio.wait_for(ended.wait(), 10)
+        raise ClosedError("it was ended")
+
+
+def new_module() -> nn.Module:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    fully_shard(module)
+    return module
+
+
+def scenarios(folder: str) -> dict[str, Any]:
+    rank = dist.get_rank()
+    found: dict[str, Any] = {"exchange": exchange()}
+    found["raises"] = outcome(failing(1, CheckpointNotFoundError("nothing here", path="/x")))
+    found["first rank"] = outcome(failing(0, OSError(5, "a disk")))
+    found["own class"] = outcome(failing(1, OwnError("a", "b")))
+    found["interrupted"] = outcome(failing(1, KeyboardInterrupt()))
+    for name, body in {"cancelled": cancelled, "ended": ended_by_failure}.items():
+        begin = time.monotonic()
+        try:
+            asyncio.run(body(2))
+        except BaseException as error:
+            found[name] = type(error).__name__, str(error), type(error.__cause__).__name__, time.monotonic() - begin
+
+    # A load: one rank finds no checkpoint, one has another module, one has a wrong option; then all is well.
+    module = new_module()
+    good, bad = f"{folder}/model", f"{folder}/nothing"
+    load = stio.distributed.load_into
+    found["load"] = outcome(load(module, bad if rank == 1 else good))
+    other = nn.Linear(3, 3) if rank == 2 else module
+    found["module"] = outcome(load(other, good))
+    found["option"] = outcome(load(module, good, budget_bytes=-1 if rank == 0 else None))
+    found["late"] = outcome(late(load, module, good))
+    found["well"] = outcome(load(module, good))
+    found["group"] = outcome(in_a_group(module, good))
+    return found
+
+
+def late(load: Any, module: nn.Module, path: str) -> Any:
+    if dist.get_rank() == 1:
+        time.sleep(2.5)  # longer than the timeout of the others
+    return load(module, path, rank_timeout=1.0)
+
+
+async def in_a_group(module: nn.Module, path: str) -> None:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        await stio.distributed.load_into(nn.Linear(64, 64), path + "-one", process_group=group)
+    else:
+        with pytest.raises(ValueError, match="not a member"):
+            await stio.distributed.load_into(module, path, process_group=group)
+
+
+def test_one_failure_is_raised_on_all_ranks(tmp_path: Path):
+    torch.manual_seed(1)
+    sync.save(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), tmp_path / "model")
+    sync.save(nn.Linear(64, 64), tmp_path / "model-one")
+    results = run_ranks(scenarios, 3, tmp_path, str(tmp_path))
+
+    for rank, found in enumerate(results):
+        assert found["exchange"] == ([b"\0\0\0", b"\1\1\1", b"\2\2\2"], b"1")
+        check(
+            found["raises"],
+            rank,
+            1,
+            "CheckpointNotFoundError",
+            "the load failed on rank 1: CheckpointNotFoundError: /x: nothing",
+        )
+        check(found["first rank"], rank, 0, "OSError", "the load failed on rank 0: OSError: [Errno 5] a disk")
+        check(found["own class"], rank, 1, "OwnError", "the load failed on rank 1: OwnError: ab", cause="NoneType")
+        check(found["interrupted"], rank, 1, "KeyboardInterrupt", "the load was cancelled on rank 1", cause="NoneType")
+        check(found["load"], rank, 1, "CheckpointNotFoundError", "the load failed on rank 1: CheckpointNotFoundError")
+        check(found["module"], rank, 2, "MismatchError", "the load failed on rank 2: MismatchError")
+        check(found["option"], rank, 0, "ValueError", "the load failed on rank 0: ValueError: budget_bytes")
+        assert found["well"][0] == found["group"][0] == "", found
+        kind, text, _, seconds = found["cancelled"]
+        assert kind == ("CancelledError" if rank == 2 else "RankError") and seconds < 2
+        assert rank == 2 or "the load was cancelled on rank 2" in text
+        kind, text, cause, seconds = found["ended"]
+        assert kind == ("CheckpointNotFoundError" if rank == 2 else "RankError") and seconds < 2
+        assert rank == 2 or cause == "CheckpointNotFoundError"
+    assert "rank 1 did not begin the load within 1 s (rank_timeout=)" in results[0]["late"][1]
+    assert results[0]["late"][3] == (1,) and results[0]["late"][4] < 2
+    assert [found["late"][0] for found in results] == ["RankError"] * 3
+
+
+def check(found: Any, rank: int, failed: int, kind: str, text: str, cause: str | None = None) -> None:
+    __tracebackhide__ = True
+    assert found[4] < 2, found
+    if rank == failed:
+        assert found[0] == kind, found
+    else:
+        assert (found[0], found[2], found[3]) == ("RankError", cause or kind, (failed,)), found
+        assert found[1].startswith(text), found
+
+
+def silent_rank(victim: int, how: int, timeout: float) -> tuple[str, str, float]:
+    async def body() -> None:
+        async with Ranks(about="save", timeout=timeout) as ranks:
+            await ranks.arrive("begun")
+            if ranks.rank == victim:
+                os.kill(os.getpid(), how)
+            await ranks.arrive("end")
+
+    found = outcome(body())
+    return found[0], found[1], found[4]
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "text"),
+    [
+        pytest.param(1, signal.SIGKILL, "rank 1 gave no sign of life for 2 s (rank_timeout=)", id="killed"),
+        pytest.param(0, signal.SIGKILL, "does not answer", id="killed-with-the-store"),
+        pytest.param(0, signal.SIGSTOP, "did not answer for 2 s (rank_timeout=)", id="stopped-with-the-store"),
+    ],
+)
+def test_a_silent_rank_is_named(tmp_path: Path, victim: int, how: int, text: str):
+    results = run_ranks(silent_rank, 3, tmp_path, victim, how, 2.0, killed=[victim])
+    assert results[victim] is None
+    for kind, message, seconds in (result for result in results if result is not None):
+        assert kind == "RankError" and seconds < 3.0
+        assert text in message
+
+
+def test_the_errors_of_ranks_can_be_pickled():
+    error = pickle.loads(pickle.dumps(RankError("rank 3 failed", ranks=(3,))))
+    assert error.ranks == (3,) and str(error) == "rank 3 failed"
+    assert not issubclass(MismatchError, RankError)
