@@ -124,9 +124,10 @@ def __getattr__(name: str) -> Any:
     if name != "distributed":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module("stio.distributed")
-    twins = SimpleNamespace(**{name: _blocking(getattr(module, name)) for name in module.__all__})
-    globals()[name] = twins
-    return twins
+    found = {name: getattr(module, name) for name in module.__all__}
+    twins = {name: _saver_of(one) if isinstance(one, type) else _blocking(one) for name, one in found.items()}
+    globals()[name] = SimpleNamespace(**twins)
+    return globals()[name]
 
 
 class _Twin:
@@ -277,6 +278,17 @@ class Saver(_Twin):
         """Saves that have not ended, the oldest first."""
         pending: tuple[PendingSave, ...] = self._twin.pending
         return pending
+
+
+def _saver_of(saver_class: type[saving.Saver]) -> type[Saver]:
+    """Return the blocking twin of a class of savers."""
+
+    def make(self: Saver, **keywords: Any) -> None:
+        self._twin = saver_class(**keywords)
+
+    members = {"__doc__": saver_class.__doc__, "__init__": functools.wraps(saver_class.__init__)(make)}
+    twin: type[Saver] = type(saver_class.__name__, (Saver,), members)
+    return twin
 
 
 load = _blocking(loading.load)

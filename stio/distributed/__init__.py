@@ -10,5 +10,6 @@ an error on all of them, within a bounded time.
 from __future__ import annotations
 
 from stio.distributed.load import load_into
+from stio.distributed.save import Saver, save
 
-__all__ = ["load_into"]
+__all__ = ["Saver", "load_into", "save"]

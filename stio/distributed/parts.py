@@ -43,7 +43,7 @@ def part_of(name: str, tensor: DTensor) -> Part:
         else:
             index = local_part(shape, tuple(mesh.shape), coordinate, [_cut(one) for one in tensor.placements])
     except ValueError as error:
-        raise MismatchError(f"{printable(name)} cannot be loaded on this rank: {error}") from error
+        raise MismatchError(f"{printable(name)}: its part on this rank is not known: {error}") from error
     expected = tuple(one.stop - one.start for one in index)
     if coordinate is not None and tuple(local.shape) != expected:
         raise MismatchError(
@@ -63,4 +63,16 @@ def _cut(placement: Placement) -> Cut | None:
         return Cut(placement.dim)
     if type(placement) is Replicate:
         return None
-    raise ValueError(f"its placement is {placement!r}; load into sharded or replicated tensors")
+    raise ValueError(f"its placement is {placement!r}; tensors must be sharded or replicated")
+
+
+def replica_of(tensor: DTensor) -> tuple[int, int]:
+    """Return which copy of its part a `DTensor` is on this rank, and how many copies there are."""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    number, num_replicas = 0, 1
+    for k, placement in enumerate(tensor.placements):
+        if type(placement) is Replicate:
+            number = number * mesh.size(k) + (0 if coordinate is None else coordinate[k])
+            num_replicas *= mesh.size(k)
+    return number, num_replicas

@@ -118,6 +118,7 @@ class Ranks:
         self._to_set: deque[tuple[str, bytes]] = deque()
         self._keys: list[str] = []  # that this rank has set
         self._leaving = False
+        self._interrupted = False
         self._error: BaseException | None = None
         self._changed = Condition()
         self._notifier = Notifier()
@@ -131,7 +132,7 @@ class Ranks:
     def on_failure(self, cancel: Callable[[], None]) -> None:
         """Call a function when another rank has failed; at once if one has. It must take no lock.
 
-        What it ends may raise `ClosedError`: on leaving the block `RankError` takes its place.
+        What it ends may raise `ClosedError` or `Cancelled`: on leaving the block `RankError` takes its place.
         """
         self._cancels.append(cancel)
         if self.failure is not None:
@@ -162,13 +163,22 @@ class Ranks:
         self.share(name, value)
         return await self._wait_for([f"{name}/{rank}" for rank in range(self.num_ranks)])
 
+    def interrupt(self) -> None:
+        """End the waits of this rank, which was cancelled. Takes no lock; callable from any thread."""
+        self._interrupted = True
+        self._notifier.notify()
+
     async def _wait_for(self, keys: Sequence[str]) -> list[bytes]:
         request = _Request(list(keys))
         self._requests.append(request)
         self._changed.wake()
-        await self._watcher.wait_until(lambda: request.values is not None or self.failure is not None)
+        await self._watcher.wait_until(
+            lambda: request.values is not None or self.failure is not None or self._interrupted
+        )
         if self.failure is not None:  # first: a rank that is late finds the values of ranks that have given up
             raise self.failure
+        if self._interrupted:
+            raise Cancelled
         if request.values is None:
             self._watcher.outcome()  # raises why the watcher ended
             raise ClosedError(f"the {self._about} has ended")
@@ -191,7 +201,7 @@ class Ranks:
             return  # a coroutine that is closed must not wait
         await self._watcher.ended()
         self._error = None  # it refers to this frame
-        if self.failure is not None and isinstance(error, ClosedError):
+        if self.failure is not None and isinstance(error, ClosedError | Cancelled):
             raise self.failure from self.failure.__cause__
 
     # On the watcher's threads.
@@ -308,7 +318,9 @@ class Ranks:
         error = self._error
         if error is None and not self._leaving:
             error = Cancelled()
-        is_own = error is not None and not (self.failure is not None and isinstance(error, ClosedError | RankError))
+        is_own = error is not None and not (
+            self.failure is not None and isinstance(error, ClosedError | Cancelled | RankError)
+        )
         if error is not None and is_own:
             self._tell(store, _described(self.rank, self._about, error))
         self._set(store, f"left/{self.rank}", b"")

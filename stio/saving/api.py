@@ -339,8 +339,7 @@ class Saver:
             trace=trace,
             switch_interval=switch_interval,
         )
-        tensors, with_tree = await flatten(state, options.metadata)
-        return await self._save(tensors, destination, replace(options, metadata=with_tree))
+        return await self._save_state(state, destination, options)
 
     async def aclose(self) -> None:
         """Wait for the saves that are under way; raise the first failure that was not awaited. Idempotent.
@@ -371,6 +370,26 @@ class Saver:
             await self._close(self._drain if isinstance(error, Exception | SystemExit) else self._roll_back)
 
     async def _save(self, tensors: TensorsLike, destination: DestinationLike, options: SaveOptions) -> PendingSave:
+        async def make() -> PendingSave:
+            return PendingSave(
+                tensors,
+                destination,
+                options,
+                notifier=self._changed,
+                pool=self._pool,
+                when_durable=self._retention.add,
+            )
+
+        return await self._begin(make, destination, options)
+
+    async def _save_state(self, state: object, destination: DestinationLike, options: SaveOptions) -> PendingSave:
+        tensors, with_tree = await flatten(state, options.metadata)
+        return await self._save(tensors, destination, replace(options, metadata=with_tree))
+
+    async def _begin(
+        self, make: Callable[[], Awaitable[PendingSave]], destination: DestinationLike, options: SaveOptions
+    ) -> PendingSave:
+        """Make a save when there is a place for it, start it, and wait for its snapshot."""
         while True:
             self._require_open(destination)
             if not self._has_place():
@@ -379,14 +398,7 @@ class Saver:
                 continue
             self._retention.attempt(destination, options.filename_pattern)
             # Without a lock: this calls `state_dict` and other code of the user.
-            save = PendingSave(
-                tensors,
-                destination,
-                options,
-                notifier=self._changed,
-                pool=self._pool,
-                when_durable=self._retention.add,
-            )
+            save = await make()
             try:
                 if self._admit(save):
                     await save.wait_staged()

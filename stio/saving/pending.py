@@ -21,7 +21,7 @@ from stio.format.manifest import FileState, manifest_change
 from stio.format.naming import MANIFEST_SUFFIX, manifest_name
 from stio.format.sharding import TensorSource
 from stio.runtime import memory
-from stio.runtime.hashing import new_hasher
+from stio.runtime.hashing import Hasher, new_hasher
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
@@ -42,9 +42,16 @@ from stio.saving.options import (
 from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.scheduler import SaveScheduler
 from stio.saving.staging_pool import StagingPool, block_bytes_for
-from stio.storage.base import Note, Published, RecordingTransaction, Transaction
+from stio.storage.base import (
+    Note,
+    PreparedTransaction,
+    Published,
+    RecordingTransaction,
+    SharedTransaction,
+    Transaction,
+)
 from stio.storage.commit.retention import WrittenFiles
-from stio.storage.commit.transaction import LocalTransaction, begin_local
+from stio.storage.commit.transaction import begin_local
 
 EXIT_PATIENCE_SECONDS = 60.0
 """Longest time that the interpreter's exit waits for a save before it is rolled back."""
@@ -67,6 +74,8 @@ class PendingSave:
     # The arguments are internal. With a `pool`, a saver's staging memory, the caller waits for the snapshot, so staging
     # has priority. Without a pool the caller waits for the end: the save has its own staging memory, `budget_bytes`
     # (None: the default), and writing has priority.
+
+    _hashes_blocks = True  # False where this process does not have all blocks of a file
 
     def __init__(
         self,
@@ -155,7 +164,7 @@ class PendingSave:
                 ready=self._ready,
                 on_staged=self._on_staged,
                 stage_first=self._stage_first,
-                hasher=partial(new_hasher, options.hash) if options.hash is not None else None,
+                hasher=self._hasher() if self._hashes_blocks else None,
                 progress=progress_callback(options.progress, "saving"),
                 trace=trace,
                 on_stop=self._notifier.notify,
@@ -192,7 +201,10 @@ class PendingSave:
         block_bytes = block_bytes_for(data_bytes, budget_bytes, stage_first=self._stage_first, num_tensors=len(sources))
         # The pool is set later: the save before this one may still take blocks.
         fit_pool = partial(self._pool.fit, block_bytes, allocate, limit_bytes=budget_bytes)
-        return self._planner(sources, block_bytes), fit_pool
+        return self._make_plan(sources, block_bytes), fit_pool
+
+    def _make_plan(self, sources: Sequence[TensorSource], block_bytes: int) -> WritePlan:
+        return self._planner(sources, block_bytes)
 
     def _wait_for_previous(self, operation: Operation[SaveResult], scheduler: SaveScheduler | None) -> None:
         """Wait until the save before this one is staged, or has ended early; a cancel ends the wait.
@@ -241,7 +253,7 @@ class PendingSave:
             commit=options.commit,
             durability=options.durability,
         )
-        if options.hash is not None and isinstance(transaction, LocalTransaction):
+        if options.hash is not None and isinstance(transaction, PreparedTransaction):
             try:
                 transaction.require_names(self._manifest_name(transaction.shard_names))
             except BaseException:
@@ -253,13 +265,17 @@ class PendingSave:
         self, operation: Operation[SaveResult], plan: WritePlan, transaction: Transaction, digests: list[str] | None
     ) -> SaveResult:
         """Publish the files, which are written and durable."""
+        new_hasher = self._hasher()
+        if digests is None and new_hasher is not None and isinstance(transaction, SharedTransaction):
+            with traced(self._options.trace, "hash"):
+                digests = transaction.digests(new_hasher, operation.check)
         written_seconds = perf_counter() - self._started
         names = transaction.shard_names
         hashes = {} if digests is None else dict(zip(names, digests, strict=True))
         notes = self._manifest_notes(transaction, plan, hashes)
         index = plan.index(names) if transaction.takes_index else None
         with traced(self._options.trace, "commit"):
-            if isinstance(transaction, LocalTransaction):
+            if isinstance(transaction, PreparedTransaction):
                 transaction.prepare_commit(operation.check)
             operation.refuse_cancel()
             transaction.commit(index=index, notes=notes)
@@ -281,6 +297,10 @@ class PendingSave:
             committed_seconds=committed_seconds,
             hashes=hashes,
         )
+
+    def _hasher(self) -> Callable[[], Hasher] | None:
+        """Return what makes a hasher for each file, if there are to be digests."""
+        return None if self._options.hash is None else partial(new_hasher, self._options.hash)
 
     def _manifest_notes(self, transaction: Transaction, plan: WritePlan, hashes: dict[str, str]) -> list[Note]:
         name = self._manifest_name(transaction.shard_names)

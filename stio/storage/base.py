@@ -8,11 +8,12 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from stio.errors import ChangedDuringReadError
+from stio.runtime.hashing import Hasher
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
 
@@ -237,6 +238,44 @@ class Transaction(Protocol):
 
     def roll_back(self) -> None:
         """Remove all new files. Idempotent; never raises; does nothing after a commit."""
+
+
+@runtime_checkable
+class PreparedTransaction(Transaction, Protocol):
+    """A transaction of which more is known before the commit, and that has steps before it that can be cancelled."""
+
+    def require_names(self, *names: str) -> None:
+        """Require that files can have names of this length.
+
+        Raises:
+            StorageError: One is too long.
+        """
+
+    def prepare_commit(self, check: Callable[[], None] = lambda: None) -> None:
+        """Do all that precedes the commit and can be cancelled.
+
+        Args:
+            check: Called during waits; it raises to end them, as `Operation.check` does.
+
+        Raises:
+            StioError: The files cannot be published; the caller rolls back.
+        """
+
+
+@runtime_checkable
+class SharedTransaction(PreparedTransaction, Protocol):
+    """A transaction whose files several processes write. Its writers are `PartWriter`s."""
+
+    def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> list[str]:
+        """Return the digest of each file, in the plan's order, once all processes have written their parts.
+
+        Args:
+            new_hasher: Makes one for each file.
+            check: Called during waits and reads; it raises to end them.
+
+        Raises:
+            StioError: A file cannot be read, or another process has failed.
+        """
 
 
 class Published(Protocol):

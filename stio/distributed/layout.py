@@ -1,0 +1,183 @@
+"""What the ranks of a save must agree on: names, dtypes, shapes and options; and which rank writes which bytes.
+
+Each rank describes the whole state from its own part of it. Equal descriptions give equal plans, so each rank knows
+where its bytes are in files that other ranks write too. Tied tensors are what a rank cannot always tell: where its part
+of a tensor is empty there is no memory to compare.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from stio.errors import printable
+from stio.format.dtypes import tensor_nbytes
+from stio.format.placements import ByteRange, byte_ranges
+from stio.format.sharding import TensorSource
+from stio.saving.plan import Part
+
+_SHOWN_CHARACTERS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank holds of a tensor: a part, of which other ranks may have copies."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole tensor, in torch."""
+    index: tuple[slice, ...]
+    """Which part it is; a slice for each dimension."""
+    replica: int
+    """Number of this copy."""
+    num_replicas: int
+    """Number of copies of each part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The state of a save as one rank sees it."""
+
+    sources: Sequence[TensorSource]
+    """What the rank holds of each tensor, in the caller's order."""
+    shares: Mapping[str, Share]
+    """Which part that is; a tensor that has none here is whole, and all ranks have it."""
+    settings: Mapping[str, str]
+    """What else must be equal on all ranks: texts by what they describe."""
+    rank: int
+    """This rank."""
+    num_ranks: int
+    """Number of ranks."""
+    _described: dict[str, str] = field(default_factory=dict, init=False)
+
+    def described(self) -> Mapping[str, str]:
+        """Return what must be equal on all ranks: a text for each tensor and option, in order."""
+        if not self._described:
+            self._described.update(self.settings)
+            for source in self.sources:
+                dtype, shape = source.dtype, list(self._whole_shape(source))
+                text = f"{dtype} {shape}, copies: {self._replica_of(source.name)[1]}"
+                self._described[f"tensor {printable(source.name)!r}"] = text
+        return self._described
+
+    def digest(self) -> str:
+        """Return a digest of `described`; the order of the tensors counts."""
+        return hashlib.sha256(json.dumps(list(self.described().items())).encode()).hexdigest()
+
+    def ties(self) -> list[list[str]]:
+        """Return groups of names that are one tensor, as far as this rank can tell."""
+        found: defaultdict[Hashable, list[str]] = defaultdict(list)
+        for source in self.sources:
+            if source.storage_key is not None and source.nbytes:
+                found[self._identity(source)].append(source.name)
+        return [names for names in found.values() if len(names) > 1]
+
+    def is_tied(self, names: Collection[str]) -> bool:
+        """Return whether these are one tensor, or may be: of those that are empty here only others can tell."""
+        held = [source for source in self.sources if source.name in names and source.nbytes]
+        return len({self._identity(source) for source in held}) <= 1
+
+    def whole(self, ties: Iterable[Collection[str]]) -> list[TensorSource]:
+        """Return the whole tensors, for the plan of the files. They have no data.
+
+        Args:
+            ties: Groups of names that are one tensor.
+        """
+        keys = {name: f"tie {k}" for k, names in enumerate(ties) for name in names}
+        found = []
+        for source in self.sources:
+            shape = self._whole_shape(source)
+            nbytes = tensor_nbytes(source.dtype, shape)
+            found.append(
+                replace(
+                    source,
+                    shape=shape,
+                    nbytes=nbytes,
+                    storage_key=keys.get(source.name),
+                    span=(0, nbytes),
+                    layout=None,
+                    data=None,
+                )
+            )
+        return found
+
+    def parts(self, saved: Sequence[TensorSource]) -> dict[str, Part]:
+        """Return what this rank writes of the tensors that are saved.
+
+        Copies of one part are equal, and one rank writes it: the one that has least to write so far, the largest
+        tensors first. A tensor is never written by copies in turn, which may differ by rounding.
+        """
+        held = {source.name: source for source in self.sources}
+        written: defaultdict[int, list[int]] = defaultdict(list)  # by number of copies: bytes of each copy
+        parts = {}
+        for whole in sorted(saved, key=lambda source: (-source.nbytes, source.name)):
+            replica, num_replicas = self._replica_of(whole.name)
+            loads = written[num_replicas] or [0] * num_replicas
+            writer = loads.index(min(loads))
+            loads[writer] += whole.nbytes
+            written[num_replicas] = loads
+            source = held[whole.name]
+            if replica == writer and source.nbytes:
+                parts[whole.name] = Part(source, self._ranges(source))
+        return parts
+
+    def _replica_of(self, name: str) -> tuple[int, int]:
+        share = self.shares.get(name)
+        return (self.rank, self.num_ranks) if share is None else (share.replica, share.num_replicas)
+
+    def _whole_shape(self, source: TensorSource) -> tuple[int, ...]:
+        share = self.shares.get(source.name)
+        if share is None:
+            return source.shape
+        if source.dtype == "F4":  # two elements of the format are one of torch
+            return (*share.shape[:-1], share.shape[-1] * 2)
+        return share.shape
+
+    def _ranges(self, source: TensorSource) -> list[ByteRange]:
+        share = self.shares.get(source.name)
+        if share is None:
+            return [ByteRange(0, source.nbytes)]
+        return byte_ranges(share.shape, share.index, source.data.dtype.itemsize)
+
+    def _identity(self, source: TensorSource) -> Hashable:
+        share = self.shares.get(source.name)
+        where = None if share is None else (share.shape, tuple((one.start, one.stop) for one in share.index))
+        return source.storage_key, source.span, source.dtype, source.shape, source.layout, where
+
+
+def merged(groups: Iterable[Collection[str]]) -> list[list[str]]:
+    """Return groups of names, joined where they have a name in common; sorted."""
+    group_of: dict[str, set[str]] = {}
+    for names in groups:
+        joined = set(names).union(*(group_of[name] for name in names if name in group_of))
+        group_of.update(dict.fromkeys(joined, joined))
+    return sorted(sorted(names) for names in {id(names): names for names in group_of.values()}.values())
+
+
+def difference(mine: Mapping[str, str], theirs: Mapping[str, str], rank: int) -> str:
+    """Return the first difference between the states of two ranks, in a sentence.
+
+    Args:
+        mine: `Layout.described` of this rank.
+        theirs: That of the first rank.
+        rank: This rank.
+    """
+    for what in [*theirs, *mine]:
+        if what not in mine:
+            return f"rank 0 has {what}, and rank {rank} has not"
+        if what not in theirs:
+            return f"rank {rank} has {what}, and rank 0 has not"
+        if mine[what] != theirs[what]:
+            here, there = _around_difference(mine[what], theirs[what])
+            return f"{what} differs: {there} on rank 0, {here} on rank {rank}"
+    return f"the tensors are in another order on rank {rank} than on rank 0"
+
+
+def _around_difference(one: str, other: str) -> tuple[str, str]:
+    if max(len(one), len(other)) <= 4 * _SHOWN_CHARACTERS:
+        return printable(one), printable(other)
+    first = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    begin, end = max(0, first - _SHOWN_CHARACTERS), first + _SHOWN_CHARACTERS
+    return f"...{printable(one[begin:end])}...", f"...{printable(other[begin:end])}..."

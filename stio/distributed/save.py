@@ -1,0 +1,277 @@
+"""Saves of modules and state that are sharded over ranks: `save`, and a `Saver`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from stio.device.describe import LazyTensor
+from stio.distributed.layout import Share
+from stio.distributed.parts import part_of, replica_of
+from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
+from stio.distributed.shared_save import ShardedSave
+from stio.format.shared import SharedPolicy
+from stio.runtime.hashing import HashName
+from stio.runtime.progress import Progress
+from stio.runtime.trace import Trace
+from stio.saving import api
+from stio.saving.api import WhenFull
+from stio.saving.nested import flatten
+from stio.saving.options import (
+    DEFAULT_PATTERN,
+    CommitStep,
+    Destination,
+    DestinationLike,
+    Durability,
+    SaveOptions,
+    SaveResult,
+    ShardNames,
+    absolute_destination,
+)
+from stio.saving.pending import PendingSave
+from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
+
+
+async def save(
+    module_or_state: object,
+    destination: DestinationLike,
+    *,
+    budget_bytes: int | None = None,
+    max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    filename_pattern: str = DEFAULT_PATTERN,
+    shared: SharedPolicy = "dedupe",
+    shard_names: ShardNames = "auto",
+    commit: CommitStep = "index",
+    durability: Durability = "full",
+    hash: HashName | None = None,
+    lock_timeout: float = LOCK_TIMEOUT_SECONDS,
+    progress: Progress = None,
+    trace: Trace | None = None,
+    switch_interval: float | None = None,
+    process_group: ProcessGroup | None = None,
+    rank_timeout: float = RANK_TIMEOUT_SECONDS,
+) -> SaveResult:
+    """Save what is sharded over ranks as one checkpoint; each rank calls this, and writes what it holds.
+
+    The files are the same, byte for byte, as `stio.save` writes of the gathered tensors, on any number of ranks. All
+    ranks write into the same files, so they need a filesystem that they share. Nothing is gathered: a rank stages its
+    parts, within the budget, and writes them. Of copies (`Replicate`, plain tensors) one is written. If one rank fails,
+    is cancelled or killed, the call raises on all of them, and the old checkpoint remains.
+
+    Plain tensors count as equal on all ranks, and one of them is written. What differs by rank, such as the state of a
+    random generator, has to have a name or a checkpoint of its own for each rank. Values that are no tensors must be
+    equal on all ranks; a difference is an error, and is named.
+
+    Args:
+        module_or_state: What is saved; the same names on all ranks. A module, to save its `state_dict()`; tensors by
+            name, saved as by `stio.save`; or nested state, saved as by `stio.save_state`, such as that of
+            `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`. Tensors are `DTensor`s or plain ones. It
+            must not change before this function returns; a `Saver` returns earlier.
+        destination: A path on a filesystem that all ranks share; see `stio.save`.
+        budget_bytes: Most bytes of staging memory of a rank. None: 512 MiB.
+        max_shard_size: See `stio.save`.
+        metadata: See `stio.save`.
+        filename_pattern: See `stio.save`.
+        shared: See `stio.save`.
+        shard_names: See `stio.save`.
+        commit: See `stio.save`.
+        durability: See `stio.save`.
+        hash: See `stio.save`. The files are read again for that, each by one rank.
+        lock_timeout: See `stio.save`.
+        progress: See `stio.save`; of the bytes of this rank.
+        trace: See `stio.save`.
+        switch_interval: See `stio.save`.
+        process_group: The ranks that call this. None: all ranks of the default group.
+        rank_timeout: Seconds without a sign of life of a rank, after which the save fails on all others.
+
+    Returns:
+        What was saved, once it survives a power cut; the same on all ranks but for the times.
+
+    Raises:
+        MismatchError: The ranks do not save the same, or a placement cannot be saved.
+        RankError: The save failed on another rank, whose error is `__cause__`.
+        StioError: See `stio.save`.
+    """
+    ranks = Ranks(process_group, about="save", timeout=rank_timeout)
+    try:
+        options = SaveOptions(
+            max_shard_size=max_shard_size,
+            metadata=metadata,
+            filename_pattern=filename_pattern,
+            shared=shared,
+            shard_names=shard_names,
+            commit=commit,
+            durability=durability,
+            hash=hash,
+            lock_timeout=lock_timeout,
+            progress=progress,
+            trace=trace,
+            switch_interval=switch_interval,
+        )
+        pending = await _sharded(module_or_state, destination, options, ranks, budget_bytes=budget_bytes)
+    except BaseException:
+        async with ranks:  # tells the other ranks
+            raise
+    return await pending.complete()
+
+
+class Saver(api.Saver):
+    """Saves what is sharded over ranks, with callers that wait only for the snapshot of what they hold.
+
+        async with stio.distributed.Saver(keep_last=3) as saver:
+            pending = await saver.save(model, "step-100/")  # the snapshot of this rank is complete
+            ...                                             # training continues, tensors may change
+            result = await pending                          # durable, on all ranks, or it raises
+
+    A `stio.Saver` for many ranks. Each rank makes one and calls it in the same order. `save` takes what
+    `stio.distributed.save` takes; `save_state` saves nested state, also where it is a flat mapping.
+
+    Args:
+        keep_last: See `stio.Saver`; the first rank deletes.
+        max_pending: See `stio.Saver`.
+        when_full: See `stio.Saver`.
+        budget_bytes: Most bytes of staging memory of a rank; see `stio.Saver`.
+        max_shard_size: Default for `save`; see `stio.save`.
+        metadata: Default for `save`; see `stio.save`.
+        filename_pattern: Default for `save`; see `stio.save`.
+        shared: Default for `save`; see `stio.save`.
+        shard_names: Default for `save`; see `stio.save`.
+        commit: Default for `save`; see `stio.save`.
+        durability: Default for `save`; see `stio.save`.
+        hash: Default for `save`; see `stio.distributed.save`.
+        lock_timeout: Default for `save`; see `stio.save`.
+        progress: Default for `save`; see `stio.save`.
+        trace: Default for `save`; see `stio.save`.
+        switch_interval: Default for `save`; see `stio.save`.
+        process_group: See `stio.distributed.save`.
+        rank_timeout: See `stio.distributed.save`.
+    """
+
+    def __init__(
+        self,
+        *,
+        keep_last: int | None = None,
+        max_pending: int = 1,
+        when_full: WhenFull = "wait",
+        budget_bytes: int | None = None,
+        max_shard_size: int | str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        filename_pattern: str = DEFAULT_PATTERN,
+        shared: SharedPolicy = "dedupe",
+        shard_names: ShardNames = "auto",
+        commit: CommitStep = "index",
+        durability: Durability = "full",
+        hash: HashName | None = None,
+        lock_timeout: float = LOCK_TIMEOUT_SECONDS,
+        progress: Progress = None,
+        trace: Trace | None = None,
+        switch_interval: float | None = None,
+        process_group: ProcessGroup | None = None,
+        rank_timeout: float = RANK_TIMEOUT_SECONDS,
+    ) -> None:
+        super().__init__(
+            keep_last=keep_last,
+            max_pending=max_pending,
+            when_full=when_full,
+            budget_bytes=budget_bytes,
+            max_shard_size=max_shard_size,
+            metadata=metadata,
+            filename_pattern=filename_pattern,
+            shared=shared,
+            shard_names=shard_names,
+            commit=commit,
+            durability=durability,
+            hash=hash,
+            lock_timeout=lock_timeout,
+            progress=progress,
+            trace=trace,
+            switch_interval=switch_interval,
+        )
+        self._process_group, self._rank_timeout = process_group, rank_timeout
+
+    async def _save(self, tensors: object, destination: DestinationLike, options: SaveOptions) -> PendingSave:
+        return await self._begin_on_ranks(tensors, destination, options, nested=None)
+
+    async def _save_state(self, state: object, destination: DestinationLike, options: SaveOptions) -> PendingSave:
+        return await self._begin_on_ranks(state, destination, options, nested=True)
+
+    async def _begin_on_ranks(
+        self, state: object, destination: DestinationLike, options: SaveOptions, *, nested: bool | None
+    ) -> PendingSave:
+        ranks = Ranks(self._process_group, about="save", timeout=self._rank_timeout)
+        made: list[ShardedSave] = []
+
+        async def make() -> PendingSave:
+            save = await _sharded(
+                state,
+                destination,
+                options,
+                ranks,
+                nested=nested,
+                notifier=self._changed,
+                pool=self._pool,
+                when_durable=self._retention.add,
+            )
+            made[:] = [save]
+            return save
+
+        try:
+            return await self._begin(make, destination, options)
+        except BaseException:
+            if not any(save.told for save in made):
+                async with ranks:
+                    raise
+            raise
+
+
+async def _sharded(
+    state: object,
+    destination: DestinationLike,
+    options: SaveOptions,
+    ranks: Ranks,
+    *,
+    nested: bool | None = None,
+    **arguments: Any,
+) -> ShardedSave:
+    """Return the save of this rank's parts, which is not started.
+
+    Args:
+        state: See `save`.
+        destination: See `save`.
+        options: The keywords.
+        ranks: The ranks.
+        nested: Whether it is saved as nested state; None: if it is no module and no flat mapping of tensors.
+        arguments: See `PendingSave`.
+    """
+    if isinstance(absolute_destination(destination), Destination):
+        raise ValueError(f"many ranks save to a path on a filesystem that they share, not to {destination}")
+    if isinstance(state, nn.Module):
+        state = dict(state.state_dict())
+    if nested is None:
+        nested = not _is_flat(state)
+    if nested:
+        tensors, with_tree = await flatten(state, options.metadata)
+        options = replace(options, metadata=with_tree)
+    else:
+        assert isinstance(state, Mapping)
+        tensors = dict(state)
+    shares = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            part, (replica, num_replicas) = part_of(name, tensor), replica_of(tensor)
+            tensors[name] = part.local
+            shares[name] = Share(part.shape, part.index, replica, num_replicas)
+    return ShardedSave(tensors, shares, destination, options, ranks=ranks, **arguments)
+
+
+def _is_flat(state: object) -> bool:
+    return isinstance(state, Mapping) and all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor | LazyTensor) for name, tensor in state.items()
+    )
