@@ -57,6 +57,32 @@ def test_urls_that_name_nothing(url: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://me:SECR/ET@host/x", "percent-encoded"),
+        ("s3://AKIA:SECR/ET@bucket/x", "from the environment"),
+        ("s3://AKIA:SECRET@bucket/x", "from the environment"),
+        ("s3://bucket/x.safetensors?X-Amz-Date=1&X-Amz-Signature=SECRET", "https://"),
+        ("gs://bucket/x?X-Goog-Signature=SECRET", "https://"),
+        ("az://container/x?sv=1&sig=SECRET", "https://"),
+    ],
+)
+def test_urls_with_secrets_in_a_wrong_place(url: str, words: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=words) as caught:
+        locate(url)
+    shown = f"{caught.value} {caught.value!r} {caught.value.__cause__} {vars(caught.value)}"
+    for secret in ("SECR", "ET@", "AKIA"):
+        assert secret not in shown
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+def test_names_that_are_no_secrets() -> None:
+    for url, key in (("s3://b/v@1?x/y", "v@1?x/y"), ("s3://b/design=1/x", "design=1/x")):
+        assert locate(url).key == key
+    assert locate("s3://arn:aws:s3:eu:1:accesspoint/p/x").store.startswith("arn:")
+
+
+@pytest.mark.parametrize(
     ("text", "shown"),
     [
         ("https://u:p@host/a?sig=1#f", "https://host/a"),
@@ -121,6 +147,12 @@ def test_s3_lists_what_is_in_a_directory(s3: Any) -> None:
     assert RemoteRoot("s3://bucket/dir/below/").listdir() == ["c"]
     assert RemoteRoot("s3://bucket").listdir() == ["top"]
     assert RemoteRoot("s3://bucket/none").listdir() == []
+
+
+def test_s3_an_object_that_stands_for_a_directory(s3: Any) -> None:
+    for key in ("dir/", "dir/a"):
+        s3.put_object(Bucket="bucket", Key=key, Body=b"")
+    assert RemoteRoot("s3://bucket/dir").listdir() == ["a"]
 
 
 def test_s3_missing_bucket_and_key(s3: Any) -> None:
