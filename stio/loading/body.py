@@ -15,6 +15,7 @@ import torch
 from stio.device.base import LoadedGroup
 from stio.device.placement import resolve_placement
 from stio.device.tensors import Casts
+from stio.errors import IntegrityError
 from stio.format.index import ShardIndex
 from stio.loading.cache.file_image import ObjectCache
 from stio.loading.group_queue import GroupQueue
@@ -84,7 +85,12 @@ def verify(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOptio
     """With `verify=True`, compare the files with their manifest, before any tensor is read."""
     if options.verify:
         with traced(options.trace, "verify"):
-            verify_files(opened, check=operation.check, budget_bytes=options.budget_bytes or DEFAULT_BUDGET_BYTES)
+            try:
+                verify_files(opened, check=operation.check, budget_bytes=options.budget_bytes or DEFAULT_BUDGET_BYTES)
+            except IntegrityError as error:
+                if options.disk_cache is not None:
+                    options.disk_cache.discard(error)
+                raise
 
 
 def carry_out(operation: Operation[Any], scheduler: LoadScheduler) -> None:

@@ -69,8 +69,9 @@ class PullResult:
     fetched_bytes: int
     """Bytes that were read from the store, or from the hub's cache; the rest was there from an earlier call."""
     verified: str
-    """`"sha256"` or `"xxh3"`: all files of the checkpoint have the digests of its manifest. `"headers"`: there is no
-    manifest; sizes, headers and index were checked."""
+    """`"sha256"` or `"xxh3"`: all files of the checkpoint had the digests of its manifest when the directory got its
+    name; a later call that finds it complete compares sizes only. `"headers"`: there is no manifest; sizes, headers and
+    index were checked."""
 
     @property
     def total_bytes(self) -> int:

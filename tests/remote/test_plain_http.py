@@ -233,7 +233,7 @@ def test_a_proxy_of_the_settings_is_used(server: HttpServer, monkeypatch: pytest
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     server.put("/bucket/a.bin", DATA)
-    config = {"endpoint": "http://nowhere.invalid", "proxy_url": server.url, "region": "us-east-1"}
+    config = {"endpoint": "http://127.0.0.1:1", "proxy_url": server.url, "region": "us-east-1"}
     source = RemoteRoot("s3://bucket", config=config, patience=Patience(num_attempts=1)).open("a.bin")
     monkeypatch.setattr(PlainHttp, "read", None)
     region = memory.allocate(10)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from servers import HttpServer, azure_server, http_server, new_certificate
+from servers import Fault, HttpServer, azure_server, http_server, new_certificate
 
 import stio
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, ConcurrentSaveError, StorageError
@@ -229,6 +229,31 @@ def test_certificates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             RemoteRoot(server.url.replace("https", "http"), patience=PATIENT).open("a")
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", authority)
         assert RemoteRoot(server.url, patience=PATIENT).open("a").identity.nbytes == 1
+
+
+def test_a_redirect_gets_no_password(server: HttpServer) -> None:
+    with http_server() as other:
+        other.put("/a.bin", DATA)
+        server.fault = lambda number, request: Fault(status=307, location=f"{other.url}/a.bin")
+        source = RemoteRoot(server.url.replace("//", "//me:pw@"), patience=PATIENT).open("a.bin")
+        assert read_guarded(source, 200_000, 10) == DATA[200_000:200_010]
+        assert all("authorization" in request.headers for request in server.requests)
+        assert len(other.requests) == 2
+        assert not any("authorization" in request.headers for request in other.requests)
+
+
+@pytest.mark.parametrize("kind", ["without TLS", "round and round", "to a file"])
+def test_a_redirect_that_is_not_followed(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    authority, certificate = new_certificate(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", authority)
+    with http_server(certificate=certificate) as server, http_server() as other:
+        other.put("/a.bin", DATA)
+        to = {"without TLS": f"{other.url}/a.bin", "round and round": "/a.bin", "to a file": "file:///etc/passwd"}[kind]
+        server.fault = lambda number, request: Fault(status=302, location=to)
+        with pytest.raises(StorageError, match="not followed; .* give the URL of that place") as caught:
+            RemoteRoot(server.url, patience=PATIENT).open("a.bin")
+        assert "attempts" not in str(caught.value)
+        assert other.requests == []
 
 
 def test_tls_to_a_server_without(server: HttpServer) -> None:
