@@ -191,6 +191,23 @@ def test_verify_removes_a_damaged_file(server: HttpServer, cache: stio.DiskCache
     assert file.read_bytes() == data
 
 
+def test_a_file_with_a_damaged_header_is_removed(server: HttpServer, cache: stio.DiskCache) -> None:
+    """Damaged behind the bytes that came when the object was opened: a header may be longer than these."""
+    tensors = {f"w{k}": torch.full((100,), k) for k in range(4000)}
+    server.put("/m.safetensors", save(tensors))
+    stio.sync.load(url(server), cache=cache)
+    file = Path(cache.path) / names(cache)[0]
+    file.chmod(0o600)
+    with pytest.raises(stio.LimitError):
+        stio.sync.load(url(server), cache=cache, limits=stio.Limits(header_bytes=1000))
+    data = bytearray(file.read_bytes())  # it stays: the limit is the caller's
+    data[200_000:200_100] = bytes(100)
+    file.write_bytes(data)
+    with pytest.raises(stio.FormatError, match="removed from the cache, so load again"):
+        stio.sync.load(url(server), cache=cache)
+    assert same(stio.sync.load(url(server), cache=cache), tensors)
+
+
 def test_another_state_of_an_object_is_a_miss(server: HttpServer, cache: stio.DiskCache) -> None:
     for seed in range(2):
         tensors = put(server, seed=seed)

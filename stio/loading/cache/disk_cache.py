@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from stio.errors import ChangedDuringReadError, IntegrityError, StioError, StorageError
+from stio.errors import ChangedDuringReadError, StioError, StorageError
 from stio.format.naming import FILE_SUFFIX
 from stio.loading.cache.entries import CacheStats
 from stio.runtime import memory
@@ -73,7 +73,8 @@ class DiskCache:
     cache are read as local files are: mapped, or with `memory=` as given.
 
     A file in the cache is compared with the store by its size and its first 128 KiB. Damage behind them, by a disk or
-    by another program, is found by loads with `verify=True`, which remove the file: the next load fetches it again.
+    by another program, is found if the header is malformed, and by loads with `verify=True`. That load fails and removes
+    the file; the next one fetches it again.
 
     Processes of one machine may share the directory: each object is read from the store once. It may be removed when no
     process uses it. Do not let users write to it whom you would not let write your models.
@@ -191,7 +192,7 @@ class DiskCache:
             left = busy
         return found
 
-    def discard(self, error: IntegrityError) -> None:
+    def discard(self, error: StioError) -> None:
         """Remove the file that an error names if it is one of the cache, and say so in the error."""
         folder, name = os.path.split(error.path or "")
         if folder != self.path or not _NAME.fullmatch(name):
