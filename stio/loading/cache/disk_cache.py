@@ -73,8 +73,8 @@ class DiskCache:
     cache are read as local files are: mapped, or with `memory=` as given.
 
     A file in the cache is compared with the store by its size and its first 128 KiB. Damage behind them, by a disk or
-    by another program, is found if the header is malformed, and by loads with `verify=True`. That load fails and removes
-    the file; the next one fetches it again.
+    by another program, is found if the header is malformed, and by loads with `verify=True`. That load fails and
+    removes the file; the next one fetches it again.
 
     Processes of one machine may share the directory: each object is read from the store once. It may be removed when no
     process uses it. Do not let users write to it whom you would not let write your models.
