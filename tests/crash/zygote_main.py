@@ -203,17 +203,17 @@ if __name__ == "__main__":
         if "torch" in sys.modules:
             # It makes its pool anew in a forked child, and not safely where threads do that.
             sys.modules["torch"].set_num_threads(1)
+        # Not in a function: the script ends where the main module does.
         if "code" in request:
             listener.close()
             sys.argv = request["argv"]
             os.chdir(request["cwd"])
             os.environ |= request["environment"]
-            code, names = compile(request["code"], "<script>", "exec"), {"__name__": "__main__"}
+            exec(compile(request["code"], "<script>", "exec"), {"__name__": "__main__"})  # its names end with it
         else:
             listener.detach()  # its number is another file's now
             code, names = begin(request)
-        # Not in a function: the script ends where the main module does.
-        if code is None:
-            runpy._run_module_as_main(names["name"])  # type: ignore[attr-defined]  # what the interpreter itself calls
-        else:
-            exec(code, names)
+            if code is None:
+                runpy._run_module_as_main(names["name"])  # type: ignore[attr-defined]  # what the interpreter itself calls
+            else:
+                exec(code, names)
