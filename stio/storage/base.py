@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from stio.errors import ChangedDuringReadError
 from stio.runtime.limits import PAGE_BYTES
@@ -233,6 +233,21 @@ class Published(Protocol):
 
         Raises:
             StioError: It cannot be deleted.
+        """
+
+
+@runtime_checkable
+class BufferedDestination(Protocol):
+    """A destination of saves that needs memory of its own, as a source behind a network does (`Requests`)."""
+
+    def within(self, budget_bytes: int) -> tuple[Any, int]:
+        """Return the destination with less memory of its own.
+
+        Args:
+            budget_bytes: Of the whole save.
+
+        Returns:
+            The destination, and most bytes that it uses.
         """
 
 

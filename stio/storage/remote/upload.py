@@ -1,0 +1,259 @@
+"""Uploads of one save: bytes are copied into parts, and obstore sends them. The memory of all parts has one bound.
+
+obstore takes the parts of an object from an iterator, sends several at one time without a copy, and frees each when the
+store has it. It aborts the upload if the iterator raises.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from stio.errors import StioError, StorageError
+from stio.runtime import memory
+from stio.runtime.calls import LOOK_SECONDS, Call
+from stio.runtime.locks import Condition
+from stio.runtime.memory import Region
+from stio.runtime.operation import Cancelled
+from stio.runtime.workers import is_interrupted
+from stio.storage.remote.failures import Failure, failure_of
+from stio.storage.remote.folder import NUM_IN_FLIGHT, Folder
+
+_Part: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+
+_MIB = 1 << 20
+
+PART_BYTES = 8 << 20
+"""One part of an upload. With 16 under way, 60 MB/s a connection give 1 GB/s."""
+
+SMALLEST_PART_BYTES = 5 << 20
+"""By the rules of S3, for all parts but the last."""
+
+DEFAULT_BYTES = (NUM_IN_FLIGHT + 2) * PART_BYTES
+"""Memory of parts: those that are sent, one that is full, one that is being filled."""
+
+_MOST_PARTS = 10_000
+"""Of one object, by the stores' rules."""
+
+
+class PartMemory:
+    """Memory of the parts of one save, from the first byte in a part until the store has it.
+
+    An object of which no part is in memory always gets one: otherwise objects that are begun would wait for each other.
+
+    Args:
+        most_bytes: Most bytes of parts, but for the rule above.
+    """
+
+    def __init__(self, most_bytes: int = DEFAULT_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self.part_bytes = min(PART_BYTES, max(SMALLEST_PART_BYTES, most_bytes // 4))
+        """Size of a part, unless the object would have too many."""
+        self.changed = Condition()
+        """Guards this and the uploads."""
+        self._held: dict[str, int] = {}  # bytes in memory, by object
+        self._freed: deque[tuple[str, int]] = deque()  # by obstore's threads, which must not wait for the lock
+
+    def has_room(self, name: str, nbytes: int) -> bool:
+        """Return whether an object may take a part now. The caller holds the condition."""
+        while self._freed:
+            freed, size = self._freed.popleft()
+            self._held[freed] -= size
+        return not self._held.get(name) or sum(self._held.values()) + nbytes <= self._most_bytes
+
+    def take(self, name: str, nbytes: int) -> _Part:
+        """Take a part for an object. The caller holds the condition."""
+        part = np.empty(nbytes, np.uint8)
+        self._held[name] = self._held.get(name, 0) + nbytes
+        weakref.finalize(part, self._give_back, name, nbytes).atexit = False
+        return part
+
+    def _give_back(self, name: str, nbytes: int) -> None:
+        self._freed.append((name, nbytes))
+        self.changed.wake()
+
+
+class Upload:
+    """One object; a `FileWriter`.
+
+    Args:
+        folder: The directory.
+        name: Name of the object.
+        nbytes: Its size.
+        parts: Memory of the save's parts.
+        save_id: The object is the checkpoint: `complete` publishes it, and not `finish`. Stored with it.
+    """
+
+    def __init__(self, folder: Folder, name: str, nbytes: int, parts: PartMemory, *, save_id: str = "") -> None:
+        self._folder, self.name, self._nbytes, self._save_id = folder, name, nbytes, save_id
+        self.path = f"{folder.path}/{name}"
+        """URL without secrets."""
+        self._memory = parts
+        self._changed = parts.changed
+        self._part_bytes = max(parts.part_bytes, -(-nbytes // _MOST_PARTS // _MIB) * _MIB)
+        self.is_one = nbytes <= self._part_bytes
+        """Whether it is one put, and not an upload of parts."""
+        self._at = 0  # bytes that were taken from the writers, who come in any order
+        self._part: _Part = np.empty(0, np.uint8)
+        self._filled = 0
+        self._ready: deque[Any] = deque()
+        self._ends = self._stopped = self._is_over = False
+        self._call: Call[None] | None = None
+        self._failure: Failure | None = None
+        self._error: BaseException | None = None  # what is no failure of a request
+        self.may_complete_yet = False
+        """Whether the store may complete the upload, although it has failed: it was one put, or it was not aborted."""
+        self.etag = ""
+        """Its ETag, once it is complete."""
+
+    def write_from(self, offset: int, region: Region) -> None:
+        """Take a block; wait until those before it were taken, and while too many parts are in memory."""
+        with self._changed:
+            self._wait(lambda: self._at == offset)
+            if self._call is None:
+                self._begin()
+        at = 0
+        while at < region.nbytes:
+            if self._filled == len(self._part):
+                self._part, self._filled = self._new_part(min(self._part_bytes, self._nbytes - offset - at)), 0
+            length = min(region.nbytes - at, len(self._part) - self._filled)
+            move = memory.move if length >= memory.HOLD_BYTES else memory.move_holding
+            move(self._part.ctypes.data + self._filled, region.address + at, length)
+            at += length
+            self._filled += length
+            if self._filled == len(self._part):
+                with self._changed:
+                    self._ready.append(self._part)
+                    self._part, self._filled = np.empty(0, np.uint8), 0
+                    self._changed.notify_all()
+        with self._changed:
+            self._at = offset + region.nbytes
+            self._changed.notify_all()
+
+    def _begin(self) -> None:
+        try:
+            self._call = Call(self._put, on_own_thread=True)
+        except RuntimeError as error:
+            raise StorageError(
+                f"the upload cannot begin, the system starts no more threads: {error}", path=self.path
+            ) from None
+
+    def _new_part(self, nbytes: int) -> _Part:
+        with self._changed:
+            self._wait(lambda: not self._ready and self._memory.has_room(self.name, nbytes))
+            return self._memory.take(self.name, nbytes)
+
+    def finish(self) -> None:
+        """Complete the upload, unless that is the commit.
+
+        Raises:
+            StorageError: It failed.
+        """
+        if not self._save_id and (failure := self.complete()) is not None:
+            raise self._error_of(failure)
+
+    def complete(self) -> Failure | None:
+        """Complete the upload; return what failed.
+
+        Raises:
+            Cancelled: The thread should end.
+        """
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        assert self._call is not None
+        self._call.result()
+        self._is_over = True
+        if self._error is not None:
+            raise self._error
+        return self._failure
+
+    def stop(self) -> None:
+        """Begin to end the upload; `abort` waits for it. Idempotent."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def abort(self) -> bool:
+        """End the upload; return whether there may be something of it in the store."""
+        self.stop()
+        if self._call is None:
+            return False
+        if not self._is_over:
+            with suppress(Cancelled):
+                self._call.result()
+        return True
+
+    def _error_of(self, failure: Failure) -> StioError:
+        return failure.error(
+            self.path,
+            self._folder.patience.num_attempts if failure.may_succeed else 1,
+            stall_seconds=self._folder.patience.stall_seconds,
+            work="save",
+        )
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """Wait, under the condition, until something holds.
+
+        Raises:
+            Cancelled: The thread should end.
+            StorageError: The upload has failed.
+        """
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self._failure is not None:
+                raise self._error_of(self._failure)
+            if self._stopped or is_interrupted():
+                raise Cancelled
+            if ready():
+                return
+            self._changed.wait(LOOK_SECONDS)
+
+    def _put(self) -> None:
+        try:
+            self.etag = self._folder.upload(
+                self.name,
+                self._parts(),
+                part_bytes=self._part_bytes,
+                is_one=self.is_one,
+                save_id=self._save_id,
+            )
+            if self._stopped and not self._save_id:
+                self._folder.delete([self.name])  # a cancel came when all parts were under way
+        except _StoppedError:
+            pass
+        except BaseException as error:
+            try:
+                self._failure = failure_of(error)
+                # obstore tells the failure of the abort in place of that which led to it.
+                self.may_complete_yet = self._failure.may_have_worked and (
+                    self.is_one or "performing DELETE" in str(error)
+                )
+            except BaseException as other:
+                self._error = other
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _parts(self) -> Iterator[Any]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._stopped or self._ends)
+                if self._stopped:
+                    raise _StoppedError
+                if not self._ready:
+                    return
+                part = self._ready.popleft()
+                self._changed.notify_all()
+            yield part
+            del part
+
+
+class _StoppedError(Exception):
+    """Raised to obstore, which aborts the upload then."""
