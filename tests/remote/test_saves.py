@@ -8,7 +8,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ import anyio
 import pytest
 import torch
 from click.testing import CliRunner
-from proxy import Broken, Proxy, proxy_to
+from proxy import Broken, Proxy
+from save_helpers import IMPATIENT, generation, keys, same, uploads
 from support import eventually
 
 import stio
@@ -26,57 +26,9 @@ from stio.errors import CommitUncertainError, ConcurrentSaveError, StioError, St
 from stio.storage.base import Note
 from stio.storage.remote import save as remote_save
 from stio.storage.remote import upload as remote_upload
-from stio.storage.remote.requests import Patience
 from stio.storage.remote.source import RemoteRoot
 
-Tensors = dict[str, torch.Tensor]
-
-
-def generation(number: int, nbytes: int = 4000) -> Tensors:
-    return {f"w{k}": torch.full((nbytes // 4,), float(number * 10 + k)) for k in range(4)}
-
-
-def same(found: Tensors, expected: Tensors) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def keys(client: Any, prefix: str = "") -> list[str]:
-    found = client.list_objects_v2(Bucket="bucket", Prefix=prefix).get("Contents", ())
-    return sorted(one["Key"] for one in found)
-
-
-def uploads(client: Any) -> list[str]:
-    """Return the keys of the multipart uploads that were neither completed nor aborted."""
-    return [one["Key"] for one in client.list_multipart_uploads(Bucket="bucket").get("Uploads", ())]
-
-
-@pytest.fixture(autouse=True)
-def _honours_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the first save's look at this, for tests that count requests."""
-    monkeypatch.setattr(remote_save, "_honours_conditions", {("s3", "bucket")})
-
-
-@pytest.fixture(autouse=True)
-def _no_uploads(s3: Any) -> Iterator[None]:
-    for one in s3.list_multipart_uploads(Bucket="bucket").get("Uploads", ()):
-        s3.abort_multipart_upload(Bucket="bucket", Key=one["Key"], UploadId=one["UploadId"])
-    yield
-
-
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Make parts as small as a store allows."""
-    monkeypatch.setattr(remote_upload, "PART_BYTES", 5 << 20)
-    return 5 << 20
-
-
-@pytest.fixture
-def proxy(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """Put a proxy before the store."""
-    with proxy_to(int(os.environ["AWS_ENDPOINT_URL_S3"].rpartition(":")[2])) as running:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", running.url)
-        yield running
-
+pytestmark = pytest.mark.usefixtures("_honours_conditions", "_no_uploads")
 
 # What is there.
 
@@ -258,7 +210,6 @@ def test_small_files_of_two_saves_at_one_time(s3: Any) -> None:
 
 # Failures.
 
-IMPATIENT = Patience(num_attempts=2, first_pause_seconds=0.001, longest_pause_seconds=0.002, stall_seconds=0.4)
 CASES: list[tuple[Broken, bool]] = [
     ("refused", False),
     ("cut before", False),
