@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from stio.errors import ChangedDuringReadError
 from stio.runtime.limits import PAGE_BYTES
@@ -154,6 +154,17 @@ class FileWriter(Protocol):
         Raises:
             StorageError: The operating system reported an error; the content of this file must not be used.
         """
+
+
+@runtime_checkable
+class OrderedWriter(FileWriter, Protocol):
+    """A file that is written from its begin to its end: `write_from` waits until the bytes before were written.
+
+    The calls must begin in the order of the offsets. Otherwise all threads may wait for a block that none of them has.
+    """
+
+    is_ordered: Literal[True]
+    """Marks it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from support import eventually
 import stio
 from stio.errors import StorageError
 from stio.runtime import calls, memory
+from stio.saving.scheduler import WRITE_DEPTH, SaveScheduler
 from stio.saving.staging_pool import StagingPool
 from stio.storage.remote import save as remote_save
 from stio.storage.remote.folder import Folder
@@ -124,6 +125,26 @@ def test_an_error_that_is_no_failure_of_a_request(s3: Any, monkeypatch: pytest.M
     monkeypatch.setattr(Folder, "upload", upload)
     with pytest.raises(MemoryError, match="no memory for the answer"):
         stio.sync.save({"w": torch.zeros(10 * MIB)}, place, budget_bytes=16 * MIB)
+
+
+def test_blocks_that_are_staged_late_are_written_first(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All writers took later blocks, and waited for the first one, which no writer was left to take."""
+    plain = SaveScheduler._fill
+
+    def fill(self: Any, block: Any, region: Any) -> None:
+        if block is self._blocks[0]:
+            with self._changed:
+                self._changed.wait_for(lambda: self._num_writing == WRITE_DEPTH, 0.5)
+        plain(self, block, region)
+
+    monkeypatch.setattr(SaveScheduler, "_fill", fill)
+    with stio.sync.Saver() as saver:
+        pending = saver.save({"w": torch.ones(16 * MIB)}, "s3://bucket/m")
+        try:
+            pending.result(20)
+        finally:
+            pending.cancel()
+    assert torch.equal(stio.sync.load("s3://bucket/m")["w"], torch.ones(16 * MIB))
 
 
 def test_a_thread_that_the_system_refuses(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:

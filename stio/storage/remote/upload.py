@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from stio.runtime.workers import is_interrupted
 from stio.storage.remote.failures import Failure, failure_of
 from stio.storage.remote.folder import NUM_IN_FLIGHT, Folder
 
-_Part: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+_Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 _MIB = 1 << 20
 
@@ -42,7 +42,7 @@ _MOST_PARTS = 10_000
 
 
 class PartMemory:
-    """Memory of the parts of one save, from the first byte in a part until the store has it.
+    """Memory of the parts of one save, from the first byte in a part until the store has it; then it is used again.
 
     An object of which no part is in memory always gets one: otherwise objects that are begun would wait for each other.
 
@@ -57,29 +57,40 @@ class PartMemory:
         self.changed = Condition()
         """Guards this and the uploads."""
         self._held: dict[str, int] = {}  # bytes in memory, by object
-        self._freed: deque[tuple[str, int]] = deque()  # by obstore's threads, which must not wait for the lock
+        self._freed: deque[tuple[str, _Bytes]] = deque()  # by obstore's threads, which must not wait for the lock
+        self._free: list[_Bytes] = []
 
     def has_room(self, name: str, nbytes: int) -> bool:
         """Return whether an object may take a part now. The caller holds the condition."""
         while self._freed:
-            freed, size = self._freed.popleft()
-            self._held[freed] -= size
+            freed, whole = self._freed.popleft()
+            self._held[freed] -= len(whole)
+            self._free.append(whole)
         return not self._held.get(name) or sum(self._held.values()) + nbytes <= self._most_bytes
 
-    def take(self, name: str, nbytes: int) -> _Part:
-        """Take a part for an object. The caller holds the condition."""
-        part = np.empty(nbytes, np.uint8)
-        self._held[name] = self._held.get(name, 0) + nbytes
-        weakref.finalize(part, self._give_back, name, nbytes).atexit = False
+    def take(self, name: str, nbytes: int, *, whole_bytes: int) -> _Bytes:
+        """Take a part for an object. The caller holds the condition.
+
+        Args:
+            name: Name of the object.
+            nbytes: Size of the part.
+            whole_bytes: Size of the object's other parts.
+        """
+        if self._free and len(self._free[-1]) != whole_bytes:
+            self._free.clear()
+        whole = self._free.pop() if self._free else np.empty(whole_bytes, np.uint8)
+        self._held[name] = self._held.get(name, 0) + whole_bytes
+        part = whole[:nbytes]  # obstore holds this object
+        weakref.finalize(part, self._give_back, name, whole).atexit = False
         return part
 
-    def _give_back(self, name: str, nbytes: int) -> None:
-        self._freed.append((name, nbytes))
+    def _give_back(self, name: str, whole: _Bytes) -> None:
+        self._freed.append((name, whole))
         self.changed.wake()
 
 
 class Upload:
-    """One object; a `FileWriter`.
+    """One object; an `OrderedWriter`.
 
     Args:
         folder: The directory.
@@ -89,17 +100,21 @@ class Upload:
         save_id: The object is the checkpoint: `complete` publishes it, and not `finish`. Stored with it.
     """
 
+    is_ordered: Literal[True] = True
+    """See `OrderedWriter`."""
+
     def __init__(self, folder: Folder, name: str, nbytes: int, parts: PartMemory, *, save_id: str = "") -> None:
         self._folder, self.name, self._nbytes, self._save_id = folder, name, nbytes, save_id
         self.path = f"{folder.path}/{name}"
         """URL without secrets."""
         self._memory = parts
         self._changed = parts.changed
-        self._part_bytes = max(parts.part_bytes, -(-nbytes // _MOST_PARTS // _MIB) * _MIB)
-        self.is_one = nbytes <= self._part_bytes
+        part_bytes = max(parts.part_bytes, -(-nbytes // _MOST_PARTS // _MIB) * _MIB)
+        self.is_one = nbytes <= part_bytes
         """Whether it is one put, and not an upload of parts."""
+        self._part_bytes = min(part_bytes, nbytes)
         self._at = 0  # bytes that were taken from the writers, who come in any order
-        self._part: _Part = np.empty(0, np.uint8)
+        self._part: _Bytes = np.empty(0, np.uint8)
         self._filled = 0
         self._ready: deque[Any] = deque()
         self._ends = self._stopped = self._is_over = False
@@ -143,10 +158,10 @@ class Upload:
                 f"the upload cannot begin, the system starts no more threads: {error}", path=self.path
             ) from None
 
-    def _new_part(self, nbytes: int) -> _Part:
+    def _new_part(self, nbytes: int) -> _Bytes:
         with self._changed:
-            self._wait(lambda: not self._ready and self._memory.has_room(self.name, nbytes))
-            return self._memory.take(self.name, nbytes)
+            self._wait(lambda: not self._ready and self._memory.has_room(self.name, self._part_bytes))
+            return self._memory.take(self.name, nbytes, whole_bytes=self._part_bytes)
 
     def finish(self) -> None:
         """Complete the upload, unless that is the commit.
