@@ -75,7 +75,7 @@ def test_the_parts_of_all_shards_have_one_bound(most_mib: int) -> None:
     for thread in threads:
         thread.start()
     assert eventually(is_full)
-    assert sum(parts._held.values()) <= max(most_mib * MIB, num * parts.part_bytes)
+    assert sum(parts._held.values()) <= most_mib * MIB + (num - 1) * parts.part_bytes
     folder.answer()
     for thread in threads:
         thread.join(20)

@@ -3,7 +3,7 @@
 A directory gets shards whose names hold the save's id, so no old object is overwritten; its index is put last, only if
 the store still has the index that the save found (If-Match, If-None-Match), and that put is the commit. One file is one
 multipart upload, whose completion is the commit. There are no renames, no locks and no journal: whatever happens before
-the commit, readers have the old checkpoint, and what was uploaded by then is unused (`collect_garbage`).
+the commit, readers have the old checkpoint, and what was uploaded by then is unused (`stio.storage.remote.unused`).
 
 The answer to a commit may be lost. Then the store is asked what it has; as long as it cannot say, nothing is removed.
 """

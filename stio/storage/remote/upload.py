@@ -47,7 +47,7 @@ class PartMemory:
     An object of which no part is in memory always gets one: otherwise objects that are begun would wait for each other.
 
     Args:
-        most_bytes: Most bytes of parts, but for the rule above.
+        most_bytes: Most bytes of parts; by the rule above, one part more for each further object that is begun.
     """
 
     def __init__(self, most_bytes: int = DEFAULT_BYTES) -> None:
