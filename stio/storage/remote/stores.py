@@ -12,7 +12,6 @@ import base64
 import configparser
 import math
 import os
-import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -154,7 +153,7 @@ def new_store(
             if credential_provider is not None:
                 settings["credential_provider"] = credential_provider
         if not client["allow_http"]:
-            client |= _certificates(location.scheme)
+            client |= added_authorities(location.scheme)
         return make(
             target,
             client_options=client | dict(client_options or {}),
@@ -166,7 +165,7 @@ def new_store(
         raise StorageError(f"the settings for this store are wrong: {reason}", path=location.shown) from None
 
 
-def _certificates(scheme: str) -> dict[str, Any]:
+def added_authorities(scheme: str) -> dict[str, Any]:
     """Return the authorities that the environment adds, under the names that curl, requests and the AWS tools use."""
     names = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
     for name in ("AWS_CA_BUNDLE", *names) if scheme == "s3" else names:
@@ -217,15 +216,6 @@ def signed_url(
     here = {"aws_endpoint_url_s3": endpoint, "virtual_hosted_style_request": "true"}
     url: str = sign(connect(config=others | here), method, "-", valid)
     return url
-
-
-def trusted_authorities() -> ssl.SSLContext:
-    """Return the system's authorities, and those that the environment adds."""
-    context = ssl.create_default_context()
-    added = _certificates("s3").get("root_certificate")
-    if added is not None:
-        context.load_verify_locations(cadata=added.decode())
-    return context
 
 
 def link_to(store: Any, location: Location) -> tuple[str, float]:

@@ -7,6 +7,7 @@ Azure deletes the blocks of uploads itself after a week; other stores need a rul
 from __future__ import annotations
 
 import logging
+import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from stio.runtime.log import log
 from stio.storage.commit.recovery import GarbageReport
 from stio.storage.remote.failures import said_by
 from stio.storage.remote.folder import Folder
-from stio.storage.remote.stores import STALL_SECONDS, Query, signed_url, trusted_authorities
+from stio.storage.remote.stores import STALL_SECONDS, Query, added_authorities, signed_url
 
 
 def collect_unused(folder: Folder, name: str, *, max_age_seconds: float, dry_run: bool) -> GarbageReport:
@@ -125,8 +126,11 @@ def _send(folder: Folder, method: str, name: str, query: Query) -> bytes:
         path,
         work="save",
     )
+    context = ssl.create_default_context()
+    if added := added_authorities("s3"):
+        context.load_verify_locations(cadata=added["root_certificate"].decode())
     try:
-        with urlopen(Request(url, method=method), timeout=STALL_SECONDS, context=trusted_authorities()) as answer:
+        with urlopen(Request(url, method=method), timeout=STALL_SECONDS, context=context) as answer:
             data: bytes = answer.read()
             return data
     except HTTPError as error:
