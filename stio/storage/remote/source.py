@@ -113,8 +113,11 @@ class RemoteRoot:
         """Makes the requests."""
         self.new_store = connect
         """Connects once more; see `stio.storage.remote.stores.new_store`."""
+        self.config = dict(config or {})
+        """See above."""
         # What is given for obstore's client (headers, a proxy, certificates) is known to obstore alone.
-        self._may_be_plain = self.location.scheme in ("http", "s3") and not client_options
+        has_proxy = any("proxy" in str(name).lower() for name in config or ())
+        self._may_be_plain = self.location.scheme in ("http", "s3") and not client_options and not has_proxy
         self._servers: dict[tuple[str, int], PlainHttp] = {}
         self._ahead: dict[str, RemoteSource | BaseException] = {}
 
@@ -131,7 +134,8 @@ class RemoteRoot:
         listing = partial(require_obstore().list_with_delimiter, prefix=self.location.key or None)
         found = self.requester.run(lambda store: listing(store), self.path)
         start = len(self.location.key) + 1 if self.location.key else 0
-        return sorted(one["path"][start:] for one in found["objects"])
+        # A console that shows directories makes an empty object with the directory's own name.
+        return sorted(one["path"][start:] for one in found["objects"] if len(one["path"]) > start)
 
     def _usual_names(self) -> list[str]:
         for name in _USUAL_NAMES:
@@ -221,12 +225,18 @@ class RemoteRoot:
             link,
             lambda: self.requester.run(partial(link_to, location=location), location.shown),
             headers=f"authorization: {authorization}\r\n" if authorization else "",
+            warnings=self.requester.warnings,
         )
 
     def begin(self, **options: Any) -> Transaction:
         """Begin a save to the directory; see `stio.storage.remote.save.RemoteDestination`."""
         transaction: Transaction = import_module("stio.storage.remote.save").RemoteDestination(self).begin(**options)
         return transaction
+
+    def within(self, budget_bytes: int) -> tuple[Any, int]:
+        """Return it as a destination of saves; see `stio.storage.remote.save.RemoteDestination.within`."""
+        found: tuple[Any, int] = import_module("stio.storage.remote.save").RemoteDestination(self).within(budget_bytes)
+        return found
 
     def close(self) -> None:
         """Drop what was opened ahead; objects opened from it can still be read. Idempotent."""
@@ -321,6 +331,7 @@ class RemoteSource:
         It reads one byte: a URL that was signed for reading may not be asked for anything else.
         """
         if self.identity.nbytes:
+            require_usable(self.path)
             byte = memory.allocate(1)
             if self._plain is not None and self._plain.read(0, [byte], self.identity):
                 return
