@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from importlib import import_module
+from inspect import iscoroutinefunction
 from types import SimpleNamespace, TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -27,6 +28,7 @@ import stio.saving.api as saving
 import stio.state as state
 from stio.format.shared import SharedPolicy
 from stio.loading.options import SourceLike
+from stio.loading.placed import PlacementsLike
 from stio.loading.plan import Names
 from stio.runtime.blocking import in_event_loop, run_blocking
 from stio.runtime.hashing import HashName
@@ -124,7 +126,10 @@ def __getattr__(name: str) -> Any:
     if name != "distributed":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module("stio.distributed")
-    twins = SimpleNamespace(**{name: _blocking(getattr(module, name)) for name in module.__all__})
+    names = {name: getattr(module, name) for name in module.__all__}
+    twins = SimpleNamespace(
+        **{name: _blocking(value) if iscoroutinefunction(value) else value for name, value in names.items()}
+    )
     globals()[name] = twins
     return twins
 
@@ -176,9 +181,15 @@ class Checkpoint(_Twin):
         aliases: Mapping[str, str] = self._twin.aliases
         return aliases
 
-    def stream(self, names: Names | None = None, slices: Mapping[str, object] | None = None) -> Stream:
+    def stream(
+        self,
+        names: Names | None = None,
+        slices: Mapping[str, object] | None = None,
+        *,
+        placements: PlacementsLike | None = None,
+    ) -> Stream:
         """Return a stream of the tensors as they become ready, within the budget; see `stio.Stream`."""
-        return Stream(self._twin.stream(names, slices))
+        return Stream(self._twin.stream(names, slices, placements=placements))
 
 
 class Stream(_Twin, Iterator[tuple[str, torch.Tensor]]):

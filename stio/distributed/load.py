@@ -1,13 +1,14 @@
-"""Loads into modules whose parameters are `DTensor`s."""
+"""Loads into modules and nested states that hold `DTensor`s."""
 
 from __future__ import annotations
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from stio.distributed.parts import parts_of
+from stio.distributed.parts import part_of
 from stio.loading.api import fill_from
 from stio.loading.module import LoadReport, ModuleTarget
+from stio.loading.nested import StateTarget
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
 from stio.runtime.limits import Limits
 from stio.runtime.progress import Progress
@@ -15,7 +16,7 @@ from stio.runtime.trace import Trace
 
 
 async def load_into(
-    module: nn.Module,
+    target: object,
     source: SourceLike,
     *,
     memory: Memory = "auto",
@@ -29,7 +30,7 @@ async def load_into(
     trace: Trace | None = None,
     switch_interval: float | None = None,
 ) -> LoadReport:
-    """Load a checkpoint into a module that is sharded over ranks; each rank calls this, and reads what it holds.
+    """Load a checkpoint into a module or a state that is sharded over ranks; each rank calls this, and reads its part.
 
     Parameters and buffers that are `DTensor`s get their part of the checkpoint's tensor; others get the whole tensor.
     Works for `fully_shard` (FSDP2), also of a module made on `meta` and given memory by `to_empty`, for tensor
@@ -37,14 +38,22 @@ async def load_into(
     whole rows are read, as far as that is faster. The ranks do not wait for each other: put a barrier behind it
     (`torch.distributed.barrier`) if a rank must not go on when another one has failed.
 
-    Buffers that are not in the checkpoint (`persistent=False`) are not filled. After `to_empty` compute them anew.
+    Buffers that are not in the checkpoint (`persistent=False`) are not filled; `LoadReport.unfilled` names them. After
+    `to_empty` compute them anew.
+
+    A nested state, such as that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, is compared with
+    the one that `stio.save_state` saved: tensors are filled in place, numbers, text and None are replaced in their
+    containers at the end. The number of ranks may be another one than at the save. A mapping of tensors by name is also
+    filled from an ordinary checkpoint.
 
     Args:
-        module: The target; filled in place.
+        target: A module; or a state of dictionaries, lists and tuples with `DTensor`s, tensors and plain values. It is
+            changed in place, and after an error or a cancel some tensors have new values.
         source: See `stio.load`.
         memory: See `stio.load`.
         budget_bytes: See `stio.load`.
-        strict: Module and checkpoint must hold the same names.
+        strict: Module and checkpoint must hold the same names, and a state the same keys. Otherwise what both have is
+            loaded; sequences must have the same lengths in any case.
         limits: See `stio.load`.
         verify: See `stio.load`; each rank reads all files for that.
         follow_symlinks: See `stio.load`.
@@ -54,10 +63,12 @@ async def load_into(
         switch_interval: See `stio.load`.
 
     Returns:
-        The names that are missing or unexpected; both are empty with `strict=True`.
+        The names that are missing or unexpected (of a state: paths such as `state['step']`); both are empty with
+        `strict=True`.
 
     Raises:
-        MismatchError: Module and checkpoint differ, a tensor is on `meta`, or a placement cannot be loaded.
+        MismatchError: Target and checkpoint differ, a tensor is on `meta`, or a placement cannot be loaded.
+        FormatError: The nested state in the checkpoint is malformed.
         StioError: See `stio.load`.
     """
     options = LoadOptions(
@@ -72,7 +83,9 @@ async def load_into(
         trace=trace,
         switch_interval=switch_interval,
     )
-    for part in module.modules():
+    if not isinstance(target, nn.Module):
+        return await fill_from(source, StateTarget(target, part_of=part_of), options)
+    for part in target.modules():
         if isinstance(part, FSDPModule):
-            part.reshard()  # what was gathered for a forward pass is dropped by FSDP later
-    return await fill_from(source, ModuleTarget(module, parts=parts_of(module)), options)
+            part.reshard()  # or the next forward would use what was gathered before the load
+    return await fill_from(source, ModuleTarget(target, part_of=part_of), options)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +18,52 @@ import torch.multiprocessing as mp
 MOST_SECONDS = 120
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, folder: Path, *arguments: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, folder: Path, *arguments: Any, killed: Collection[int] = ()
+) -> list[Any]:
     """Call a function in processes of their own, which can send to each other; return what it returned in each.
+
+    Ranks in `killed` end by SIGKILL, at the latest when all others have ended; their result is None. The store is a
+    file, or with `killed` on the first rank.
 
     Raises:
         AssertionError: It raised in one of them; the text has all tracebacks.
     """
     results = folder / f"results-{function.__name__}"
     results.mkdir()
-    context = mp.get_context("spawn")
-    meeting = f"file://{results}/meeting"
+    # The server imports these modules once, before it forks the ranks: an import of torch in each would take seconds.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["stio.distributed", "stio.sync", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+    )
+    meeting = f"tcp://127.0.0.1:{free_port()}" if killed else f"file://{results}/meeting"
     processes = [
         context.Process(target=_run, args=(function, rank, num_ranks, meeting, str(results), arguments))
         for rank in range(num_ranks)
     ]
     for process in processes:
         process.start()
+    end = time.monotonic() + MOST_SECONDS
+    while alive := [p.sentinel for rank, p in enumerate(processes) if p.is_alive() and rank not in killed]:
+        if time.monotonic() > end:
+            break
+        wait(alive, timeout=1)
+        if any(results.glob("*.failed")):
+            end = min(end, time.monotonic() + 5)  # the others may wait for that rank
     for process in processes:
-        process.join(MOST_SECONDS)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()
     failed = [path.read_text() for path in sorted(results.glob("*.failed"))]
     assert not failed, "\n".join(failed)
-    assert [process.exitcode for process in processes] == [0] * num_ranks
-    return [torch.load(results / f"{rank}.result", weights_only=False) for rank in range(num_ranks)]
+    assert [process.exitcode for process in processes] == [-9 if rank in killed else 0 for rank in range(num_ranks)]
+    found = [results / f"{rank}.result" for rank in range(num_ranks)]
+    return [torch.load(path, weights_only=False) if path.exists() else None for path in found]
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
 
 
 def _run(
@@ -53,4 +77,7 @@ def _run(
     except BaseException:
         Path(f"{results}/{rank}.failed").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         os._exit(1)  # the others may wait for this one
-    dist.destroy_process_group()
+    try:
+        dist.destroy_process_group()
+    except Exception:
+        os._exit(0)  # the rank that has the store was killed
