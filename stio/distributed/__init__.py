@@ -1,10 +1,11 @@
-"""Loads of many ranks: each reads only the bytes that it holds.
+"""Loads of many ranks: each reads only the bytes that it holds, or a part of those that several hold.
 
 It is built on torch.distributed, which the caller has initialised, and on its `DTensor`s; start ranks by torchrun.
 `parts.py` says which part of the checkpoint each `DTensor` of a module is, by `stio.format.placements`. The engine
 below gets slices, and knows nothing of ranks: a load into a sharded module is one load for each rank, of its own parts
-into its own memory. `ranks.py` is how ranks learn of each other's failures: one that fails, is cancelled or killed is an
-error on all of them, within a bounded time.
+into its own memory. `broadcast.py` fills what several ranks need, before that: it is read once and sent.
+`ranks.py` is how ranks learn of each other's failures: one that fails, is cancelled or killed is an error on all of
+them, within a bounded time.
 """
 
 from __future__ import annotations

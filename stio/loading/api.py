@@ -20,7 +20,7 @@ from torch import nn
 
 from stio.errors import ClosedError
 from stio.format.header import TensorInfo
-from stio.loading.body import collect, fill_module, open_source, reading_operation, stream_to, verify
+from stio.loading.body import FillSome, collect, fill_module, open_source, reading_operation, stream_to, verify
 from stio.loading.group_queue import GroupQueue
 from stio.loading.module import LoadReport, ModuleTarget
 from stio.loading.open import OpenCheckpoint
@@ -193,6 +193,7 @@ async def fill_from(
     options: LoadOptions,
     *,
     on_begin: Callable[[Callable[[], None]], None] = lambda abort: None,
+    fill_first: FillSome | None = None,
 ) -> LoadReport:
     """Load a checkpoint into the target's module; see `load_into`.
 
@@ -201,19 +202,25 @@ async def fill_from(
         target: The module.
         options: Options of the load.
         on_begin: Called with a function that ends the load early: then this raises `ClosedError`.
+        fill_first: Called when names and shapes have been compared, before tensors are read.
     """
-    queue = _queue_for(target, source, options, about=shown(source))
+    queue = _queue_for(target, source, options, about=shown(source), fill_first=fill_first)
     on_begin(queue.operation.cancel)
     return await _fill(target, queue)
 
 
 def _queue_for(
-    target: ModuleTarget, source: SourceLike | OpenCheckpoint, options: LoadOptions, *, about: str
+    target: ModuleTarget,
+    source: SourceLike | OpenCheckpoint,
+    options: LoadOptions,
+    *,
+    about: str,
+    fill_first: FillSome | None = None,
 ) -> GroupQueue:
     """Return the queue of a load into a module; its operation is not started."""
 
     def body(operation: Operation[None], queue: GroupQueue) -> None:
-        fill_module(operation, queue, source, target, options)
+        fill_module(operation, queue, source, target, options, fill_first)
 
     return GroupQueue(body, name="load_into", about=about, trace=options.trace)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -32,6 +32,10 @@ from stio.runtime.process import switch_interval as shortened
 from stio.runtime.trace import shown, traced
 
 T = TypeVar("T")
+
+FillSome: TypeAlias = Callable[[Operation[Any], OpenCheckpoint, ModuleTarget, list[str]], list[str]]
+"""Fills some of a module's tensors by other means than a load of their own. Called on the operation's thread with the
+names to load; returns those that remain."""
 
 
 def open_source(
@@ -158,15 +162,16 @@ def fill_module(
     source: SourceLike | OpenCheckpoint,
     target: ModuleTarget,
     options: LoadOptions,
+    fill_first: FillSome | None = None,
 ) -> None:
     """Load into a module; groups that the consumer's thread must copy are put in the queue."""
     with shortened(options.switch_interval):
         if isinstance(source, OpenCheckpoint):  # it was verified when it was opened
-            _fill_module(operation, queue, source, target, options, verified=True)
+            _fill_module(operation, queue, source, target, options, None, verified=True)
             return
         # The names that the module needs are compared, and not those of the index.
         with closing(open_source(operation, source, options, strict=False)) as opened:
-            _fill_module(operation, queue, opened, target, options, verified=False)
+            _fill_module(operation, queue, opened, target, options, fill_first, verified=False)
 
 
 def _fill_module(
@@ -175,6 +180,7 @@ def _fill_module(
     opened: OpenCheckpoint,
     target: ModuleTarget,
     options: LoadOptions,
+    fill_first: FillSome | None,
     *,
     verified: bool,
 ) -> None:
@@ -182,6 +188,10 @@ def _fill_module(
         names, _ = target.match(opened.dtypes_and_shapes(), opened.aliases, strict=options.strict, path=opened.path)
     if not verified:
         verify(operation, opened, options)
+    if fill_first is not None:
+        names = fill_first(operation, opened, target, names)
+        if not names:
+            return
     if not target.assigns:
         options = replace(options, device=target.device)  # the copies stay on one device
     # If no device queue orders the copies the workers make them, and no event loop is needed.
