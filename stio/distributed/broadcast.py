@@ -18,7 +18,7 @@ import hashlib
 import zlib
 from array import array
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic, perf_counter
@@ -79,8 +79,8 @@ _CHUNKS_IN_STEP = 4
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 """Seconds that a rank without a chunk waits for one before the next step; they double while no rank has one."""
 
-_SILENT_SECONDS = 1.0
-"""After a broken connection, a rank that says nothing for so long is named as the cause."""
+_SILENT_SIGNS = 3
+"""After a broken connection, a rank that omits so many signs of life is named as the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,9 +488,10 @@ class _Sending:
         if self.error is not None:
             raise self.error
         self.operation.check()
-        self.ranks.share("alive", b"")
         if broken is not None:
-            raise self._broken(broken)
+            failure = self._broken(broken)
+            self.ranks.report_failure(failure.ranks, failure.message)
+            has_stopped = True
         if has_stopped:  # the rank that had to stop tells why
             run_blocking(self.ranks.fetch("failure", ended=lambda: self.operation.cancelled))
 
@@ -559,23 +560,25 @@ class _Sending:
         self.target.copy_rows(one.name, part.view(dtype).view(shape), one.rows.dim, piece.rows[0], one.shape)
 
     def _broken(self, reason: str) -> RankError:
-        """Return the error after a broken connection; a rank that says nothing is named as the cause.
+        """Return the error after a broken connection; ranks that give no sign of life are named as the cause.
 
         Raises:
             RankError: A rank has told why it failed.
             Cancelled: The operation was cancelled.
         """
-        ranks, silent = self.ranks, []
-        end = monotonic() + _SILENT_SECONDS
-        for rank in range(ranks.num_ranks):
-            try:
-                run_blocking(ranks.fetch("alive", rank, ended=lambda: monotonic() > end or self.operation.cancelled))
-            except Cancelled:
-                silent.append(rank)
+        ranks = self.ranks
+        end = monotonic() + _SILENT_SIGNS * ranks.sign_seconds
+        before = self._signs()
+        with suppress(Cancelled):
+            run_blocking(ranks.fetch("failure", ended=lambda: self.operation.cancelled or monotonic() > end))
         self.operation.check()
-        text = f"the connection to another rank broke during the broadcast ({reason})"
-        if silent:
-            text = f"the connection to {named(silent)} broke during the broadcast; was it killed? ({reason})"
-            ranks.report_failure(silent, text)
-            run_blocking(ranks.fetch("failure", ended=lambda: self.operation.cancelled))
-        return RankError(text)
+        silent = [rank for rank, (old, new) in enumerate(zip(before, self._signs(), strict=True)) if old == new]
+        if not silent:
+            return RankError(f"the connection to another rank broke during the broadcast ({reason})")
+        text = f"the connection to {named(silent)} broke during the broadcast; was it killed? ({reason})"
+        return RankError(text, ranks=tuple(silent))
+
+    def _signs(self) -> list[bytes]:
+        """Return the last sign of life of each rank."""
+        ended = partial(getattr, self.operation, "cancelled")
+        return [run_blocking(self.ranks.fetch("sign", rank, ended=ended)) for rank in range(self.ranks.num_ranks)]

@@ -56,7 +56,7 @@ async def load_into(
         limits: See `stio.load`.
         verify: See `stio.load`; each rank reads all files for that.
         follow_symlinks: See `stio.load`.
-        progress: See `stio.load`.
+        progress: See `stio.load`; it counts what this rank reads.
         cache: See `stio.load`.
         trace: See `stio.load`.
         switch_interval: See `stio.load`.

@@ -124,7 +124,8 @@ class Ranks:
         self._notifier = Notifier()
         self._watcher: Operation[None] = Operation(self._watch, name="ranks", about=about, notifier=self._notifier)
         self._signs = {other: _Sign() for other in (range(1, self.num_ranks) if self.rank == 0 else (0,))}
-        self._sign_seconds = min(0.5, timeout / 8) * max(1.0, self.num_ranks / 250)
+        self.sign_seconds = min(0.5, timeout / 8) * max(1.0, self.num_ranks / 250)
+        """Seconds between two signs of life of a rank, which are its values of the name "sign"."""
         self._next_sign, self._num_signs = 0.0, 0
 
     def on_failure(self, cancel: Callable[[], None]) -> None:
@@ -271,7 +272,7 @@ class Ranks:
     def _give_sign(self, store: Store) -> None:
         """Give a sign of life, and judge those of other ranks."""
         now = time.monotonic()
-        self._next_sign = now + self._sign_seconds
+        self._next_sign = now + self.sign_seconds
         self._num_signs += 1
         self._set(store, f"sign/{self.rank}", str(self._num_signs).encode())
         silent = []
