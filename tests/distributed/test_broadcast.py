@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trio
+from accelerators import gpu, keep_busy
 from ranks import run_ranks
 from servers import Fault, HttpServer, Request, http_server
 from test_load import WAYS, local_of, new_model, odd_tensors
@@ -28,8 +29,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import stio
 from stio import sync
+from stio.device.base import resolve_device
 from stio.errors import RankError
+from stio.loading.module import ModuleTarget
 from stio.runtime.blocking import run_blocking
+from stio.runtime.operation import Operation
 from stio.storage.open import open_directory
 from stio.testing import FaultyRoot
 
@@ -198,6 +202,19 @@ def cancelled(source: str, rank: int) -> tuple[str, str, str, tuple[float, float
     return "", "", "", (since, time.monotonic())
 
 
+def cancelled_early(source: str) -> tuple[str, str, str, float]:
+    """Cancel the load on the first rank, while it waits for the others to begin."""
+    if dist.get_rank():
+        dist.barrier()
+        return outcome(stio.distributed.load_into(Large(), source, broadcast=True))
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(stio.distributed.load_into(Large(), source, broadcast=True), 0.3))
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    return "TimeoutError", "", "", seconds
+
+
 def resources(url: str) -> tuple[int, int]:
     """Return the numbers of descriptors and threads, when those of the last load have ended.
 
@@ -246,6 +263,7 @@ def failures(folder: str, url: str) -> dict[str, Any]:
     found["value"] = outcome(load(Large(), path, broadcast="yes"))  # type: ignore[arg-type]
     found["another"] = outcome(load(Large(), f"{folder}/{'other' if rank == 3 else 'large'}", broadcast=True))
     found["strict"] = outcome(load(nn.Linear(3, 3) if rank == 1 else Large(), path, broadcast=True))
+    found["early"] = cancelled_early(path)
     found["cancelled"] = cancelled(f"{url}/slow.safetensors", 1)
     found["stalled"] = cancelled(f"{url}/stalled.safetensors", 0)
     module = Large()
@@ -359,6 +377,7 @@ def test_one_failure_is_raised_on_all_ranks(found: Any) -> None:
         check(one["faulty"], rank, 2, "StorageError", "StorageError")
         check(one["another"], rank, 0, "ChangedDuringReadError", "have opened different checkpoints")
         check(one["strict"], rank, 1, "MismatchError", "the checkpoint does not fit the module")
+        check(one["early"], rank, 0, "TimeoutError", "the load was cancelled on rank 0", cause="NoneType")
         check(one["cancelled"], rank, 1, "CancelledError", "the load was cancelled on rank 1", cause="NoneType")
         check(one["stalled"], rank, 0, "CancelledError", "the load was cancelled on rank 0", cause="NoneType")
         assert one["mode"][0] == ("ValueError" if rank == 0 else "RankError") or rank != 1
@@ -380,6 +399,28 @@ def test_no_descriptor_and_no_thread_is_left(found: Any) -> None:
     for one in found[0]:
         (descriptors, num_threads), after = one["resources"]
         assert after[0] <= descriptors and after[1] <= num_threads, one["resources"]
+
+
+@gpu
+def test_rows_are_copied_to_a_device() -> None:
+    """On a thread that is not the caller's, so not in the order of its stream: what is queued there comes first."""
+    expected = torch.randn(64, 32)
+    module = nn.Linear(32, 64, bias=False, device=resolve_device("auto"))
+    target = ModuleTarget(module)
+    target.match({"weight": ("F32", (64, 32))}, {}, strict=True, path="")
+    keep_busy()
+    with torch.no_grad():
+        module.weight.fill_(-1)
+
+    def copy(operation: Operation[None]) -> None:
+        target.synchronize()
+        for begin in range(0, 64, 16):
+            rows = expected[begin : begin + 16].clone()
+            target.copy_rows("weight", rows, 0, begin, (64, 32))
+            rows.fill_(0)
+
+    Operation(copy, name="copy").result()
+    assert torch.equal(module.weight.cpu(), expected)
 
 
 def killed_rank(url: str, victim: int) -> tuple[str, str, tuple[int, ...], float]:
