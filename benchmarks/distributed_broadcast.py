@@ -64,17 +64,19 @@ def rank_body(rank: int, arguments: dict[str, Any], results: Any) -> None:
     small = Module(files.llama_layout(1_000_000))
     load(small, arguments["small"], broadcast=arguments["broadcast"])
     dist.barrier()
+    before = num_served(arguments["store"])
+    dist.barrier()
     start = time.perf_counter()
     load(module, arguments["source"], broadcast=arguments["broadcast"])
     seconds = time.perf_counter() - start
     sample = sum(float(one.flatten()[-1]) for one in module.buffers())
-    results.put((rank, seconds, sample))
+    results.put((rank, seconds, sample, num_served(arguments["store"]) - before))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(num_ranks: int, arguments: dict[str, Any]) -> float:
-    """Measure one load of all ranks; return the seconds of the slowest one."""
+def measure(num_ranks: int, arguments: dict[str, Any]) -> tuple[float, int]:
+    """Measure one load of all ranks; return the seconds of the slowest one, and the bytes that the store has sent."""
     context = mp.get_context("spawn")
     results = context.Queue()
     arguments = arguments | {"num_ranks": num_ranks}
@@ -88,9 +90,9 @@ def measure(num_ranks: int, arguments: dict[str, Any]) -> float:
     finally:
         for process in processes:
             process.kill()
-    if len({sample for _, _, sample in found}) != 1:
+    if len({sample for _, _, sample, _ in found}) != 1:
         raise SystemExit("ranks have loaded different values")
-    return max(seconds for _, seconds, _ in found)
+    return max(seconds for _, seconds, _, _ in found), max(nbytes for _, _, _, nbytes in found)
 
 
 def num_served(base: str) -> int:
@@ -149,12 +151,11 @@ def main() -> None:
                                 "source": f"{bases[source]}/{remote.FILE}",
                                 "small": f"{bases[source]}/{remote.SMALL}",
                                 "broadcast": broadcast,
+                                "store": bases["slow store"],
                                 "meeting": f"file://{folder}/meeting-{os.urandom(8).hex()}",
                                 "size_bytes": options.size_mb * 1_000_000,
                             }
-                            before = num_served(bases["slow store"])
-                            seconds = measure(num_ranks, arguments)
-                            nbytes = num_served(bases["slow store"]) - before
+                            seconds, nbytes = measure(num_ranks, arguments)
                             found.setdefault((source, num_ranks, broadcast), []).append((seconds, nbytes))
                             line = {
                                 "round": number,
