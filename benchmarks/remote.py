@@ -61,6 +61,8 @@ GOALS = {"obstore": 0.9, "Run:ai": 2.0}
 """Least rate of stio, as a multiple of the contestant's."""
 
 FILE, SMALL = "model/model.safetensors", "small/model.safetensors"
+SERVED = "served"
+"""Path on the slow store that answers with the number of bytes which it has sent."""
 MOST_SECONDS = 300
 """For one process."""
 
@@ -181,8 +183,10 @@ async def drop(port: int) -> None:
 async def serve(folder: Path, port: int) -> None:
     """Answer requests for ranges, each after a while and at a limited rate; for ever."""
     contents = {name: (folder / name).read_bytes() for name in (FILE, SMALL)}
+    num_sent = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_sent
         writer.transport.set_write_buffer_limits(1 << 20)
         while True:
             try:
@@ -191,7 +195,8 @@ async def serve(folder: Path, port: int) -> None:
                 writer.close()
                 return
             lines = head.split("\r\n")
-            found = memoryview(contents[lines[0].split()[1].lstrip("/")])
+            path = lines[0].split()[1].lstrip("/")
+            found = memoryview(str(num_sent).encode() if path == SERVED else contents[path])
             given = next((line.partition("=")[2] for line in lines if line.lower().startswith("range:")), "")
             first, _, last = given.partition("-")
             begin, end = int(first or 0), min(len(found), int(last) + 1 if last else len(found))
@@ -206,6 +211,7 @@ async def serve(folder: Path, port: int) -> None:
                 due = min(end, begin + int((time.monotonic() - start + 0.005) * SLOW_BYTES_PER_SECOND))
                 if due > at:
                     writer.write(found[at:due])
+                    num_sent += due - at
                     at = due
                     try:
                         await writer.drain()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from stio.distributed.broadcast import Broadcast, fill_shared
 from stio.distributed.parts import part_of
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.loading.api import fill_from
@@ -32,6 +35,7 @@ async def load_into(
     cache: CacheLike | None = None,
     trace: Trace | None = None,
     switch_interval: float | None = None,
+    broadcast: Broadcast = "auto",
     process_group: ProcessGroup | None = None,
     rank_timeout: float = RANK_TIMEOUT_SECONDS,
 ) -> LoadReport:
@@ -62,10 +66,14 @@ async def load_into(
         limits: See `stio.load`.
         verify: See `stio.load`; each rank reads all files for that.
         follow_symlinks: See `stio.load`.
-        progress: See `stio.load`.
+        progress: See `stio.load`; it counts what this rank reads.
         cache: See `stio.load`.
         trace: See `stio.load`.
         switch_interval: See `stio.load`.
+        broadcast: Whether of tensors that several ranks need each rank reads a part and sends it to the others, so that
+            no byte is read twice: replicated tensors, copies of HSDP, parts of inner dimensions. `"auto"`: if the
+            source is behind a network and most ranks need most of these tensors; not with a `DiskCache`. Files of this
+            machine are read faster by each rank. All ranks must pass the same.
         process_group: The ranks that call this. None: all ranks of the default group.
         rank_timeout: Seconds without a sign of life of a rank, after which the load fails on all others.
 
@@ -74,6 +82,7 @@ async def load_into(
         `strict=True`.
 
     Raises:
+        ValueError: An argument has a wrong value, or `broadcast` differs between ranks.
         MismatchError: Target and checkpoint differ, a tensor is on `meta`, or a placement cannot be loaded.
         FormatError: The nested state in the checkpoint is malformed.
         RankError: The load failed on another rank, whose error is `__cause__`.
@@ -92,7 +101,10 @@ async def load_into(
             trace=trace,
             switch_interval=switch_interval,
         )
-        report = await fill_from(source, _filled(target), options, on_begin=ranks.on_failure)
+        if not (isinstance(broadcast, bool) or broadcast == "auto"):
+            raise ValueError(f"broadcast= takes True, False or 'auto', not {broadcast!r}")
+        shared = partial(fill_shared, ranks=ranks, options=options, broadcast=broadcast)
+        report = await fill_from(source, _filled(target), options, on_begin=ranks.on_failure, fill_first=shared)
         await ranks.arrive("loaded")
         return report
 

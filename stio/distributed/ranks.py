@@ -19,7 +19,9 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -122,6 +124,7 @@ class Ranks:
         self._cancels: list[Callable[[], None]] = []
         self._requests: list[_Request] = []
         self._to_set: deque[tuple[str, bytes]] = deque()
+        self._to_tell: deque[_Failure] = deque()
         self._keys: list[str] = []  # that this rank has set
         self._leaving = False
         self._interrupted = False
@@ -132,7 +135,8 @@ class Ranks:
             self._watch, name="ranks", about=about, notifier=self._notifier, exit_patience=exit_patience
         )
         self._signs = {other: _Sign() for other in (range(1, self.num_ranks) if self.rank == 0 else (0,))}
-        self._sign_seconds = min(0.5, timeout / 8) * max(1.0, self.num_ranks / 250)
+        self.sign_seconds = min(0.5, timeout / 8) * max(1.0, self.num_ranks / 250)
+        """Seconds between two signs of life of a rank, which are its values of the name "sign"."""
         self._next_sign, self._num_signs = 0.0, 0
         self._looked = time.monotonic()  # when the store has answered last
         self._served = False  # whether the thread of the requests has ended
@@ -152,13 +156,19 @@ class Ranks:
             self._to_set.append((f"{name}/{self.rank}", value))
             self._changed.wake()
 
-    async def fetch(self, name: str, of: int = 0) -> bytes:
+    async def fetch(self, name: str, of: int = 0, *, ended: Callable[[], bool] = lambda: False) -> bytes:
         """Wait for a value that a rank shares.
+
+        Args:
+            name: The name of the value.
+            of: The rank.
+            ended: Ends the wait when it is true. It is looked at after `wake`, and once a second.
 
         Raises:
             RankError: A rank has failed.
+            Cancelled: `ended()` came first.
         """
-        return (await self._wait_for([f"{name}/{of}"]))[0]
+        return (await self._wait_for([f"{name}/{of}"], ended))[0]
 
     async def arrive(self, name: str, value: bytes = b"") -> list[bytes]:
         """Share a value, and wait until all ranks have; return the values, the first rank's first.
@@ -172,20 +182,45 @@ class Ranks:
         return await self._wait_for([f"{name}/{rank}" for rank in range(self.num_ranks)])
 
     def interrupt(self) -> None:
-        """End the waits of this rank, which was cancelled. Takes no lock; callable from any thread."""
+        """End all waits of this rank, which was cancelled. Takes no lock; callable from any thread."""
         self._interrupted = True
         self._notifier.notify()
 
-    async def _wait_for(self, keys: Sequence[str]) -> list[bytes]:
+    def wake(self) -> None:
+        """Make the waits of `fetch` look at `ended` again. Callable from any thread; takes no lock."""
+        self._notifier.notify()
+
+    def report_failure(self, ranks: Sequence[int], text: str) -> None:
+        """Tell all ranks that some of them have failed, which cannot tell it themselves; returns at once."""
+        self._to_tell.append(_Failure(self.rank, tuple(ranks), text))
+        self._changed.wake()
+
+    def new_gloo_group(self) -> Any:
+        """Return a `ProcessGroupGloo` of these ranks alone; blocks until all of them call this.
+
+        No other code knows it, and its operations do not mix with those of the caller's groups. Its connections are
+        closed with the last reference to it. A call in it waits `timeout` for the others.
+
+        Raises:
+            RuntimeError: The others do not call this, or there is no connection to them.
+        """
+        assert self._store is not None
+        store = PrefixStore(f"{self._prefix}/gloo", _own_connection(self._store))
+        # Not by `dist.new_group`, which would add it to the groups of the process: that is not safe on another thread.
+        return dist.ProcessGroupGloo(store, self.rank, self.num_ranks, timedelta(seconds=self._timeout))
+
+    async def _wait_for(self, keys: Sequence[str], ended: Callable[[], bool] = lambda: False) -> list[bytes]:
         request = _Request(list(keys))
         self._requests.append(request)
         self._changed.wake()
         await self._watcher.wait_until(
-            lambda: request.values is not None or self.failure is not None or self._interrupted
+            lambda: request.values is not None or self.failure is not None or self._interrupted or ended()
         )
         if self.failure is not None:  # first: a rank that is late finds the values of ranks that have given up
             raise self.failure
-        if self._interrupted:
+        if request.values is None and not self._watcher.done:
+            with suppress(ValueError):  # the watcher has just found it
+                self._requests.remove(request)
             raise Cancelled
         if request.values is None:
             self._watcher.outcome()  # raises why the watcher ended
@@ -237,7 +272,7 @@ class Ranks:
                 self._looked = time.monotonic()
                 pause = _SHORTEST_PAUSE if found or not self._requests else min(2 * pause, _LONGEST_PAUSE)
                 with self._changed:
-                    if not (self._leaving or self._to_set or operation.cancelled):
+                    if not (self._leaving or self._to_set or self._to_tell or operation.cancelled):
                         self._changed.wait(pause if self._requests else _LONGEST_PAUSE)
             self._leave(store)
             self._forget_old_keys(connection)
@@ -256,12 +291,15 @@ class Ranks:
         found = bool(self._to_set)
         while self._to_set:
             self._set(store, *self._to_set.popleft())
+        while self._to_tell:
+            self._tell(store, self._to_tell.popleft())
         if self.failure is None and store.check(["failed"]):
             self._read_failure(store.get("failed"))
         for request in self._requests.copy():
             if store.check(request.keys):
                 request.values = [store.get(key) for key in request.keys]
-                self._requests.remove(request)
+                with suppress(ValueError):  # nothing waits for it any more
+                    self._requests.remove(request)
                 self._notifier.notify()
                 found = True
         if time.monotonic() >= self._next_sign:
@@ -271,7 +309,7 @@ class Ranks:
     def _give_sign(self, store: Store) -> None:
         """Give a sign of life, and judge those of other ranks."""
         now = time.monotonic()
-        self._next_sign = now + self._sign_seconds
+        self._next_sign = now + self.sign_seconds
         self._num_signs += 1
         self._set(store, f"sign/{self.rank}", str(self._num_signs).encode())
         silent = []
@@ -288,8 +326,8 @@ class Ranks:
 
     def _why_silent(self, silent: list[int], never: list[int]) -> str:
         if never == silent:
-            return f"{_named(silent)} did not begin the {self._about} within {self._timeout:g} s (rank_timeout=)"
-        return f"{_named(silent)} gave no sign of life for {self._timeout:g} s (rank_timeout=)"
+            return f"{named(silent)} did not begin the {self._about} within {self._timeout:g} s (rank_timeout=)"
+        return f"{named(silent)} gave no sign of life for {self._timeout:g} s (rank_timeout=)"
 
     def _tell(self, store: Store, failure: _Failure) -> None:
         """Tell all ranks of a failure; the first one counts."""
@@ -373,7 +411,8 @@ def _described(rank: int, about: str, error: BaseException) -> _Failure:
     return _Failure(rank, (rank,), text, pickled)
 
 
-def _named(ranks: Sequence[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks as words."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -20,7 +20,16 @@ from torch import nn
 
 from stio.errors import ClosedError
 from stio.format.header import TensorInfo
-from stio.loading.body import Target, collect, fill_module, open_source, reading_operation, stream_to, verify
+from stio.loading.body import (
+    FillSome,
+    Target,
+    collect,
+    fill_module,
+    open_source,
+    reading_operation,
+    stream_to,
+    verify,
+)
 from stio.loading.group_queue import GroupQueue
 from stio.loading.module import LoadReport, ModuleTarget
 from stio.loading.open import OpenCheckpoint
@@ -198,6 +207,7 @@ async def fill_from(
     options: LoadOptions,
     *,
     on_begin: Callable[[Callable[[], None]], None] = lambda abort: None,
+    fill_first: FillSome | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a target; see `load_into`.
 
@@ -206,17 +216,25 @@ async def fill_from(
         target: What is filled.
         options: Options of the load.
         on_begin: Called with a function that ends the load early: then this raises `ClosedError`.
+        fill_first: Called when names and shapes have been compared, before tensors are read.
     """
-    queue = _queue_for(target, source, options, about=shown(source))
+    queue = _queue_for(target, source, options, about=shown(source), fill_first=fill_first)
     on_begin(queue.operation.cancel)
     return await _fill(target, queue)
 
 
-def _queue_for(target: Target, source: SourceLike | OpenCheckpoint, options: LoadOptions, *, about: str) -> GroupQueue:
+def _queue_for(
+    target: Target,
+    source: SourceLike | OpenCheckpoint,
+    options: LoadOptions,
+    *,
+    about: str,
+    fill_first: FillSome | None = None,
+) -> GroupQueue:
     """Return the queue of a load into a target; its operation is not started."""
 
     def body(operation: Operation[None], queue: GroupQueue) -> None:
-        fill_module(operation, queue, source, target, options)
+        fill_module(operation, queue, source, target, options, fill_first)
 
     return GroupQueue(body, name="load_into", about=about, trace=options.trace)
 

@@ -39,6 +39,10 @@ T = TypeVar("T")
 Target: TypeAlias = ModuleTarget | StateTarget
 """What a load fills: the tensors of a module, or of a nested state."""
 
+FillSome: TypeAlias = Callable[[Operation[Any], OpenCheckpoint, ModuleTarget, list[str]], list[str]]
+"""Fills some of a module's tensors by other means than a load of their own. Called on the operation's thread with the
+names to load; returns those that remain."""
+
 
 def open_source(
     operation: Operation[Any],
@@ -186,15 +190,16 @@ def fill_module(
     source: SourceLike | OpenCheckpoint,
     target: Target,
     options: LoadOptions,
+    fill_first: FillSome | None = None,
 ) -> None:
     """Load into a module or a state; groups that the consumer's thread must copy are put in the queue."""
     with shortened(options.switch_interval):
         if isinstance(source, OpenCheckpoint):  # it was verified when it was opened
-            _fill_module(operation, queue, source, target, options, verified=True)
+            _fill_module(operation, queue, source, target, options, None, verified=True)
             return
         # The names that the module needs are compared, and not those of the index.
         with closing(open_source(operation, source, options, strict=False)) as opened:
-            _fill_module(operation, queue, opened, target, options, verified=False)
+            _fill_module(operation, queue, opened, target, options, fill_first, verified=False)
 
 
 def _fill_module(
@@ -203,6 +208,7 @@ def _fill_module(
     opened: OpenCheckpoint,
     target: Target,
     options: LoadOptions,
+    fill_first: FillSome | None,
     *,
     verified: bool,
 ) -> None:
@@ -213,6 +219,10 @@ def _fill_module(
             names, _ = target.match(opened.dtypes_and_shapes(), opened.aliases, strict=options.strict, path=opened.path)
     if not verified:
         verify(operation, opened, options)
+    if fill_first is not None and isinstance(target, ModuleTarget):
+        names = fill_first(operation, opened, target, names)
+        if not names:
+            return
     assigned = target if isinstance(target, ModuleTarget) and target.assigns else None
     if assigned is None:
         options = replace(options, device=target.device)  # the copies stay on one device

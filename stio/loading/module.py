@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from stio.device.base import LoadedGroup
-from stio.device.tensors import TORCH_DTYPES, copy_all, torch_shape
+from stio.device.tensors import INTEGERS, TORCH_DTYPES, copy_all, torch_shape
 from stio.errors import MismatchError, WarmStartError, one_line, printable
 from stio.loading.module_tree import (
     ModuleTree,
@@ -407,6 +407,36 @@ class ModuleTarget:
         with torch.inference_mode() if self._inference else torch.no_grad():
             copy_all(targets, sources)
 
+    def synchronize(self) -> None:
+        """Wait for all work on the devices of the tensors: `copy_rows` is not in the order of the caller's stream."""
+        for device in {target.device for target in self._targets.values()}:
+            if device.type not in ("cpu", "meta"):
+                torch.accelerator.synchronize(device)
+
+    def copy_rows(self, source: str, rows: torch.Tensor, dim: int, begin: int, whole: tuple[int, ...]) -> None:
+        """Copy some rows of a tensor of the checkpoint into those of the module, as far as they hold them; blocks.
+
+        What is kept for hooks is assembled on the CPU.
+
+        Args:
+            source: Name in the checkpoint.
+            rows: Rows of its tensor, on the CPU.
+            dim: The dimension of which they are a part; all dimensions before it have size 1.
+            begin: Place of the first of them.
+            whole: Shape of the tensor.
+        """
+        with torch.inference_mode() if self._inference else torch.no_grad():
+            if source in self._kept_names:
+                kept = self._loaded.get(source)
+                if kept is None:
+                    kept = self._loaded[source] = torch.empty(whole, dtype=rows.dtype)
+                _copy_common(kept, tuple(slice(0, size) for size in whole), rows, dim, begin)
+            names = self._more_copies.get(source, ())
+            for name in (self._copies[source], *names) if source in self._copies else names:
+                part = self._parts.get(name)
+                index = tuple(slice(0, size) for size in whole) if part is None else part.index
+                _copy_common(self._targets[name], index, rows, dim, begin)
+
     def keep(self, group: LoadedGroup) -> None:
         """With `assign`, collect a group's tensors for `make` (called by workers)."""
         self._groups.append(group)  # for the thread that calls `complete`
@@ -500,6 +530,21 @@ class ModuleTarget:
         self._groups.clear()
         self._loaded.clear()
         self._made.clear()
+
+
+def _copy_common(target: torch.Tensor, index: tuple[slice, ...], rows: torch.Tensor, dim: int, begin: int) -> None:
+    """Copy what `rows` and the part `index` of a tensor have in common into the memory of that part."""
+    if not index:
+        target.copy_(rows)
+        return
+    first, end = max(begin, index[dim].start), min(begin + rows.shape[dim], index[dim].stop)
+    if first < end:
+        within = (*index[:dim], slice(first - begin, end - begin), *index[dim + 1 :])
+        same = target.narrow(dim, first - index[dim].start, end - first)
+        part = rows[within]
+        if same.dtype == part.dtype and part.itemsize in INTEGERS:  # torch does not copy every dtype
+            same, part = same.view(INTEGERS[part.itemsize]), part.view(INTEGERS[part.itemsize])
+        same.copy_(part)
 
 
 def _as(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

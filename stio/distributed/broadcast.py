@@ -1,0 +1,584 @@
+"""The broadcast load: of tensors that several ranks need, each rank reads a part, and sends it to all others.
+
+Without it each rank reads all that it needs, so a slow store sends the same bytes once for each rank. Here the ranks
+first agree on what they need in common (`agree`), then each reads its share of that, chunk by chunk, and sends each
+chunk by a broadcast when it is read (`format/broadcast_plan.py` makes the plan). What a rank needs alone it reads
+itself after that.
+
+The broadcasts run in a Gloo group that exists for one load. Its operations cannot be interrupted, so the ranks must
+leave it together, or one that waits would wait for ever. They do so in steps. At the start of a step they add up a few
+numbers: which chunks each rank has read, and whether one has to stop, because it failed or is cancelled. If one has,
+all leave. Otherwise a few chunks are sent. A step takes a fraction of a second, also while all wait for a slow store.
+A rank that is killed closes its connections, which is an error on the others at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from array import array
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from time import monotonic, perf_counter
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from stio.device.base import LoadedGroup
+from stio.device.tensors import TORCH_DTYPES, require_dtypes
+from stio.distributed.ranks import Ranks, named
+from stio.errors import ChangedDuringReadError, FormatError, RankError, printable
+from stio.format.broadcast_plan import (
+    NO_ROWS,
+    Chunk,
+    Piece,
+    RowRange,
+    Rows,
+    SharedRows,
+    common_rows,
+    cut_chunks,
+    needed_rows,
+    rows_of,
+)
+from stio.format.gil_slices import row_slices
+from stio.format.header import Header
+from stio.loading.body import carry_out
+from stio.loading.module import ModuleTarget
+from stio.loading.open import OpenCheckpoint
+from stio.loading.options import LoadOptions
+from stio.loading.plan import Group, stored_shape
+from stio.loading.prepare import prepare
+from stio.loading.scheduler import LoadScheduler
+from stio.runtime.blocking import run_blocking
+from stio.runtime.memory import default_budget_bytes
+from stio.runtime.notifier import Notifier
+from stio.runtime.operation import Cancelled, Operation
+from stio.runtime.trace import Trace, traced
+from stio.storage.base import RequestedSource
+
+Broadcast: TypeAlias = bool | Literal["auto"]
+"""Whether ranks send each other what several of them need; `stio.distributed.load_into` describes it."""
+
+CHUNK_BYTES = 8 << 20
+"""Largest chunk: one request to a store. At 1 Gbit/s it takes 70 ms to another host."""
+
+_LEAST_CHUNK_BYTES = 64 << 10
+_CHUNKS_IN_BUDGET = 16
+"""The budget holds the chunk that is received, and those that are read ahead."""
+
+_LEAST_SHARED_BYTES = 4 << 20
+"""With `"auto"`, fewer bytes are read by each rank: the agreement takes longer."""
+
+_CHUNKS_IN_STEP = 4
+"""Most chunks that are sent between two looks at failures."""
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
+"""Seconds that a rank without a chunk waits for one before the next step; they double while no rank has one."""
+
+_SILENT_SIGNS = 3
+"""After a broken connection, a rank that omits so many signs of life is named as the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One tensor of the checkpoint, with data."""
+
+    name: str
+    file: int
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    """In whole storage items; see `stored_shape`."""
+    rows: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is sent, the same on all ranks."""
+
+    tensors: Sequence[_Tensor]
+    """All tensors of the checkpoint."""
+    chunks: Sequence[Chunk]
+    """In the order of the checkpoint."""
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the tensors that are sent."""
+        return {self.tensors[piece.tensor].name for chunk in self.chunks for piece in chunk.pieces}
+
+
+class _Need(msgspec.Struct, array_like=True):
+    """What a rank needs. A rank that takes no part in a broadcast shares an empty value in its place."""
+
+    checkpoint: bytes
+    """Digest of the checkpoint that it has opened."""
+    required: bool
+    """Whether it has `broadcast=True`."""
+    budget_bytes: int
+    rows: bytes
+    """Of each tensor, as `_packed`."""
+
+
+class _Decision(msgspec.Struct, array_like=True):
+    """What the first rank has decided. An empty value in its place: no broadcast."""
+
+    chunk_bytes: int
+    rows: bytes
+    """Of each tensor, the rows that are sent, as `_packed`."""
+
+
+def fill_shared(
+    operation: Operation[Any],
+    opened: OpenCheckpoint,
+    target: ModuleTarget,
+    names: list[str],
+    *,
+    ranks: Ranks,
+    options: LoadOptions,
+    broadcast: Broadcast,
+) -> list[str]:
+    """Fill the tensors that several ranks need; return the names that remain. A `FillSome` for `fill_from`.
+
+    All ranks call it. When it returns or raises, no thread uses memory of the module or of the broadcast.
+
+    Args:
+        operation: The operation of the load, on whose thread this runs.
+        opened: The checkpoint.
+        target: The module, compared with the checkpoint.
+        names: Names to load.
+        ranks: The ranks.
+        options: Options of the load.
+        broadcast: See `load_into`. All ranks must give the same.
+
+    Raises:
+        RankError: A rank has failed, or the connection to it broke.
+        ValueError: `broadcast` differs between ranks.
+        ChangedDuringReadError: Ranks have opened different checkpoints.
+    """
+    operation.on_cancel(ranks.wake)
+    with traced(options.trace, "agree"):
+        plan = agree(operation, opened, target, names, ranks=ranks, options=options, broadcast=broadcast)
+    if plan is None:
+        return names
+    sent = plan.names
+    with closing(_Reading(opened, plan.chunks, ranks.rank, options)) as read:
+        operation.on_cancel(read.operation.cancel)
+        read.operation.start()
+        _Sending(operation, plan, target, ranks, read, options.trace).run()
+        read.finish()
+    return [name for name in names if name not in sent]
+
+
+# Agreement.
+
+
+def agree(
+    operation: Operation[Any],
+    opened: OpenCheckpoint,
+    target: ModuleTarget,
+    names: Sequence[str],
+    *,
+    ranks: Ranks,
+    options: LoadOptions,
+    broadcast: Broadcast,
+) -> _Plan | None:
+    """Return what is sent, which the first rank decides; None if each rank reads what it needs.
+
+    Raises:
+        Cancelled: The operation was cancelled.
+        ValueError: `broadcast` differs between ranks.
+        ChangedDuringReadError: Ranks have opened different checkpoints.
+        RankError: A rank has failed.
+    """
+    if broadcast is True and not dist.is_gloo_available():
+        raise ValueError("broadcast=True needs a torch with Gloo, and this one has none; pass broadcast=False")
+    takes_part = broadcast is True or (broadcast == "auto" and _may_pay(opened, options))
+    if ranks.num_ranks == 1 or not takes_part:
+        ranks.share("need", b"")
+        if ranks.rank == 0:
+            ranks.share("decision", b"")
+        return None
+    tensors = _tensors(opened)
+    need = _Need(
+        checkpoint=_digest(opened),
+        required=broadcast is True,
+        budget_bytes=options.budget_bytes or default_budget_bytes(),
+        rows=_packed(_needs(tensors, target, names, path=opened.path)),
+    )
+    ranks.share("need", msgspec.msgpack.encode(need))
+    fetch = partial(ranks.fetch, ended=lambda: operation.cancelled)
+    if ranks.rank == 0:
+        found = [run_blocking(fetch("need", of=rank)) for rank in range(ranks.num_ranks)]
+        ranks.share("decision", _decide(tensors, found, required=need.required, path=opened.path))
+    value = run_blocking(fetch("decision", of=0))
+    if not value:
+        _require_agreement(need.required, 0)
+        return None
+    decision = msgspec.msgpack.decode(value, type=_Decision)
+    shared = [
+        SharedRows(k, one.file, one.offset + rows[0] * one.rows.nbytes, one.rows.nbytes, rows)
+        for k, (one, rows) in enumerate(zip(tensors, _unpacked(decision.rows), strict=True))
+        if rows != NO_ROWS
+    ]
+    return _Plan(tensors, cut_chunks(shared, ranks.num_ranks, decision.chunk_bytes)) if shared else None
+
+
+def _may_pay(opened: OpenCheckpoint, options: LoadOptions) -> bool:
+    """Return whether the source is behind a network, and each rank would read from there.
+
+    Files in the page cache are read faster by each rank. A `DiskCache` reads each object once for all ranks of a host.
+    """
+    is_remote = any(isinstance(file, RequestedSource) for file in opened.files)
+    return is_remote and options.disk_cache is None and not options.verify and dist.is_gloo_available()
+
+
+def _require_agreement(required: bool, rank: int) -> None:
+    if required:
+        raise ValueError(f"broadcast= must be the same on all ranks; rank {rank} does not broadcast")
+
+
+def _decide(tensors: Sequence[_Tensor], found: Sequence[bytes], *, required: bool, path: str) -> bytes:
+    """Return the decision of the first rank."""
+    if b"" in found:
+        _require_agreement(required, found.index(b""))
+        return b""
+    needs = [msgspec.msgpack.decode(value, type=_Need) for value in found]
+    for rank, need in enumerate(needs):
+        if need.checkpoint != needs[0].checkpoint:
+            raise ChangedDuringReadError(
+                f"ranks 0 and {rank} have opened different checkpoints; was it replaced meanwhile?", path=path
+            )
+    of_ranks = [_unpacked(need.rows) for need in needs]
+    rows = [common_rows(one) for one in zip(*of_ranks, strict=True)]
+    sent = sum((end - begin) * one.rows.nbytes for one, (begin, end) in zip(tensors, rows, strict=True))
+    if not any(need.required for need in needs):
+        # All ranks receive all that is sent. If most of it is of no use to most of them, to read it is less work.
+        needed = sum(
+            (end - begin) * one.rows.nbytes
+            for of_rank in of_ranks
+            for one, (begin, end), common in zip(tensors, of_rank, rows, strict=True)
+            if common != NO_ROWS
+        )
+        if sent < _LEAST_SHARED_BYTES or 2 * needed < sent * len(needs):
+            return b""
+    chunk_bytes = min(need.budget_bytes for need in needs) // _CHUNKS_IN_BUDGET
+    chunk_bytes = max(_LEAST_CHUNK_BYTES, min(CHUNK_BYTES, chunk_bytes))
+    return msgspec.msgpack.encode(_Decision(chunk_bytes, _packed(rows)))
+
+
+def _tensors(opened: OpenCheckpoint) -> list[_Tensor]:
+    found = []
+    for file, header in enumerate(opened.headers):
+        columns = zip(header.names, header.dtypes, header.shapes, header.begins, strict=True)
+        for name, dtype, shape, begin in columns:
+            try:
+                items, item_bytes = stored_shape(dtype, shape, name=name)
+                rows = rows_of(items, item_bytes)
+            except FormatError:  # rows that do not end on a byte; a load of the tensor says so
+                items, rows = shape, Rows(0, 0, 0)
+            found.append(_Tensor(name, file, begin, dtype, items, rows))
+    return found
+
+
+def _needs(tensors: Sequence[_Tensor], target: ModuleTarget, names: Sequence[str], *, path: str) -> list[RowRange]:
+    """Return the rows of each tensor that this rank needs."""
+    wanted, slices = set(names), target.slices
+    require_dtypes([one.dtype for one in tensors if one.name in wanted], path=path)
+    kept = target.kept_names or ()
+    needs = []
+    for one in tensors:
+        if one.name not in wanted:
+            needs.append(NO_ROWS)
+        elif one.name in slices and one.name not in kept:
+            needs.append(needed_rows(one.rows, slices[one.name]))
+        else:
+            needs.append((0, one.rows.num))
+    return needs
+
+
+def _packed(rows: Sequence[RowRange]) -> bytes:
+    """Return ranges of rows as bytes: 300 KB for 100,000 tensors, since a store has no room for more."""
+    return zlib.compress(array("q", [end for one in rows for end in one]).tobytes(), 1)
+
+
+def _unpacked(packed: bytes) -> list[RowRange]:
+    values = array("q", zlib.decompress(packed))
+    return list(zip(values[::2], values[1::2], strict=True))
+
+
+def _digest(opened: OpenCheckpoint) -> bytes:
+    """Return a digest of a checkpoint's layout, and of what names its content and is the same on all hosts."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file, header in zip(opened.files, opened.headers, strict=True):
+        digest.update(repr((header.shard, header.data_start, file.identity.nbytes, file.identity.etag)).encode())
+        for rows in row_slices(len(header)):
+            columns = (header.names, header.dtypes, header.shapes, header.ends)
+            digest.update(repr([column[rows] for column in columns]).encode())
+    return digest.digest()
+
+
+# Reading.
+
+
+class _Reading:
+    """Reads the chunks of this rank on threads, within the budget, ahead of their broadcast.
+
+    For the load that does it, the checkpoint consists of chunks: tensors of bytes.
+
+    Args:
+        opened: The checkpoint.
+        chunks: All chunks.
+        rank: This rank.
+        options: Options of the load.
+    """
+
+    def __init__(self, opened: OpenCheckpoint, chunks: Sequence[Chunk], rank: int, options: LoadOptions) -> None:
+        self._own = {number: chunk for number, chunk in enumerate(chunks) if chunk.owner == rank}
+        self._chunks = chunks
+        self._in_chunks = replace(
+            opened,
+            headers=[
+                _in_chunks(header, [(k, chunk) for k, chunk in self._own.items() if chunk.file == file])
+                for file, header in enumerate(opened.headers)
+            ],
+            aliases={},
+            manifest=None,
+        )
+        budget_bytes = options.budget_bytes or default_budget_bytes()
+        received_bytes = max(chunk.nbytes for chunk in chunks)
+        self._options = replace(
+            options,
+            device="cpu",
+            dtype=None,
+            memory=options.memory if options.memory in ("auto", "map", "copy") else "auto",
+            budget_bytes=max(budget_bytes - received_bytes, budget_bytes // 2, 1),
+        )
+        self._read: dict[int, tuple[Group, torch.Tensor]] = {}  # by chunk; bytes that were not sent yet
+        self._num_unsent: dict[int, int] = {}  # by group
+        self._scheduler: LoadScheduler | None = None
+        self._notifier = Notifier()
+        self.operation: Operation[None] = Operation(self._run, name="share", about=opened.path, notifier=self._notifier)
+        """Reads on a thread of its own."""
+
+    def _run(self, operation: Operation[None]) -> None:
+        names = [str(number) for number in self._own]
+        scheduler = prepare(self._in_chunks, names, self._options, deliver=self._deliver, hold=True, kept=())
+        self._scheduler = scheduler
+        try:
+            carry_out(operation, scheduler)
+        finally:
+            self._scheduler = None  # it refers to this object
+
+    def _deliver(self, group: Group, loaded: LoadedGroup) -> None:
+        self._num_unsent[group.index] = len(loaded.tensors)
+        self._read.update((int(name), (group, data)) for name, data in loaded.tensors.items())
+        self._notifier.notify()
+
+    @property
+    def ready(self) -> tuple[int, int]:
+        """The first chunk that is read, and how many that follow each other fit into one; (-1, 0) if none is read."""
+        first = min(self._read.copy(), default=-1)
+        num = nbytes = 0
+        while (number := first + num) in self._read:
+            nbytes += self._chunks[number].nbytes
+            if num and nbytes > CHUNK_BYTES:
+                break
+            num += 1
+        return first, num
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a chunk is read, at most for some seconds."""
+        self._notifier.block_until(lambda: bool(self._read) or self.operation.done, seconds)
+
+    def data(self, number: int) -> torch.Tensor:
+        """Return the bytes of a chunk that is read."""
+        return self._read[number][1]
+
+    def release(self, number: int) -> None:
+        """Release the memory of a chunk."""
+        group, _ = self._read.pop(number)
+        self._num_unsent[group.index] -= 1
+        scheduler = self._scheduler
+        if not self._num_unsent[group.index] and scheduler is not None:
+            scheduler.release(group)
+
+    def finish(self) -> None:
+        """Wait until all is read, and the files are known to be unchanged.
+
+        Raises:
+            BaseException: The error of the load, as it was raised.
+        """
+        self.operation.join()
+        if self.operation.cancelled:
+            raise Cancelled
+        self.operation.outcome()
+
+    def close(self) -> None:
+        """End the reading, and wait until no thread reads."""
+        self.operation.close()
+        self._read.clear()
+
+
+def _in_chunks(header: Header, chunks: Sequence[tuple[int, Chunk]]) -> Header:
+    """Return a header in which some chunks of the file are tensors of bytes, and so is all that is between them."""
+    names, begins, ends = [], [], []
+    end = 0
+    for number, chunk in chunks:
+        if chunk.begin > end:
+            names.append(f"before {number}")
+            begins.append(end)
+            ends.append(chunk.begin)
+        end = chunk.begin + chunk.nbytes
+        names.append(str(number))
+        begins.append(chunk.begin)
+        ends.append(end)
+    if end < header.data_bytes:
+        names.append("rest")
+        begins.append(end)
+        ends.append(header.data_bytes)
+    return replace(
+        header,
+        names=names,
+        dtypes=["U8"] * len(names),
+        shapes=[(end - begin,) for begin, end in zip(begins, ends, strict=True)],
+        begins=begins,
+        ends=ends,
+    )
+
+
+# Sending.
+
+
+@dataclass(slots=True)
+class _Sending:
+    """The steps in which chunks are sent."""
+
+    operation: Operation[Any]
+    plan: _Plan
+    target: ModuleTarget
+    ranks: Ranks
+    read: _Reading
+    trace: Trace | None
+    error: BaseException | None = None
+    """Of a copy on this rank; the others learn of it in the next step."""
+
+    def run(self) -> None:
+        """Send all chunks, and copy what this rank needs of them.
+
+        Raises:
+            Cancelled: The operation was cancelled.
+            RankError: A rank has failed, or the connection to it broke.
+            BaseException: The error of this rank.
+        """
+        received = torch.empty(max(chunk.nbytes for chunk in self.plan.chunks), dtype=torch.uint8, device="cpu")
+        self.target.synchronize()
+        # From here on, until the group is there, this rank does nothing that may fail: others may wait in it.
+        run_blocking(self.ranks.arrive("ready"))
+        broken: str | None = None
+        try:
+            has_stopped = self._send_all(self.ranks.new_gloo_group(), received)
+        except RuntimeError as error:  # DistError and its subclasses; other errors are kept until the next step
+            broken = printable(str(error).partition("\n")[0])
+        if self.read.operation.failure is not None:
+            raise self.read.operation.failure
+        if self.error is not None:
+            raise self.error
+        self.operation.check()
+        if broken is not None:
+            failure = self._broken(broken)
+            self.ranks.report_failure(failure.ranks, failure.message)
+            has_stopped = True
+        if has_stopped:  # the rank that had to stop tells why
+            run_blocking(self.ranks.fetch("failure", ended=lambda: self.operation.cancelled))
+
+    def _send_all(self, group: Any, received: torch.Tensor) -> bool:
+        """Send all chunks; return whether a rank had to stop before that.
+
+        The group's connections are closed when this returns, and no operation in it is under way.
+        """
+        num_left, num_sent, pause = len(self.plan.chunks), [0] * self.ranks.num_ranks, 0.0
+        while True:
+            if pause:
+                self.read.wait(pause)
+            ready = self._exchange(group)
+            if ready is None:
+                return True
+            if not num_left:
+                return False
+            owners = sorted((rank for rank, (_, num) in enumerate(ready) if num), key=lambda rank: num_sent[rank])
+            for owner in owners[:_CHUNKS_IN_STEP]:
+                first, num = ready[owner]
+                for number in range(first, first + num):
+                    self._send(group, number, received)
+                num_left -= num
+                num_sent[owner] += num
+            pause = 0.0 if owners else max(_SHORTEST_PAUSE, min(2 * pause, _LONGEST_PAUSE))
+
+    def _exchange(self, group: Any) -> list[tuple[int, int]] | None:
+        """Return the chunks that each rank has read: the first, and their number; None if a rank has to stop."""
+        num_ranks, rank = self.ranks.num_ranks, self.ranks.rank
+        has_failed = self.operation.cancelled or self.error is not None or self.read.operation.failure is not None
+        numbers = torch.zeros(2 * num_ranks + 1, dtype=torch.int64, device="cpu")
+        numbers[2 * rank : 2 * rank + 2] = torch.tensor(self.read.ready)
+        numbers[-1] = has_failed
+        group.allreduce([numbers], dist.AllreduceOptions()).wait()
+        values = numbers.tolist()
+        return None if values[-1] else list(zip(values[:-1:2], values[1::2], strict=True))
+
+    def _send(self, group: Any, number: int, received: torch.Tensor) -> None:
+        """Send a chunk, or receive it, and copy what this rank needs of it."""
+        chunk = self.plan.chunks[number]
+        is_own = chunk.owner == self.ranks.rank
+        data = self.read.data(number) if is_own else received[: chunk.nbytes]
+        how = dist.BroadcastOptions()
+        how.rootRank = chunk.owner
+        begin = perf_counter()
+        group.broadcast([data], how).wait()
+        if self.trace is not None:
+            self.trace.add("send" if is_own else "receive", begin, perf_counter(), num_bytes=chunk.nbytes)
+        if self.error is None and not self.operation.cancelled:
+            try:
+                for piece in chunk.pieces:
+                    self._copy(piece, data)
+            except BaseException as error:
+                self.error = error
+        del data
+        if is_own:
+            self.read.release(number)
+
+    def _copy(self, piece: Piece, data: torch.Tensor) -> None:
+        one = self.plan.tensors[piece.tensor]
+        dtype, num_rows = TORCH_DTYPES[one.dtype], piece.rows[1] - piece.rows[0]
+        part = data[piece.offset : piece.offset + num_rows * one.rows.nbytes]
+        if part.data_ptr() % dtype.itemsize or part.storage_offset() % dtype.itemsize:
+            part = part.clone()
+        shape = (*one.shape[: one.rows.dim], num_rows, *one.shape[one.rows.dim + 1 :]) if one.shape else ()
+        self.target.copy_rows(one.name, part.view(dtype).view(shape), one.rows.dim, piece.rows[0], one.shape)
+
+    def _broken(self, reason: str) -> RankError:
+        """Return the error after a broken connection; ranks that give no sign of life are named as the cause.
+
+        Raises:
+            RankError: A rank has told why it failed.
+            Cancelled: The operation was cancelled.
+        """
+        ranks = self.ranks
+        end = monotonic() + _SILENT_SIGNS * ranks.sign_seconds
+        before = self._signs()
+        with suppress(Cancelled):
+            run_blocking(ranks.fetch("failure", ended=lambda: self.operation.cancelled or monotonic() > end))
+        self.operation.check()
+        silent = [rank for rank, (old, new) in enumerate(zip(before, self._signs(), strict=True)) if old == new]
+        if not silent:
+            return RankError(f"the connection to another rank broke during the broadcast ({reason})")
+        text = f"the connection to {named(silent)} broke during the broadcast; was it killed? ({reason})"
+        return RankError(text, ranks=tuple(silent))
+
+    def _signs(self) -> list[bytes]:
+        """Return the last sign of life of each rank."""
+        ended = partial(getattr, self.operation, "cancelled")
+        return [run_blocking(self.ranks.fetch("sign", rank, ended=ended)) for rank in range(self.ranks.num_ranks)]
