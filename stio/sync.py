@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from importlib import import_module
+from inspect import iscoroutinefunction
 from types import SimpleNamespace, TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -124,7 +125,8 @@ def __getattr__(name: str) -> Any:
     if name != "distributed":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module("stio.distributed")
-    twins = SimpleNamespace(**{name: _blocking(getattr(module, name)) for name in module.__all__})
+    public = {name: getattr(module, name) for name in module.__all__}
+    twins = SimpleNamespace(**{name: _blocking(one) for name, one in public.items() if iscoroutinefunction(one)})
     globals()[name] = twins
     return twins
 

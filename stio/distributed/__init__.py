@@ -9,6 +9,7 @@ an error on all of them, within a bounded time.
 
 from __future__ import annotations
 
+from stio.distributed.dcp_reader import StioStorageReader
 from stio.distributed.load import load_into
 
-__all__ = ["load_into"]
+__all__ = ["StioStorageReader", "load_into"]

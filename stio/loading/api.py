@@ -25,6 +25,7 @@ from stio.loading.group_queue import GroupQueue
 from stio.loading.module import LoadReport, ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
+from stio.loading.parts import PartsTarget
 from stio.loading.plan import Names
 from stio.loading.select import plain_names, reusable_names, shards_of
 from stio.runtime.blocking import runs_blocking
@@ -188,27 +189,28 @@ async def load_into(
 
 
 async def fill_from(
-    source: SourceLike,
-    target: ModuleTarget,
+    source: SourceLike | OpenCheckpoint,
+    target: ModuleTarget | PartsTarget,
     options: LoadOptions,
     *,
     on_begin: Callable[[Callable[[], None]], None] = lambda abort: None,
 ) -> LoadReport:
-    """Load a checkpoint into the target's module; see `load_into`.
+    """Load a checkpoint into the target's tensors; see `load_into`.
 
     Args:
-        source: See `load_into`.
-        target: The module.
+        source: See `load_into`. An open checkpoint stays open, and is not verified.
+        target: The module, or parts.
         options: Options of the load.
         on_begin: Called with a function that ends the load early: then this raises `ClosedError`.
     """
-    queue = _queue_for(target, source, options, about=shown(source))
+    about = source.path if isinstance(source, OpenCheckpoint) else shown(source)
+    queue = _queue_for(target, source, options, about=about)
     on_begin(queue.operation.cancel)
     return await _fill(target, queue)
 
 
 def _queue_for(
-    target: ModuleTarget, source: SourceLike | OpenCheckpoint, options: LoadOptions, *, about: str
+    target: ModuleTarget | PartsTarget, source: SourceLike | OpenCheckpoint, options: LoadOptions, *, about: str
 ) -> GroupQueue:
     """Return the queue of a load into a module; its operation is not started."""
 
@@ -218,7 +220,7 @@ def _queue_for(
     return GroupQueue(body, name="load_into", about=about, trace=options.trace)
 
 
-async def _fill(target: ModuleTarget, queue: GroupQueue) -> LoadReport:
+async def _fill(target: ModuleTarget | PartsTarget, queue: GroupQueue) -> LoadReport:
     queue.operation.start()
     try:
         while (loaded := await queue.next()) is not None:

@@ -23,7 +23,8 @@ from stio.loading.integrity import verify_files
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions, SourceLike
-from stio.loading.plan import Group, Names
+from stio.loading.parts import PartsTarget
+from stio.loading.plan import Names
 from stio.loading.prepare import prepare
 from stio.loading.scheduler import LoadScheduler
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
@@ -168,10 +169,10 @@ def fill_module(
     operation: Operation[None],
     queue: GroupQueue,
     source: SourceLike | OpenCheckpoint,
-    target: ModuleTarget,
+    target: ModuleTarget | PartsTarget,
     options: LoadOptions,
 ) -> None:
-    """Load into a module; groups that the consumer's thread must copy are put in the queue."""
+    """Load into a module, or into other memory; groups that the consumer's thread must copy are put in the queue."""
     with shortened(options.switch_interval):
         if isinstance(source, OpenCheckpoint):  # it was verified when it was opened
             _fill_module(operation, queue, source, target, options, verified=True)
@@ -185,7 +186,7 @@ def _fill_module(
     operation: Operation[None],
     queue: GroupQueue,
     opened: OpenCheckpoint,
-    target: ModuleTarget,
+    target: ModuleTarget | PartsTarget,
     options: LoadOptions,
     *,
     verified: bool,
@@ -194,28 +195,29 @@ def _fill_module(
         names, _ = target.match(opened.dtypes_and_shapes(), opened.aliases, strict=options.strict, path=opened.path)
     if not verified:
         verify(operation, opened, options)
-    if not target.assigns:
-        options = replace(options, device=target.device)  # the copies stay on one device
+    if isinstance(target, ModuleTarget) and target.assigns:
+        scheduler = prepare(opened, names, options, deliver=lambda _, loaded: target.keep(loaded))
+        queue.attach(scheduler)
+        carry_out(operation, scheduler)
+        with collection_paused(len(names)):
+            target.make()
+        return
+    options = replace(options, device=target.device)  # the copies stay on one device
     # If no device queue orders the copies the workers make them, and no event loop is needed.
     direct = target.on_cpu and resolve_placement(options.device) == torch.device("cpu")
-
-    def deliver(group: Group, loaded: LoadedGroup) -> None:
-        if target.assigns:
-            target.keep(loaded)
-        elif direct:
-            target.copy(loaded)
-        else:
-            queue.put(group, loaded)
-
-    hold = not (direct or target.assigns)
+    kept = target.kept_names
     scheduler = prepare(
-        opened, names, options, deliver=deliver, hold=hold, kept=target.kept_names, slices=target.slices
+        opened,
+        names,
+        options,
+        deliver=(lambda _, loaded: target.copy(loaded)) if direct else queue.put,
+        hold=not direct,
+        kept=kept,
+        slices=target.slices,
+        views=not kept,
     )
     queue.attach(scheduler)
     carry_out(operation, scheduler)
-    if target.assigns:
-        with collection_paused(len(names)):
-            target.make()
 
 
 def reading_operation(
