@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -143,14 +143,13 @@ class StioStorageReader(StorageReader):
                 opened.close()
                 raise
 
-        async def open_it() -> _Opened:
-            operation = Operation(
-                body, name="open", about=shown(source), discard=lambda found: found.checkpoint.close()
-            )
-            return await operation.wait()
+        def discard(found: _Opened) -> None:
+            found.checkpoint.close()
 
-        self._opened = opened = run_blocking(open_it())
-        return opened.metadata()
+        operation = Operation(body, name="open", about=shown(source), discard=discard)
+        self._opened = opened = run_blocking(operation.wait())
+        described: Metadata = opened.metadata()
+        return described
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         """Do nothing: `read_metadata` has opened the checkpoint."""
@@ -366,4 +365,5 @@ def _placed(items: list[ReadItem], planner: LoadPlanner, opened: _Opened) -> lis
 
 def _chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:
     """Return the parts of a tensor on this rank as torch computes them."""
-    return tensor.__create_chunk_list__()
+    found: list[ChunkStorageMetadata] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return found
