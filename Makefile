@@ -23,7 +23,7 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS)/.stio-frameworks
 # The tests start hundreds of processes; without its bytecode each of them would compile stio again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check check-children check-device check-faults check-frameworks check-packages frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote gpu rehearse-gpu fuzz crash package release-check extras clean
+.PHONY: demo test check check-children check-device check-faults check-frameworks check-packages frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed gpu rehearse-gpu fuzz crash package release-check extras clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove that it is bit-equal, draw a timeline
 	@$(BIN)/python examples/demo.py
@@ -95,6 +95,9 @@ bench-server: $(STAMP)  ## the latency of a server's responses during a load
 
 bench-remote: $(STAMP) $(BENCH_STAMP)  ## loads from URLs compared with obstore and Run:ai's streamer; needs nginx
 	$(BIN)/python -m benchmarks.remote
+
+bench-distributed: $(STAMP)  ## loads of two ranks compared with torch's reader of the hub's layout
+	$(BIN)/python -m benchmarks.distributed
 
 bench-busy: $(STAMP)  ## each operation alone and beside a busy Python thread; BUSY_ARGS="--layout many --rounds 5" for a part
 	$(BIN)/python -m benchmarks.busy $(BUSY_ARGS)

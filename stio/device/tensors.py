@@ -178,7 +178,7 @@ Casts: TypeAlias = torch.dtype | Mapping[str, torch.dtype]
 
 
 def select_and_cast(
-    tensors: dict[str, torch.Tensor], posts: Mapping[str, Selection], dtype: Casts | None
+    tensors: dict[str, torch.Tensor], posts: Mapping[str, Selection], dtype: Casts | None, *, views: bool = False
 ) -> dict[str, torch.Tensor]:
     """Apply the selections that a read could not apply, and cast the tensors, on their device.
 
@@ -186,6 +186,7 @@ def select_and_cast(
         tensors: By name; the dictionary is changed and returned.
         posts: By name, the selection of a tensor of which more was read than is selected.
         dtype: See `Casts`; None: no cast.
+        views: Selections that slices describe are views of what was read. Otherwise each has memory of its own.
 
     Raises:
         UnsupportedDtypeError: torch has no cast from a tensor's dtype (packed F4).
@@ -194,6 +195,9 @@ def select_and_cast(
         own = tensors[name].dtype
         # As integers, because torch neither flips nor selects every dtype.
         tensor = tensors[name].view(INTEGERS[own.itemsize])
+        if views and selection.post is not None and not selection.flip and _has_slices_only(selection.post):
+            tensors[name] = tensor[selection.post].view(own)
+            continue
         tensor = _selected(tensor, selection)
         tensors[name] = typed(tensor, FORMAT_DTYPES[own], tuple(tensor.shape))
     if dtype is not None:
@@ -202,6 +206,10 @@ def select_and_cast(
             if tensor.dtype != wanted:
                 tensors[name] = cast(name, tensor, wanted)
     return tensors
+
+
+def _has_slices_only(index: tuple[object, ...]) -> bool:
+    return all(isinstance(item, slice) for item in index)
 
 
 def _selected(tensor: torch.Tensor, selection: Selection) -> torch.Tensor:

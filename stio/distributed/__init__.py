@@ -12,8 +12,9 @@ fails, is cancelled or killed is an error on all of them, within a bounded time.
 
 from __future__ import annotations
 
+from stio.distributed.dcp_reader import StioStorageReader
 from stio.distributed.load import load_into
 from stio.distributed.placed import Placements
 from stio.distributed.save import Saver, save
 
-__all__ = ["Placements", "Saver", "load_into", "save"]
+__all__ = ["Placements", "Saver", "StioStorageReader", "load_into", "save"]

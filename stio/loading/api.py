@@ -202,7 +202,7 @@ async def load_into(
 
 
 async def fill_from(
-    source: SourceLike,
+    source: SourceLike | OpenCheckpoint,
     target: Target,
     options: LoadOptions,
     *,
@@ -212,13 +212,14 @@ async def fill_from(
     """Load a checkpoint into a target; see `load_into`.
 
     Args:
-        source: See `load_into`.
+        source: See `load_into`. An open checkpoint stays open, and is not verified.
         target: What is filled.
         options: Options of the load.
         on_begin: Called with a function that ends the load early: then this raises `ClosedError`.
         fill_first: Called when names and shapes have been compared, before tensors are read.
     """
-    queue = _queue_for(target, source, options, about=shown(source), fill_first=fill_first)
+    about = source.path if isinstance(source, OpenCheckpoint) else shown(source)
+    queue = _queue_for(target, source, options, about=about, fill_first=fill_first)
     on_begin(queue.operation.cancel)
     return await _fill(target, queue)
 

@@ -24,8 +24,9 @@ from stio.loading.module import ModuleTarget
 from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.parts import PartsTarget
 from stio.loading.placed import PlacementsLike
-from stio.loading.plan import Group, Names
+from stio.loading.plan import Names
 from stio.loading.prepare import prepare
 from stio.loading.scheduler import LoadScheduler
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
@@ -36,8 +37,8 @@ from stio.runtime.trace import shown, traced
 
 T = TypeVar("T")
 
-Target: TypeAlias = ModuleTarget | StateTarget
-"""What a load fills: the tensors of a module, or of a nested state."""
+Target: TypeAlias = ModuleTarget | StateTarget | PartsTarget
+"""What a load fills: the tensors of a module, of a nested state, or other memory."""
 
 FillSome: TypeAlias = Callable[[Operation[Any], OpenCheckpoint, ModuleTarget, list[str]], list[str]]
 """Fills some of a module's tensors by other means than a load of their own. Called on the operation's thread with the
@@ -192,7 +193,7 @@ def fill_module(
     options: LoadOptions,
     fill_first: FillSome | None = None,
 ) -> None:
-    """Load into a module or a state; groups that the consumer's thread must copy are put in the queue."""
+    """Load into a target; groups that the consumer's thread must copy are put in the queue."""
     with shortened(options.switch_interval):
         if isinstance(source, OpenCheckpoint):  # it was verified when it was opened
             _fill_module(operation, queue, source, target, options, None, verified=True)
@@ -223,29 +224,29 @@ def _fill_module(
         names = fill_first(operation, opened, target, names)
         if not names:
             return
-    assigned = target if isinstance(target, ModuleTarget) and target.assigns else None
-    if assigned is None:
-        options = replace(options, device=target.device)  # the copies stay on one device
+    if isinstance(target, ModuleTarget) and target.assigns:
+        scheduler = prepare(opened, names, options, deliver=lambda _, loaded: target.keep(loaded))
+        queue.attach(scheduler)
+        carry_out(operation, scheduler)
+        with collection_paused(len(names)):
+            target.make()
+        return
+    options = replace(options, device=target.device)  # the copies stay on one device
     # If no device queue orders the copies the workers make them, and no event loop is needed.
     direct = target.on_cpu and resolve_placement(options.device) == torch.device("cpu")
-
-    def deliver(group: Group, loaded: LoadedGroup) -> None:
-        if assigned is not None:
-            assigned.keep(loaded)
-        elif direct:
-            target.copy(loaded)
-        else:
-            queue.put(group, loaded)
-
-    hold = not direct and assigned is None
+    kept = target.kept_names
     scheduler = prepare(
-        opened, names, options, deliver=deliver, hold=hold, kept=target.kept_names, slices=target.slices
+        opened,
+        names,
+        options,
+        deliver=(lambda _, loaded: target.copy(loaded)) if direct else queue.put,
+        hold=not direct,
+        kept=kept,
+        slices=target.slices,
+        views=not kept,
     )
     queue.attach(scheduler)
     carry_out(operation, scheduler)
-    if assigned is not None:
-        with collection_paused(len(names)):
-            assigned.make()
 
 
 def reading_operation(

@@ -73,6 +73,7 @@ def prepare(
     slices: Mapping[str, object] | None = None,
     placements: PlacementsLike | None = None,
     casts: Casts | None = None,
+    views: bool = False,
     prompt: bool = False,
     max_workers: int | None = None,
     on_blocked: Callable[[], None] = lambda: None,
@@ -89,6 +90,7 @@ def prepare(
         slices: By name, the part to load.
         placements: The parts that this process loads; names of other tensors than those of `names` have no part.
         casts: Cast to it instead of `options.dtype`.
+        views: On the CPU, selected parts are views of what was read: for a consumer that copies them and keeps none.
         prompt: Make small groups, so that the first ones are loaded early. Otherwise large ones, for a short load.
         max_workers: Most threads that read; None: as many as the devices and the processors make worthwhile.
         on_blocked: See `LoadScheduler`.
@@ -132,7 +134,9 @@ def prepare(
                         budget_bytes=options.budget_bytes or DEFAULT_BUDGET_BYTES,
                         owned=owned,
                     )
-            loads = _device_loads(opened, files, selections, options, casts or options.dtype, prompt)
+            loads = _device_loads(
+                opened, files, selections, options, casts or options.dtype, views=views, prompt=prompt
+            )
             for load in loads:
                 undo.callback(load.close)
             if options.host_cache is None and not slices:  # with a cache or slices, few bytes may be staged
@@ -204,6 +208,7 @@ class DeviceLoad:
         budget_bytes: The load's budget without the slots of staging memory, for all devices together.
         staging: Workers, slots and bytes of a slot for each accelerator; see `staging_sizes`.
         resident: The resident fraction of each of its local files.
+        views: See `prepare`.
         prompt: See `prepare`.
         requests: How the files are read if they are behind a network.
     """
@@ -220,6 +225,7 @@ class DeviceLoad:
         budget_bytes: int,
         staging: tuple[int, int, int],
         resident: Mapping[LocalFile, float],
+        views: bool,
         prompt: bool,
         requests: Requests | None = None,
     ) -> None:
@@ -231,6 +237,7 @@ class DeviceLoad:
         self._selected = selected
         self._options = options
         self._casts = casts
+        self._views = views
         self._total_bytes = total_bytes
         self._resident = resident
         self._requests = requests
@@ -312,15 +319,16 @@ class DeviceLoad:
         if isinstance(file, LocalFile) and self._maps_file(file):
             return MappedPath(
                 MappedFile(file, lazy=not self._populates),
-                CopiedPath(file, dtype=self._casts),
+                CopiedPath(file, dtype=self._casts, views=self._views),
                 populates=self._populates,
                 cold=self._populates and is_cold(fraction),
                 piece_bytes=piece_bytes,
                 dtype=self._casts,
+                views=self._views,
             )
         read_past_cache(file, fraction)
         if self._accelerator is None or self._queue is None:
-            return CopiedPath(file, dtype=self._casts, cached=cached)
+            return CopiedPath(file, dtype=self._casts, cached=cached, views=self._views)
         # Before a cast or a selection a group needs memory for both its tensors, so none is allocated ahead then.
         is_final = self._casts is None and not any(group.posts for group in groups)
         ahead_bytes = AHEAD_BYTES if is_final and not hold else 0
@@ -362,6 +370,8 @@ def _device_loads(
     selections: Sequence[Selected],
     options: LoadOptions,
     casts: Casts | None,
+    *,
+    views: bool,
     prompt: bool,
 ) -> list[DeviceLoad]:
     """Return the load of each device; all share one budget."""
@@ -405,6 +415,7 @@ def _device_loads(
                 for file, chosen in zip(opened_files, positions, strict=True)
                 if chosen and isinstance(file, LocalFile)
             },
+            views=views,
             prompt=prompt,
             requests=requests,
         )

@@ -138,9 +138,12 @@ def host_memories(path: str) -> GroupMemories[Region]:
     return GroupMemories(allocate)
 
 
-def _tensors_of(group: Group, region: Region, dtype: Casts | None, path: str) -> dict[str, torch.Tensor]:
+def _tensors_of(
+    group: Group, region: Region, dtype: Casts | None, path: str, *, views: bool
+) -> dict[str, torch.Tensor]:
     with memory.reporting_shortage(path):
-        return _finished(group, tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets), dtype)
+        tensors = tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets)
+        return _finished(group, tensors, dtype, views=views)
 
 
 def _held_bytes(group: Group, dtype: Casts | None, *, is_mapped: bool) -> int:
@@ -159,10 +162,13 @@ def _held_bytes(group: Group, dtype: Casts | None, *, is_mapped: bool) -> int:
     return total
 
 
-def _finished(group: Group, tensors: dict[str, torch.Tensor], dtype: Casts | None) -> dict[str, torch.Tensor]:
+def _finished(
+    group: Group, tensors: dict[str, torch.Tensor], dtype: Casts | None, *, views: bool = False
+) -> dict[str, torch.Tensor]:
     if not group.posts and dtype is None:
         return tensors
-    return select_and_cast(tensors, {group.names[k]: post for k, post in group.posts.items()}, dtype)
+    posts = {group.names[k]: post for k, post in group.posts.items()}
+    return select_and_cast(tensors, posts, dtype, views=views)
 
 
 class CopiedPath:
@@ -172,15 +178,19 @@ class CopiedPath:
         source: The open file.
         dtype: Cast to it; see `stio.device.tensors.Casts`.
         cached: The file in the cache.
+        views: See `stio.device.tensors.select_and_cast`.
     """
 
     label = "read"
 
-    def __init__(self, source: Source, *, dtype: Casts | None = None, cached: CachedFile | None = None) -> None:
+    def __init__(
+        self, source: Source, *, dtype: Casts | None = None, cached: CachedFile | None = None, views: bool = False
+    ) -> None:
         self._reader = block_reader(source, cached)
         self._memories = host_memories(source.path)
         self._dtype = dtype
         self._path = source.path
+        self._views = views
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Read a block into its group's memory."""
@@ -192,7 +202,7 @@ class CopiedPath:
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make tensors over the group's memory, which they own together."""
-        return LoadedGroup(_tensors_of(group, self._memories.pop(group), self._dtype, self._path))
+        return LoadedGroup(_tensors_of(group, self._memories.pop(group), self._dtype, self._path, views=self._views))
 
     def budget_bytes(self, group: Group) -> int:
         """Return the size of the group's image."""
@@ -217,6 +227,7 @@ class MappedPath:
         cold: The disk limits the rate, so there is time to touch each page after its read.
         piece_bytes: Bytes that the first call populates; later calls depend on how long that took.
         dtype: Cast to it; see `stio.device.tensors.Casts`.
+        views: See `stio.device.tensors.select_and_cast`.
     """
 
     def __init__(
@@ -228,8 +239,10 @@ class MappedPath:
         cold: bool,
         piece_bytes: int,
         dtype: Casts | None = None,
+        views: bool = False,
     ) -> None:
         self._mapped = mapped
+        self._views = views
         self._copy = copy
         self._populates = populates
         self._cold = cold
@@ -259,7 +272,7 @@ class MappedPath:
         if not self._is_mapped(group):
             return self._copy.make_tensors(group)
         region = self._mapped.region.sub(group.offset, group.nbytes)
-        return LoadedGroup(_tensors_of(group, region, self._dtype, self._mapped.path))
+        return LoadedGroup(_tensors_of(group, region, self._dtype, self._mapped.path, views=self._views))
 
     def budget_bytes(self, group: Group) -> int:
         """Return the size of the group's image."""

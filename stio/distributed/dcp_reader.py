@@ -1,0 +1,370 @@
+"""The reader of torch's distributed checkpoint (DCP) for checkpoints in the hub's layout.
+
+`read_metadata` opens the checkpoint and describes each tensor as one chunk. From that the planner makes the items that
+a rank reads. `read_data` is one load of their slices into the memory that the planner gives for them.
+
+DCP names a value of a nested state by its keys with dots between them. A state of `stio.save_state` has its own names
+for tensors, and a tree of all other values: both are brought under DCP's names. DCP unpickles what a reader returns for
+a value that is no tensor. So a value is decoded from the tree, and pickled here: nothing in a file is unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from stio.device.tensors import TORCH_DTYPES, require_dtypes, torch_shape
+from stio.distributed.parts import part_of
+from stio.errors import ClosedError, MismatchError, printable
+from stio.format.state_tree import STATE_KEY, Reference
+from stio.loading.api import fill_from
+from stio.loading.body import open_source, verify
+from stio.loading.module import Part
+from stio.loading.nested import read_nested
+from stio.loading.open import OpenCheckpoint
+from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
+from stio.loading.parts import PartsTarget
+from stio.runtime.blocking import run_blocking
+from stio.runtime.limits import Limits
+from stio.runtime.operation import Operation
+from stio.runtime.progress import Progress
+from stio.runtime.trace import Trace, shown
+from stio.runtime.urls import is_url
+
+_Key = str | int
+
+
+class StioStorageReader(StorageReader):
+    """Reads checkpoints of stio and of the Hugging Face hub in `torch.distributed.checkpoint.load`.
+
+        dcp.load(state_dict, storage_reader=StioStorageReader("model/"))
+
+    Each rank reads the bytes that its `DTensor`s and tensors hold, straight into their memory. The names of a
+    checkpoint are those of the state dict, of nested dicts with dots between the keys. A checkpoint of
+    `stio.save_state` has the state that was saved. Names and shapes are compared by the planner, dtypes here, before
+    any tensor is read. Floating tensors are cast to the dtype of the state dict; any other difference of dtypes is an
+    error.
+
+    Where torch computes the place of a part wrongly (dimensions that FSDP and tensor parallelism both cut unevenly),
+    the place that the placements give is read.
+
+    Args:
+        path: See `source` of `stio.load`. `checkpoint_id=` of `dcp.load` replaces it.
+        memory: See `stio.load`.
+        budget_bytes: See `stio.load`.
+        limits: See `stio.load`.
+        verify: See `stio.load`; each rank reads all files for that.
+        follow_symlinks: See `stio.load`.
+        progress: See `stio.load`.
+        cache: See `stio.load`.
+        trace: See `stio.load`.
+        switch_interval: See `stio.load`.
+    """
+
+    def __init__(
+        self,
+        path: SourceLike,
+        *,
+        memory: Memory = "auto",
+        budget_bytes: int | None = None,
+        limits: Limits | None = None,
+        verify: bool = False,
+        follow_symlinks: bool = False,
+        progress: Progress = None,
+        cache: CacheLike | None = None,
+        trace: Trace | None = None,
+        switch_interval: float | None = None,
+    ) -> None:
+        super().__init__()
+        self._opened: _Opened | None = None
+        self._path = path
+        self._options = LoadOptions(
+            memory=memory,
+            budget_bytes=budget_bytes,
+            limits=limits,
+            verify=verify,
+            follow_symlinks=follow_symlinks,
+            progress=progress,
+            cache=cache,
+            trace=trace,
+            switch_interval=switch_interval,
+        )
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path, as errors name it."""
+        return shown(self._path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether there is something at this path; a URL is looked at when it is read."""
+        return is_url(os.fspath(checkpoint_id)) or os.path.exists(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Close what is open, and begin with another checkpoint, if one is given."""
+        self._close()
+        if checkpoint_id is not None:
+            self._path = checkpoint_id
+
+    def read_metadata(self) -> Metadata:
+        """Open the checkpoint, and describe what it has. The files stay open until `read_data` returns.
+
+        Raises:
+            StioError: See `stio.load`. `dcp.load` of torch 2.13 raises AssertionError with the text of the error.
+        """
+        self._close()
+        source, options = self._path, self._options
+
+        def body(operation: Operation[Any]) -> _Opened:
+            opened = open_source(operation, source, options)
+            try:
+                verify(operation, opened, options)
+                return _described(operation, opened, options.limits or Limits())
+            except BaseException:
+                opened.close()
+                raise
+
+        def discard(found: _Opened) -> None:
+            found.checkpoint.close()
+
+        operation = Operation(body, name="open", about=shown(source), discard=discard)
+        self._opened = opened = run_blocking(operation.wait())
+        described: Metadata = opened.metadata()
+        return described
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Do nothing: `read_metadata` has opened the checkpoint."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read all items of a plan by one load; return a future that is done.
+
+        Raises:
+            MismatchError: The memory for an item does not fit, or an item is no value of the checkpoint.
+            ClosedError: `read_metadata` was not called before.
+            StioError: See `stio.load`.
+        """
+        if self._opened is None:
+            raise ClosedError("the checkpoint is not open; read_metadata() opens it", path=self.checkpoint_id)
+        try:
+            _read(self._opened, plan, planner, self._options)
+        finally:
+            self._close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _close(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.checkpoint.discard()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_opened"):
+            self._close()
+
+
+@dataclass(slots=True)
+class _Opened:
+    """An open checkpoint, and what it has under DCP's names."""
+
+    checkpoint: OpenCheckpoint
+    names: dict[str, str] = field(default_factory=dict)
+    """Name of each tensor in the checkpoint."""
+    values: dict[str, object] = field(default_factory=dict)
+    """Values that are no tensors. A tuple or list has a `Reference` in place of a tensor."""
+    paths: dict[str, tuple[_Key, ...]] = field(default_factory=dict)
+    """Where each value is in the nested state."""
+
+    def metadata(self) -> Metadata:
+        """Return all values as DCP describes them.
+
+        Raises:
+            UnsupportedDtypeError: torch does not have the dtype of a tensor.
+        """
+        described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        stored, aliases = self.checkpoint.dtypes_and_shapes(), self.checkpoint.aliases
+        require_dtypes([dtype for dtype, _ in stored.values()], path=self.checkpoint.path)
+        for name, source in self.names.items():
+            dtype, shape = stored[aliases.get(source, source)]
+            size = torch.Size(torch_shape(dtype, shape))
+            described[name] = TensorStorageMetadata(
+                TensorProperties(dtype=TORCH_DTYPES[dtype]),
+                size,
+                [ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
+            )
+        described.update((name, BytesStorageMetadata()) for name in self.values)
+        return Metadata(described, planner_data=self.paths, storage_meta=StorageMeta(self.checkpoint.path))
+
+
+def _described(operation: Operation[Any], checkpoint: OpenCheckpoint, limits: Limits) -> _Opened:
+    """Return what a checkpoint has under DCP's names."""
+    opened = _Opened(checkpoint)
+    if STATE_KEY not in checkpoint.metadata:
+        every = [name for header in checkpoint.headers for name in header.names] + list(checkpoint.aliases)
+        opened.names = {name: name for name in every}
+        opened.paths = {name: (name,) for name in every}
+        return opened
+    nested = read_nested(checkpoint, limits, check=operation.check)
+    state = nested.tree.fill(lambda one: nested.long_bytes[one.name] if one.kind == "bytes_tensor" else one)
+    for path, value in _leaves(state if isinstance(state, Mapping) else {"state": state}):
+        name = ".".join(map(str, path))
+        if name in opened.paths:
+            raise MismatchError(
+                "two values of the state have one name in torch's distributed checkpoint; stio.load_state loads them",
+                path=checkpoint.path,
+                found=name,
+            )
+        opened.paths[name] = path
+        if isinstance(value, Reference):
+            opened.names[name] = value.name
+        else:
+            opened.values[name] = value
+    return opened
+
+
+def _leaves(state: Mapping[Any, object]) -> Iterator[tuple[tuple[_Key, ...], object]]:
+    """Yield the values of a state that DCP treats as one, with their keys: as `flatten_state_dict` of torch does.
+
+    A list of plain values is one value, and a tuple always is.
+    """
+    stack: list[tuple[tuple[_Key, ...], object]] = [((), state)]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, Mapping):
+            stack.extend(reversed([((*path, str(key)), item) for key, item in value.items()]))
+        elif isinstance(value, list) and _is_split(value):
+            stack.extend(reversed([((*path, k), item) for k, item in enumerate(value)]))
+        else:
+            yield path, value
+
+
+def _is_split(values: list[object]) -> bool:
+    """Return whether a list has mappings or tensors in it, also in lists."""
+    stack: list[object] = list(values)
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Mapping | Reference):
+            return True
+        if isinstance(value, list):
+            stack.extend(value)
+    return False
+
+
+def _read(opened: _Opened, plan: LoadPlan, planner: LoadPlanner, options: LoadOptions) -> None:
+    """Read all items of a plan, and give them to the planner."""
+    path = opened.checkpoint.path
+    items = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
+    parts: list[tuple[str, Part]] = []
+    commits: list[Callable[[], None]] = []
+    for item in _placed(items, planner, opened):
+        name = item.storage_index.fqn
+        if name not in opened.names:
+            raise MismatchError("the checkpoint has no such tensor", path=path, found=name)
+        memory = planner.resolve_tensor(item).detach()
+        info = opened.checkpoint.info(opened.names[name])
+        index = tuple(
+            slice(first, first + length) for first, length in zip(item.storage_offsets, item.lengths, strict=True)
+        )
+        parts.append((opened.names[name], Part(memory, torch_shape(info.dtype, info.shape), index)))
+        commits.append(lambda item=item, memory=memory: planner.commit_tensor(item, memory))  # type: ignore[misc]
+    pickled = [
+        (item, _pickled(item.storage_index.fqn, opened)) for item in plan.items if item.type is LoadItemType.BYTE_IO
+    ]
+    run_blocking(fill_from(opened.checkpoint, PartsTarget(parts), options))
+    for commit in commits:
+        commit()
+    for item, value in pickled:
+        planner.load_bytes(item, value)
+
+
+def _pickled(name: str, opened: _Opened) -> io.BytesIO:
+    """Return a value of the state as DCP wants it, for its own `torch.load`."""
+    path = opened.checkpoint.path
+    if name not in opened.values:
+        raise MismatchError("the checkpoint has no such value that is no tensor", path=path, found=name)
+    value = opened.values[name]
+    if _has_references(value):
+        raise MismatchError(
+            f"{printable(name)} is a tuple with tensors, which torch's distributed checkpoint loads as one value; "
+            "save a list, or load it by stio.load_state",
+            path=path,
+        )
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+def _has_references(value: object) -> bool:
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Reference):
+            return True
+        if isinstance(value, list | tuple):
+            stack.extend(value)
+        elif isinstance(value, Mapping):
+            stack.extend(value.values())
+    return False
+
+
+def _placed(items: list[ReadItem], planner: LoadPlanner, opened: _Opened) -> list[ReadItem]:
+    """Return items with the place that the placements of `DTensor`s give, where torch's planner has another one.
+
+    Raises:
+        MismatchError: See `part_of`.
+    """
+    if not isinstance(planner, DefaultLoadPlanner):
+        return items
+    if type(planner).create_local_plan is not DefaultLoadPlanner.create_local_plan:
+        return items  # its items may be others than one for each tensor
+    state = planner.state_dict
+    sharded = {name: value for name, value in state.items() if isinstance(value, DTensor) and name in opened.names}
+    found = [item for item in items if item.dest_index.fqn not in sharded]
+    planned = {item.dest_index.fqn: item for item in items}
+    for name, tensor in sharded.items():
+        part = part_of(name, tensor)
+        assert part is not None  # it is a `DTensor`
+        offsets, sizes = torch.Size([one.start for one in part.index]), torch.Size(part.local.shape)
+        item = planned.get(name)
+        if item is None and (not part.local.numel() or any(chunk.sizes.numel() for chunk in _chunks(tensor))):
+            continue  # nothing to read, or the planner has left it out
+        if item is None or (item.storage_offsets, item.lengths) != (offsets, sizes):
+            start = torch.Size([0] * len(sizes))
+            to, source = MetadataIndex(name, offsets), MetadataIndex(name, start)
+            item = ReadItem(LoadItemType.TENSOR, to, start, source, offsets, sizes)
+        found.append(item)
+    return found
+
+
+def _chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:
+    """Return the parts of a tensor on this rank as torch computes them."""
+    found: list[ChunkStorageMetadata] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return found
