@@ -506,12 +506,12 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     def _unsupported_sharding(self, args: TrainingArguments, model: nn.Module) -> str | None:
         """Return the reason why this sharded training cannot be saved, None if there is none."""
+        if getattr(model, "is_distributed_loading_by_transformers", False):
+            return "a model that transformers has sharded (DistributedConfig) needs Trainer's own saving"
         if not _is_sharded(model):
             return "FSDP1, and FSDP of XLA, need Trainer's own saving" if getattr(args, "fsdp", None) else None
         if _has_adapters(model):
             return "adapters under FSDP2 need Trainer's own saving"
-        if getattr(model, "is_distributed_loading_by_transformers", False):
-            return "a model that transformers has sharded (DistributedConfig) needs Trainer's own saving"
         if args.save_on_each_node:
             return "under FSDP2 all processes save to one directory; save_on_each_node must be False"
         return None if self._trainer is not None else "under FSDP2 train with StioCallback.resume(trainer)"
@@ -626,8 +626,9 @@ def _has_adapters(model: nn.Module) -> bool:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    tensors = sys.modules.get("torch.distributed.tensor")  # whoever has sharded a model has imported it
-    return tensors is not None and any(isinstance(one, tensors.DTensor) for one in model.parameters())
+    """Return whether FSDP2 shards a module of the model. After an evaluation its parameters may be whole."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has sharded a model has imported it
+    return fsdp is not None and any(isinstance(one, fsdp.FSDPModule) for one in model.modules())
 
 
 def _load_weights_by_stio(trainer: Trainer) -> None:
