@@ -96,6 +96,7 @@ class Place:
         if not self.is_member:
             return
         self.num_saves += 1
+        options.setdefault("durability", "none")
         path = f"{self.folder}/{self.num_ranks}-{self.num_saves}/{name}"
         result = sync.distributed.save(state, path, process_group=self.group, **options)
         if dist.get_rank() == 0:
@@ -134,7 +135,7 @@ def placements(place: Place) -> None:
             spread["scalar"] = torch.tensor(3.5)
             whole = tensors | {"plain": torch.arange(100.0), "scalar": torch.tensor(3.5)}
             place.same_files(spread, whole)
-            place.same_files(spread, whole, name="a.safetensors", metadata={"k": "v"}, durability="none")
+            place.same_files(spread, whole, name="a.safetensors", metadata={"k": "v"})
             place.same_files(spread, whole, max_shard_size=20_000, metadata={"k": "v"}, hash="sha256")
 
 
@@ -142,7 +143,7 @@ def models(place: Place) -> None:
     for shard in WAYS:
         model = new_model()
         shard(model)
-        place.same_files(model, new_model())
+        place.same_files(model, new_model(), durability="full")
     tied, whole = new_model(), new_model()
     for model in (tied, whole):
         torch.manual_seed(2)
@@ -440,6 +441,12 @@ async def cancelled(path: str, spread: dict[str, Any]) -> tuple[str, str, float]
         await asyncio.to_thread(dist.barrier)
         assert files_in(path) == before
         await (await saver.save({"new": torch.ones(3)}, path + "-next"))
+        with pytest.raises(RankError if rank != 2 else KeyError, match="a module that fails"):
+            await saver.save(Failing() if rank == 2 else spread, path)
+        with pytest.raises(RankError if rank != 3 else TypeError, match="save_state does not take"):
+            await saver.save_state({"a": object() if rank == 3 else 1}, path)
+        assert files_in(path) == before
+        await (await saver.save({"new": torch.zeros(3)}, path + "-next"))
     return "", "", seconds
 
 
