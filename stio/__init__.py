@@ -20,6 +20,7 @@ from stio import errors
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from stio import distributed as distributed
     from stio import sync as sync
     from stio.conversion.api import convert as convert
     from stio.device.describe import LazyTensor as LazyTensor
@@ -165,7 +166,7 @@ def _stand_in(name: str) -> Any:
 if not TYPE_CHECKING:  # or a checker would take a name that is mistyped for one of ours
 
     def __getattr__(name: str) -> Any:
-        if name in ("compat", "sync"):
+        if name in ("compat", "distributed", "sync"):
             return import_module(f"stio.{name}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'stio' has no attribute {name!r}")

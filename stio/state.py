@@ -7,9 +7,7 @@ file cannot cause code to run. A value of any other type raises an error.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,13 +16,13 @@ from torch import nn
 from stio.device.base import LoadedGroup
 from stio.errors import FormatError, printable
 from stio.format.shared import SharedPolicy
-from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, Reference, Tree, check_tree_bytes, parse_tree
+from stio.format.state_tree import Reference, Tree
 from stio.loading.body import gather, reading_operation
+from stio.loading.nested import read_nested
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.runtime.hashing import HashName
 from stio.runtime.limits import Limits
-from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused
 from stio.runtime.progress import Progress
@@ -185,18 +183,12 @@ def restore(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOpti
         FormatError: The checkpoint has no nested state, or a malformed one.
         StioError: See `stio.load_state`.
     """
-    limits = options.limits or Limits()
-    raw, holds_bytes = _tree_text(opened, limits)
-    with collection_paused(len(raw)):
-        tree = parse_tree(raw, path=opened.path, limits=limits, foreign=_torch_value, check=operation.check)
-    holds_bytes |= {reference.name for reference in tree.references if reference.kind == "bytes_tensor"}
-    _require_match(opened, tree, holds_bytes)
-    operation.check()
-    long_bytes = {name: _read_bytes(opened, name) for name in holds_bytes if name != TREE_TENSOR}
+    nested = read_nested(opened, options.limits or Limits(), check=operation.check)
+    tree, holds_bytes = nested.tree, nested.holds_bytes
     names = (lambda name: name not in holds_bytes) if holds_bytes else None
     groups = gather(operation, opened, names, options)
     with collection_paused(tree.num_nodes):
-        made = [_filled(tree, groups, long_bytes, opened.path)]
+        made = [_filled(tree, groups, nested.long_bytes, opened.path)]
 
     def take() -> Any:
         # The operation's thread may be the last to hold this function, and at the interpreter's exit a thread that
@@ -206,60 +198,6 @@ def restore(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOpti
         return made.pop()
 
     return take
-
-
-def _tree_text(opened: OpenCheckpoint, limits: Limits) -> tuple[bytes, set[str]]:
-    """Return the text of the tree, and the name of the tensor that holds it, if one does."""
-    text = opened.metadata.get(STATE_KEY)
-    if text is None:
-        raise FormatError(
-            "a checkpoint without a nested state: its tensors are loaded by `stio.load`",
-            path=opened.path,
-            expected=f"{STATE_KEY!r} in the metadata, as `stio.save_state` writes it",
-        )
-    if not isinstance(text, str):
-        raise FormatError(f"{STATE_KEY} is not text", path=opened.path, found=type(text).__name__)
-    if text != POINTER:
-        return text.encode(), set()
-    if not any(TREE_TENSOR in header for header in opened.headers):
-        raise FormatError("the tensor with the tree of the state is missing", path=opened.path, expected=TREE_TENSOR)
-    check_tree_bytes(opened.info(TREE_TENSOR).nbytes, limits, path=opened.path)
-    return _read_bytes(opened, TREE_TENSOR), {TREE_TENSOR}
-
-
-def _read_bytes(opened: OpenCheckpoint, name: str) -> bytes:
-    """Read the data of a U8 tensor."""
-    info = opened.info(name)
-    if info.dtype != "U8" or len(info.shape) != 1:
-        raise FormatError(
-            f"tensor {printable(name)!r} should hold bytes",
-            path=opened.path,
-            expected="U8 of one dimension",
-            found=f"{info.dtype} {list(info.shape)}",
-        )
-    if not info.nbytes:
-        return b""
-    shard = next(k for k, header in enumerate(opened.headers) if header.shard == info.shard)
-    region = allocate(info.nbytes).sub(0, info.nbytes)
-    with ExitStack() as owned:
-        file = opened.open_files([shard], owned)[shard]
-        file.read_into(info.file_offset, [region])
-        file.check_unchanged()
-    return region.tobytes()
-
-
-def _require_match(opened: OpenCheckpoint, tree: Tree, holds_bytes: set[str]) -> None:
-    """Require that the tree and the checkpoint name the same tensors."""
-    in_tree = {reference.name for reference in tree.references} | (holds_bytes & {TREE_TENSOR})
-    stored = {name for header in opened.headers for name in header.names} | opened.aliases.keys()
-    as_tensors = {reference.name for reference in tree.references if reference.kind != "bytes_tensor"}
-    for names, message in (
-        (in_tree - stored, "the state refers to a tensor that does not exist"),
-        (holds_bytes & as_tensors, "the state refers to a tensor that holds bytes of the state"),
-        (stored - in_tree, "a tensor has no place in the state"),
-    ):
-        if names:
-            raise FormatError(message, path=opened.path, found=min(names))
 
 
 def _filled(tree: Tree, groups: list[LoadedGroup], long_bytes: Mapping[str, bytes], path: str) -> Any:
@@ -284,20 +222,3 @@ def _filled(tree: Tree, groups: list[LoadedGroup], long_bytes: Mapping[str, byte
         return parameters[key]
 
     return tree.fill(resolve)
-
-
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
-
-def _torch_value(tag: str, value: Any) -> object:
-    """Return a value of a type of torch; see `parse_tree`."""
-    if tag == "size":
-        return torch.Size(map(operator.index, value))
-    if tag == "dtype":
-        if value not in _DTYPES:
-            raise ValueError("this torch has no such dtype")
-        return _DTYPES[value]
-    try:
-        return torch.device(value)
-    except RuntimeError:
-        raise ValueError("this torch has no such device") from None

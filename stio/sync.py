@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from importlib import import_module
+from inspect import iscoroutinefunction
 from types import SimpleNamespace, TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -27,6 +28,7 @@ import stio.saving.api as saving
 import stio.state as state
 from stio.format.shared import SharedPolicy
 from stio.loading.options import SourceLike
+from stio.loading.placed import PlacementsLike
 from stio.loading.plan import Names
 from stio.runtime.blocking import in_event_loop, run_blocking
 from stio.runtime.hashing import HashName
@@ -125,9 +127,15 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module("stio.distributed")
     found = {name: getattr(module, name) for name in module.__all__}
-    twins = {name: _saver_of(one) if isinstance(one, type) else _blocking(one) for name, one in found.items()}
-    globals()[name] = SimpleNamespace(**twins)
+    globals()[name] = SimpleNamespace(**{name: _public_twin(one) for name, one in found.items()})
     return globals()[name]
+
+
+def _public_twin(public: Any) -> Any:
+    """Return the blocking twin of a public name; the name itself if it does not wait."""
+    if isinstance(public, type) and issubclass(public, saving.Saver):
+        return _saver_of(public)
+    return _blocking(public) if iscoroutinefunction(public) else public
 
 
 class _Twin:
@@ -177,9 +185,15 @@ class Checkpoint(_Twin):
         aliases: Mapping[str, str] = self._twin.aliases
         return aliases
 
-    def stream(self, names: Names | None = None, slices: Mapping[str, object] | None = None) -> Stream:
+    def stream(
+        self,
+        names: Names | None = None,
+        slices: Mapping[str, object] | None = None,
+        *,
+        placements: PlacementsLike | None = None,
+    ) -> Stream:
         """Return a stream of the tensors as they become ready, within the budget; see `stio.Stream`."""
-        return Stream(self._twin.stream(names, slices))
+        return Stream(self._twin.stream(names, slices, placements=placements))
 
 
 class Stream(_Twin, Iterator[tuple[str, torch.Tensor]]):

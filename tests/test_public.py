@@ -36,7 +36,7 @@ def test_the_lazy_table_is_what_type_checkers_see() -> None:
                 for alias in line.names:
                     assert alias.asname == alias.name  # the form that re-exports
                     seen[alias.name] = line.module
-    assert seen.pop("sync") == "stio"
+    assert seen.pop("distributed") == seen.pop("sync") == "stio"
     assert seen == stio._MODULE_OF
     assert set(stio.__all__) == {"__version__", "sync", *seen}
     assert set(dir(stio)) >= set(stio.__all__)
@@ -45,6 +45,11 @@ def test_the_lazy_table_is_what_type_checkers_see() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         stio.lode  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_stio_distributed_is_imported_at_its_first_use() -> None:
+    code = "import sys, stio; before = 'torch' in sys.modules; print(before, stio.distributed.load_into.__name__)"
+    assert run(code) == "False load_into"
 
 
 def test_import_sync_imports_all_that_it_runs(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_loads_take_the_load_options(name: str) -> None:
         expected["memory"] = "copy"  # training writes in place
     found = defaults(getattr(stio, name))
     assert {key: found.get(key, "missing") for key in expected} == expected
-    assert found.keys() - expected.keys() <= {"names", "slices", "assign", "order"}
+    assert found.keys() - expected.keys() <= {"names", "slices", "placements", "assign", "order"}
 
 
 @pytest.mark.parametrize("function", [*(getattr(stio, name) for name in SAVES), stio.Saver])

@@ -93,6 +93,8 @@ class LoadedGroup:
     """`Accelerator.hand_over` of the device; None on the CPU, where no copy is under way."""
     events: Sequence[Event] = ()
     """Events behind the copies and casts."""
+    results: dict[str, torch.Tensor] | None = None
+    """What the consumer gets instead of the tensors, whose memory it shares; None: it gets the tensors."""
 
     def wait(self) -> None:
         """Block this thread, without the GIL, until the data is there for any stream.
@@ -107,7 +109,7 @@ class LoadedGroup:
         """Return the tensors; the calling thread's current stream waits for their data, the thread does not."""
         if self.hand_over is not None:
             self.hand_over(self.tensors.values(), self.events)
-        return self.tensors
+        return self.tensors if self.results is None else self.results
 
     def take_one(self, name: str) -> torch.Tensor:
         """Return one tensor as `take` does, and remove it here."""

@@ -1,4 +1,4 @@
-"""Loads into modules whose parameters are `DTensor`s."""
+"""Loads into modules and nested states that hold `DTensor`s."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from stio.distributed.parts import parts_of
+from stio.distributed.parts import part_of
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.loading.api import fill_from
+from stio.loading.body import Target
 from stio.loading.module import LoadReport, ModuleTarget
+from stio.loading.nested import StateTarget
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
 from stio.runtime.limits import Limits
 from stio.runtime.progress import Progress
@@ -17,7 +19,7 @@ from stio.runtime.trace import Trace
 
 
 async def load_into(
-    module: nn.Module,
+    target: object,
     source: SourceLike,
     *,
     memory: Memory = "auto",
@@ -33,7 +35,7 @@ async def load_into(
     process_group: ProcessGroup | None = None,
     rank_timeout: float = RANK_TIMEOUT_SECONDS,
 ) -> LoadReport:
-    """Load a checkpoint into a module that is sharded over ranks; each rank calls this, and reads what it holds.
+    """Load a checkpoint into a module or a state that is sharded over ranks; each rank calls this, and reads its part.
 
     Parameters and buffers that are `DTensor`s get their part of the checkpoint's tensor; others get the whole tensor.
     Works for `fully_shard` (FSDP2), also of a module made on `meta` and given memory by `to_empty`, for tensor
@@ -41,14 +43,22 @@ async def load_into(
     whole rows are read, as far as that is faster. The call returns when all ranks have loaded. If one fails, is
     cancelled or killed, it raises on all of them; some tensors have new values then.
 
-    Buffers that are not in the checkpoint (`persistent=False`) are not filled. After `to_empty` compute them anew.
+    Buffers that are not in the checkpoint (`persistent=False`) are not filled; `LoadReport.unfilled` names them. After
+    `to_empty` compute them anew.
+
+    A nested state, such as that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, is compared with
+    the one that `stio.save_state` saved: tensors are filled in place, numbers, text and None are replaced in their
+    containers at the end. The number of ranks may be another one than at the save. A mapping of tensors by name is also
+    filled from an ordinary checkpoint.
 
     Args:
-        module: The target; filled in place.
+        target: A module; or a state of dictionaries, lists and tuples with `DTensor`s, tensors and plain values. It is
+            changed in place, and after an error or a cancel some tensors have new values.
         source: See `stio.load`.
         memory: See `stio.load`.
         budget_bytes: See `stio.load`.
-        strict: Module and checkpoint must hold the same names.
+        strict: Module and checkpoint must hold the same names, and a state the same keys. Otherwise what both have is
+            loaded; sequences must have the same lengths in any case.
         limits: See `stio.load`.
         verify: See `stio.load`; each rank reads all files for that.
         follow_symlinks: See `stio.load`.
@@ -60,10 +70,12 @@ async def load_into(
         rank_timeout: Seconds without a sign of life of a rank, after which the load fails on all others.
 
     Returns:
-        The names that are missing or unexpected; both are empty with `strict=True`.
+        The names that are missing or unexpected (of a state: paths such as `state['step']`); both are empty with
+        `strict=True`.
 
     Raises:
-        MismatchError: Module and checkpoint differ, a tensor is on `meta`, or a placement cannot be loaded.
+        MismatchError: Target and checkpoint differ, a tensor is on `meta`, or a placement cannot be loaded.
+        FormatError: The nested state in the checkpoint is malformed.
         RankError: The load failed on another rank, whose error is `__cause__`.
         StioError: See `stio.load`.
     """
@@ -80,10 +92,16 @@ async def load_into(
             trace=trace,
             switch_interval=switch_interval,
         )
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()  # what was gathered for a forward pass is dropped by FSDP later
-        target = ModuleTarget(module, parts=parts_of(module))
-        report = await fill_from(source, target, options, on_begin=ranks.on_failure)
+        report = await fill_from(source, _filled(target), options, on_begin=ranks.on_failure)
         await ranks.arrive("loaded")
         return report
+
+
+def _filled(target: object) -> Target:
+    """Return what fills a module or a state."""
+    if not isinstance(target, nn.Module):
+        return StateTarget(target, part_of=part_of)
+    for part in target.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # or the next forward would use what was gathered before the load
+    return ModuleTarget(target, part_of=part_of)

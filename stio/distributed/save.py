@@ -270,8 +270,9 @@ async def _sharded(
     shares: dict[str, Share] = {}
     meshes: dict[DeviceMesh, str] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            part, mesh = part_of(name, tensor), tensor.device_mesh
+        part = part_of(name, tensor) if isinstance(tensor, DTensor) else None
+        if part is not None and isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
             known = meshes[mesh] = meshes.get(mesh) or identify(mesh)
             tensors[name] = part.local
             shares[name] = Share(part.shape, part.index, known, *replica_of(tensor))

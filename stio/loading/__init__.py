@@ -6,7 +6,7 @@ device (a `DeviceLoad` each) and how each file is read for it (a `FileSelection`
 `ReadPlan`: groups of neighbouring tensors that are delivered together, cut into blocks of one read each.
 `scheduler.py` executes it: workers take blocks, read paths (`read_paths.py`, `gds_path.py`) read them, and the
 last block of a group delivers its tensors (a `LoadedGroup`) to a `load`, to the queue of a stream (`group_queue.py`)
-or into a module (`module.py`, `module_tree.py`).
+into a module (`module.py`, `module_tree.py`), or into a nested state (`nested.py`).
 
 Invariants. The memory of a group counts against the budget, under the scheduler's lock, from its first block until
 its last user has released it. Groups start in the plan's order; a group that is larger than the budget is read alone.

@@ -20,11 +20,12 @@ from torch import nn
 
 from stio.errors import ClosedError
 from stio.format.header import TensorInfo
-from stio.loading.body import collect, fill_module, open_source, reading_operation, stream_to, verify
+from stio.loading.body import Target, collect, fill_module, open_source, reading_operation, stream_to, verify
 from stio.loading.group_queue import GroupQueue
 from stio.loading.module import LoadReport, ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
+from stio.loading.placed import PlacementsLike, checked_placements
 from stio.loading.plan import Names
 from stio.loading.select import plain_names, reusable_names, shards_of
 from stio.runtime.blocking import runs_blocking
@@ -40,6 +41,7 @@ async def load(
     *,
     names: Names | None = None,
     slices: Mapping[str, object] | None = None,
+    placements: PlacementsLike | None = None,
     device: DevicesLike = "cpu",
     dtype: torch.dtype | None = None,
     memory: Memory = "auto",
@@ -66,6 +68,9 @@ async def load(
             that hold these names by the index are opened; the others may be missing, and are not checked.
         slices: By name, an index as `numpy.s_[...]` gives it; only the bytes of that part are read, and short gaps
             between them. A list of slices selects several intervals of a dimension, one after the other.
+        placements: A `stio.distributed.Placements`: this rank reads its part of each tensor, and gets `DTensor`s. A
+            tensor with an index in `slices` must be replicated. Without `names` and with `strict`, each rule must fit
+            a tensor.
         device: Device of the tensors: an argument of `torch.device`, or `"auto"`. Or one device for each tensor: a
             mapping from names, and from prefixes of names that end at a dot (the longest one counts, `""` means all
             others), or a callable that gets a name.
@@ -112,11 +117,11 @@ async def load(
         trace=trace,
         switch_interval=switch_interval,
     )
-    chosen = reusable_names(names)
+    chosen, placements = reusable_names(names), checked_placements(placements)
     take = await reading_operation(
         source,
         options,
-        lambda operation, opened: collect(operation, opened, chosen, options, slices),
+        lambda operation, opened: collect(operation, opened, chosen, options, slices, placements),
         shards_of=partial(shards_of, names=chosen, slices=slices, strict=strict),
     ).wait()
     return take()
@@ -189,16 +194,16 @@ async def load_into(
 
 async def fill_from(
     source: SourceLike,
-    target: ModuleTarget,
+    target: Target,
     options: LoadOptions,
     *,
     on_begin: Callable[[Callable[[], None]], None] = lambda abort: None,
 ) -> LoadReport:
-    """Load a checkpoint into the target's module; see `load_into`.
+    """Load a checkpoint into a target; see `load_into`.
 
     Args:
         source: See `load_into`.
-        target: The module.
+        target: What is filled.
         options: Options of the load.
         on_begin: Called with a function that ends the load early: then this raises `ClosedError`.
     """
@@ -207,10 +212,8 @@ async def fill_from(
     return await _fill(target, queue)
 
 
-def _queue_for(
-    target: ModuleTarget, source: SourceLike | OpenCheckpoint, options: LoadOptions, *, about: str
-) -> GroupQueue:
-    """Return the queue of a load into a module; its operation is not started."""
+def _queue_for(target: Target, source: SourceLike | OpenCheckpoint, options: LoadOptions, *, about: str) -> GroupQueue:
+    """Return the queue of a load into a target; its operation is not started."""
 
     def body(operation: Operation[None], queue: GroupQueue) -> None:
         fill_module(operation, queue, source, target, options)
@@ -218,7 +221,7 @@ def _queue_for(
     return GroupQueue(body, name="load_into", about=about, trace=options.trace)
 
 
-async def _fill(target: ModuleTarget, queue: GroupQueue) -> LoadReport:
+async def _fill(target: Target, queue: GroupQueue) -> LoadReport:
     queue.operation.start()
     try:
         while (loaded := await queue.next()) is not None:
@@ -375,13 +378,18 @@ class Checkpoint:
         await close_all(operations, (lambda: None) if opened is None else opened.discard, may_wait=may_wait)
 
     async def load(
-        self, names: Names | None = None, slices: Mapping[str, object] | None = None
+        self,
+        names: Names | None = None,
+        slices: Mapping[str, object] | None = None,
+        *,
+        placements: PlacementsLike | None = None,
     ) -> dict[str, torch.Tensor]:
         """Load tensors; see `stio.load`.
 
         Args:
             names: See `stio.load`.
             slices: See `stio.load`.
+            placements: See `stio.load`.
 
         Returns:
             See `stio.load`.
@@ -390,7 +398,7 @@ class Checkpoint:
             ClosedError: The checkpoint is not open, or was closed during the load.
             StioError: See `stio.load`.
         """
-        take = await self._load_operation(names, slices).wait()
+        take = await self._load_operation(names, slices, checked_placements(placements)).wait()
         return take()
 
     async def read(self, name: str, index: object = None) -> torch.Tensor:
@@ -413,18 +421,25 @@ class Checkpoint:
         take = await self._load_operation(name, slices).wait()
         return take()[name]
 
-    def stream(self, names: Names | None = None, slices: Mapping[str, object] | None = None) -> Stream:
+    def stream(
+        self,
+        names: Names | None = None,
+        slices: Mapping[str, object] | None = None,
+        *,
+        placements: PlacementsLike | None = None,
+    ) -> Stream:
         """Return a stream of the tensors as they become ready, within the budget; see `Stream`.
 
         Args:
             names: See `stio.load`.
             slices: See `stio.load`.
+            placements: See `stio.load`.
         """
-        opened, options = self._now, self._options
+        opened, options, placed = self._now, self._options, checked_placements(placements)
 
         def body(operation: Operation[None], queue: GroupQueue) -> None:
             with shortened(options.switch_interval):
-                stream_to(operation, queue, opened, names, options, slices)
+                stream_to(operation, queue, opened, names, options, slices, placed)
 
         queue = GroupQueue(body, name="stream", about=opened.path, trace=options.trace)
         self._own(queue.operation)
@@ -445,13 +460,13 @@ class Checkpoint:
         return await _fill(target, queue)
 
     def _load_operation(
-        self, names: Names | None, slices: Mapping[str, object] | None
+        self, names: Names | None, slices: Mapping[str, object] | None, placements: PlacementsLike | None = None
     ) -> Operation[Callable[[], dict[str, torch.Tensor]]]:
         opened, options = self._now, self._options
 
         def body(operation: Operation[Any]) -> Callable[[], dict[str, torch.Tensor]]:
             with shortened(options.switch_interval):
-                return collect(operation, opened, names, options, slices)
+                return collect(operation, opened, names, options, slices, placements)
 
         return self._own(Operation(body, name="load", kind="load", about=opened.path))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -21,8 +21,10 @@ from stio.loading.cache.file_image import ObjectCache
 from stio.loading.group_queue import GroupQueue
 from stio.loading.integrity import verify_files
 from stio.loading.module import ModuleTarget
+from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.placed import PlacementsLike
 from stio.loading.plan import Group, Names
 from stio.loading.prepare import prepare
 from stio.loading.scheduler import LoadScheduler
@@ -33,6 +35,9 @@ from stio.runtime.process import switch_interval as shortened
 from stio.runtime.trace import shown, traced
 
 T = TypeVar("T")
+
+Target: TypeAlias = ModuleTarget | StateTarget
+"""What a load fills: the tensors of a module, or of a nested state."""
 
 
 def open_source(
@@ -113,12 +118,19 @@ def gather(
     options: LoadOptions,
     slices: Mapping[str, object] | None = None,
     *,
+    placements: PlacementsLike | None = None,
     casts: Casts | None = None,
 ) -> list[LoadedGroup]:
     """Load to the end; return the groups. The consumer's thread calls `LoadedGroup.take` of each."""
     groups: list[LoadedGroup] = []
     scheduler = prepare(
-        opened, names, options, slices=slices, casts=casts, deliver=lambda _, group: groups.append(group)
+        opened,
+        names,
+        options,
+        slices=slices,
+        placements=placements,
+        casts=casts,
+        deliver=lambda _, group: groups.append(group),
     )
     carry_out(operation, scheduler)
     return groups
@@ -130,12 +142,13 @@ def collect(
     names: Names | None,
     options: LoadOptions,
     slices: Mapping[str, object] | None = None,
+    placements: PlacementsLike | None = None,
 ) -> Callable[[], dict[str, torch.Tensor]]:
     """Load to the end; return a function that returns all tensors. The consumer's thread calls it once.
 
     The tensors are in the order of the checkpoint's data, aliases last.
     """
-    groups = gather(operation, opened, names, options, slices)
+    groups = gather(operation, opened, names, options, slices, placements=placements)
     headers, aliases = opened.headers, opened.aliases
 
     def take() -> dict[str, torch.Tensor]:
@@ -157,9 +170,12 @@ def stream_to(
     names: Names | None,
     options: LoadOptions,
     slices: Mapping[str, object] | None,
+    placements: PlacementsLike | None,
 ) -> None:
     """Deliver all groups to a queue. The budget is released by the consumer, so reading waits for it."""
-    scheduler = prepare(opened, names, options, slices=slices, deliver=queue.put, hold=True, kept=())
+    scheduler = prepare(
+        opened, names, options, slices=slices, placements=placements, deliver=queue.put, hold=True, kept=()
+    )
     queue.attach(scheduler, opened.aliases)
     carry_out(operation, scheduler)
 
@@ -168,10 +184,10 @@ def fill_module(
     operation: Operation[None],
     queue: GroupQueue,
     source: SourceLike | OpenCheckpoint,
-    target: ModuleTarget,
+    target: Target,
     options: LoadOptions,
 ) -> None:
-    """Load into a module; groups that the consumer's thread must copy are put in the queue."""
+    """Load into a module or a state; groups that the consumer's thread must copy are put in the queue."""
     with shortened(options.switch_interval):
         if isinstance(source, OpenCheckpoint):  # it was verified when it was opened
             _fill_module(operation, queue, source, target, options, verified=True)
@@ -185,37 +201,41 @@ def _fill_module(
     operation: Operation[None],
     queue: GroupQueue,
     opened: OpenCheckpoint,
-    target: ModuleTarget,
+    target: Target,
     options: LoadOptions,
     *,
     verified: bool,
 ) -> None:
-    with collection_paused(sum(map(len, opened.headers))):
-        names, _ = target.match(opened.dtypes_and_shapes(), opened.aliases, strict=options.strict, path=opened.path)
+    if isinstance(target, StateTarget):
+        names = target.select(opened, options, operation.check)
+    else:
+        with collection_paused(sum(map(len, opened.headers))):
+            names, _ = target.match(opened.dtypes_and_shapes(), opened.aliases, strict=options.strict, path=opened.path)
     if not verified:
         verify(operation, opened, options)
-    if not target.assigns:
+    assigned = target if isinstance(target, ModuleTarget) and target.assigns else None
+    if assigned is None:
         options = replace(options, device=target.device)  # the copies stay on one device
     # If no device queue orders the copies the workers make them, and no event loop is needed.
     direct = target.on_cpu and resolve_placement(options.device) == torch.device("cpu")
 
     def deliver(group: Group, loaded: LoadedGroup) -> None:
-        if target.assigns:
-            target.keep(loaded)
+        if assigned is not None:
+            assigned.keep(loaded)
         elif direct:
             target.copy(loaded)
         else:
             queue.put(group, loaded)
 
-    hold = not (direct or target.assigns)
+    hold = not direct and assigned is None
     scheduler = prepare(
         opened, names, options, deliver=deliver, hold=hold, kept=target.kept_names, slices=target.slices
     )
     queue.attach(scheduler)
     carry_out(operation, scheduler)
-    if target.assigns:
+    if assigned is not None:
         with collection_paused(len(names)):
-            target.make()
+            assigned.make()
 
 
 def reading_operation(

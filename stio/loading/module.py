@@ -43,12 +43,15 @@ _WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.", "_fsdp_wrap
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Names that only the module or only the checkpoint has; both are empty if all names match."""
+    """Names that only the module or only the checkpoint has, and buffers that no checkpoint holds."""
 
     missing: tuple[str, ...]
     """Names that only the module has (a tied name is not missing if the tensor is loaded under another name)."""
     unexpected: tuple[str, ...]
     """Names that only the checkpoint has; their data was not read, unless a load hook may use it."""
+    unfilled: tuple[str, ...] = field(default=(), compare=False)
+    """Buffers with `persistent=False`, which no checkpoint holds; the load leaves them as they are. If the module's
+    memory is new (`to_empty`), compute them anew."""
     path: str = field(default="", compare=False, repr=False)
     """The checkpoint, as errors name it; of a repository of the hub with its commit."""
 
@@ -64,6 +67,19 @@ class Part:
     index: tuple[slice, ...]
     """Which part it is; a slice for each dimension."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return self.index == tuple(slice(0, size) for size in self.shape)
+
+
+PartOf: TypeAlias = Callable[[str, torch.Tensor], Part | None]
+"""Returns from its name and itself the part that a tensor of the target is; None: an ordinary tensor."""
+
+
+def no_part(name: str, tensor: torch.Tensor) -> None:
+    """Return None: the tensor is an ordinary one."""
+
 
 class ModuleTarget:
     """A module's tensors as the target of a load.
@@ -72,14 +88,15 @@ class ModuleTarget:
         module: The module; the names of its parameters and persistent buffers are the expected ones.
         assign: Replace the tensors by the loaded ones instead of copying into them.
         fills: Tensors on `meta` get new memory elsewhere (`stio.warm_start`); this object only compares.
-        parts: Tensors of which the module has a part, by name.
+        part_of: Returns the part of a tensor that this process holds.
 
     Raises:
-        MismatchError: `state_dict()` of the module renames tensors, and no load hook renames them back.
+        MismatchError: `state_dict()` of the module renames tensors, and no load hook renames them back. Or `part_of`
+            refuses a tensor.
     """
 
     def __init__(
-        self, module: nn.Module, *, assign: bool = False, fills: bool = False, parts: Mapping[str, Part] | None = None
+        self, module: nn.Module, *, assign: bool = False, fills: bool = False, part_of: PartOf = no_part
     ) -> None:
         self._module = module
         self._fills = fills
@@ -87,7 +104,10 @@ class ModuleTarget:
         """Whether tensors are replaced and not copied into."""
         with collection_paused(sys.maxsize):  # how many tensors there are is not known yet
             self._tree = ModuleTree(module)
-        self._parts = parts or {}
+        self._parts: dict[str, Part] = {}
+        if part_of is not no_part:
+            found = {name: part_of(name, tensor) for name, tensor in self._tree.tensors.items()}
+            self._parts = {name: part for name, part in found.items() if part is not None}
         self._targets = self._tree.tensors
         if self._parts:
             self._targets = {
@@ -132,6 +152,9 @@ class ModuleTarget:
     def _find_ties(self) -> None:
         if not self._keys:
             self._keys = memory_keys(self._targets)
+            for name, part in self._parts.items():
+                if not part.local.numel():  # no address tells that two names have one tensor
+                    self._keys[name] = -id(self._tree.tensors[name])
             if len(set(self._keys.values())) < len(self._keys):
                 for name, key in self._keys.items():
                     self._ties.setdefault(key, []).append(name)
@@ -173,9 +196,15 @@ class ModuleTarget:
                 f"missing {listed(missing)}, unexpected {listed(unexpected)}{_advice(missing, unexpected)}",
                 path=path,
             )
-        self._report = LoadReport(missing, unexpected, path)
+        self._report = LoadReport(missing, unexpected, tuple(self._tree.never_stored), path)
         if self._leaves_all_to_torch():
             self._tree.hook([""])
+        if self._parts and (found := [name for name in self._parts if self._tree.is_hooked(name)]):
+            raise MismatchError(
+                "these tensors are parts, and load hooks, an overridden method of a load, or tensors that overlap need "
+                f"the whole ones; shard the module after the load: {listed(found)}",
+                path=path,
+            )
         self._choose(present)
         return self._names_to_read(), self._report
 
@@ -338,7 +367,8 @@ class ModuleTarget:
                     path=self._path,
                     found=name,
                 )
-        return {name: index for name, index in found.items() if self._copies[name] in self._parts}
+        parts = {source: self._parts.get(self._copies[source]) for source in found}
+        return {source: part.index for source, part in parts.items() if part is not None and not part.is_whole}
 
     @property
     def on_cpu(self) -> bool:
@@ -438,7 +468,7 @@ class ModuleTarget:
                 raise
             raise MismatchError(one_line(str(error)[:_SHOWN_CHARACTERS]), path=self._path) from error
         missing, unexpected = (getattr(found, kind, ()) for kind in ("missing_keys", "unexpected_keys"))
-        return LoadReport(tuple(missing), tuple(unexpected), self._path)
+        return LoadReport(tuple(missing), tuple(unexpected), tuple(self._tree.never_stored), self._path)
 
     def _state_for_hooks(self) -> OrderedDict[str, torch.Tensor]:
         tree = self._tree

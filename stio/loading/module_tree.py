@@ -72,6 +72,8 @@ class ModuleTree:
     def __init__(self, module: nn.Module) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         """Parameters and persistent buffers, in the order of `load_state_dict`."""
+        self.never_stored: list[str] = []
+        """Buffers that are not persistent."""
         self._owners: dict[str, nn.Module] = {}
         self.extra_states: dict[str, nn.Module] = {}
         """Submodules with extra state, by the name of that state."""
@@ -99,7 +101,11 @@ class ModuleTree:
                 self.tensors[prefix + leaf] = tensor
                 self._owners[prefix + leaf] = part
         for leaf, buffer in part._buffers.items():
-            if buffer is not None and leaf not in part._non_persistent_buffers_set:
+            if buffer is None:
+                continue
+            if leaf in part._non_persistent_buffers_set:
+                self.never_stored.append(prefix + leaf)
+            else:
                 self.tensors[prefix + leaf] = buffer
                 self._owners[prefix + leaf] = part
         if kind.refused:
@@ -114,8 +120,8 @@ class ModuleTree:
         post_hooks = any(not _is_of_fsdp(hook) for hook in part._load_state_dict_post_hooks.values())
         if kind.loads_itself or "_load_from_state_dict" in vars(part) or post_hooks:
             self.hooked.add(prefix)
-        elif hooks := part._load_state_dict_pre_hooks:
-            if all(_is_for_old_names(hook) for hook in hooks.values()):
+        elif hooks := [hook for hook in part._load_state_dict_pre_hooks.values() if not _is_of_fsdp(hook)]:
+            if all(map(_is_for_old_names, hooks)):
                 self._accepts_old_names.add(prefix)
             else:
                 self.hooked.add(prefix)
@@ -206,7 +212,11 @@ def _is_for_old_names(hook: object) -> bool:
 
 
 def _is_of_fsdp(hook: object) -> bool:
-    """Return whether a hook is one of `fully_shard`, which looks for replaced parameters; here they are filled."""
+    """Return whether a hook is one of `fully_shard`.
+
+    One looks for replaced parameters; here they are filled. One, from the first forward on, drops what was gathered;
+    `stio.distributed.load_into` does that.
+    """
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard.")
 
 

@@ -33,10 +33,11 @@ from stio.loading.page_cache import (
     resident_fraction,
     resident_fractions,
 )
+from stio.loading.placed import Placed, PlacementsLike, place
 from stio.loading.plan import GAP_BYTES, Block, FileSelection, Group, Names, ReadPlan, plan_reads
 from stio.loading.read_paths import CacheFillPath, CopiedPath, MappedPath, StagedPath, device_memories
 from stio.loading.scheduler import LoadScheduler, ReadPath
-from stio.loading.select import Selected, select_by_device
+from stio.loading.select import Selected, reusable_names, select_by_device
 from stio.loading.sizes import (
     ACCELERATOR_BUDGET_BYTES,
     AHEAD_BYTES,
@@ -70,6 +71,7 @@ def prepare(
     hold: bool = False,
     kept: Collection[str] | None = None,
     slices: Mapping[str, object] | None = None,
+    placements: PlacementsLike | None = None,
     casts: Casts | None = None,
     prompt: bool = False,
     max_workers: int | None = None,
@@ -85,6 +87,7 @@ def prepare(
         hold: The consumer releases the groups' budget (see `LoadScheduler`).
         kept: Names of the tensors that the consumer keeps, so that they must fit into memory at once. None: all.
         slices: By name, the part to load.
+        placements: The parts that this process loads; names of other tensors than those of `names` have no part.
         casts: Cast to it instead of `options.dtype`.
         prompt: Make small groups, so that the first ones are loaded early. Otherwise large ones, for a short load.
         max_workers: Most threads that read; None: as many as the devices and the processors make worthwhile.
@@ -98,8 +101,21 @@ def prepare(
         UnsupportedDtypeError: torch does not have the dtype of a tensor.
     """
     with traced(options.trace, "plan", detail=opened.path):
-        by_stored_name = _by_stored_name(slices or {}, opened)
         device = resolve_placement(options.device)
+        if placements is not None:
+            names = reusable_names(names)
+            placed = place(
+                opened.headers,
+                opened.aliases,
+                names,
+                slices or {},
+                placements,
+                device,
+                path=opened.path,
+                strict=options.strict,
+            )
+            slices, deliver = placed.slices, partial(_deliver_made, deliver, placed)
+        by_stored_name = _by_stored_name(slices or {}, opened)
         selections = select_by_device(opened.headers, opened.aliases, names, device, path=opened.path)
         wanted = [shard for shard in range(len(opened.files)) if any(chosen[shard] for _, chosen, _ in selections)]
         with ExitStack() as undo:
@@ -137,6 +153,13 @@ def prepare(
             )
             undo.pop_all()  # the scheduler closes them
             return scheduler
+
+
+def _deliver_made(
+    deliver: Callable[[Group, LoadedGroup], None], placed: Placed, group: Group, loaded: LoadedGroup
+) -> None:
+    loaded.results = placed.made(loaded.tensors)  # on a worker's thread: torch imports its compiler for the first one
+    deliver(group, loaded)
 
 
 def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], options: LoadOptions) -> LoadScheduler:

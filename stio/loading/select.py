@@ -49,7 +49,7 @@ def select_by_device(
         names = _plain(names)
     selected: dict[str, list[str]] = {}
     if aliases:
-        for name in _listed(headers, aliases, names):
+        for name in listed_names(headers, aliases, names):
             selected.setdefault(aliases.get(name, name), []).append(name)
         names = list(selected)
     positions = select_names(headers, names, path=path)
@@ -110,7 +110,8 @@ def reusable_names(names: Names | None) -> Names | None:
     return cache(names) if callable(names) else _plain(names)
 
 
-def _listed(headers: Sequence[Header], aliases: Mapping[str, str], names: Names | None) -> Iterable[str]:
+def listed_names(headers: Sequence[Header], aliases: Mapping[str, str], names: Names | None) -> Iterable[str]:
+    """Return the selected names, aliases among them; names that are listed by the caller may not exist."""
     if names is not None and not callable(names):
         return [names] if isinstance(names, str) else names
     every = [name for header in headers for name in header.names] + list(aliases)

@@ -1,0 +1,335 @@
+"""Nested state in a checkpoint (`format/state_tree.py`): reads its tree, and loads into a state that exists already.
+
+The whole tree is checked before any tensor is read. `stio.load_state` puts new tensors into it. A `StateTarget` is a
+state (dictionaries, lists and tuples of tensors and plain values) that is compared with the tree. Its tensors are
+filled in place, when their group is loaded. Its plain values are replaced at the end, all together. A checkpoint
+without nested state counts as a mapping of its tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+
+from stio.device.base import LoadedGroup
+from stio.device.tensors import copy_all, torch_shape
+from stio.errors import FormatError, MismatchError, printable
+from stio.format.state_names import python_path
+from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, Reference, Tree, check_tree_bytes, parse_tree
+from stio.loading.module import LoadReport, PartOf, listed, no_part
+from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused
+from stio.loading.open import OpenCheckpoint
+from stio.loading.options import DevicesLike, LoadOptions
+from stio.runtime.limits import Limits
+from stio.runtime.memory import allocate
+from stio.runtime.process import collection_paused
+
+_PLAIN_VALUES = (type(None), bool, int, float, str, bytes, torch.Size, torch.dtype, torch.device)
+
+_Keys: TypeAlias = list[object]
+"""Keys and indexes that lead to a value of the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class NestedState:
+    """A state without its tensors."""
+
+    tree: Tree
+    """Containers, plain values, and references to tensors."""
+    holds_bytes: frozenset[str]
+    """Names of tensors that hold bytes of the state, the tree itself among them."""
+    long_bytes: Mapping[str, bytes]
+    """The bytes that are values of the state, by the name of their tensor."""
+
+
+def read_nested(opened: OpenCheckpoint, limits: Limits, *, check: Callable[[], None] = lambda: None) -> NestedState:
+    """Read and check the tree of a checkpoint.
+
+    Args:
+        opened: The checkpoint.
+        limits: Bounds on the tree.
+        check: Called now and then; may raise to end the call.
+
+    Raises:
+        FormatError: The checkpoint has no nested state, or a malformed one.
+        LimitError: The tree exceeds a limit.
+    """
+    raw, holds_bytes = _tree_text(opened, limits)
+    with collection_paused(len(raw)):
+        tree = parse_tree(raw, path=opened.path, limits=limits, foreign=_torch_value, check=check)
+    holds_bytes |= {reference.name for reference in tree.references if reference.kind == "bytes_tensor"}
+    _require_match(opened, tree, holds_bytes)
+    check()
+    long_bytes = {name: _read_bytes(opened, name) for name in holds_bytes if name != TREE_TENSOR}
+    return NestedState(tree, frozenset(holds_bytes), long_bytes)
+
+
+def _tree_text(opened: OpenCheckpoint, limits: Limits) -> tuple[bytes, set[str]]:
+    """Return the text of the tree, and the name of the tensor that holds it, if one does."""
+    text = opened.metadata.get(STATE_KEY)
+    if text is None:
+        raise FormatError(
+            "a checkpoint without a nested state: its tensors are loaded by `stio.load`",
+            path=opened.path,
+            expected=f"{STATE_KEY!r} in the metadata, as `stio.save_state` writes it",
+        )
+    if not isinstance(text, str):
+        raise FormatError(f"{STATE_KEY} is not text", path=opened.path, found=type(text).__name__)
+    if text != POINTER:
+        return text.encode(), set()
+    if not any(TREE_TENSOR in header for header in opened.headers):
+        raise FormatError("the tensor with the tree of the state is missing", path=opened.path, expected=TREE_TENSOR)
+    check_tree_bytes(opened.info(TREE_TENSOR).nbytes, limits, path=opened.path)
+    return _read_bytes(opened, TREE_TENSOR), {TREE_TENSOR}
+
+
+def _read_bytes(opened: OpenCheckpoint, name: str) -> bytes:
+    """Read the data of a U8 tensor."""
+    info = opened.info(name)
+    if info.dtype != "U8" or len(info.shape) != 1:
+        raise FormatError(
+            f"tensor {printable(name)!r} should hold bytes",
+            path=opened.path,
+            expected="U8 of one dimension",
+            found=f"{info.dtype} {list(info.shape)}",
+        )
+    if not info.nbytes:
+        return b""
+    shard = next(k for k, header in enumerate(opened.headers) if header.shard == info.shard)
+    region = allocate(info.nbytes).sub(0, info.nbytes)
+    with ExitStack() as owned:
+        file = opened.open_files([shard], owned)[shard]
+        file.read_into(info.file_offset, [region])
+        file.check_unchanged()
+    return region.tobytes()
+
+
+def _require_match(opened: OpenCheckpoint, tree: Tree, holds_bytes: set[str]) -> None:
+    """Require that the tree and the checkpoint name the same tensors."""
+    in_tree = {reference.name for reference in tree.references} | (holds_bytes & {TREE_TENSOR})
+    stored = {name for header in opened.headers for name in header.names} | opened.aliases.keys()
+    as_tensors = {reference.name for reference in tree.references if reference.kind != "bytes_tensor"}
+    for names, message in (
+        (in_tree - stored, "the state refers to a tensor that does not exist"),
+        (holds_bytes & as_tensors, "the state refers to a tensor that holds bytes of the state"),
+        (stored - in_tree, "a tensor has no place in the state"),
+    ):
+        if names:
+            raise FormatError(message, path=opened.path, found=min(names))
+
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def _torch_value(tag: str, value: Any) -> object:
+    """Return a value of a type of torch; see `parse_tree`."""
+    if tag == "size":
+        return torch.Size(map(operator.index, value))
+    if tag == "dtype":
+        if value not in _DTYPES:
+            raise ValueError("this torch has no such dtype")
+        return _DTYPES[value]
+    try:
+        return torch.device(value)
+    except RuntimeError:
+        raise ValueError("this torch has no such device") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tensor of the state."""
+
+    path: str
+    """Where it is in the state, for messages."""
+    memory: torch.Tensor
+    """What is filled."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    index: tuple[slice, ...] | None
+    """Which part of it the memory is; None: the whole."""
+
+
+class StateTarget:
+    """A nested state as the target of a load.
+
+    Args:
+        state: Containers with tensors and plain values. It must not change during the load.
+        part_of: Returns the part of a tensor that this process holds; see `stio.loading.module.Part`.
+    """
+
+    def __init__(self, state: object, *, part_of: PartOf = no_part) -> None:
+        self._state = state
+        self._part_of = part_of
+        self._inference = torch.is_inference_mode_enabled()  # the thread that copies may be another one
+        self._places: dict[str, list[_Place]] = {}  # by the name that has the data
+        self._replaced: list[tuple[Any, Any, object]] = []  # container, key or index, new value
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        self._checkpoint: OpenCheckpoint
+        self._is_nested = True
+        self._long_bytes: Mapping[str, bytes] = {}
+
+    def select(self, opened: OpenCheckpoint, options: LoadOptions, check: Callable[[], None]) -> list[str]:
+        """Compare the state with that of the checkpoint; return the names of the tensors to read.
+
+        Raises:
+            MismatchError: They differ, or a tensor of the state cannot be filled; the message has its path.
+            FormatError: The nested state in the checkpoint is malformed.
+        """
+        self._checkpoint = opened
+        self._is_nested = STATE_KEY in opened.metadata
+        self._merge(self._state, self._stored_state(opened, options, check), [])
+        if options.strict and (self._missing or self._unexpected):
+            hint = "" if self._is_nested else "; the checkpoint has tensors by name, and no nested state"
+            raise MismatchError(
+                "the checkpoint does not fit the state; strict=False loads what both have: "
+                f"missing {listed(self._missing)}, unexpected {listed(self._unexpected)}{hint}",
+                path=opened.path,
+            )
+        self._require_shapes(opened)
+        return list(self._places)
+
+    def _stored_state(self, opened: OpenCheckpoint, options: LoadOptions, check: Callable[[], None]) -> Any:
+        """Return the state in the checkpoint, with references in place of its tensors."""
+        if not self._is_nested:
+            names = [*(name for header in opened.headers for name in header.names), *opened.aliases]
+            return {name: Reference("tensor", name) for name in names}
+        nested = read_nested(opened, options.limits or Limits(), check=check)
+        self._long_bytes = nested.long_bytes
+        return nested.tree.fill(lambda reference: reference)
+
+    def _merge(self, mine: Any, stored: Any, keys: _Keys) -> Any:
+        """Compare a value of the state with the stored one; return what takes its place."""
+        if type(stored) is Reference and stored.kind == "bytes_tensor":
+            stored = self._long_bytes[stored.name]
+        if isinstance(mine, torch.Tensor) or type(stored) is Reference:
+            if not isinstance(mine, torch.Tensor) or type(stored) is not Reference:
+                self._fail(keys, mine, stored)
+            self._add(mine, stored.name, keys)
+            return mine
+        if isinstance(mine, _PLAIN_VALUES):
+            if not isinstance(stored, _PLAIN_VALUES):
+                self._fail(keys, mine, stored)
+            return stored
+        if isinstance(mine, Mapping) and isinstance(stored, Mapping):
+            self._merge_mapping(mine, stored, keys)
+            return mine
+        if isinstance(mine, list | tuple) and isinstance(stored, list | tuple) and len(mine) == len(stored):
+            return self._merge_sequence(mine, stored, keys)
+        return self._fail(keys, mine, stored)
+
+    def _merge_mapping(self, mine: Mapping[Any, Any], stored: Mapping[Any, Any], keys: _Keys) -> None:
+        for key, value in mine.items():
+            if key not in stored:
+                self._missing.append(self._shown([*keys, key]))
+                continue
+            new = self._merge(value, stored[key], [*keys, key])
+            if new is not value:
+                self._replaced.append((mine, key, new))
+        self._unexpected += [self._shown([*keys, key]) for key in stored if key not in mine]
+
+    def _merge_sequence(self, mine: list[Any] | tuple[Any, ...], stored: Iterable[Any], keys: _Keys) -> Any:
+        new = [self._merge(value, other, [*keys, k]) for k, (value, other) in enumerate(zip(mine, stored, strict=True))]
+        if all(one is other for one, other in zip(mine, new, strict=True)):
+            return mine
+        if isinstance(mine, list):
+            self._replaced += [(mine, k, one) for k, one in enumerate(new)]
+            return mine
+        return type(mine)(*new) if hasattr(mine, "_fields") else tuple(new)
+
+    def _add(self, tensor: torch.Tensor, name: str, keys: _Keys) -> None:
+        path = self._shown(keys)
+        part = self._part_of(path, tensor)
+        memory = tensor if part is None else part.local
+        why = why_refused(memory)
+        if not why and is_on_meta(memory):
+            why = "it is on 'meta' and has no memory to copy into; give it memory first"
+        if why := why or why_not_copied(memory, in_inference_mode=self._inference):
+            raise MismatchError(f"{path} cannot be filled: {why}", path=self._checkpoint.path)
+        shape = tuple(tensor.shape) if part is None else part.shape
+        source = self._checkpoint.aliases.get(name, name)
+        index = None if part is None or part.is_whole else part.index
+        self._places.setdefault(source, []).append(_Place(path, memory, shape, index))
+
+    def _require_shapes(self, opened: OpenCheckpoint) -> None:
+        infos = opened.dtypes_and_shapes()
+        for name, places in self._places.items():
+            dtype, shape = infos[name]
+            for place in places:
+                if (shape if dtype != "F4" else torch_shape(dtype, shape)) != place.shape:
+                    raise MismatchError(
+                        f"{place.path} has another shape in the checkpoint",
+                        path=opened.path,
+                        expected=list(place.shape),
+                        found=list(shape),
+                    )
+                if place.index != places[0].index:
+                    raise MismatchError(
+                        "two tensors of the state are different parts of one tensor of the checkpoint",
+                        path=opened.path,
+                        found=f"{places[0].path} and {place.path}",
+                    )
+
+    def _shown(self, keys: _Keys) -> str:
+        return python_path(keys) if self._is_nested or len(keys) != 1 else printable(str(keys[0]))
+
+    def _fail(self, keys: _Keys, mine: object, stored: object) -> NoReturn:
+        hint = "" if self._is_nested else "; the checkpoint has tensors by name, and no nested state"
+        raise MismatchError(
+            f"{self._shown(keys)} is of another kind in the checkpoint{hint}",
+            path=self._checkpoint.path,
+            expected=_kind(mine),
+            found=_kind(stored),
+        )
+
+    @property
+    def slices(self) -> dict[str, tuple[slice, ...]]:
+        """Which part of a tensor of the checkpoint to read, by its name there."""
+        return {name: index for name, places in self._places.items() if (index := places[0].index) is not None}
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all tensors are on the CPU."""
+        return all(place.memory.is_cpu for places in self._places.values() for place in places)
+
+    @property
+    def kept_names(self) -> tuple[str, ...]:
+        """Loaded tensors are copied, and none is kept."""
+        return ()
+
+    @property
+    def device(self) -> DevicesLike:
+        """Where tensors are loaded to, by the name in the checkpoint."""
+        devices = {name: places[0].memory.device for name, places in self._places.items()}
+        return next(iter(devices.values()), "cpu") if len(set(devices.values())) < 2 else devices
+
+    def copy(self, group: LoadedGroup) -> None:
+        """Copy a group's tensors into the state's, in the order of the calling thread's stream."""
+        pairs = [(place.memory, tensor) for name, tensor in group.take().items() for place in self._places[name]]
+        with torch.inference_mode() if self._inference else torch.no_grad():
+            copy_all([memory for memory, _ in pairs], [tensor for _, tensor in pairs])
+
+    def complete(self) -> LoadReport:
+        """Replace the plain values."""
+        for container, key, value in self._replaced:
+            container[key] = value
+        self.discard()
+        return LoadReport(tuple(self._missing), tuple(self._unexpected), path=self._checkpoint.path)
+
+    def discard(self) -> None:
+        """Drop what refers to the state: after a failure its traceback may hold this object for long."""
+        self._places.clear()
+        self._replaced.clear()
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, torch.Tensor | Reference):
+        return "a tensor"
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return f"a sequence of {len(value):,}"
+    return "a mapping" if isinstance(value, Mapping) else f"a value of the type {type(value).__name__}"
