@@ -12,7 +12,7 @@ import torch
 from ray.train import Checkpoint, CheckpointConfig, CheckpointUploadMode, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import stio
@@ -25,13 +25,16 @@ def train(config):
     for module in [*model, model]:
         fully_shard(module)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step, loss, under_way = 0, None, None
+    step, under_way = 0, None
+
+    def state_at(step):
+        weights, moments = get_state_dict(model, optimizer)
+        return {"step": step, "model": weights, "optimizer": moments}
+
     if found := ray.train.get_checkpoint():
-        state = stio.sync.load_state(found.path)
-        whole = StateDictOptions(full_state_dict=True)
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=whole
-        )
+        state = state_at(step)
+        stio.sync.distributed.load_into(state, found.path)  # each worker reads its part
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         step = state["step"]
         print(f"worker {worker.get_world_rank()} of {worker.get_world_size()} goes on from step {step}")
 
@@ -53,10 +56,8 @@ def train(config):
             if step % 5 == 0:
                 if under_way:
                     report(*under_way)
-                weights, moments = get_state_dict(model, optimizer)
-                state = {"step": step, "model": weights, "optimizer": moments}
                 path = f"{folder}/step-{step}"
-                under_way = step, loss.item(), path, saver.save_state(state, path)  # the training goes on
+                under_way = step, loss.item(), path, saver.save_state(state_at(step), path)  # the training goes on
         if under_way:
             report(*under_way)
 

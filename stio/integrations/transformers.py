@@ -638,9 +638,6 @@ def _load_weights_by_stio(trainer: Trainer) -> None:
         names = (os.path.join(checkpoint, name) for name in (_WEIGHTS, _WEIGHTS_INDEX))
         if not (any(map(os.path.isfile, names)) and _is_sharded(trainer.model)):
             return original()  # another checkpoint, or FSDP1
-        for module in trainer.model.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()  # an evaluation leaves parameters whole
         return sync.distributed.load_into(trainer.model, checkpoint)
 
     load_checkpoint, load_best = getattr(trainer, _LOAD_CHECKPOINT), getattr(trainer, _LOAD_BEST)

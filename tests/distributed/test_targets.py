@@ -333,7 +333,10 @@ def wrong_states(stored: dict[str, Any]) -> list[tuple[Callable[[Any], Any], str
         (put(torch.zeros(5), "tied"), r"state\['tied'\] has another shape .*\[5\], found \[4\]"),
         (put(torch.zeros(4, device="meta"), "tied"), r"state\['tied'\] cannot be filled: it is on 'meta'"),
         (put(torch.zeros(1).expand(4), "tied"), r"state\['tied'\] cannot be filled"),
-        (put(DTensor.from_local(torch.zeros(4), mesh, [Partial()]), "tied"), r"state\['tied'\]: its part on this rank is not known"),
+        (
+            put(DTensor.from_local(torch.zeros(4), mesh, [Partial()]), "tied"),
+            r"state\['tied'\]: its part on this rank is not known",
+        ),
         (put(DTensor.from_local(torch.zeros(1), mesh, [Shard(0)]), "tied"), "different parts of one tensor"),
     ]
 

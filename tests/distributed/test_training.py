@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -70,15 +70,9 @@ class Training:
 
     def resume(self, folder: str) -> int:
         """Go on from the newest checkpoint; return its step."""
-        state = sync.load_state(newest(folder))
-        whole = StateDictOptions(full_state_dict=True)
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=whole,
-        )
+        state = self.state()
+        sync.distributed.load_into(state, newest(folder), process_group=self.group)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.step = state["step"]
         return self.step
 
