@@ -42,7 +42,7 @@ def _part(what: str, whole: Any, parameter: DTensor) -> Any:
             found=list(whole.shape),
         )
     made = torch.empty_like(parameter.detach(), dtype=whole.dtype)
-    assert isinstance(made, DTensor)
     part = part_of(what, made)
+    assert part is not None  # it is a DTensor
     part.local.copy_(whole[part.index])
     return made

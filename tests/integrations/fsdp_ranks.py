@@ -142,9 +142,12 @@ def goes_on(directory: Path, num_ranks: int, begun: Path, rank: int = 0) -> None
     trainer = make(directory / f"on-{num_ranks}", num_ranks, steps.append)
     StioCallback().resume(trainer, begun)
     assert steps == list(range(1 + int(begun.name.removeprefix("checkpoint-")), NUM_STEPS + 1))
-    expected = stio.sync.load(directory / "whole" / f"checkpoint-{NUM_STEPS}")
+    expected = stio.sync.load(directory / "whole" / f"checkpoint-{NUM_STEPS}", memory="copy")
     for name, tensor in whole_of(trainer).items():
         if name in expected:
+            for one in (tensor, expected[name]) if name.endswith("attn.c_attn.bias") else ():
+                # A bias of the keys has no gradient but errors of rounding, and AdamW makes whole steps of them.
+                one[one.numel() // 3 : 2 * one.numel() // 3] = 0
             difference = (tensor - expected[name]).norm() / expected[name].norm()
             assert difference <= 1e-5, (name, difference)
 
