@@ -14,6 +14,9 @@ log event: before it the model has the weights of the last step, after it all ch
 Processes that train together get the same events in the same order. At each save, and at the end, they tell each other
 their errors: an error of one process is raised on all of them. If the model is sharded (FSDP2), all of them write what
 they hold into one staging directory, and the first one publishes it. Otherwise one process saves.
+
+Three methods of a trainer are replaced while it resumes: `get_batch_samples` of a training that is complete, and under
+FSDP `_load_from_checkpoint` and `_load_best_model`, which are not public.
 """
 
 from __future__ import annotations
