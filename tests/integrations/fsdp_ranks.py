@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GPT2LMHeadModel, Trainer
 
 import stio
+from stio.integrations._sharded import set_optimizer_state
 from stio.integrations.transformers import StioCallback, latest_checkpoint
 from stio.storage.commit import syscalls as calls
 
@@ -119,6 +120,12 @@ def in_two(directory: Path, rank: int) -> None:
     best = stio.sync.load(directory / "best" / "checkpoint-2")
     assert trainer.state.best_model_checkpoint == str(directory / "best" / "checkpoint-2")
     assert all(torch.equal(tensor, best.get(name, tensor)) for name, tensor in whole_of(trainer).items())
+
+    # What has not the shape of its parameter, as the factors of Adafactor, is refused.
+    saved = stio.sync.load_state(last / "training_state")["optimizer"]
+    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].sum(1)
+    error = raised(partial(set_optimizer_state, whole.optimizer, saved), stio.MismatchError)
+    assert "'exp_avg' of parameter 0" in str(error)
 
     # Without `resume` Trainer would read files of accelerate.
     trainer = make(directory / "refused", 2)
