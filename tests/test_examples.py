@@ -1,4 +1,7 @@
-"""Everything that readers copy runs: the code, commands and names of the README, and all files in examples/."""
+"""Everything that readers copy runs: the code, commands and names of the README, and all files in examples/.
+
+Ray is not among the packages of the tests: of `ray_train.py` it is only tested that its page shows it.
+"""
 
 from __future__ import annotations
 
@@ -162,3 +165,9 @@ def test_pictures_need_no_plotting_library() -> None:
         "print('matplotlib' in {name.partition('.')[0] for name, module in sys.modules.items() if module})"
     )
     assert example("-c", code).strip() == "False"
+
+
+def test_the_page_on_ray_shows_the_function_of_the_example() -> None:
+    code = (ROOT / "examples" / "ray_train.py").read_text()
+    function = code[code.index("def train(config):") : code.index("if __name__")].strip()
+    assert function in (ROOT / "docs" / "howto" / "ray.md").read_text()

@@ -66,6 +66,8 @@ DYNAMIC_IMPORTS = {
     "compat/replacement.py": "`install` imports safetensors and torch, `import stio.compat` neither",
     "compat/safetensors/_open.py": "torch is needed with framework='pt' only, loading with another device only",
     "compat/safetensors/_serialize.py": "saving a file needs torch, `serialize` does not",
+    "integrations/lightning.py": "torch.distributed is needed with modules that are sharded only",
+    "integrations/transformers.py": "torch.distributed is needed with models that are sharded only",
     "integrations/vllm.py": "vLLM is there when it calls; the hub is asked for files that are not on this machine only",
     "runtime/hashing.py": "xxhash is an extra, needed with hash='xxh3' only",
     "runtime/progress.py": "tqdm is an extra, needed with progress=True only",

@@ -1,7 +1,8 @@
 """Checkpoints of a training as directories, one for each saved step: finds them, commits them, deletes old ones.
 
 A `PublishedSave` consists of several saves and of small files. A thread of stio waits for the saves, and commits the
-directory as a whole in one step, while the training goes on.
+directory as a whole in one step, while the training goes on. Where the saves are those of many ranks, the first rank
+publishes the directory, and the others have a `JoinedSave`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,54 @@ def _checkpoints(directory: str | os.PathLike[str], *, until: int | None = None)
     return [(path, names) for _, path, names in sorted(found, key=lambda one: one[0]) if TRAINER_STATE in names]
 
 
-class PublishedSave:
+class JoinedSave:
+    """What one process adds to a checkpoint that another one publishes; filled under `with`.
+
+    An exception under `with` rolls the saves back.
+
+    Args:
+        path: Directory for the files of the checkpoint.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        """Directory for the files of the checkpoint."""
+        self._saves: list[PendingSave] = []
+
+    def add(self, save: PendingSave) -> None:
+        """Let the commit wait for a save to `path` or below."""
+        self._saves.append(save)
+
+    def result(self) -> None:
+        """Wait until the saves are durable.
+
+        Raises:
+            StioError: One failed; all were rolled back.
+        """
+        try:
+            for save in self._saves:
+                save.result()
+        except BaseException:
+            self._roll_back()
+            raise
+
+    def _roll_back(self) -> None:
+        for save in self._saves:
+            save.cancel()
+        for save in self._saves:
+            run_blocking(save.aclose())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._roll_back()
+
+
+class PublishedSave(JoinedSave):
     """A checkpoint that is filled under `with`, and committed once its saves are durable.
 
     An exception under `with` rolls everything back.
@@ -78,17 +126,8 @@ class PublishedSave:
     def __init__(self, directory: str, step: int, *, durable: bool) -> None:
         self._all, self._step = directory, step
         self._transaction = begin_directory(os.path.join(directory, f"checkpoint-{step}"), durable=durable)
-        self._saves: list[PendingSave] = []
+        super().__init__(self._transaction.files_path)
         self._operation: Operation[None] | None = None
-
-    @property
-    def path(self) -> str:
-        """Directory for the files of the checkpoint."""
-        return self._transaction.files_path
-
-    def add(self, save: PendingSave) -> None:
-        """Let the commit wait for a save to `path` or below."""
-        self._saves.append(save)
 
     def start(
         self,
@@ -142,10 +181,7 @@ class PublishedSave:
             raise
 
     def _roll_back(self) -> None:
-        for save in self._saves:
-            save.cancel()
-        for save in self._saves:
-            run_blocking(save.aclose())
+        super()._roll_back()
         self._transaction.roll_back()
 
     def _delete_old(self, keep_last: int, protected: Collection[str]) -> None:
@@ -163,12 +199,3 @@ class PublishedSave:
                 remove_checkpoint(written)
             except StioError as error:
                 log(logging.WARNING, "an old checkpoint could not be deleted: %s", error)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._roll_back()

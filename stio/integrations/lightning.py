@@ -12,6 +12,9 @@ The random generators of each rank are part of a checkpoint, so a training with 
 saves by the plugin of the first rank only, so the callback `RandomStates` saves them. Lightning finds it by the entry
 point of stio's distribution.
 
+A module that FSDP2 shards, under `ModelParallelStrategy`, is saved by all ranks into one such file: see
+`StioModelParallelStrategy`.
+
 This module replaces one function of Lightning that is not public: the one by which `load_from_checkpoint` reads a file.
 Files that stio saved are read by stio; other files, and other sources, go to the original.
 """
@@ -22,11 +25,13 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stio import sync
 from stio.errors import FormatError, StioError, install_command
 from stio.format.state_tree import STATE_KEY
 from stio.integrations._random import random_states, set_random_states
@@ -35,24 +40,29 @@ from stio.runtime.operation import Operation
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
 from stio.storage.commit.retention import WrittenFiles, describe_file, remove_checkpoint
 from stio.storage.commit.target import OneFile
-from stio.sync import Saver, load_state, save_state
+from stio.sync import load_state
 from stio.sync import open as open_checkpoint
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.core import saving as lightning_saving
     from lightning.pytorch.plugins import CheckpointIO
+    from lightning.pytorch.strategies import ModelParallelStrategy
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "lightning":  # a package that lightning itself requires
         raise
     raise ImportError(f"StioCheckpointIO is a plugin of lightning: {install_command('lightning')}") from error
 
-__all__ = ["RandomStates", "StioCheckpointIO"]
+__all__ = ["RandomStates", "StioCheckpointIO", "StioModelParallelStrategy"]
 
 logger = logging.getLogger("stio")
 
 _RANDOM = "stio.random"
 """Key of a checkpoint: the states of the random generators, by rank."""
+
+
+_SHARDED = ("state_dict", "optimizer_states")
+"""Keys of a checkpoint whose tensors may be sharded over ranks."""
 
 
 @dataclass(slots=True)
@@ -84,7 +94,8 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
     training, bit for bit. In the middle of an epoch Lightning itself does not restore the place in the data, unless the
     loader has a state. `validate`, `test` and `predict` do not restore the generators.
 
-    It supports strategies that write one file from one process: a single device, DDP. It needs no `AsyncCheckpointIO`
+    It supports strategies that write one file from one process: a single device, DDP. For modules that are sharded over
+    ranks use `StioModelParallelStrategy`. It needs no `AsyncCheckpointIO`
     around it. Paths are local. It does not read
     files of `torch.save`. After an import of this module, `load_from_checkpoint` of a LightningModule reads these
     checkpoints too: to the CPU, or to the device that `map_location` names.
@@ -104,7 +115,9 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         self._asynchronous = asynchronous
         self._budget_bytes = budget_bytes
         self._keywords = keywords
-        self._saver: Saver | None = None
+        self._saver: sync.Saver | None = None
+        self._on_ranks = False
+        """Whether all ranks save together; then they have to raise the same errors at the same calls."""
         self._new_saver().close()  # raises for wrong keywords
         self._under_way: list[_Save] = []  # oldest first
         self._warned = False
@@ -129,14 +142,15 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         if storage_options is not None:
             raise TypeError("StioCheckpointIO takes no storage_options; give keywords of stio.save to the class")
         file = _local(path)
-        self._collect()
+        self._collect(wait=self._on_ranks)
         self._keep(file)
         self._require_random_states(checkpoint)
         try:
             state = to_plain(checkpoint)
             # The launcher of forked ranks passes weights in a file, and ends the process that has written it.
             if not self._asynchronous or "state_dict" not in checkpoint:
-                save_state(state, OneFile(file), budget_bytes=self._budget_bytes, **self._keywords)
+                save = sync.distributed.save if self._on_ranks else sync.save_state
+                save(state, OneFile(file), budget_bytes=self._budget_bytes, **self._keywords)
                 self._written[file] = describe_file(file)
                 return
             if self._saver is None:
@@ -180,7 +194,8 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             StioError: The operating system reported an error, or an earlier save failed and did not raise it yet.
         """
         file = _local(path)
-        self._collect()
+        if not self._on_ranks:  # there only the first rank is called
+            self._collect()
         if not self._under_way:
             self._remove(file)
             return
@@ -207,8 +222,15 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             if saver is not None:
                 saver.close()
 
-    def _new_saver(self) -> Saver:
-        return Saver(budget_bytes=self._budget_bytes, **self._keywords)
+    def save_on_ranks(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        """Save a checkpoint whose tensors are sharded over ranks; all of them call this. See `save_checkpoint`."""
+        self._on_ranks = True
+        self.save_checkpoint(checkpoint, path)
+
+    def _new_saver(self) -> sync.Saver:
+        saver = sync.distributed.Saver if self._on_ranks else sync.Saver
+        made: sync.Saver = saver(budget_bytes=self._budget_bytes, **self._keywords)
+        return made
 
     def _collect(self, *, wait: bool = False) -> None:
         """Collect saves that have ended: remove the files that they replace, raise the first error."""
@@ -274,6 +296,60 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
                 logger.warning("%s stays: it is no checkpoint that StioCheckpointIO saved", file)
                 return
         remove_checkpoint(written)
+
+
+class StioModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]  # lightning is not followed by mypy
+    """Lightning's strategy for FSDP2, with checkpoints that all ranks save into one file while the training goes on.
+
+        trainer = Trainer(strategy=StioModelParallelStrategy(data_parallel_size=8, tensor_parallel_size=1))
+
+    Each rank writes what it holds, and nothing is gathered. The file has the layout of `StioCheckpointIO`, with whole
+    tensors: any number of ranks resumes from it. All ranks need one directory. What is no weight and no state of an
+    optimizer is that of the first rank. Directories that Lightning itself has saved are read by Lightning.
+
+    Args:
+        *arguments: See `lightning.pytorch.strategies.ModelParallelStrategy`.
+        checkpoint_io: Saves; by default `StioCheckpointIO()`. One among the plugins of the trainer has priority.
+        **keywords: See `lightning.pytorch.strategies.ModelParallelStrategy`.
+    """
+
+    def __init__(self, *arguments: Any, checkpoint_io: StioCheckpointIO | None = None, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.checkpoint_io = StioCheckpointIO() if checkpoint_io is None else checkpoint_io
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Save a checkpoint; all ranks call this. See `StioCheckpointIO.save_checkpoint`."""
+        if storage_options is not None:
+            raise TypeError("StioModelParallelStrategy takes no storage_options")
+        sharded = {key: checkpoint.pop(key) for key in _SHARDED if key in checkpoint}
+        path, rest = self.broadcast((os.fspath(filepath), checkpoint))
+        self.checkpoint_io.save_on_ranks({**rest, **sharded}, path)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint into the sharded module and its optimizers; return the rest of it."""
+        path = self.broadcast(os.fspath(checkpoint_path))
+        if os.path.isdir(path):
+            loaded: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
+            return loaded
+        state_dict = import_module("torch.distributed.checkpoint.state_dict")
+        # Each rank copies its part out of mapped files.
+        whole = state_dict.StateDictOptions(full_state_dict=True, strict=self.lightning_module.strict_loading)
+        checkpoint: dict[str, Any] = self.checkpoint_io.load_checkpoint(path)
+        state_dict.set_model_state_dict(self.model, checkpoint.pop("state_dict"), options=whole)
+        for optimizer, saved in zip(self.optimizers, checkpoint.pop("optimizer_states", ()), strict=False):
+            state_dict.set_optimizer_state_dict(self.model, optimizer, saved, options=whole)
+        return checkpoint
+
+    def teardown(self) -> None:
+        """Wait for saves under way. Lightning's strategy does not."""
+        try:
+            super().teardown()
+        finally:
+            self.checkpoint_io.teardown()
 
 
 class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed by mypy

@@ -12,7 +12,11 @@ At the end Trainer logs its summary, and loads the best model after that. So the
 log event: before it the model has the weights of the last step, after it all checkpoints are durable on all processes.
 
 Processes that train together get the same events in the same order. At each save, and at the end, they tell each other
-their errors: an error of one process is raised on all of them.
+their errors: an error of one process is raised on all of them. If the model is sharded (FSDP2), all of them write what
+they hold into one staging directory, and the first one publishes it. Otherwise one process saves.
+
+Three methods of a trainer are replaced while it resumes: `get_batch_samples` of a training that is complete, and under
+FSDP `_load_from_checkpoint` and `_load_best_model`, which are not public.
 """
 
 from __future__ import annotations
@@ -22,27 +26,31 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from stio import sync
 from stio.errors import CheckpointNotFoundError, MismatchError, StioError, install_command
 from stio.integrations._hub_pushes import HubPushes
 from stio.integrations._random import random_states, set_random_states
 from stio.integrations._step_dirs import (
     STATE_NAME,
     TRAINER_STATE,
+    JoinedSave,
     PublishedSave,
     latest_checkpoint,
     resumable_checkpoints,
 )
 from stio.integrations._tagged import from_plain, to_plain
 from stio.runtime.hashing import HashName
-from stio.sync import Saver, load_state
+from stio.saving.pending import PendingSave
+from stio.sync import load_state
 
 try:
     from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -57,6 +65,7 @@ __all__ = ["StioCallback", "latest_checkpoint"]
 logger = logging.getLogger("stio")
 
 _WEIGHTS = "model.safetensors"
+_WEIGHTS_INDEX = "model.safetensors.index.json"
 _STATE_PATTERN = "state{suffix}.safetensors"
 
 _SUMMARY = "train_runtime"
@@ -64,6 +73,9 @@ _SUMMARY = "train_runtime"
 
 _BATCHES = "get_batch_samples"
 """Method of Trainer that returns the batches of the next step."""
+
+_LOAD_CHECKPOINT, _LOAD_BEST = "_load_from_checkpoint", "_load_best_model"
+"""Methods of Trainer that load weights; under FSDP they read files of accelerate only."""
 
 _STATE_KEY = "stio"
 """Key among the states of callbacks in `trainer_state.json`: the optimizer is in `STATE_NAME`."""
@@ -84,10 +96,14 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     `load_best_model_at_end` loads the best checkpoint, and no limit deletes it before. With `push_to_hub`, a checkpoint
     is pushed when it is durable, as `hub_strategy` says; a failed push logs a warning.
 
+    Under FSDP2 (`fsdp=True`) each process writes what it holds, and reads its part; nothing is gathered, and the files
+    have the same layout. A checkpoint resumes on another number of processes, also on one without FSDP. All processes
+    need the same directory. Train with `resume(trainer)`, which replaces the methods by which Trainer loads weights.
+
     If a save fails, the next save raises the error, at the latest the end of the training, which waits for saves under
     way. Of several processes each raises it, and `train` returns on each when the last checkpoint is durable.
-    Features that only a save by Trainer itself supports raise an error at the start of the training: DeepSpeed, FSDP,
-    hyperparameter search, adapters without PEFT's own model, quantized models.
+    Features that only a save by Trainer itself supports raise an error at the start of the training: DeepSpeed, FSDP1,
+    adapters under FSDP2, hyperparameter search, adapters without PEFT's own model, quantized models.
 
     Args:
         output_dir: Directory of the checkpoints; by default that of `TrainingArguments`.
@@ -125,7 +141,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             _Savers, max_shard_size=max_shard_size, durability=durability, hash=hash, budget_bytes=budget_bytes
         )
         self._savers = self._make_savers()
-        self._publishing: PublishedSave | None = None
+        self._publishing: JoinedSave | None = None
         self._pushes: HubPushes | None = None
         self._due = False
         self._training = False
@@ -165,6 +181,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             trainer.add_callback(self)
         found = self._newest(trainer.args) if checkpoint is None else os.fspath(checkpoint)
         self._trainer, self._resume_from = trainer, found
+        if getattr(trainer, "is_fsdp_enabled", False):
+            _load_weights_by_stio(trainer)
         try:
             result = trainer.train(resume_from_checkpoint=found, **keywords)
         except BaseException:
@@ -175,7 +193,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             raise
         finally:
             self._trainer = self._resume_from = self._random = None
-            vars(trainer).pop(_BATCHES, None)
+            for name in (_BATCHES, _LOAD_CHECKPOINT, _LOAD_BEST):
+                vars(trainer).pop(name, None)
         return result
 
     def _newest(self, args: TrainingArguments) -> str | None:
@@ -207,12 +226,16 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> TrainerControl:
         """Check for unsupported features; restore the optimizer if Trainer restored the model from our checkpoint."""
-        reason = _unsupported_reason(args, state, now["model"]) or self._missing_states_reason(args, state)
+        reason = (
+            _unsupported_reason(args, state, now["model"])
+            or self._unsupported_sharding(args, now["model"])
+            or self._missing_states_reason(args, state)
+        )
         if reason:
             raise ValueError(f"StioCallback: {reason}")
         self._due, self._random = False, None
         control = _plain(control)
-        self._savers = self._make_savers()
+        self._savers = self._make_savers(sharded=_is_sharded(now["model"]))
         pushes = args.push_to_hub and state.is_world_process_zero and args.hub_strategy != "end"
         self._pushes = HubPushes(args) if pushes else None
         self._training = True
@@ -360,6 +383,9 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         training = {"global_step": state.global_step, "at_epoch": at_epoch, "random": of_ranks}
         if self._trainer is not None:
             self._trainer.store_flos()  # gathers from all processes too
+        if _is_sharded(now["model"]):
+            self._start_on_all(args, state, control, now, training)
+            return
         failed: Exception | None = None
         if args.should_save:
             try:
@@ -379,20 +405,79 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         now: Mapping[str, Any],
         training: dict[str, Any],
     ) -> None:
-        with_state = self._save_optimizer and not args.save_only_model
+        with self._begin(args, state, control, now) as save:
+            for start in self._saves_of(args, now, training):
+                save.add(start(save.path))
+        self._publish(args, state, save)
+
+    def _start_on_all(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        now: Mapping[str, Any],
+        training: dict[str, Any],
+    ) -> None:
+        """Save what each process holds. The first one publishes it."""
+        published: PublishedSave | None = None
+        failed: Exception | None = None
+        starts: Sequence[Callable[[str], PendingSave]] = ()
+        with ExitStack() as stack:
+            try:
+                starts = self._saves_of(args, now, training)
+                if args.process_index == 0:
+                    published = stack.enter_context(self._begin(args, state, control, now))
+            except Exception as error:  # raised on all processes
+                failed = error
+            path = _exchange(args, failed, published and published.path)[0]
+            save = published or stack.enter_context(JoinedSave(path))
+            for start in starts:  # all of them: the other processes wait for this one in each
+                try:
+                    save.add(start(path))
+                except Exception as error:
+                    failed = failed or error
+            _exchange(args, failed)
+        if published is None:
+            self._publishing = save
+        else:
+            self._publish(args, state, published)
+
+    def _begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, now: Mapping[str, Any]
+    ) -> PublishedSave:
+        """Return a directory with all files of a checkpoint but those that stio saves."""
         save = PublishedSave(self._directory(args), state.global_step, durable=self._durability == "full")
         with save:
-            weights = _write_model_files(now["model"], save.path)
+            _write_model_files(now["model"], save.path)
             if now.get("processing_class") is not None:
                 now["processing_class"].save_pretrained(save.path)
+            with_state = self._with_state(args)
             self._describe(state, control, with_state).save_to_json(os.path.join(save.path, TRAINER_STATE))
-            if weights is not None:
-                # transformers reads the framework from the metadata.
-                save.add(self._savers.model.save(weights, save.path, metadata={"format": "pt"}))
-            if with_state:
-                training |= _states_of(now)
-                where = os.path.join(save.path, STATE_NAME)
-                save.add(self._savers.state.save_state(to_plain(training), where, filename_pattern=_STATE_PATTERN))
+        return save
+
+    def _saves_of(
+        self, args: TrainingArguments, now: Mapping[str, Any], training: dict[str, Any]
+    ) -> Sequence[Callable[[str], PendingSave]]:
+        """Return functions that start to save weights and training state to a directory."""
+        savers, weights = self._savers, _weights_of(now["model"])
+        found: list[Callable[[str], PendingSave]] = []
+        if weights is not None:
+            # transformers reads the framework from the metadata.
+            found.append(lambda path: savers.model.save(weights, path, metadata={"format": "pt"}))
+        if self._with_state(args):
+            plain = to_plain(training | _states_of(now))
+            found.append(
+                lambda path: savers.state.save_state(
+                    plain, os.path.join(path, STATE_NAME), filename_pattern=_STATE_PATTERN
+                )
+            )
+        return found
+
+    def _with_state(self, args: TrainingArguments) -> bool:
+        return self._save_optimizer and not args.save_only_model
+
+    def _publish(self, args: TrainingArguments, state: TrainerState, save: PublishedSave) -> None:
+        """Let a thread commit the checkpoint when its saves are durable."""
         pushes, best, step, epoch = self._pushes, state.best_model_checkpoint, state.global_step, state.epoch
 
         def push(path: str) -> None:
@@ -422,6 +507,18 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             callbacks[_STATE_KEY] = {"args": {}, "attributes": {}}
         return dataclasses.replace(state, stateful_callbacks=callbacks)
 
+    def _unsupported_sharding(self, args: TrainingArguments, model: nn.Module) -> str | None:
+        """Return the reason why this sharded training cannot be saved, None if there is none."""
+        if getattr(model, "is_distributed_loading_by_transformers", False):
+            return "a model that transformers has sharded (DistributedConfig) needs Trainer's own saving"
+        if not _is_sharded(model):
+            return "FSDP1, and FSDP of XLA, need Trainer's own saving" if getattr(args, "fsdp", None) else None
+        if _has_adapters(model):
+            return "adapters under FSDP2 need Trainer's own saving"
+        if args.save_on_each_node:
+            return "under FSDP2 all processes save to one directory; save_on_each_node must be False"
+        return None if self._trainer is not None else "under FSDP2 train with StioCallback.resume(trainer)"
+
     def _missing_states_reason(self, args: TrainingArguments, state: TrainerState) -> str | None:
         others = set(state.stateful_callbacks) - {TrainerControl.__name__, _STATE_KEY}
         if self._trainer is None and others and args.restore_callback_states_from_checkpoint:
@@ -446,7 +543,10 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                 expected=f"step {state.global_step}",
                 found=f"step {training['global_step']}",
             )
-        now["optimizer"].load_state_dict(training["optimizer"])
+        if _is_sharded(now["model"]):
+            import_module("stio.integrations._sharded").set_optimizer_state(now["optimizer"], training["optimizer"])
+        else:
+            now["optimizer"].load_state_dict(training["optimizer"])
         now["lr_scheduler"].load_state_dict(training["scheduler"])
         if training["scaler"] is not None and (scaler := _scaler_of(now)) is not None:
             scaler.load_state_dict(training["scaler"])
@@ -489,12 +589,14 @@ class _Savers:
     bounds both, so with a budget they are the same.
 
     Args:
+        sharded: Whether all processes save what they hold.
         budget_bytes: See `stio.Saver`.
         **options: See `stio.Saver`.
     """
 
-    def __init__(self, *, budget_bytes: int | None, **options: Any) -> None:
-        make = partial(Saver, max_pending=2, budget_bytes=budget_bytes, **options)  # there is one checkpoint at a time
+    def __init__(self, *, sharded: bool = False, budget_bytes: int | None, **options: Any) -> None:
+        saver = sync.distributed.Saver if sharded else sync.Saver
+        make = partial(saver, max_pending=2, budget_bytes=budget_bytes, **options)  # there is one checkpoint at a time
         self.model = make()
         self.state = make() if budget_bytes is None else self.model
 
@@ -508,8 +610,8 @@ class _Savers:
 
 def _unsupported_reason(args: TrainingArguments, state: TrainerState, model: nn.Module) -> str | None:
     """Return the reason why only Trainer itself can save, None if there is none."""
-    if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
-        return "DeepSpeed and FSDP need Trainer's own saving"
+    if getattr(args, "deepspeed", None):
+        return "DeepSpeed needs Trainer's own saving"
     if state.is_hyper_param_search:
         return "a hyperparameter search needs Trainer's own saving"
     if _has_adapters(model):
@@ -526,17 +628,47 @@ def _has_adapters(model: nn.Module) -> bool:
     return peft is not None and isinstance(model, (peft.PeftModel, peft.PeftMixedModel))
 
 
-def _write_model_files(model: Any, directory: str) -> dict[str, torch.Tensor] | None:
-    """Write all files for `from_pretrained` except the weights; return the weights, None if they are written too."""
+def _is_sharded(model: nn.Module) -> bool:
+    """Return whether FSDP2 shards a module of the model. After an evaluation its parameters may be whole."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has sharded a model has imported it
+    return fsdp is not None and any(isinstance(one, fsdp.FSDPModule) for one in model.modules())
+
+
+def _load_weights_by_stio(trainer: Trainer) -> None:
+    """Let a trainer under FSDP load the weights of checkpoints in the hub's layout too."""
+
+    def load(checkpoint: str, original: Callable[[], Any]) -> Any:
+        names = (os.path.join(checkpoint, name) for name in (_WEIGHTS, _WEIGHTS_INDEX))
+        if not (any(map(os.path.isfile, names)) and _is_sharded(trainer.model)):
+            return original()  # another checkpoint, or FSDP1
+        return sync.distributed.load_into(trainer.model, checkpoint)
+
+    load_checkpoint, load_best = getattr(trainer, _LOAD_CHECKPOINT), getattr(trainer, _LOAD_BEST)
+    setattr(
+        trainer,
+        _LOAD_CHECKPOINT,
+        lambda path, *arguments, **keywords: load(path, partial(load_checkpoint, path, *arguments, **keywords)),
+    )
+    setattr(trainer, _LOAD_BEST, lambda: load(trainer.state.best_model_checkpoint, load_best))
+
+
+def _write_model_files(model: Any, directory: str) -> None:
+    """Write all files for `from_pretrained` except the weights; of adapters the weights too."""
     model = getattr(model, "_orig_mod", model)  # the model inside a compiled one
     if _has_adapters(model):
         # Its weights are small, and PEFT alone knows which belong to an adapter.
         model.save_pretrained(directory)
-        return None
-    if isinstance(model, PreTrainedModel):
+    elif isinstance(model, PreTrainedModel):
         model.save_pretrained(directory, state_dict={})  # config, generation config, its code
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(directory, _WEIGHTS))  # some versions write one without tensors
+
+
+def _weights_of(model: Any) -> dict[str, torch.Tensor] | None:
+    """Return the weights to save, None if `_write_model_files` writes them."""
+    model = getattr(model, "_orig_mod", model)
+    if _has_adapters(model):
+        return None
     weights: dict[str, torch.Tensor] = model.state_dict()
     return weights
 

@@ -6,6 +6,7 @@ import os
 import socket
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 from integrations.trainer_case import WEIGHTS, AtStep, make_trainer
@@ -17,6 +18,10 @@ NUM_STEPS = 6
 
 
 def train(directory: Path) -> None:
+    train_in_two(directory)
+
+
+def train_in_two(directory: Path, **arguments: Any) -> None:
     """Fork the second process; raise an error if it fails."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -25,23 +30,23 @@ def train(directory: Path) -> None:
     if not child:
         code = 1
         try:
-            _train(directory, 1)
+            _train(directory, 1, arguments)
             code = 0
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(code)
-    _train(directory, 0)
+    _train(directory, 0, arguments)
     _, status = os.waitpid(child, 0)
     if status:
         raise RuntimeError(f"the second process ended with {os.waitstatus_to_exitcode(status)}")
 
 
-def _train(directory: Path, rank: int) -> None:
+def _train(directory: Path, rank: int, arguments: dict[str, Any]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     callback = StioCallback(keep_last=2)
     show = AtStep(lambda step: print(f"step {step}", flush=True) if rank == 0 else None)
-    trainer = make_trainer(directory, [callback, show], save_steps=1, ddp_backend="gloo")
+    trainer = make_trainer(directory, [callback, show], save_steps=1, ddp_backend="gloo", **arguments)
     torch.manual_seed(100 + rank)  # a dropout of its own for each process
     callback.resume(trainer)
     # The process group is not destroyed: the end of gloo's threads sometimes waits for ever.

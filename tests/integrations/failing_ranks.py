@@ -111,21 +111,22 @@ def run(directory: Path, rank: int) -> None:
     saved = stio.sync.load(directory / "best" / "checkpoint-2")
     for name, tensor in trainer.model.state_dict().items():
         assert torch.equal(tensor, saved.get(name, tensor)), name
-    torch.distributed.barrier()
-    os._exit(0)  # the end of gloo's threads, at a regular exit, sometimes waits for ever
 
 
-def main(directory: Path) -> int:
+def fork_ranks(act: Callable[[int], None], num_ranks: int) -> int:
+    """Call a function in processes that train together; return the worst exit status."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     children = []
-    for rank in range(2):
+    for rank in range(num_ranks):
         child = os.fork()
         if not child:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             try:
-                run(directory, rank)
+                act(rank)
+                torch.distributed.barrier()
+                os._exit(0)  # the end of gloo's threads, at a regular exit, sometimes waits for ever
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -135,4 +136,4 @@ def main(directory: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(fork_ranks(partial(run, Path(sys.argv[1])), 2))

@@ -162,6 +162,14 @@ def test_killed_20_times(tmp_path: Path, trainer_zygote: Zygote, case: str) -> N
 
 
 @pytest.mark.slow
+def test_sharded_ranks_save_and_resume(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    command = [sys.executable, "-m", "integrations.lightning_sharded", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_two_ranks_resume_with_their_own_generators(tmp_path: Path) -> None:
     """Also: the launcher of forked ranks passes weights in a file, which must be there when its process ends."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}

@@ -9,7 +9,7 @@ import pytest
 from crash.zygote import Zygote
 from integrations.test_train_example import run_kills
 
-CASES = ["trainer_case", "ddp_case"]
+CASES = ["trainer_case", "ddp_case", "fsdp_case"]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,4 +1,4 @@
-"""transformers' Trainer in two processes: an error of one is raised on both, and both see the same checkpoints."""
+"""transformers' Trainer in several processes: an error of one is raised on both, and both see the same checkpoints."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from support import REPOSITORY
 
 
 @pytest.mark.slow
-def test_one_fails_to_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["failing_ranks", "fsdp_ranks"])
+def test_processes_together(tmp_path: Path, case: str) -> None:
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     done = subprocess.run(
-        [sys.executable, "-m", "integrations.failing_ranks", str(tmp_path)],
+        [sys.executable, "-m", f"integrations.{case}", str(tmp_path)],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr

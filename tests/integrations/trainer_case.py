@@ -34,21 +34,21 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def make_model() -> GPT2LMHeadModel:
+def make_model(**config: Any) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     # Its output is tied to its input; dropout is on.
-    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2))
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2, **config))
 
 
 def make_trainer(
     directory: Path, callbacks: list[TrainerCallback], model: torch.nn.Module | None = None, **arguments: Any
 ) -> Trainer:
     """Make a trainer of two epochs of five steps."""
-    arguments = {"save_steps": 2, "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "seed": 7} | arguments
+    defaults = {"save_steps": 2, "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "seed": 7}
+    arguments = defaults | {"per_device_train_batch_size": 4} | arguments
     settings = TrainingArguments(
         str(directory),
         num_train_epochs=2,
-        per_device_train_batch_size=4,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
