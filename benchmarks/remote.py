@@ -4,8 +4,9 @@
     python -m benchmarks.remote --rounds 1 --size-mb 100
     python -m benchmarks.remote --scenario http "S3, busy" --out raw.jsonl
 
-Servers run on this machine, in processes of their own. nginx sends a file by http; it also plays S3 for reads, since it
-ignores signatures. The slow store is a server of this module: 30 ms to the first byte, 60 MB/s a connection.
+Servers run on this machine, in processes of their own. nginx sends a file by http and by https, with a certificate of
+an authority that is made for the run; it also plays S3 for reads, since it ignores signatures. The slow store is a
+server of this module: 30 ms to the first byte, 60 MB/s a connection.
 
 Contestants: `stio.sync.load` of the URL; obstore's own reads, 32 threads of 8 MiB, each copied into memory that was
 allocated as stio allocates it; Run:ai's streamer with S3, if its package is installed. Each measurement has a process
@@ -43,7 +44,7 @@ REQUEST_BYTES, NUM_IN_FLIGHT = 8 << 20, 32
 SLOW_SECONDS, SLOW_BYTES_PER_SECOND = 0.03, 60e6
 """Of the slow store: time to the first byte, and rate of a connection."""
 
-SCENARIOS = ("http", "http, busy", "S3", "S3, busy", "slow store", "slow store, busy")
+SCENARIOS = ("http", "http, busy", "https", "https, busy", "S3", "S3, busy", "slow store", "slow store, busy")
 GOALS = {"obstore": 0.9, "Run:ai": 2.0}
 """Least rate of stio, as a multiple of the contestant's."""
 
@@ -55,18 +56,40 @@ MOST_SECONDS = 300
 # Servers.
 
 
+AUTHORITY = "authority.pem"
+"""Certificate of the authority, in the folder of the servers."""
+
+
+def make_certificate(folder: Path) -> None:
+    """Make an authority, and a certificate for 127.0.0.1 by it: leaf.pem and leaf.key."""
+
+    def openssl(words: str) -> None:
+        subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
+
+    new_key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=benchmark"
+    (folder / "leaf.ext").write_text("subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")
+    openssl(f"req -x509 {new_key}1 -keyout authority.key -out {AUTHORITY} -days 2")
+    openssl(f"req {new_key}2 -keyout leaf.key -out leaf.csr")
+    signed = f"-CA {AUTHORITY} -CAkey authority.key -CAcreateserial -days 2 -extfile leaf.ext"
+    openssl(f"x509 -req -in leaf.csr -out leaf.pem {signed}")
+
+
 @contextmanager
-def nginx(folder: Path) -> Iterator[int]:
-    """Serve a folder until the block ends; give the port."""
-    port = _free_port()
+def nginx(folder: Path) -> Iterator[tuple[int, int]]:
+    """Serve a folder until the block ends; give the ports for http and https."""
+    make_certificate(folder)
+    port, tls_port = _free_port(), _free_port()
+    places = f"root {folder}; location /bucket/ {{ alias {folder}/; }}"
     (folder / "nginx.conf").write_text(
         f"user root; daemon off; worker_processes 2; pid {folder}/nginx.pid; error_log {folder}/nginx.log;\n"
         "events { worker_connections 512; }\n"
         "http { access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000; default_type text/plain;\n"
-        f"server {{ listen 127.0.0.1:{port}; root {folder}; location /bucket/ {{ alias {folder}/; }} }} }}\n"
+        f"ssl_certificate {folder}/leaf.pem; ssl_certificate_key {folder}/leaf.key;\n"
+        f"server {{ listen 127.0.0.1:{port}; {places} }}\n"
+        f"server {{ listen 127.0.0.1:{tls_port} ssl; {places} }} }}\n"
     )
     with _running(["nginx", "-e", f"{folder}/nginx.log", "-c", f"{folder}/nginx.conf"], port):
-        yield port
+        yield port, tls_port
 
 
 @contextmanager
@@ -162,7 +185,10 @@ def with_obstore(base: str) -> Callable[[str], Any]:
     from stio.runtime import memory
 
     stores: Any = import_module("obstore.store")
-    options: dict[str, Any] = {"client_options": {"allow_http": True}}
+    client: dict[str, Any] = {"allow_http": not base.startswith("https:")}
+    if base.startswith("https:"):
+        client["root_certificate"] = Path(os.environ["SSL_CERT_FILE"]).read_bytes()
+    options: dict[str, Any] = {"client_options": client}
     make = stores.S3Store.from_url if base.startswith("s3:") else stores.HTTPStore.from_url
     store = make(base, **options)
 
@@ -219,9 +245,11 @@ def child(arguments: dict[str, Any]) -> None:
     os._exit(0)
 
 
-def measure(scenario: str, contestant: str, port: int, size_bytes: int) -> float:
+def measure(scenario: str, contestant: str, port: int, size_bytes: int, authority: Path) -> float:
     """Measure one load in a fresh process; return bytes a second."""
-    base = "s3://bucket" if scenario.startswith("S3") else f"http://127.0.0.1:{port}"
+    base = f"http{'s' * scenario.startswith('https')}://127.0.0.1:{port}"
+    if scenario.startswith("S3"):
+        base = "s3://bucket"
     endpoint = f"http://127.0.0.1:{port}"
     environment = os.environ | {
         **dict.fromkeys(("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), endpoint),
@@ -229,6 +257,7 @@ def measure(scenario: str, contestant: str, port: int, size_bytes: int) -> float
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_REGION": "us-east-1",
         "AWS_ALLOW_HTTP": "true",
+        "SSL_CERT_FILE": str(authority),
         "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
         "RUNAI_STREAMER_CONCURRENCY": str(NUM_IN_FLIGHT),
         "NO_PROXY": "127.0.0.1",
@@ -288,13 +317,14 @@ def compare(options: argparse.Namespace) -> None:
             (folder / path).parent.mkdir()
             files.write_file(folder / path, files.llama_layout(size))
         size_bytes = (folder / FILE).stat().st_size
-        with nginx(folder) as fast, slow_store(folder) as slow:
+        with nginx(folder) as (fast, fast_tls), slow_store(folder) as slow:
+            ports = {"slow store": slow, "https": fast_tls}
             for number in range(options.rounds):
                 for scenario in options.scenario:
                     names = contestants_of(scenario)
-                    port = slow if scenario.startswith("slow") else fast
+                    port = ports.get(scenario.partition(",")[0], fast)
                     for contestant in names if number % 2 == 0 else names[::-1]:
-                        rate = measure(scenario, contestant, port, size_bytes)
+                        rate = measure(scenario, contestant, port, size_bytes, folder / AUTHORITY)
                         rates.setdefault((scenario, contestant), []).append(rate)
                         print(f"round {number + 1}: {scenario}, {contestant}: {rate / 1e9:.2f} GB/s", file=sys.stderr)
                         if options.out:

@@ -5,8 +5,8 @@ A load from a path costs two thread switches, to its thread and back: opening, r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from stio.device.base import LoadedGroup
 from stio.device.placement import resolve_placement
 from stio.device.tensors import Casts
+from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex
 from stio.loading.cache.file_image import ObjectCache
 from stio.loading.group_queue import GroupQueue
@@ -44,7 +45,7 @@ def open_source(
 ) -> OpenCheckpoint:
     """Open a checkpoint with these options; `strict` replaces their value unless it is None."""
     cache = options.disk_cache
-    with traced(options.trace, "open", detail=shown(source)):
+    with traced(options.trace, "open", detail=shown(source)), _damage_discarded(cache):
         opened = open_checkpoint(
             source,
             limits=options.limits,
@@ -58,6 +59,17 @@ def open_source(
         if cache is not None and options.verify and not opened.openers:
             _fetch_all(opened, cache, options)  # or the verification would read the store, and the load once more
         return opened
+
+
+@contextmanager
+def _damage_discarded(cache: ObjectCache | None) -> Iterator[None]:
+    """Let a cache remove a file that a block finds damaged: each load would fail by it, and the store has it whole."""
+    try:
+        yield
+    except (FormatError, IntegrityError) as error:
+        if cache is not None and not isinstance(error, LimitError):  # a limit may be the caller's own
+            cache.discard(error)
+        raise
 
 
 def _fetch_all(opened: OpenCheckpoint, cache: ObjectCache, options: LoadOptions) -> None:
@@ -83,7 +95,7 @@ def _fetch_all(opened: OpenCheckpoint, cache: ObjectCache, options: LoadOptions)
 def verify(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOptions) -> None:
     """With `verify=True`, compare the files with their manifest, before any tensor is read."""
     if options.verify:
-        with traced(options.trace, "verify"):
+        with traced(options.trace, "verify"), _damage_discarded(options.disk_cache):
             verify_files(opened, check=operation.check, budget_bytes=options.budget_bytes or DEFAULT_BUDGET_BYTES)
 
 

@@ -69,8 +69,9 @@ class PullResult:
     fetched_bytes: int
     """Bytes that were read from the store, or from the hub's cache; the rest was there from an earlier call."""
     verified: str
-    """`"sha256"` or `"xxh3"`: all files of the checkpoint have the digests of its manifest. `"headers"`: there is no
-    manifest; sizes, headers and index were checked."""
+    """`"sha256"` or `"xxh3"`: all files of the checkpoint had the digests of its manifest when the directory got its
+    name; a later call that finds it complete compares sizes only. `"headers"`: there is no manifest; sizes, headers and
+    index were checked."""
 
     @property
     def total_bytes(self) -> int:
@@ -221,7 +222,8 @@ def _require_plain(name: str, path: str, *, in_index: bool) -> None:
     """Raise `UnsafePathError` for a name that leads out of a directory, or hides a file of stio there."""
     parts = name.split("/")
     is_plain = len(parts) == 1 or (in_index and name.endswith(FILE_SUFFIX))
-    if not is_plain or "\0" in name or os.sep in parts[-1] or parts[0].startswith(".stio-"):
+    is_own = parts[0].startswith(".stio-") or name == RECORD_NAME
+    if not is_plain or "\0" in name or os.sep in parts[-1] or is_own:
         raise UnsafePathError("this name of a file is not allowed", path=path, found=name)
     if any(part in ("", ".", "..") for part in parts):
         raise UnsafePathError("this name leads out of the directory", path=path, found=name)
@@ -277,7 +279,7 @@ class _Pull:
         path = os.path.join(os.path.dirname(self.target), self.staging)
         with suppress(FileExistsError):
             calls.make_directory(self.staging, dir_fd=self.parent_fd)
-        with opened_directory(path) as fd:
+        with opened_directory(self.staging, parent_fd=self.parent_fd) as fd:
             self._prepare(record, fd)
             for name, source in self.objects.items():
                 self._fetch(name, source, record[name], fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import suppress
 
 _logger = logging.getLogger("stio")
@@ -18,3 +19,19 @@ def log(level: int, message: str, *values: object) -> None:
     """
     with suppress(Exception):
         _logger.log(level, message, *values, stacklevel=2)
+
+
+class RareWarnings:
+    """Levels for failures that may come in large numbers: the first is a warning, then one after growing pauses."""
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+        self._quiet_seconds = 5.0
+
+    def level(self) -> int:
+        """Return the level of a line that is logged now: WARNING, or INFO if there was a warning a short time ago."""
+        now = time.monotonic()
+        if now < self._quiet_until:
+            return logging.INFO
+        self._quiet_until, self._quiet_seconds = now + self._quiet_seconds, 2 * self._quiet_seconds
+        return logging.WARNING

@@ -259,20 +259,29 @@ class Download:
         raw = os.pread(self._fd, nbytes, self._nbytes)
         if len(raw) != nbytes or not raw.endswith(self._seal):
             return False
-        self._done[:] = raw[: self._num_blocks]
-        return set(self._done) <= {0, 1}
+        marks = raw[: self._num_blocks]
+        if not set(marks) <= {0, 1}:
+            return False
+        self._done[:] = marks
+        return True
 
 
 @contextmanager
-def opened_directory(path: str, *, make: bool = False) -> Iterator[int]:
+def opened_directory(path: str, *, make: bool = False, parent_fd: int | None = None) -> Iterator[int]:
     """Open a directory for the duration of a block.
+
+    Args:
+        path: Its path.
+        make: Make it, for this user only, if it is not there.
+        parent_fd: The path is a name in this directory, and no link is followed.
 
     Raises:
         OSError: It cannot be opened, or made.
     """
     if make:
         os.makedirs(path, mode=0o700, exist_ok=True)
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0))
+    flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+    fd = os.open(path, flags) if parent_fd is None else calls.open_directory(path, dir_fd=parent_fd)
     try:
         yield fd
     finally:

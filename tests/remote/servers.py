@@ -29,6 +29,8 @@ class Fault:
     """Answer with this status and no object."""
     body: bytes = b""
     """Body of that answer."""
+    location: str = ""
+    """Location of that answer."""
     cut_bytes: int = 0
     """Close the connection when so many bytes of the body are left."""
     length: int = 0
@@ -150,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         with store.lock:  # before the answer: whoever has it may send the next request
             store.under_way -= 1
         if fault.status:
-            self._status(fault.status, fault.body)
+            self._status(fault.status, fault.body, fault.location)
             return
         if store.user and self.headers.get("Authorization") != store.user:
             self._status(401)
@@ -189,8 +191,10 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.cut_bytes or fault.hang_after >= 0:
             self.close_connection = True
 
-    def _status(self, status: int, body: bytes = b"") -> None:
+    def _status(self, status: int, body: bytes = b"", location: str = "") -> None:
         self.send_response(status)
+        if location:
+            self.send_header("Location", location)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":

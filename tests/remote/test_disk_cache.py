@@ -173,6 +173,41 @@ def test_verify_reads_the_store_once(server: HttpServer, cache: stio.DiskCache, 
         stio.sync.load(url(server), cache=cache, verify=True)
 
 
+def test_verify_removes_a_damaged_file(server: HttpServer, cache: stio.DiskCache, tmp_path: Path) -> None:
+    """One that is damaged behind the bytes that came when the object was opened."""
+    tensors = {"w": torch.randn(1 << 18)}
+    stio.sync.save(tensors, tmp_path / "m.safetensors", hash="sha256")
+    for path in tmp_path.glob("m.*"):
+        server.put(f"/{path.name}", path.read_bytes())
+    stio.sync.load(url(server), cache=cache, verify=True)
+    file = Path(cache.path) / names(cache)[0]
+    file.chmod(0o600)
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(stio.IntegrityError, match="removed from the cache, so load again") as caught:
+        stio.sync.load(url(server), cache=cache, verify=True)
+    assert caught.value.path == str(file)
+    assert same(stio.sync.load(url(server), cache=cache, verify=True), tensors)
+    assert file.read_bytes() == data
+
+
+def test_a_file_with_a_damaged_header_is_removed(server: HttpServer, cache: stio.DiskCache) -> None:
+    """Damaged behind the bytes that came when the object was opened: a header may be longer than these."""
+    tensors = {f"w{k}": torch.full((100,), k) for k in range(4000)}
+    server.put("/m.safetensors", save(tensors))
+    stio.sync.load(url(server), cache=cache)
+    file = Path(cache.path) / names(cache)[0]
+    file.chmod(0o600)
+    with pytest.raises(stio.LimitError):
+        stio.sync.load(url(server), cache=cache, limits=stio.Limits(header_bytes=1000))
+    data = bytearray(file.read_bytes())  # it stays: the limit is the caller's
+    data[200_000:200_100] = bytes(100)
+    file.write_bytes(data)
+    with pytest.raises(stio.FormatError, match="removed from the cache, so load again"):
+        stio.sync.load(url(server), cache=cache)
+    assert same(stio.sync.load(url(server), cache=cache), tensors)
+
+
 def test_another_state_of_an_object_is_a_miss(server: HttpServer, cache: stio.DiskCache) -> None:
     for seed in range(2):
         tensors = put(server, seed=seed)

@@ -5,12 +5,14 @@ Faults of whole loads are in `test_source.py` and `test_loads.py`, which read by
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -19,7 +21,9 @@ from servers import Fault, HttpServer, Request
 from support import eventually
 
 import stio
+from stio.errors import StorageError
 from stio.runtime import memory
+from stio.runtime.log import RareWarnings
 from stio.runtime.operation import Operation
 from stio.storage.base import Identity
 from stio.storage.remote import plain_http
@@ -131,6 +135,9 @@ WRONG = {
     "chunks": answer(0, 100, extra="Transfer-Encoding: chunked\r\n"),
     "gzip": answer(0, 100, extra="Content-Encoding: gzip\r\n"),
     "everything": answer(0, 100).replace(b"206", b"200"),
+    "an interim answer": b"HTTP/1.1 100 Continue\r\n\r\n" + answer(0, 100),
+    "parts of a range": answer(0, 100, Content_Range="", extra="Content-Type: multipart/byteranges; boundary=x\r\n"),
+    "bare line ends": answer(0, 100).replace(b"\r\n", b"\n"),
     "another page": answer(0, 100).replace(b"206 Partial Content", b"302 Found"),
     "old version": answer(0, 100).replace(b"HTTP/1.1", b"HTTP/1.0"),
     "not http": b"\xff" * 500 + b"\r\n\r\n",
@@ -166,6 +173,75 @@ def test_silence_and_a_refused_connection_end() -> None:
         port = closed.getsockname()[1]
     with pytest.raises(NotServedError, match="ECONNREFUSED"):
         read(new_server(port), port, 0, 100)
+
+
+@pytest.mark.parametrize("first", ["refused", "no such family"])
+def test_a_host_with_an_address_that_does_not_work(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `localhost` has two, and a server listens at one of them."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        family, address = socket.AF_INET, closed.getsockname()
+    if first == "no such family":  # as AF_INET6 is where the kernel has none
+        family, address = socket.AddressFamily(socket.AF_IPX), ("::1", 1, 0, 0)
+
+    def serve(connection: socket.socket) -> None:
+        receive_head(connection)
+        connection.sendall(answer(0, 100, extra="Connection: close\r\n"))
+
+    with answering(serve, serve, serve) as port:
+        found = [
+            (family, socket.SOCK_STREAM, 6, "", address),
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)),
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        server = new_server(port)
+        for _ in range(3):
+            assert read(server, port, 0, 100) == DATA[:100]
+
+
+def test_no_descriptor_is_left(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a failure of this range, as others are, and no error of the operating system."""
+    server.put("/a.bin", DATA)
+    source = RemoteRoot(server.url, patience=Patience(num_attempts=1)).open("a.bin")
+
+    def refuse(*_: object) -> socket.socket:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(plain_http, "socket", SimpleNamespace(**vars(socket) | {"socket": refuse}))
+        with pytest.raises(NotServedError, match="Too many open files"):
+            read(new_server(1), 1, 0, 100)
+        region = memory.allocate(100)
+        source.read_into(300_000, [region])
+    assert region.tobytes() == DATA[300_000:300_100]
+
+
+def test_a_forked_process_does_not_use_the_connections_of_its_parent(server: HttpServer) -> None:
+    server.put("/a.bin", DATA)
+    source = RemoteRoot(server.url).open("a.bin")
+    source.read_into(300_000, [memory.allocate(10)])  # its connection is idle now
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            source.check_unchanged()
+        except StorageError as error:
+            code = 0 if "spawn" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_proxy_of_the_settings_is_used(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore takes it among the settings of the store too."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    server.put("/bucket/a.bin", DATA)
+    config = {"endpoint": "http://127.0.0.1:1", "proxy_url": server.url, "region": "us-east-1"}
+    source = RemoteRoot("s3://bucket", config=config, patience=Patience(num_attempts=1)).open("a.bin")
+    monkeypatch.setattr(PlainHttp, "read", None)
+    region = memory.allocate(10)
+    source.read_into(300_000, [region])
+    assert region.tobytes() == DATA[300_000:300_010]
 
 
 def test_a_server_that_sends_a_byte_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +350,9 @@ def test_links_are_signed_again_before_they_expire() -> None:
         return f"http://127.0.0.1:{port}/x?a=b", time.monotonic() + 600
 
     with answering(once(answer(0, 100, extra="Connection: close\r\n")), once(answer(0, 100))) as port:
-        one = PlainObject(new_server(port), ("http://127.0.0.1:1/old", time.monotonic()), renew, headers="")
+        one = PlainObject(
+            new_server(port), ("http://127.0.0.1:1/old", time.monotonic()), renew, headers="", warnings=RareWarnings()
+        )
         for _ in range(2):
             assert one.read(0, [memory.allocate(100)], STATE)
     assert len(signed) == 1
@@ -319,6 +397,8 @@ def test_names_and_users_are_sent_as_obstore_sends_them(server: HttpServer) -> N
         ("http://[::1]:81/x", {}, ("::1", 81)),
         ("https://host/x", {}, None),
         ("http://host/x?sig=\u20ac", {}, None),
+        ("http://host/x?a=b c", {}, None),
+        ("http://host/x?a=\x0b", {}, None),
         ("http://host/x", {"http_proxy": "http://proxy:1"}, None),
         ("http://host/x", {"ALL_PROXY": "http://proxy:1"}, None),
         ("http://host/x", {"http_proxy": "http://proxy:1", "no_proxy": "host"}, ("host", 80)),

@@ -101,7 +101,7 @@ def test_one_file(model: str, server: HttpServer, tmp_path: Path) -> None:
 def test_s3_has_the_files_beside_the_weights(s3: Any, model: str, server: HttpServer, tmp_path: Path) -> None:
     for name, data in server.objects.items():
         s3.put_object(Bucket="bucket", Key=name[1:], Body=data)
-    for name in ("pytorch_model.bin", "below/tokenizer.json", "tokenizer.json"):
+    for name in ("pytorch_model.bin", "below/tokenizer.json", "tokenizer.json", ""):  # "": as consoles make it
         s3.put_object(Bucket="bucket", Key=f"model/{name}", Body=b"x")
     found = json.loads(run("s3://bucket/model", tmp_path / "m", "--json"))
     expected = {name.rpartition("/")[2] for name in server.objects} | {"tokenizer.json"}
@@ -270,6 +270,15 @@ def test_a_cancel(model: str, server: HttpServer, tmp_path: Path, after: int) ->
     run(model, tmp_path / "m")
 
 
+def test_a_link_in_place_of_the_staging_directory(model: str, tmp_path: Path) -> None:
+    """As another user may make it in a directory that all users write to."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / ".m.stio-pull").symlink_to(tmp_path / "theirs")
+    run(model, tmp_path / "m", status=2)
+    assert os.listdir(tmp_path / "theirs") == []
+    assert not (tmp_path / "m").exists()
+
+
 def test_what_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is none" in run("model", tmp_path / "m", status=2)
     (tmp_path / "full").mkdir()
@@ -280,6 +289,7 @@ def test_what_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "mount point" in run(model, "/proc", status=2)
     assert "no such object" in run(model, tmp_path / "m", "--also", "none.json", status=2)
     assert "is not allowed" in run(model, tmp_path / "m", "--also", "../x", status=2)
+    assert "is not allowed" in run(model, tmp_path / "m", "--also", pulling.RECORD_NAME, status=2)
 
     def fail(fd: int, nbytes: int) -> None:
         raise OSError(28, os.strerror(28))

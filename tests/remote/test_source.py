@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -287,7 +288,7 @@ def test_a_forked_process_is_refused(server: HttpServer) -> None:
 
 
 def test_attempts_are_logged(server: HttpServer, caplog: pytest.LogCaptureFixture) -> None:
-    """A store that is silent is told as a warning, other failures only to those that ask."""
+    """The first is a warning, which is shown without logging; others follow after growing pauses."""
     source = source_of(server, **OBSTORE_ALONE)
     caplog.set_level("INFO", logger="stio")
     server.fault = nth(1, Fault(hang=True))
@@ -295,8 +296,8 @@ def test_attempts_are_logged(server: HttpServer, caplog: pytest.LogCaptureFixtur
     server.fault = nth(3, Fault(status=503, body=b"<Code>SlowDown</Code>"))
     read_guarded(source, 300_000, 10)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    assert f"{source.path}: attempt 1 failed (stalled)" in caplog.text
-    assert "attempt 1 failed (busy: SlowDown)" in caplog.text
+    assert f"{source.path}: attempt 1 of 3 failed (stalled)" in caplog.text
+    assert "attempt 1 of 4 failed (busy: SlowDown)" in caplog.text
     caplog.clear()
     source = source_of(server)
     for number, fault in ((6, Fault(hang=True)), (8, Fault(status=503))):
@@ -305,6 +306,28 @@ def test_attempts_are_logged(server: HttpServer, caplog: pytest.LogCaptureFixtur
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "reading a range by obstore: the server sent no bytes for 0.3 s" in caplog.text
     assert "reading a range by obstore: the server answered 'HTTP/1.1 503" in caplog.text
+
+
+def test_a_server_that_is_not_there_is_told_at_the_first_repeat(
+    server: HttpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, however many threads find it so."""
+    server.put("/dir/a.bin", DATA)
+    root = RemoteRoot(f"{server.url.replace('//', '//me:PASSWORD@')}/dir?sig=SECRET", patience=PATIENT)
+    source = root.open("a.bin")
+    server.fault = lambda number, request: Fault(reset=True)  # for the connection that is open
+    server.stop()
+
+    def read(operation: Operation[None]) -> None:
+        with pytest.raises(StorageError):
+            read_guarded(source, 300_000, 10)
+
+    operations = [Operation(read, name="test").start() for _ in range(8)]
+    assert all(operation.join(20) and operation.failure is None for operation in operations)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert re.match(rf"{source.path}: attempt 1 of 4 failed \((unreachable|broken): the connection was", line)
+    assert "SECRET" not in line
+    assert "PASSWORD" not in line
 
 
 def test_no_credentials(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:

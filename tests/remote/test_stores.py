@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from servers import HttpServer, azure_server, http_server, new_certificate
+from servers import Fault, HttpServer, azure_server, http_server, new_certificate
 
 import stio
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, ConcurrentSaveError, StorageError
@@ -54,6 +54,32 @@ def test_locate(url: str, store: str, key: str) -> None:
 def test_urls_that_name_nothing(url: str) -> None:
     with pytest.raises(CheckpointNotFoundError, match=r"names no|is no URL"):
         locate(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://me:SECR/ET@host/x", "percent-encoded"),
+        ("s3://AKIA:SECR/ET@bucket/x", "from the environment"),
+        ("s3://AKIA:SECRET@bucket/x", "from the environment"),
+        ("s3://bucket/x.safetensors?X-Amz-Date=1&X-Amz-Signature=SECRET", "https://"),
+        ("gs://bucket/x?X-Goog-Signature=SECRET", "https://"),
+        ("az://container/x?sv=1&sig=SECRET", "https://"),
+    ],
+)
+def test_urls_with_secrets_in_a_wrong_place(url: str, words: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=words) as caught:
+        locate(url)
+    shown = f"{caught.value} {caught.value!r} {caught.value.__cause__} {vars(caught.value)}"
+    for secret in ("SECR", "ET@", "AKIA"):
+        assert secret not in shown
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+def test_names_that_are_no_secrets() -> None:
+    for url, key in (("s3://b/v@1?x/y", "v@1?x/y"), ("s3://b/design=1/x", "design=1/x")):
+        assert locate(url).key == key
+    assert locate("s3://arn:aws:s3:eu:1:accesspoint/p/x").store.startswith("arn:")
 
 
 @pytest.mark.parametrize(
@@ -121,6 +147,12 @@ def test_s3_lists_what_is_in_a_directory(s3: Any) -> None:
     assert RemoteRoot("s3://bucket/dir/below/").listdir() == ["c"]
     assert RemoteRoot("s3://bucket").listdir() == ["top"]
     assert RemoteRoot("s3://bucket/none").listdir() == []
+
+
+def test_s3_an_object_that_stands_for_a_directory(s3: Any) -> None:
+    for key in ("dir/", "dir/a"):
+        s3.put_object(Bucket="bucket", Key=key, Body=b"")
+    assert RemoteRoot("s3://bucket/dir").listdir() == ["a"]
 
 
 def test_s3_missing_bucket_and_key(s3: Any) -> None:
@@ -197,6 +229,31 @@ def test_certificates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             RemoteRoot(server.url.replace("https", "http"), patience=PATIENT).open("a")
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", authority)
         assert RemoteRoot(server.url, patience=PATIENT).open("a").identity.nbytes == 1
+
+
+def test_a_redirect_gets_no_password(server: HttpServer) -> None:
+    with http_server() as other:
+        other.put("/a.bin", DATA)
+        server.fault = lambda number, request: Fault(status=307, location=f"{other.url}/a.bin")
+        source = RemoteRoot(server.url.replace("//", "//me:pw@"), patience=PATIENT).open("a.bin")
+        assert read_guarded(source, 200_000, 10) == DATA[200_000:200_010]
+        assert all("authorization" in request.headers for request in server.requests)
+        assert len(other.requests) == 2
+        assert not any("authorization" in request.headers for request in other.requests)
+
+
+@pytest.mark.parametrize("kind", ["without TLS", "round and round", "to a file"])
+def test_a_redirect_that_is_not_followed(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    authority, certificate = new_certificate(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", authority)
+    with http_server(certificate=certificate) as server, http_server() as other:
+        other.put("/a.bin", DATA)
+        to = {"without TLS": f"{other.url}/a.bin", "round and round": "/a.bin", "to a file": "file:///etc/passwd"}[kind]
+        server.fault = lambda number, request: Fault(status=302, location=to)
+        with pytest.raises(StorageError, match="not followed; .* give the URL of that place") as caught:
+            RemoteRoot(server.url, patience=PATIENT).open("a.bin")
+        assert "attempts" not in str(caught.value)
+        assert other.requests == []
 
 
 def test_tls_to_a_server_without(server: HttpServer) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stio
-from stio.runtime.log import log
+from stio.runtime.log import RareWarnings, log
 from stio.storage.commit import syscalls as calls
 from stio.sync import Saver
 
@@ -62,3 +62,12 @@ def test_a_rollback_does_not_fail_by_a_handler(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(calls, "rename", refuse)  # also the staging directory's
     with Saver() as saver, pytest.raises(stio.StorageError, match="Input/output error"):
         saver.save({"w": torch.ones(4)}, tmp_path / "x").result()
+
+
+def test_warnings_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings, found = RareWarnings(), []
+    for now in range(100):
+        monkeypatch.setattr("time.monotonic", lambda now=now: float(now))
+        if warnings.level() == logging.WARNING:
+            found.append(now)
+    assert found == [0, 5, 15, 35, 75]

@@ -72,6 +72,10 @@ class DiskCache:
     cache is fetched as a whole, before the first tensor is there, if the load reads at least half of it. Files in the
     cache are read as local files are: mapped, or with `memory=` as given.
 
+    A file in the cache is compared with the store by its size and its first 128 KiB. Damage behind them, by a disk or
+    by another program, is found if the header is malformed, and by loads with `verify=True`. That load fails and
+    removes the file; the next one fetches it again.
+
     Processes of one machine may share the directory: each object is read from the store once. It may be removed when no
     process uses it. Do not let users write to it whom you would not let write your models.
 
@@ -187,6 +191,16 @@ class DiskCache:
                         found[k] = file
             left = busy
         return found
+
+    def discard(self, error: StioError) -> None:
+        """Remove the file that an error names if it is one of the cache, and say so in the error."""
+        folder, name = os.path.split(error.path or "")
+        if folder != self.path or not _NAME.fullmatch(name):
+            return
+        with suppress(OSError), opened_directory(self.path) as dir_fd:
+            calls.unlink(name, dir_fd=dir_fd)
+            error.message += "; it is removed from the cache, so load again"
+            error.args = (error.message,)
 
     def _get(
         self, source: RequestedSource, dir_fd: int, budget_bytes: int, *, waits: bool

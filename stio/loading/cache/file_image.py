@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Protocol, runtime_checkable
 
+from stio.errors import StioError
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
@@ -224,3 +225,6 @@ class ObjectCache(Protocol):
             budget_bytes: Memory that may be used.
             owned: Closes the local files.
         """
+
+    def discard(self, error: StioError) -> None:
+        """Remove the local file that an error names, so that the next load has the object again; the error says it."""

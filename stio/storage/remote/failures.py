@@ -152,7 +152,12 @@ _MESSAGES: dict[Kind, tuple[str, str, int]] = {
         "SSL_CERT_FILE or AWS_CA_BUNDLE names the certificate of a private authority",
         errno.EPROTO,
     ),
-    "elsewhere": ("the bucket is in another region", "set AWS_REGION to it", errno.EREMOTE),
+    "elsewhere": (
+        "the store redirects to another place, which is not followed",
+        "set AWS_REGION if the bucket is in another region, or give the URL of that place (from https:// none is "
+        "followed to http://)",
+        errno.EREMOTE,
+    ),
     "range": ("the store has no such range of the object", "{work} again", errno.EINVAL),
     "other": ("the request failed", "the store says why", errno.EIO),
 }
@@ -197,6 +202,8 @@ def failure_of(error: BaseException) -> Failure:
 
 def _without_status(said: str, details: str) -> Failure:
     """Return what an error means that came from the connection, or from obstore's own checks of an answer."""
+    if "following redirect" in details:
+        return Failure("elsewhere", said)
     if "UnexpectedRange" in details or "NoContentRange" in details or "ContentRange" in details:
         return Failure("wrong", said)
     for pattern, words in _TLS:

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from stio.runtime.calls import LOOK_SECONDS
-from stio.runtime.log import log
+from stio.runtime.log import RareWarnings, log
 from stio.runtime.memory import Region, quick_libc
 from stio.runtime.operation import Cancelled
 from stio.runtime.urls import without_secrets
@@ -32,6 +32,7 @@ from stio.runtime.workers import is_interrupted
 from stio.storage.base import Identity
 
 _CONNECT_SECONDS = 10.0
+"""For all addresses of a host."""
 _REQUEST_SECONDS = 600.0
 """Bound for a server that sends a byte now and then."""
 _IDLE_SECONDS = 20.0
@@ -62,15 +63,23 @@ class PlainObject:
         link: Its URL, and the time (of `time.monotonic`) until when that may be used.
         renew: Returns another such pair.
         headers: See `PlainHttp.read`.
+        warnings: Gives the levels of lines about a silent server.
     """
 
     def __init__(
-        self, server: PlainHttp, link: tuple[str, float], renew: Callable[[], tuple[str, float]], *, headers: str
+        self,
+        server: PlainHttp,
+        link: tuple[str, float],
+        renew: Callable[[], tuple[str, float]],
+        *,
+        headers: str,
+        warnings: RareWarnings,
     ) -> None:
         self._server = server
         self._link = link
         self._renew = renew
         self._headers = headers
+        self._warnings = warnings
         self._num_failures = 0
 
     def read(self, begin: int, regions: Sequence[Region], expected: Identity) -> bool:
@@ -88,7 +97,8 @@ class PlainObject:
             self._server.read(self._link[0], begin, regions, expected, self._headers)
         except NotServedError as error:
             self._num_failures += 1
-            level = logging.WARNING if isinstance(error, _SilentError) else logging.INFO
+            # Another failure may only mean that this server needs obstore. If that fails too, there is a warning.
+            level = self._warnings.level() if isinstance(error, _SilentError) else logging.INFO
             log(level, "%s: reading a range by obstore: %s", without_secrets(self._link[0]), error)
             return False
         self._num_failures = 0
@@ -98,11 +108,17 @@ class PlainObject:
 def plain_address(url: str) -> tuple[str, int] | None:
     """Return host and port of a URL that is read without TLS and without a proxy of the environment; else None."""
     parts = urlsplit(url)
-    if sys.platform != "linux" or parts.scheme != "http" or not parts.hostname or not url.isascii():
+    if sys.platform != "linux" or parts.scheme != "http" or not parts.hostname:
+        return None
+    if not url.isascii() or not url.isprintable() or " " in url:  # obstore encodes it
         return None
     if getproxies().keys() & {"http", "all"} and not proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
     return parts.hostname, parts.port or 80
+
+
+_Address = tuple[int, Any]
+"""Family of an address, and the address as `socket.connect` takes it."""
 
 
 class PlainHttp:
@@ -118,7 +134,8 @@ class PlainHttp:
 
     def __init__(self, address: tuple[str, int], *, stall_seconds: float) -> None:
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-        self._addresses = itertools.cycle([(family, place) for family, _, _, _, place in found])
+        self._addresses = [(family, place) for family, _, _, _, place in found]
+        self._turns = itertools.count()
         self._stall_seconds = stall_seconds
         self._idle: list[tuple[socket.socket, float]] = []
         weakref.finalize(self, _close_all, self._idle)
@@ -178,29 +195,22 @@ class PlainHttp:
         return self._connect(), False
 
     def _connect(self) -> socket.socket:
-        family, place = next(self._addresses)
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            connection.setblocking(False)
-            status = connection.connect_ex(place)
-            if status == errno.EINPROGRESS:
-                _wait_connected(connection)
-                status = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if status:
-                raise NotServedError(f"no connection ({errno.errorcode.get(status, status)})")
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # A time limit of Python's makes the socket non-blocking, and MSG_WAITALL returns early then.
-            connection.setblocking(True)
-            look_seconds = min(LOOK_SECONDS, self._stall_seconds)
-            connection.setsockopt(
-                socket.SOL_SOCKET,
-                socket.SO_RCVTIMEO,
-                struct.pack("ll", int(look_seconds), int(look_seconds % 1 * 1e6)),
-            )
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        """Connect to the next address of the host. One that fails while another works is not used again."""
+        addresses, first = self._addresses, next(self._turns)
+        failed: list[_Address] = []
+        for k in range(len(addresses)):
+            address = addresses[(first + k) % len(addresses)]
+            try:
+                connection = _connected(address, _CONNECT_SECONDS / len(addresses), self._stall_seconds)
+            except NotServedError:
+                failed.append(address)
+                if len(failed) == len(addresses):
+                    raise
+                continue
+            if failed:
+                self._addresses = [one for one in addresses if one not in failed]
+            return connection
+        raise NotServedError("the host has no address")
 
     def _receive(
         self,
@@ -274,10 +284,42 @@ def _new_send() -> Any:
 _send_holding: Any = _new_send() if sys.platform == "linux" else None
 
 
-def _wait_connected(connection: socket.socket) -> None:
+def _connected(address: _Address, seconds: float, stall_seconds: float) -> socket.socket:
+    """Return a new connection to an address, whose reads return now and then."""
+    try:
+        connection = socket.socket(address[0], socket.SOCK_STREAM)
+    except OSError as error:  # no descriptor is left, or there are no addresses of this family here
+        raise NotServedError(f"no connection ({error.strerror})") from None
+    try:
+        connection.setblocking(False)
+        status = connection.connect_ex(address[1])
+        if status == errno.EINPROGRESS:
+            _wait_connected(connection, seconds)
+            status = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if status:
+            raise NotServedError(f"no connection ({errno.errorcode.get(status, status)})")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A time limit of Python's makes the socket non-blocking, and MSG_WAITALL returns early then.
+        connection.setblocking(True)
+        look_seconds = min(LOOK_SECONDS, stall_seconds)
+        connection.setsockopt(
+            socket.SOL_SOCKET,
+            socket.SO_RCVTIMEO,
+            struct.pack("ll", int(look_seconds), int(look_seconds % 1 * 1e6)),
+        )
+    except OSError as error:
+        connection.close()
+        raise NotServedError(f"no connection ({error.strerror})") from None
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _wait_connected(connection: socket.socket, seconds: float) -> None:
     poll = select.poll()
     poll.register(connection, select.POLLOUT)
-    until = time.monotonic() + _CONNECT_SECONDS
+    until = time.monotonic() + seconds
     while not poll.poll(LOOK_SECONDS * 1000):
         if is_interrupted():
             raise Cancelled

@@ -6,7 +6,6 @@ A call of obstore cannot be interrupted: it ends with its answer, or when the st
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import time
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 
 from stio.errors import StorageError
 from stio.runtime.calls import LOOK_SECONDS, Call
-from stio.runtime.log import log
+from stio.runtime.log import RareWarnings, log
 from stio.runtime.operation import Cancelled
 from stio.runtime.workers import is_interrupted
 from stio.storage.remote.failures import Work, failure_of
@@ -63,6 +62,8 @@ class Requester:
         self._store = connect()
         self.patience = patience
         """See above."""
+        self.warnings = RareWarnings()
+        """Gives the levels of lines about requests that are repeated."""
 
     def begin(self, request: Callable[[Any], T]) -> Call[T]:
         """Start the first attempt at a request, which gets the store; `finish` returns its answer."""
@@ -100,10 +101,11 @@ class Requester:
                     path, attempt, stall_seconds=self.patience.stall_seconds, expected=expected, work=work
                 )
             log(
-                logging.WARNING if failure.is_slow else logging.INFO,
-                "%s: attempt %d failed (%s%s); trying again",
+                self.warnings.level(),
+                "%s: attempt %d of %d failed (%s%s); trying again",
                 path,
                 attempt,
+                self.patience.num_stalls if failure.is_slow else self.patience.num_attempts,
                 failure.kind,
                 f": {failure.cause}" if failure.cause else "",
             )

@@ -114,7 +114,8 @@ class RemoteRoot:
         self.new_store = connect
         """Connects once more; see `stio.storage.remote.stores.new_store`."""
         # What is given for obstore's client (headers, a proxy, certificates) is known to obstore alone.
-        self._may_be_plain = self.location.scheme in ("http", "s3") and not client_options
+        has_proxy = any("proxy" in str(name).lower() for name in config or ())
+        self._may_be_plain = self.location.scheme in ("http", "s3") and not client_options and not has_proxy
         self._servers: dict[tuple[str, int], PlainHttp] = {}
         self._ahead: dict[str, RemoteSource | BaseException] = {}
 
@@ -131,7 +132,8 @@ class RemoteRoot:
         listing = partial(require_obstore().list_with_delimiter, prefix=self.location.key or None)
         found = self.requester.run(lambda store: listing(store), self.path)
         start = len(self.location.key) + 1 if self.location.key else 0
-        return sorted(one["path"][start:] for one in found["objects"])
+        # A console that shows directories makes an empty object with the directory's own name.
+        return sorted(one["path"][start:] for one in found["objects"] if len(one["path"]) > start)
 
     def _usual_names(self) -> list[str]:
         for name in _USUAL_NAMES:
@@ -221,6 +223,7 @@ class RemoteRoot:
             link,
             lambda: self.requester.run(partial(link_to, location=location), location.shown),
             headers=f"authorization: {authorization}\r\n" if authorization else "",
+            warnings=self.requester.warnings,
         )
 
     def begin(self, **options: Any) -> Transaction:
@@ -321,6 +324,7 @@ class RemoteSource:
         It reads one byte: a URL that was signed for reading may not be asked for anything else.
         """
         if self.identity.nbytes:
+            require_usable(self.path)
             byte = memory.allocate(1)
             if self._plain is not None and self._plain.read(0, [byte], self.identity):
                 return

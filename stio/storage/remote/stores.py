@@ -12,6 +12,7 @@ import base64
 import configparser
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -69,8 +70,10 @@ def locate(url: str) -> Location:
         try:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port  # raises for a wrong port
-        except ValueError as error:
-            raise CheckpointNotFoundError(f"this is no URL: {error}", path=without_secrets(url)) from None
+        except ValueError:  # its text may hold a part of the password
+            raise CheckpointNotFoundError(
+                "this is no URL: host or port is wrong; a user and a password are percent-encoded", path=_hidden(url)
+            ) from None
         if not host:
             raise CheckpointNotFoundError("the URL names no host", path=without_secrets(url))
         return Location(
@@ -80,7 +83,24 @@ def locate(url: str) -> Location:
     if not bucket:
         what = "container" if scheme == "az" else "bucket"
         raise CheckpointNotFoundError(f"the URL names no {what}", path=without_secrets(url))
+    if "@" in bucket or (":" in bucket and not bucket.startswith("arn:")):
+        raise CheckpointNotFoundError(
+            "no bucket has such a name; credentials come from the environment, not from the URL", path=_hidden(url)
+        )
+    if _SIGNATURE.search(key):
+        raise CheckpointNotFoundError(
+            "this URL has a signature; give the https:// URL that was signed", path=without_secrets(url)
+        )
     return Location(scheme, bucket, key.strip("/"))
+
+
+_SIGNATURE = re.compile(r"\?(.*&)?(sig|signature|x-amz-signature|x-goog-signature)=", re.IGNORECASE | re.DOTALL)
+
+
+def _hidden(url: str) -> str:
+    """Return a malformed URL as it may be shown: without all that may be a user, whose password may have a slash."""
+    scheme, _, rest = without_secrets(url).partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
 
 
 def require_obstore() -> Any:
