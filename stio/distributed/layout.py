@@ -30,10 +30,12 @@ class Share:
     """Shape of the whole tensor, in torch."""
     index: tuple[slice, ...]
     """Which part it is; a slice for each dimension."""
+    mesh: str
+    """Identifies the mesh, that is its ranks."""
     replica: int
-    """Number of this copy."""
+    """Number of this copy in the mesh."""
     num_replicas: int
-    """Number of copies of each part."""
+    """Number of copies of each part in the mesh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +59,19 @@ class Layout:
         if not self._described:
             self._described.update(self.settings)
             for source in self.sources:
-                dtype, shape = source.dtype, list(self._whole_shape(source))
-                text = f"{dtype} {shape}, copies: {self._replica_of(source.name)[1]}"
+                share, text = self.shares.get(source.name), f"{source.dtype} {list(self._whole_shape(source))}"
+                if share is not None:
+                    text += f" on mesh {self.meshes().index(share.mesh)} with {share.num_replicas} copies"
                 self._described[f"tensor {printable(source.name)!r}"] = text
         return self._described
+
+    def meshes(self) -> list[str]:
+        """Return the meshes of the tensors, in the order of their first tensors.
+
+        Other ranks may have other ones in the same places: with tensor parallelism over part of a model, parameters
+        that it leaves alone are sharded over as many meshes as it has ranks. Each mesh then has a copy.
+        """
+        return list(dict.fromkeys(share.mesh for share in self.shares.values()))
 
     def digest(self) -> str:
         """Return a digest of `described`; the order of the tensors counts."""
@@ -103,17 +114,22 @@ class Layout:
             )
         return found
 
-    def parts(self, saved: Sequence[TensorSource]) -> dict[str, Part]:
+    def parts(self, saved: Sequence[TensorSource], meshes: Sequence[Sequence[str]]) -> dict[str, Part]:
         """Return what this rank writes of the tensors that are saved.
 
         Copies of one part are equal, and one rank writes it: the one that has least to write so far, the largest
         tensors first. A tensor is never written by copies in turn, which may differ by rounding.
+
+        Args:
+            saved: The whole tensors.
+            meshes: The `meshes` of each rank.
         """
+        copies = {own: sorted(set(found)) for own, *found in zip(self.meshes(), *meshes, strict=True)}
         held = {source.name: source for source in self.sources}
         written: defaultdict[int, list[int]] = defaultdict(list)  # by number of copies: bytes of each copy
         parts = {}
         for whole in sorted(saved, key=lambda source: (-source.nbytes, source.name)):
-            replica, num_replicas = self._replica_of(whole.name)
+            replica, num_replicas = self._replica_of(whole.name, copies)
             loads = written[num_replicas] or [0] * num_replicas
             writer = loads.index(min(loads))
             loads[writer] += whole.nbytes
@@ -123,9 +139,13 @@ class Layout:
                 parts[whole.name] = Part(source, self._ranges(source))
         return parts
 
-    def _replica_of(self, name: str) -> tuple[int, int]:
+    def _replica_of(self, name: str, copies: Mapping[str, Sequence[str]]) -> tuple[int, int]:
+        """Return which copy of its part a tensor is on this rank, and how many there are."""
         share = self.shares.get(name)
-        return (self.rank, self.num_ranks) if share is None else (share.replica, share.num_replicas)
+        if share is None:
+            return self.rank, self.num_ranks
+        meshes, num_replicas = copies[share.mesh], share.num_replicas
+        return meshes.index(share.mesh) * num_replicas + share.replica, len(meshes) * num_replicas
 
     def _whole_shape(self, source: TensorSource) -> tuple[int, ...]:
         share = self.shares.get(source.name)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from stio.errors import MismatchError, printable
@@ -67,7 +70,7 @@ def _cut(placement: Placement) -> Cut | None:
 
 
 def replica_of(tensor: DTensor) -> tuple[int, int]:
-    """Return which copy of its part a `DTensor` is on this rank, and how many copies there are."""
+    """Return which copy of its part in its mesh a `DTensor` is on this rank, and how many copies that mesh has."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     number, num_replicas = 0, 1
@@ -76,3 +79,9 @@ def replica_of(tensor: DTensor) -> tuple[int, int]:
             number = number * mesh.size(k) + (0 if coordinate is None else coordinate[k])
             num_replicas *= mesh.size(k)
     return number, num_replicas
+
+
+def identify(mesh: DeviceMesh) -> str:
+    """Return a text that meshes of the same ranks in the same places have in common."""
+    text = f"{mesh.device_type} {mesh.mesh.tolist()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

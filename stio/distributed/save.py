@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from stio.device.describe import LazyTensor
 from stio.distributed.layout import Share
-from stio.distributed.parts import part_of, replica_of
+from stio.distributed.parts import identify, part_of, replica_of
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.shared_save import ShardedSave
 from stio.format.shared import SharedPolicy
@@ -262,12 +263,14 @@ async def _sharded(
     else:
         assert isinstance(state, Mapping)
         tensors = dict(state)
-    shares = {}
+    shares: dict[str, Share] = {}
+    meshes: dict[DeviceMesh, str] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            part, (replica, num_replicas) = part_of(name, tensor), replica_of(tensor)
+            part, mesh = part_of(name, tensor), tensor.device_mesh
+            known = meshes[mesh] = meshes.get(mesh) or identify(mesh)
             tensors[name] = part.local
-            shares[name] = Share(part.shape, part.index, replica, num_replicas)
+            shares[name] = Share(part.shape, part.index, known, *replica_of(tensor))
     return ShardedSave(tensors, shares, destination, options, ranks=ranks, **arguments)
 
 

@@ -116,7 +116,7 @@ class ShardedSave(PendingSave):
         layout = Layout(
             sources=sources, shares=self._shares, settings=self._settings(), rank=ranks.rank, num_ranks=ranks.num_ranks
         )
-        ties = self._agreed_ties(layout)
+        meshes, ties = self._agree(layout)
         whole = layout.whole(ties)
         plan = plan_writes(
             whole,
@@ -125,7 +125,7 @@ class ShardedSave(PendingSave):
             metadata=options.metadata,
             shared="dedupe" if ties else "clone",
         )
-        of_rank = plan_parts(plan, layout.parts(plan.sources), block_bytes, with_headers=ranks.rank == 0)
+        of_rank = plan_parts(plan, layout.parts(plan.sources, meshes), block_bytes, with_headers=ranks.rank == 0)
         self._own_bytes = [sum(block.file_bytes for block in shard.blocks) for shard in of_rank.shards]
         all_bytes = [json.loads(one) for one in self._arrive("parts", json.dumps(self._own_bytes).encode())]
         for shard, *parts in zip(plan.shards, *all_bytes, strict=True):
@@ -153,25 +153,29 @@ class ShardedSave(PendingSave):
             found[what] = self._tree_digest or text if key == STATE_KEY else text
         return found
 
-    def _agreed_ties(self, layout: Layout) -> list[list[str]]:
-        """Compare the layouts of all ranks; return the groups of names that are one tensor on all of them.
+    def _agree(self, layout: Layout) -> tuple[list[list[str]], list[list[str]]]:
+        """Compare the layouts of all ranks.
+
+        Returns:
+            The meshes of each rank, and the groups of names that are one tensor on all of them.
 
         Raises:
             MismatchError: The layouts differ.
             RankError: On another rank.
         """
-        mine = layout.ties() if self._options.shared == "dedupe" else []
-        values = self._arrive("layout", json.dumps({"digest": layout.digest(), "ties": mine}).encode())
-        found = [json.loads(value) for value in values]
+        ties = layout.ties() if self._options.shared == "dedupe" else []
+        mine = {"digest": layout.digest(), "meshes": layout.meshes(), "ties": ties}
+        found = [json.loads(value) for value in self._arrive("layout", json.dumps(mine).encode())]
         others = [rank for rank, one in enumerate(found) if one["digest"] != found[0]["digest"]]
         if others:
             self._raise_difference(layout, others)
+        meshes = [one["meshes"] for one in found]
         groups = merged(group for one in found for group in one["ties"])
         if not groups:
-            return []
+            return meshes, []
         agreed = self._arrive("ties", json.dumps([layout.is_tied(group) for group in groups]).encode())
         counts = zip(groups, *map(json.loads, agreed), strict=True)
-        return [group for group, *tied in counts if all(tied)]
+        return meshes, [group for group, *tied in counts if all(tied)]
 
     def _raise_difference(self, layout: Layout, others: Sequence[int]) -> None:
         rank = self._ranks.rank
