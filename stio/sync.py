@@ -119,13 +119,19 @@ def _twin_of(function: Callable[P, A], twin_class: Callable[[A], T]) -> Callable
     return twin
 
 
+def _distributed_twin(one: Any) -> Any:
+    if isinstance(one, type):  # what torch calls blocks already
+        return _saver_of(one) if issubclass(one, saving.Saver) else one
+    return _blocking(one)
+
+
 def __getattr__(name: str) -> Any:
     """Make the blocking twins of `stio.distributed`, which imports torch.distributed, when they are first used."""
     if name != "distributed":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module("stio.distributed")
     found = {name: getattr(module, name) for name in module.__all__}
-    twins = {name: _saver_of(one) if isinstance(one, type) else _blocking(one) for name, one in found.items()}
+    twins = {name: _distributed_twin(one) for name, one in found.items()}
     globals()[name] = SimpleNamespace(**twins)
     return globals()[name]
 

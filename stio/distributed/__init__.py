@@ -9,7 +9,9 @@ an error on all of them, within a bounded time.
 
 from __future__ import annotations
 
+from stio.distributed.dcp_stager import StioStager
+from stio.distributed.dcp_writer import StioStorageWriter
 from stio.distributed.load import load_into
 from stio.distributed.save import Saver, save
 
-__all__ = ["Saver", "load_into", "save"]
+__all__ = ["Saver", "StioStager", "StioStorageWriter", "load_into", "save"]

@@ -9,7 +9,8 @@ The first failure of all ranks is the one that all others raise. A rank that giv
 counts as failed. The first rank judges the others by their signs, and they judge the first one. If that one
 has the store, its end closes the store, which all notice at once.
 
-Ranks make their objects in the same order: the number of an object is a part of its keys.
+Ranks make their objects in the same order: the number of an object is a part of its keys. Objects that are made on
+threads of others, in any order, have a key that one rank has chosen.
 """
 
 from __future__ import annotations
@@ -87,13 +88,20 @@ class Ranks:
         process_group: The ranks; None: those of the default group.
         about: What they do, for messages.
         timeout: Seconds without a sign of life of a rank, after which it counts as failed.
+        key: A text that all ranks have, and that was never used before, where they do not make their objects in the
+            same order. None: the number of this object.
 
     Raises:
         ValueError: The timeout is not positive, or this process is not a member of the group.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None = None, *, about: str, timeout: float = RANK_TIMEOUT_SECONDS
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        about: str,
+        timeout: float = RANK_TIMEOUT_SECONDS,
+        key: str | None = None,
     ) -> None:
         if not timeout > 0:
             raise ValueError(f"rank_timeout= takes a positive number of seconds, not {timeout!r}")
@@ -107,8 +115,10 @@ class Ranks:
                 raise ValueError("this process is not a member of process_group=")
         if self.num_ranks > 1:
             self._store, self._group_name = default_store(process_group)
-            _numbers[self._group_name] = number = _numbers.get(self._group_name, 0) + 1
-            self._prefix = f"stio/{number}"
+            if key is None:
+                _numbers[self._group_name] = number = _numbers.get(self._group_name, 0) + 1
+                key = str(number)
+            self._prefix = f"stio/{key}"
         self.process_group = process_group
         """The ranks; None: those of the default group."""
         self.failure: RankError | None = None
