@@ -1,4 +1,6 @@
-"""Measure loads from URLs, against what obstore and Run:ai's streamer do with the same servers: `make bench-remote`.
+"""Measure loads from URLs and saves to them, against what obstore and Run:ai's streamer do with the same servers.
+
+`make bench-remote`, or:
 
     python -m benchmarks.remote                         # 5 rounds
     python -m benchmarks.remote --rounds 1 --size-mb 100
@@ -12,6 +14,10 @@ Contestants: `stio.sync.load` of the URL; obstore's own reads, 32 threads of 8 M
 allocated as stio allocates it; Run:ai's streamer with S3, if its package is installed. Each measurement has a process
 of its own, which has read a small file from the same server before, and has touched and freed as much memory as the
 load needs. Rounds are interleaved; ratios are medians of pairs of one round.
+
+Saves go to a server of this module that speaks as much of S3 as a save needs, and drops what it receives. Contestants:
+`stio.sync.save` as one file, and as a directory of shards of 100 MB; obstore's own multipart uploads of the same bytes,
+which lie in memory, with parts of the same size and as many at one time.
 """
 
 from __future__ import annotations
@@ -41,10 +47,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 REQUEST_BYTES, NUM_IN_FLIGHT = 8 << 20, 32
 """What obstore's own reads are made of."""
+PART_BYTES, NUM_PARTS_IN_FLIGHT = 8 << 20, 16
+"""What obstore's own uploads are made of, as stio's are."""
 SLOW_SECONDS, SLOW_BYTES_PER_SECOND = 0.03, 60e6
 """Of the slow store: time to the first byte, and rate of a connection."""
 
-SCENARIOS = ("http", "http, busy", "https", "https, busy", "S3", "S3, busy", "slow store", "slow store, busy")
+SHARD_BYTES = 100_000_000
+"""Of a save of several shards."""
+
+SAVES = ("save", "save, shards")
+SCENARIOS = ("http", "http, busy", "https", "https, busy", "S3", "S3, busy", "slow store", "slow store, busy", *SAVES)
 GOALS = {"obstore": 0.9, "Run:ai": 2.0}
 """Least rate of stio, as a multiple of the contestant's."""
 
@@ -124,6 +136,46 @@ def _free_port() -> int:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
         return port
+
+
+@contextmanager
+def sink() -> Iterator[int]:
+    """Run a server of S3 that drops what it receives, until the block ends; give the port."""
+    port = _free_port()
+    with _running([sys.executable, "-m", "benchmarks.remote", "--sink", "--port", str(port)], port):
+        yield port
+
+
+async def drop(port: int) -> None:
+    """Answer the requests of saves; for ever. No object exists, and each put is confirmed unless it has If-Match."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            try:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                method, target, _ = head.split(" ", 2)
+                fields = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if ": " in line)
+                left = int(fields.get("content-length", 0))
+                while left:
+                    left -= len(await reader.read(min(left, 1 << 20)))
+            except (asyncio.IncompleteReadError, ConnectionError):
+                writer.close()
+                return
+            status, body = 200, ""
+            if "uploads" in target and method == "POST":
+                body = "<R><Bucket>b</Bucket><Key>k</Key><UploadId>1</UploadId></R>"
+            elif method == "POST":
+                body = '<R><ETag>"1"</ETag></R>'
+            elif "list-type" in target:
+                body = "<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+            elif method == "GET":
+                status, body = 404, "<Error><Code>NoSuchKey</Code></Error>"
+            elif "if-match" in fields:
+                status = 412
+            writer.write(f'HTTP/1.1 {status} -\r\nETag: "1"\r\nContent-Length: {len(body)}\r\n\r\n{body}'.encode())
+
+    server = await asyncio.start_server(answer, "127.0.0.1", port, limit=1 << 20)
+    await server.serve_forever()
 
 
 async def serve(folder: Path, port: int) -> None:
@@ -219,6 +271,53 @@ def with_runai(base: str) -> Callable[[str], Any]:
     return load
 
 
+# Each returns a function that saves bytes in memory, as one file or as several.
+
+
+def save_with_stio(base: str) -> Callable[[dict[str, Any], bool], Any]:
+    """Save tensors by stio."""
+    import stio.sync
+
+    def save(arrays: dict[str, Any], shards: bool) -> Any:
+        if shards:
+            return stio.sync.save(arrays, f"{base}/saved", max_shard_size=SHARD_BYTES).files
+        return stio.sync.save(arrays, f"{base}/saved.safetensors").files
+
+    return save
+
+
+def save_with_obstore(base: str) -> Callable[[dict[str, Any], bool], Any]:
+    """Upload the bytes by obstore, without a header."""
+    import obstore
+
+    stores: Any = import_module("obstore.store")
+    client: dict[str, Any] = {"allow_http": True}
+    store = stores.S3Store.from_url(base, client_options=client)
+
+    def save(arrays: dict[str, Any], shards: bool) -> Any:
+        whole = memoryview(arrays["all"].numpy())
+        step = SHARD_BYTES if shards else len(whole)
+        for begin in range(0, len(whole), step):
+            shard = whole[begin : begin + step]
+            parts = (shard[at : at + PART_BYTES] for at in range(0, len(shard), PART_BYTES))
+            obstore.put(
+                store,
+                f"saved-{begin}",
+                parts,
+                use_multipart=True,
+                chunk_size=PART_BYTES,
+                max_concurrency=NUM_PARTS_IN_FLIGHT,
+            )
+        return range(0, len(whole), step)
+
+    return save
+
+
+SAVERS: dict[str, Callable[[str], Callable[[dict[str, Any], bool], Any]]] = {
+    "stio": save_with_stio,
+    "obstore": save_with_obstore,
+}
+
 CONTESTANTS: dict[str, Callable[[str], Callable[[str], Any]]] = {
     "stio": with_stio,
     "obstore": with_obstore,
@@ -234,6 +333,8 @@ def contestants_of(scenario: str) -> list[str]:
 
 def child(arguments: dict[str, Any]) -> None:
     """Measure once in this process; print the seconds, and end the process."""
+    if arguments["scenario"] in SAVES:
+        child_that_saves(arguments)
     load = CONTESTANTS[arguments["contestant"]](arguments["base"])
     load(SMALL)
     meters.prime_memory(arguments["size_bytes"])
@@ -245,10 +346,31 @@ def child(arguments: dict[str, Any]) -> None:
     os._exit(0)
 
 
+def child_that_saves(arguments: dict[str, Any]) -> None:
+    """Measure one save in this process; print the seconds, and end the process."""
+    import torch
+
+    save = SAVERS[arguments["contestant"]](arguments["base"])
+    whole = torch.ones(arguments["size_bytes"], dtype=torch.uint8)
+    tensors: dict[str, Any] = {"all": whole}
+    if arguments["contestant"] == "stio":  # views of the same bytes, in the shapes of a model's tensors
+        tensors, at = {}, 0
+        for one in files.llama_layout(arguments["size_bytes"]).tensors:
+            nbytes = min(one.nbytes, len(whole) - at)
+            tensors[one.name], at = whole[at : at + nbytes].clone(), at + nbytes
+    for shards in (False, True):
+        save({name: tensor[:1000] for name, tensor in tensors.items()}, shards)
+    start = time.perf_counter()
+    saved = save(tensors, "shards" in arguments["scenario"])
+    seconds = time.perf_counter() - start
+    print(json.dumps({"seconds": seconds, "num": len(saved)}), flush=True)
+    os._exit(0)
+
+
 def measure(scenario: str, contestant: str, port: int, size_bytes: int, authority: Path) -> float:
     """Measure one load in a fresh process; return bytes a second."""
     base = f"http{'s' * scenario.startswith('https')}://127.0.0.1:{port}"
-    if scenario.startswith("S3"):
+    if scenario.startswith("S3") or scenario in SAVES:
         base = "s3://bucket"
     endpoint = f"http://127.0.0.1:{port}"
     environment = os.environ | {
@@ -263,7 +385,13 @@ def measure(scenario: str, contestant: str, port: int, size_bytes: int, authorit
         "NO_PROXY": "127.0.0.1",
         "no_proxy": "127.0.0.1",
     }
-    arguments = {"contestant": contestant, "base": base, "busy": "busy" in scenario, "size_bytes": size_bytes}
+    arguments = {
+        "contestant": contestant,
+        "base": base,
+        "busy": "busy" in scenario,
+        "size_bytes": size_bytes,
+        "scenario": scenario,
+    }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.remote", "--child", json.dumps(arguments)],
         cwd=ROOT,
@@ -282,7 +410,7 @@ def table(rates: dict[tuple[str, str], list[float]]) -> str:
     for (scenario, contestant), found in rates.items():
         pairs = zip(rates[scenario, "stio"], found, strict=True)
         ratio = "" if contestant == "stio" else f"{median(own / other for own, other in pairs):.2f}"
-        goal = f"{GOALS[contestant]:g}" if contestant in GOALS else ""
+        goal = f"{GOALS[contestant]:g}" if contestant in GOALS and scenario not in SAVES else ""
         shown = f"{median(found) / 1e9:.2f} ({min(found) / 1e9:.2f} to {max(found) / 1e9:.2f})"
         lines.append(f"| {scenario} | {contestant} | {shown} | {ratio} | {goal} |")
     return "\n".join(lines)
@@ -295,11 +423,14 @@ def main() -> None:
     parser.add_argument("--size-mb", type=int, default=500)
     parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, default=SCENARIOS)
     parser.add_argument("--out", type=Path, help="append raw figures, as JSON lines")
+    parser.add_argument("--sink", action="store_true", help=argparse.SUPPRESS)
     for hidden in ("--child", "--serve", "--port"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(json.loads(options.child))
+    elif options.sink:
+        asyncio.run(drop(int(options.port)))
     elif options.serve:
         asyncio.run(serve(Path(options.serve), int(options.port)))
     else:
@@ -317,12 +448,12 @@ def compare(options: argparse.Namespace) -> None:
             (folder / path).parent.mkdir()
             files.write_file(folder / path, files.llama_layout(size))
         size_bytes = (folder / FILE).stat().st_size
-        with nginx(folder) as (fast, fast_tls), slow_store(folder) as slow:
-            ports = {"slow store": slow, "https": fast_tls}
+        with nginx(folder) as (fast, fast_tls), slow_store(folder) as slow, sink() as dropping:
+            ports = {"slow store": slow, "https": fast_tls, **dict.fromkeys(SAVES, dropping)}
             for number in range(options.rounds):
                 for scenario in options.scenario:
                     names = contestants_of(scenario)
-                    port = ports.get(scenario.partition(",")[0], fast)
+                    port = ports.get(scenario) or ports.get(scenario.partition(",")[0], fast)
                     for contestant in names if number % 2 == 0 else names[::-1]:
                         rate = measure(scenario, contestant, port, size_bytes, folder / AUTHORITY)
                         rates.setdefault((scenario, contestant), []).append(rate)

@@ -8,15 +8,12 @@ import pty
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from click.testing import CliRunner, Result
-from crash.zygote import Zygote
 from safetensors.torch import save_file
 
 from stio.cli.main import main
@@ -82,38 +79,6 @@ def terminal(*arguments: object, program: Sequence[str] = PROGRAM, **environment
             pass
     os.close(main_fd)
     return received.decode()
-
-
-def terminal_of_fork(zygote: Zygote, *arguments: object, before: str = "", **environment: str) -> str:
-    """Run the program as `terminal` does, in a process that was forked with torch imported."""
-    main_fd, side = pty.openpty()
-    take = f"""
-import os, sys
-_terminal = os.open({os.ttyname(side)!r}, os.O_RDWR | os.O_NOCTTY)
-for _number in range(3):
-    os.dup2(_terminal, _number)
-os.close(_terminal)
-sys.stdin, sys.stdout, sys.stderr = (open(_number, _mode) for _number, _mode in enumerate("rww"))
-for _name in ("NO_COLOR", "FORCE_COLOR", "CI"):
-    os.environ.pop(_name, None)
-os.environ |= {{"TERM": "xterm-256color", "COLUMNS": "80", **{environment!r}}}
-"""
-    child = zygote.start(take + before + "from stio.__main__ import main; main()", *arguments)
-    received: list[bytes] = []
-
-    def receive() -> None:
-        with suppress(OSError):  # EIO: the other side was closed
-            while piece := os.read(main_fd, 65536):
-                received.append(piece)
-
-    # A full terminal would stop the program, so it is read meanwhile. It ends when this side and the program's are closed.
-    reader = threading.Thread(target=receive)
-    reader.start()
-    child.wait()
-    os.close(side)
-    reader.join()
-    os.close(main_fd)
-    return b"".join(received).decode()
 
 
 def interrupted(

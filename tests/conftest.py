@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 locks = importlib.import_module("stio.runtime.locks")
+loops = importlib.import_module("loops")
 logged_under_a_lock: list[str] = []
 
 
@@ -51,20 +51,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _backend(loop: str, name: str, **options: Any) -> Any:
-    """Return a loop to run on; a machine with a GPU and no network may lack all but asyncio."""
-    missing = pytest.mark.skipif(find_spec(loop) is None, reason=f"{loop} is not installed")
-    return pytest.param((name, options), id=loop, marks=missing)
-
-
-BACKENDS = [
-    _backend("asyncio", "asyncio", use_uvloop=False),
-    _backend("uvloop", "asyncio", use_uvloop=True),
-    _backend("trio", "trio"),
-]
-
-
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=loops.BACKENDS)
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     """Run tests that are marked `anyio` on all loops."""
     return request.param
@@ -82,6 +69,22 @@ def _settle_torch() -> None:
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Return the parent of processes that begin with torch and stio imported."""
     zygote = pytest.importorskip("crash.zygote").Zygote(tmp_path_factory.mktemp("output"))
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture(scope="session")
+def torch_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Return the parent of processes that begin with torch imported, and nothing of stio."""
+    zygote = pytest.importorskip("crash.zygote").Zygote(tmp_path_factory.mktemp("output"), ["torch"])
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture(scope="session")
+def program_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Return the parent of processes that begin with the program `stio` imported, and so without torch."""
+    zygote = pytest.importorskip("crash.zygote").Zygote(tmp_path_factory.mktemp("output"), ["stio.cli.main"])
     yield zygote
     zygote.close()
 

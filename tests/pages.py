@@ -47,6 +47,8 @@ if sys.version_info >= (3, 13):  # without a terminal, its console compiles each
 runpy.run_module("asyncio", run_name="__main__", alter_sys=True)
 """
 """Runs `python -m asyncio`."""
+PYTHON = sys.executable
+"""What commands run as `python`; `stio` is its module."""
 _SHELL = 'stio() { "$STIO_PYTHON" -m stio "$@"; }; python() { "$STIO_PYTHON" "$@"; }; set -o pipefail\n'
 
 
@@ -204,7 +206,7 @@ def run_commands(block: Block) -> None:
 
 def script_of(command: str) -> tuple[str, dict[str, str]]:
     """Return a command for bash and its environment; `stio` and `python` use this interpreter."""
-    return _SHELL + command, {**environment(), "STIO_PYTHON": sys.executable, "COLUMNS": "80"}
+    return _SHELL + command, {**environment(), "STIO_PYTHON": PYTHON, "COLUMNS": "80"}
 
 
 def run_command(block: Block, script: str, shown: str, env: dict[str, str]) -> str:

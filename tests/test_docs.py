@@ -33,7 +33,10 @@ SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 @pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning"
 )  # one process saves the DCP checkpoint of the page
-def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Any) -> None:
+    """Commands run in forked processes: an import of torch for each would take most of the time."""
+    monkeypatch.setattr(pages, "PYTHON", str(zygote.python))
+    monkeypatch.setenv("PYTHON_EXEC", str(zygote.python))  # what torchrun starts its workers with
     monkeypatch.chdir(tmp_path)
     with SERVERS.get(page, nothing)(monkeypatch, tmp_path):
         names = pages.run_page(DOCS / page)

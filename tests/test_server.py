@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from crash.zygote import Zygote
 from safetensors.torch import save_file
 from support import eventually
 from torch.nn import functional
@@ -80,6 +80,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Server:
     process: subprocess.Popen[str]
     client: httpx.Client
+    pid: int = 0
+    """Of the server; `process` starts it and ends with it. 0: it prints no log."""
 
     def ready(self) -> Any:
         return self.client.get("/ready").json()
@@ -109,10 +111,29 @@ class Server:
         return time.monotonic() - started
 
 
+INTERPRETER: list[str] = []
+"""What servers run in: processes that are forked with torch imported."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter(server_zygote: Zygote) -> Iterator[None]:
+    INTERPRETER.append(str(server_zygote.python))
+    yield
+    INTERPRETER.clear()
+
+
+@pytest.fixture(scope="module")
+def server_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    modules = ["torch", "stio.sync", "support", "fastapi", "uvicorn"]
+    zygote = Zygote(tmp_path_factory.mktemp("output"), modules)
+    yield zygote
+    zygote.close()
+
+
 @contextmanager
 def server(command: list[str], port: int, **options: Any) -> Iterator[Server]:
     process = subprocess.Popen(
-        [sys.executable, *command],
+        [*INTERPRETER, *command],
         cwd=ROOT,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "examples")])},
@@ -135,6 +156,7 @@ def running(models: Path, first: str, log: Path) -> Iterator[Server]:
     with log.open("w") as stderr, server(command, 0, stderr=stderr, stdout=subprocess.DEVNULL) as found:
         assert eventually(lambda: "running on" in log.read_text(), PATIENCE_SECONDS), log.read_text()
         found.client.base_url = httpx.URL(re.findall(r"running on (http://\S+)", log.read_text())[0])
+        found.pid = int(re.findall(r"Started server process \[(\d+)\]", log.read_text())[0])
         yield found
         assert found.stop() < 5
     assert "Application shutdown complete" in log.read_text()
@@ -169,7 +191,7 @@ def test_answers_are_the_models(one: Server) -> None:
 
 
 def test_a_swap_replaces_and_frees(one: Server) -> None:
-    maps = Path(f"/proc/{one.process.pid}/maps")
+    maps = Path(f"/proc/{one.pid}/maps")
     mapped = "one.safetensors" in maps.read_text()
     answer = one.swap("second")
     assert answer.status_code == 202

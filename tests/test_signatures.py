@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import stio
+import stio.distributed
 import stio.sync
 
 LOADS = ["load", "load_into", "open", "warm_start", "load_state"]
@@ -44,6 +45,24 @@ def test_saves_take_the_save_options(function: Callable[..., Any]) -> None:
     found = defaults(function)
     assert {key: found.get(key, "missing") for key in expected} == expected
     assert found.keys() - expected.keys() <= {"budget_bytes", "keep_last", "max_pending", "when_full"}
+
+
+RANKS = {"process_group", "rank_timeout"}
+"""Keywords that only functions of many ranks have."""
+
+
+def test_saves_of_many_ranks_take_what_others_take() -> None:
+    many = stio.distributed
+    for one, other in ((many.save, stio.save), (many.Saver, stio.Saver)):
+        found = defaults(one)
+        assert {key: value for key, value in found.items() if key not in RANKS} == defaults(other)
+        assert found.keys() >= RANKS
+        keywords = list(inspect.signature(one).parameters)
+        text = inspect.getdoc(one) or ""
+        assert [key for key in keywords if not re.search(rf"^    {key}: \S", text, re.M)] == []
+    twins = stio.sync.distributed
+    assert defaults(twins.Saver) == defaults(many.Saver) and defaults(twins.save) == defaults(many.save)
+    assert issubclass(many.Saver, stio.Saver) and issubclass(twins.Saver, stio.sync.Saver)
 
 
 @pytest.mark.parametrize("method", [stio.Saver.save, stio.Saver.save_state])

@@ -56,6 +56,7 @@ def _lines(path: str, report: GarbageReport, dry_run: bool) -> Iterator[str]:
         (report.undone, f"{would}rolled back, its checkpoint was not published"),
         (report.removed, f"{would}removed, an earlier cleanup was interrupted"),
         (report.unused, f"{would}deleted, no index names it"),
+        (report.aborted, f"{would}aborted, its upload was not completed"),
         (report.kept, _KEPT_IN_STORE if is_url(path) else _KEPT),
     ):
         yield from (f"{one_line(directory)}: {text}" for directory in directories)

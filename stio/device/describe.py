@@ -216,10 +216,10 @@ def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
         raise ValueError(f"tensor {shown!r} is a lazy parameter without data; run the module once, then save")
     # A subclass that torch dispatches to Python stores its values elsewhere: this object has a shard of them or none.
     if getattr(type(tensor), "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:
-        raise TypeError(
-            f"tensor {shown!r} is a {kind}, which has no memory of its own to save; gather it into a plain tensor "
-            "first (full_tensor(), dequantize() or its parts)"
-        )
+        hint = "gather it into a plain tensor first (full_tensor(), dequantize() or its parts)"
+        if kind == "DTensor":
+            hint = f"save it from all ranks by stio.distributed.save, or {hint}"
+        raise TypeError(f"tensor {shown!r} is a {kind}, which has no memory of its own to save; {hint}")
     with without_torch_function():
         return tensor.as_subclass(torch.Tensor)
 

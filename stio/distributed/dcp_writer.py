@@ -51,7 +51,7 @@ from stio.saving.options import (
     ShardNames,
     absolute_destination,
 )
-from stio.saving.pending import manifest_notes
+from stio.saving.pending import EXIT_PATIENCE_SECONDS, manifest_notes
 from stio.saving.plan import ShardPlan, data_places
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.commit.file_writer import LocalFileWriter
@@ -335,7 +335,13 @@ class StioStorageWriter(StorageWriter):
         if task.num_ranks == 1:
             return await self._write_part(task, plan.items, planner)
         key = Invitation.from_json(task.invitation).nonce
-        ranks = Ranks(self._process_group, about="save", timeout=self._rank_timeout, key=key)
+        ranks = Ranks(
+            self._process_group,
+            about="save",
+            timeout=self._rank_timeout,
+            key=key,
+            exit_patience=EXIT_PATIENCE_SECONDS,
+        )
         async with ranks:
             results = await self._write_part(task, plan.items, planner, ranks)
             await ranks.arrive("written")

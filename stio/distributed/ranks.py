@@ -90,6 +90,7 @@ class Ranks:
         timeout: Seconds without a sign of life of a rank, after which it counts as failed.
         key: A text that all ranks have, and that was never used before, where they do not make their objects in the
             same order. None: the number of this object.
+        exit_patience: Seconds that the interpreter's exit waits for the end of what they do.
 
     Raises:
         ValueError: The timeout is not positive, or this process is not a member of the group.
@@ -102,6 +103,7 @@ class Ranks:
         about: str,
         timeout: float = RANK_TIMEOUT_SECONDS,
         key: str | None = None,
+        exit_patience: float = 0.0,
     ) -> None:
         if not timeout > 0:
             raise ValueError(f"rank_timeout= takes a positive number of seconds, not {timeout!r}")
@@ -132,7 +134,9 @@ class Ranks:
         self._error: BaseException | None = None
         self._changed = Condition()
         self._notifier = Notifier()
-        self._watcher: Operation[None] = Operation(self._watch, name="ranks", about=about, notifier=self._notifier)
+        self._watcher: Operation[None] = Operation(
+            self._watch, name="ranks", about=about, notifier=self._notifier, exit_patience=exit_patience
+        )
         self._signs = {other: _Sign() for other in (range(1, self.num_ranks) if self.rank == 0 else (0,))}
         self._sign_seconds = min(0.5, timeout / 8) * max(1.0, self.num_ranks / 250)
         self._next_sign, self._num_signs = 0.0, 0

@@ -35,7 +35,7 @@ from stio.saving.options import (
     ShardNames,
     absolute_destination,
 )
-from stio.saving.pending import PendingSave
+from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 
@@ -100,7 +100,7 @@ async def save(
         RankError: The save failed on another rank, whose error is `__cause__`.
         StioError: See `stio.save`.
     """
-    ranks = Ranks(process_group, about="save", timeout=rank_timeout)
+    ranks = _ranks(process_group, rank_timeout)
     try:
         options = SaveOptions(
             max_shard_size=max_shard_size,
@@ -206,7 +206,7 @@ class Saver(api.Saver):
     async def _begin_on_ranks(
         self, state: object, destination: DestinationLike, options: SaveOptions, *, nested: bool | None
     ) -> PendingSave:
-        ranks = Ranks(self._process_group, about="save", timeout=self._rank_timeout)
+        ranks = _ranks(self._process_group, self._rank_timeout)
         made: list[ShardedSave] = []
 
         async def make() -> PendingSave:
@@ -230,6 +230,10 @@ class Saver(api.Saver):
                 async with ranks:
                     raise
             raise
+
+
+def _ranks(process_group: ProcessGroup | None, rank_timeout: float) -> Ranks:
+    return Ranks(process_group, about="save", timeout=rank_timeout, exit_patience=EXIT_PATIENCE_SECONDS)
 
 
 async def _sharded(

@@ -97,7 +97,8 @@ class ShardedSave(PendingSave):
             return run_blocking(self._run_on_ranks(operation))
         finally:
             # The other ranks have left: they have closed their files. Some filesystems keep the names of open files.
-            self._undo()
+            undo, self._undo = self._undo, _nothing
+            undo()
 
     async def _run_on_ranks(self, operation: Operation[SaveResult]) -> SaveResult:
         ranks, self.told = self._ranks, True

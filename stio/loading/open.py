@@ -32,7 +32,7 @@ from stio.format.gil_slices import ROWS
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
 from stio.format.index import ShardIndex, check_against_shards, parse_index
 from stio.format.manifest import MAX_MANIFEST_BYTES
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, is_of_save
 from stio.format.other_sources import (
     advice_for_index,
     advice_for_missing,
@@ -444,6 +444,8 @@ def choose(root: Root) -> tuple[str | None, str]:
     files = [name for name in names if name.endswith(FILE_SUFFIX)]
     if len(indices) == 1:
         return indices[0], ""
+    if not indices:  # shards with the id of a save are a checkpoint by their index alone: their save has not committed
+        files = [name for name in files if not is_of_save(name)]
     if not indices and any(name.startswith(_STAGING) for name in names):
         # A save was interrupted before its index was in place: the shards that it has moved are not a checkpoint.
         files = [name for name in files if not _SHARD.search(name)]

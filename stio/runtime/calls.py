@@ -31,6 +31,9 @@ class Call(Generic[T]):
     Args:
         work: The function.
         on_own_thread: It always runs on another thread: the calling thread gives it its work piece by piece.
+
+    Raises:
+        RuntimeError: It needs a thread of its own, and the system starts no more threads.
     """
 
     def __init__(self, work: Callable[[], T], *, on_own_thread: bool = False) -> None:
@@ -42,7 +45,7 @@ class Call(Generic[T]):
         if current_operation() is None and not on_own_thread:
             self._run()
         else:
-            _submit(self)
+            _submit(self, here=not on_own_thread)
 
     def result(self) -> T:
         """Wait until the function has ended; return what it returned, or raise what it raised. Called once.
@@ -100,15 +103,19 @@ _idle: list[_Thread] = []
 _under_way: set[Call[Any]] = set()
 
 
-def _submit(call: Call[Any]) -> None:
+def _submit(call: Call[Any], *, here: bool) -> None:
+    """Run a call on another thread, or on this one (`here`) if the system starts no more threads."""
     _under_way.add(call)
     try:
         thread = _idle.pop()
     except IndexError:
         try:
             _thread.start_new_thread(_Thread(call).run, ())
-        except RuntimeError:  # the limit of threads: it cannot be interrupted then
-            call._run()
+        except RuntimeError:
+            if not here:
+                _under_way.discard(call)
+                raise
+            call._run()  # it cannot be interrupted then
             _under_way.discard(call)
     else:
         thread.call = call

@@ -41,8 +41,9 @@ from stio.saving.options import (
 )
 from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.scheduler import SaveScheduler
-from stio.saving.staging_pool import StagingPool, block_bytes_for
+from stio.saving.staging_pool import SMALLEST_BLOCK_BYTES, StagingPool, block_bytes_for
 from stio.storage.base import (
+    BufferedDestination,
     Note,
     PreparedTransaction,
     Published,
@@ -198,6 +199,9 @@ class PendingSave:
         data_bytes = sum(source.nbytes for source in sources)
         allocate = self._ready.staging_allocator()
         budget_bytes = self._pool.budget_for(data_bytes, pinned=allocate != memory.allocate)
+        if budget_bytes is not None and isinstance(self._absolute_destination, BufferedDestination):
+            self._absolute_destination, buffer_bytes = self._absolute_destination.within(budget_bytes)
+            budget_bytes = max(SMALLEST_BLOCK_BYTES, budget_bytes - buffer_bytes)
         block_bytes = block_bytes_for(data_bytes, budget_bytes, stage_first=self._stage_first, num_tensors=len(sources))
         # The pool is set later: the save before this one may still take blocks.
         fit_pool = partial(self._pool.fit, block_bytes, allocate, limit_bytes=budget_bytes)

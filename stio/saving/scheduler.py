@@ -28,7 +28,7 @@ from stio.runtime.workers import WorkerPool
 from stio.saving.plan import WriteBlock, WritePlan
 from stio.saving.producers import ProducedTensors
 from stio.saving.staging_pool import StagingPool
-from stio.storage.base import FileWriter, PartWriter
+from stio.storage.base import FileWriter, OrderedWriter, PartWriter
 
 WRITE_DEPTH = 4
 """Most writes under way at once; so many reach the rate of the disk."""
@@ -101,6 +101,7 @@ class SaveScheduler:
         self._full: list[tuple[int, Region]] = []  # a heap: the lowest block is written first, and hashed in order
         self._left = [len(shard.blocks) for shard in plan.shards]
         self._hashers = [hasher() for _ in plan.shards] if hasher is not None else None
+        self._in_order = hasher is not None  # digests are computed in order
         self._hashed_bytes = [0] * len(plan.shards)
         self.written_bytes = 0
         """Bytes of the blocks that were written."""
@@ -117,8 +118,9 @@ class SaveScheduler:
 
     def write_to(self, sinks: Sequence[FileWriter]) -> None:
         """Set the files to write to; before this call nothing is written."""
+        in_order = any(isinstance(sink, OrderedWriter) for sink in sinks)
         with self._changed:
-            self._sinks = sinks
+            self._sinks, self._in_order = sinks, self._in_order or in_order
             self._changed.notify_all()
 
     def complete(self) -> list[str] | None:
@@ -183,8 +185,8 @@ class SaveScheduler:
         """Return whether a full block may be written now. The caller holds the condition."""
         if not self._full or self._sinks is None or self._num_writing == WRITE_DEPTH:
             return False
-        # Digests are computed in order: later blocks must not occupy all writers before the next one.
-        return self._hashers is None or self._full[0][0] == self._num_writes
+        # Later blocks must not occupy all writers before the next one, for which they wait.
+        return not self._in_order or self._full[0][0] == self._num_writes
 
     def _block_to_fill(self) -> Callable[[], Region] | None:
         """Take memory for the next block, None if it must wait. The caller holds the condition."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from stio.errors import ChangedDuringReadError
 from stio.runtime.hashing import Hasher
@@ -178,6 +178,17 @@ class PartWriter(FileWriter, Protocol):
         """
 
 
+@runtime_checkable
+class OrderedWriter(FileWriter, Protocol):
+    """A file that is written from its begin to its end: `write_from` waits until the bytes before were written.
+
+    The calls must begin in the order of the offsets. Otherwise all threads may wait for a block that none of them has.
+    """
+
+    is_ordered: Literal[True]
+    """Marks it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """A small file beside the checkpoint, with a content before and one after the commit; None: it does not exist."""
@@ -293,6 +304,21 @@ class Published(Protocol):
 
         Raises:
             StioError: It cannot be deleted.
+        """
+
+
+@runtime_checkable
+class BufferedDestination(Protocol):
+    """A destination of saves that needs memory of its own, as a source behind a network does (`Requests`)."""
+
+    def within(self, budget_bytes: int) -> tuple[Any, int]:
+        """Return the destination with less memory of its own.
+
+        Args:
+            budget_bytes: Of the whole save.
+
+        Returns:
+            The destination, and most bytes that it uses.
         """
 
 

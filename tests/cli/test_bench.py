@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from commands import interrupted, refused, run
+from crash.zygote import Zygote
 from safetensors.torch import save_file
 
 import stio
@@ -44,9 +46,16 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     return records
 
 
+@pytest.fixture
+def forked(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of a bench from one that has imported torch: how long they take does not matter."""
+    monkeypatch.setattr(sys, "executable", str(zygote.python))
+
+
 # The whole thing.
 
 
+@pytest.mark.usefixtures("forked")
 def test_measures_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_bench, "PEERS", {"safetensors": "safetensors"})
     monkeypatch.chdir(tmp_path)
@@ -117,6 +126,7 @@ def test_the_limit_reads_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sum(read) == sum(map(os.path.getsize, paths))
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_run_that_fails_is_a_record(model: Path) -> None:
     record = cli_bench._run({"contestant": "stio", "source": str(model), "paths": [str(model)], "device": "none"})
     assert "none" in record["error"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
-from commands import interrupted, run, terminal_of_fork
+from commands import interrupted, run, terminal
 from crash.zygote import Zygote
 from safetensors.torch import load_file
 
@@ -75,9 +75,10 @@ def test_what_needs_trust_is_refused_without(tmp_path: Path) -> None:
 
 
 def test_a_bar_on_terminals_only(zygote: Zygote, source: Path, tmp_path: Path) -> None:
+    program = [str(zygote.python), "-m", "stio"]
     arguments = ("convert", source, tmp_path / "d.safetensors", "--key", "state_dict")
-    assert "converting" in terminal_of_fork(zygote, *arguments)
-    without = terminal_of_fork(zygote, *arguments, "--no-progress")
+    assert "converting" in terminal(*arguments, program=program)
+    without = terminal(*arguments, "--no-progress", program=program)
     assert "converting" not in without
     assert without.strip()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerators import gpu
-from commands import refused, run, terminal_of_fork
+from commands import refused, run, terminal
 from crash.zygote import Zygote
 from safetensors.torch import save_file
 
@@ -142,8 +142,9 @@ def test_gds_is_a_way_to_an_accelerator(model: Path) -> None:
 
 
 def test_a_bar_on_terminals_only(zygote: Zygote, model: Path) -> None:
-    assert "loading" in terminal_of_fork(zygote, "load", model)
-    without = terminal_of_fork(zygote, "load", model, "--no-progress")
+    program = [str(zygote.python), "-m", "stio"]
+    assert "loading" in terminal("load", model, program=program)
+    without = terminal("load", model, "--no-progress", program=program)
     assert "loading" not in without
     assert without.strip()
 

@@ -1,7 +1,8 @@
 """Every command in every situation: real weights, hostile files, missing paths, pipes, terminals, Ctrl-C.
 
-Each test runs the real program in a process of its own. To import torch takes seconds, so commands that need it are
-forked from a process that has imported it, where that makes no difference. The text of a command is tested in its file.
+Each test runs the real program in a process of its own. To import torch takes seconds, and the program half a second, so
+the processes are forked from one that has imported what the command needs. `test_main.py` starts interpreters. The text
+of a command is tested in its file.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
-from commands import terminal, terminal_of_fork
+from commands import terminal
 from crash.zygote import Finished, Zygote
 from remote.servers import http_server
 
@@ -46,12 +46,19 @@ MADE = {"convert": ["made.safetensors"], "pull": ["made"]}
 WEB: list[str] = []
 """The URL of the server, while it runs."""
 
+Program = Callable[..., list[str]]
 Called = Callable[..., Finished]
 
 
-def program(name: str, before: str = "") -> list[str]:
-    """Return the program, with code that is run before its begin."""
-    return [sys.executable, "-c", (_ALONE if name == "bench" else "") + before + _MAIN]
+@pytest.fixture
+def program(zygote: Zygote, program_zygote: Zygote) -> Program:
+    """Return a function that returns the program for a command, with code that is run before its begin."""
+
+    def start(name: str, before: str = "") -> list[str]:
+        parent = zygote if name in ("convert", "load") else program_zygote
+        return [str(parent.python), "-c", (_ALONE if name == "bench" else "") + before + _MAIN]
+
+    return start
 
 
 def recorded(name: str) -> str:
@@ -63,7 +70,11 @@ class Disk(dict[str, bytes]):
     """The files of this machine, as the objects of a server."""
 
     def get(self, path: str, default: Any = None) -> Any:
-        return Path(path).read_bytes() if Path(path).is_file() else default
+        if not Path(path).is_file():
+            return default
+        if path not in self:  # read once, and not for each range
+            self[path] = Path(path).read_bytes()
+        return self[path]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,14 +100,11 @@ def arguments(name: str, source: Path, home: Path) -> list[str]:
 
 
 @pytest.fixture
-def called(zygote: Zygote) -> Called:
+def called(program: Program) -> Called:
     """Return a function that runs a command, with no terminal for its output."""
 
     def call(name: str, source: Path, home: Path, *more: str, before: str = "", **environment: str) -> Finished:
-        words = [*arguments(name, source, home), *more]
-        if name in ("convert", "load"):
-            return zygote.run(before + _MAIN, *words, cwd=home, **environment)
-        command = [*program(name, before), *words]
+        command = [*program(name, before), *arguments(name, source, home), *more]
         done = subprocess.run(command, capture_output=True, text=True, cwd=home, env=PLAIN | environment, timeout=100)
         return Finished(done.returncode, done.stdout, done.stderr)
 
@@ -149,12 +157,8 @@ def test_json(called: Called, name: str, weights: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_terminal_without_colours(zygote: Zygote, name: str, weights: Path, tmp_path: Path) -> None:
-    words = arguments(name, weights, tmp_path)
-    if name in ("convert", "load"):
-        text = terminal_of_fork(zygote, *words, NO_COLOR="1")
-    else:
-        text = terminal(*words, program=program(name, recorded(name)), NO_COLOR="1")
+def test_a_terminal_without_colours(program: Program, name: str, weights: Path, tmp_path: Path) -> None:
+    text = terminal(*arguments(name, weights, tmp_path), program=program(name, recorded(name)), NO_COLOR="1")
     assert text.strip()
     assert not re.search(r"\x1b\[[\d;]*m", text)
     assert "Error" not in text
@@ -224,7 +228,7 @@ def test_a_missing_path(called: Called, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_broken_pipe(name: str, weights: Path, tmp_path: Path) -> None:
+def test_a_broken_pipe(program: Program, name: str, weights: Path, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(

@@ -298,8 +298,8 @@ assert safetensors.torch.load_file is reloaded[0]
 """
 
 
-def test_a_reload(file: Path) -> None:
-    subprocess.run([sys.executable, "-c", _RELOAD, str(file)], check=True, timeout=120)
+def test_a_reload(file: Path, torch_zygote: Any) -> None:
+    subprocess.run([str(torch_zygote.python), "-c", _RELOAD, str(file)], check=True, timeout=120)
 
 
 # Names that other code replaces too.
@@ -756,7 +756,7 @@ def test_importing_stio_compat_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_install_imports_what_it_replaces(file: Path) -> None:
+def test_install_imports_what_it_replaces(file: Path, torch_zygote: Any) -> None:
     code = (
         "import sys, stio.compat; stio.compat.install()\n"
         "assert 'stio.loading.api' not in sys.modules\n"  # a load to the host needs none of it
@@ -765,7 +765,7 @@ def test_install_imports_what_it_replaces(file: Path) -> None:
         "assert load_file.__module__.startswith('stio.'), load_file.__module__\n"
         f"print(load_file({str(file)!r})['w'].sum().item())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([str(torch_zygote.python), "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "15.0"
 
 
@@ -802,8 +802,8 @@ print(os.waitstatus_to_exitcode(status))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_has_it_installed_and_a_lock_of_its_own() -> None:
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORK]
+def test_a_forked_child_has_it_installed_and_a_lock_of_its_own(torch_zygote: Any) -> None:
+    command = [str(torch_zygote.python), "-W", "ignore::DeprecationWarning", "-c", _FORK]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "0"
 
@@ -838,8 +838,8 @@ print(*statuses)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_child_that_is_forked_during_an_installation_completes_it() -> None:
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORK_IN_THE_MIDDLE]
+def test_a_child_that_is_forked_during_an_installation_completes_it(torch_zygote: Any) -> None:
+    command = [str(torch_zygote.python), "-W", "ignore::DeprecationWarning", "-c", _FORK_IN_THE_MIDDLE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "0"
 
@@ -866,23 +866,25 @@ sys.exit(3)
 """
 
 
-def run_program(directory: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
+def run_program(
+    directory: Path, *arguments: str, path: str = "", python: str | Path = sys.executable
+) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (path, str(Path(stio.__file__).parents[1]))))
     }
-    command = [sys.executable, "-m", "stio.compat", *arguments]
+    command = [python, "-m", "stio.compat", *arguments]
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("name", ["script", "module"])
-def test_a_program_runs_over_stio_unchanged(tmp_path: Path, name: str) -> None:
+def test_a_program_runs_over_stio_unchanged(tmp_path: Path, name: str, torch_zygote: Any) -> None:
     (tmp_path / "program.py").write_text(_PROGRAM)
     (tmp_path / "beside.py").write_text("here = True")
     (tmp_path / "elsewhere").mkdir()
     if name == "script":
-        done = run_program(tmp_path / "elsewhere", "../program.py", "-m", "--help")
+        done = run_program(tmp_path / "elsewhere", "../program.py", "-m", "--help", python=torch_zygote.python)
     else:
-        done = run_program(tmp_path, "-m", "program", "-m", "--help")
+        done = run_program(tmp_path, "-m", "program", "-m", "--help", python=torch_zygote.python)
     assert done.returncode == 3, done.stderr
     assert done.stdout == "stio.compat.safetensors._installed __main__ ['-m', '--help'] True\n"
 

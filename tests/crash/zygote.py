@@ -1,29 +1,23 @@
 """Processes that begin with torch and stio imported, and end as any interpreter does: forked, not started.
 
-An import takes seconds on a busy machine. The parent of them all runs `python -m crash.zygote`: it forks for each
-request, and the child runs a script and leaves by the main module's end, so that exit handlers run as they always do.
+An import takes seconds on a busy machine. The parent of them all runs `python -m crash.zygote_main`: it forks for each
+request. `Zygote.run` runs a script; `Zygote.python` is a program with the command line of an interpreter.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import signal
+import secrets
 import subprocess
 import sys
 import textwrap
-import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from support import REPOSITORY, eventually
-
-from stio import sync
-
-_PATIENCE_SECONDS = 60
 
 SAVING = """
 import asyncio, atexit, os, signal, sys, threading
@@ -99,12 +93,14 @@ class Zygote:
 
     Args:
         directory: Where what they print is kept.
+        modules: What they begin with imported.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, modules: Sequence[str] = ("torch", "stio.sync", "support")) -> None:
+        address = f"stio-zygote-{os.getpid()}-{secrets.token_hex(8)}"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "crash.zygote"],
+            [sys.executable, "-m", "crash.zygote_main", address, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -112,6 +108,13 @@ class Zygote:
         )
         self._directory = directory
         self._num_children = 0
+        self.python = directory / "python"
+        """Runs a command line as `sys.executable` does, in a fork; see `crash.zygote_client`."""
+        client = Path(__file__).with_name("zygote_client.py").read_text()
+        self.python.write_text(f"#!{sys.executable} -IS\n" + client.replace('ADDRESS = ""', f"ADDRESS = {address!r}"))
+        self.python.chmod(0o755)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
 
     def ask(self, request: dict[str, Any]) -> int:
         """Send a request, return its answer."""
@@ -145,65 +148,3 @@ def started(zygote: Zygote, code: str, *arguments: object) -> Child:
     child = zygote.start(script(code), *arguments)
     assert eventually(lambda: child.stdout() == "up\n", 20), child.wait()
     return child
-
-
-def serve() -> dict[str, Any] | None:
-    """Answer requests; return in each child with what it has to run, in the parent at the end."""
-    running = set()
-    for line in sys.stdin:
-        request: dict[str, Any] = json.loads(line)
-        if "wait" in request:
-            answer = wait(request["wait"])
-            running.discard(request["wait"])
-        else:
-            answer = os.fork()
-            if not answer:
-                redirect(request["output"])
-                return request
-            running.add(answer)
-        print(answer, flush=True)
-    for pid in running:  # a test has failed before it came to wait for it
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return None
-
-
-def wait(pid: int) -> int:
-    signal.alarm(_PATIENCE_SECONDS)
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except TimeoutError:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        return 124
-    finally:
-        signal.alarm(0)
-
-
-def redirect(output: str) -> None:
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    for fd, name in ((0, os.devnull), (1, output + ".out"), (2, output + ".err")):
-        source = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(source, fd)
-        os.close(source)
-
-
-def time_out(*_: object) -> None:
-    raise TimeoutError
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    assert sync.save  # imported, with all that it runs
-    warnings.simplefilter("error")
-    signal.signal(signal.SIGALRM, time_out)
-    gc.collect()
-    gc.freeze()  # no child looks through what it inherits, in its collections and at its end: 0.6 s each
-    request = serve()
-    if request is not None:
-        sys.argv = request["argv"]
-        os.chdir(request["cwd"])
-        os.environ |= request["environment"]
-        torch.set_num_threads(1)  # it makes its pool anew in a forked child, and not safely where threads do that
-        # Not in a function: the script ends where the main module does.
-        exec(compile(request["code"], "<script>", "exec"), {"__name__": "__main__"})

@@ -73,7 +73,7 @@ def require_equal(found: Any, expected: Any) -> None:
 
 
 def writer(path: str, **options: Any) -> StioStorageWriter:
-    return StioStorageWriter(path, rank_timeout=30, **options)
+    return StioStorageWriter(path, rank_timeout=30, **{"durability": "none", **options})
 
 
 def saved_as_whole(folder: str, name: str, state: dict[str, Any], whole: dict[str, Any], **options: Any) -> None:
@@ -110,7 +110,8 @@ def tensors_only(folder: str) -> None:
         flat = [Shard(0) if isinstance(one, Shard) else one for one in rule]
         state = {name: spread_of(tensor, mesh, rule if tensor.ndim > 1 else flat) for name, tensor in whole.items()}
         plain, size = {"plain": torch.arange(5)}, 300_000 if k % 2 else "1GB"
-        saved_as_whole(folder, f"rule-{k}", state | plain, whole | plain, max_shard_size=size)
+        durability = "none" if k else "full"
+        saved_as_whole(folder, f"rule-{k}", state | plain, whole | plain, max_shard_size=size, durability=durability)
     state = {name: spread_of(tensor, one, [Shard(0)]) for name, tensor in whole.items()}
     saved_as_whole(folder, "one.safetensors", state, whole, metadata={"a": "b"}, hash="sha256")
     for shard in (by_fsdp, by_hsdp, *WAYS[2:]):
@@ -455,7 +456,7 @@ def dying(path: str, dead: int) -> float:
     return time.monotonic() - begin
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("dead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank(dead: int, tmp_path: Path) -> None:
     """The old checkpoint remains. If the coordinator was killed, recovery removes what it has left."""
     path = tmp_path / "old"

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from stio.saving.staging_pool import StagingPool
 from stio.storage.commit import joined
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.transaction import LocalTransaction
+from tests.storage.transactions import sweep
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint8]
 
@@ -94,6 +96,7 @@ class Place:
         if not self.is_member:
             return
         self.num_saves += 1
+        options.setdefault("durability", "none")
         path = f"{self.folder}/{self.num_ranks}-{self.num_saves}/{name}"
         result = sync.distributed.save(state, path, process_group=self.group, **options)
         if dist.get_rank() == 0:
@@ -132,7 +135,7 @@ def placements(place: Place) -> None:
             spread["scalar"] = torch.tensor(3.5)
             whole = tensors | {"plain": torch.arange(100.0), "scalar": torch.tensor(3.5)}
             place.same_files(spread, whole)
-            place.same_files(spread, whole, name="a.safetensors", metadata={"k": "v"}, durability="none")
+            place.same_files(spread, whole, name="a.safetensors", metadata={"k": "v"})
             place.same_files(spread, whole, max_shard_size=20_000, metadata={"k": "v"}, hash="sha256")
 
 
@@ -140,7 +143,7 @@ def models(place: Place) -> None:
     for shard in WAYS:
         model = new_model()
         shard(model)
-        place.same_files(model, new_model())
+        place.same_files(model, new_model(), durability="full")
     tied, whole = new_model(), new_model()
     for model in (tied, whole):
         torch.manual_seed(2)
@@ -438,6 +441,12 @@ async def cancelled(path: str, spread: dict[str, Any]) -> tuple[str, str, float]
         await asyncio.to_thread(dist.barrier)
         assert files_in(path) == before
         await (await saver.save({"new": torch.ones(3)}, path + "-next"))
+        with pytest.raises(RankError if rank != 2 else KeyError, match="a module that fails"):
+            await saver.save(Failing() if rank == 2 else spread, path)
+        with pytest.raises(RankError if rank != 3 else TypeError, match="save_state does not take"):
+            await saver.save_state({"a": object() if rank == 3 else 1}, path)
+        assert files_in(path) == before
+        await (await saver.save({"new": torch.zeros(3)}, path + "-next"))
     return "", "", seconds
 
 
@@ -480,3 +489,62 @@ def test_one_failure_is_raised_on_all(found: list[dict[str, Any]]) -> None:
         assert {cause for kind, cause, _ in outcomes if kind == "RankError"} <= set(own), (name, outcomes)
     assert max(seconds for one in found for _, _, seconds in one["failures"].values()) < 2
     assert {one["failures"]["part"][0] for one in found[:3]} <= {"MismatchError", "RankError"}
+
+
+# A rank that is killed.
+
+
+def killed(folder: str, victim: int, moment: str) -> tuple[str, str, float]:
+    """Save over an old checkpoint; one rank ends at its first write, or before the commit."""
+    rank, path = dist.get_rank(), f"{folder}/old"
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    spread = {f"w{k}": spread_of(torch.ones(300, 1024), mesh, [Shard(0)]) for k in range(3)}
+    if rank == 0:
+        sync.save({"old": torch.ones(3), "older": torch.zeros(2)}, path, max_shard_size=12)
+    dist.barrier()
+    if rank == victim:
+        owner, name = {"write": (calls, "write"), "commit": (LocalTransaction, "prepare_commit")}[moment]
+        setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    begin = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        sync.distributed.save(spread, path, rank_timeout=2.0)
+    seconds = time.monotonic() - begin
+    if rank == 0:
+        assert not [name for name in os.listdir(path) if name.startswith(".stio")], "the first rank has removed all"
+    return type(caught.value).__name__, str(caught.value), seconds
+
+
+@pytest.mark.parametrize(
+    ("victim", "moment", "text"),
+    [
+        pytest.param(1, "write", "rank 1 gave no sign of life for 2 s", marks=pytest.mark.slow),
+        pytest.param(0, "write", "does not answer", marks=pytest.mark.slow),
+        (0, "commit", "does not answer"),
+    ],
+)
+def test_a_killed_rank_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, moment: str, text: str
+) -> None:
+    """The others raise; what the first rank leaves behind is found by the next save, or by `stio gc`."""
+    results = run_ranks(killed, 3, tmp_path, str(tmp_path), victim, moment, killed=[victim])
+    assert results[victim] is None
+    for kind, message, seconds in (result for result in results if result is not None):
+        assert kind == "RankError" and text in message and seconds < 3, message
+    path = tmp_path / "old"
+    left = [name for name in os.listdir(path) if name.startswith(".stio")]
+    assert bool(left) == (victim == 0)
+    assert sync.load(path)["old"].tolist() == [1, 1, 1]
+    assert len(sweep(monkeypatch, path).undone) == len(left)
+    assert sync.load(path)["old"].tolist() == [1, 1, 1]
+    assert not [name for name in os.listdir(path) if name.startswith(".stio")]
+
+
+@pytest.mark.slow
+def test_random_states(tmp_path: Path) -> None:
+    """Many random meshes, placements, shapes and dtypes, on 1 to 4 ranks."""
+    run_ranks(many_random_states, 4, tmp_path, str(tmp_path), 60)
+
+
+def many_random_states(folder: str, num_random: int) -> None:
+    for place in [Place(folder, num_ranks) for num_ranks in (1, 2, 3, 4)]:
+        random_states(place, range(1000 * place.num_ranks, 1000 * place.num_ranks + num_random))

@@ -364,27 +364,41 @@ asyncio.run(main())
 def test_c203_a_cancel_while_torch_is_imported(tmp_path: Path) -> None:
     found = run_python(
         """
-import asyncio, sys, threading, time
+import asyncio, sys, threading
+from importlib.machinery import PathFinder
 import stio
 
-gate = threading.Event()
+reached, gate, waited = threading.Event(), threading.Event(), []
 
-class Finder:
+class Finder:  # holds torch where its code runs: where it is looked for, the interpreter holds the lock of all imports
     def find_spec(self, name, path=None, target=None):
-        if name == "torch" and threading.current_thread() is not threading.main_thread():
-            gate.wait(10)
+        if name != "torch":
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            assert threading.current_thread() is not threading.main_thread()
+            reached.set()
+            waited.append(gate.wait(10))
+            run(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
 
 sys.meta_path.insert(0, Finder())
 
 async def main():
     task = asyncio.create_task(stio.load(sys.argv[1]))
-    await asyncio.sleep(0.1)
+    while not reached.is_set():
+        await asyncio.sleep(0.001)
     task.cancel()
     await asyncio.sleep(0.05)
     gate.set()
     try:
         await task
     except asyncio.CancelledError:
+        assert waited == [True]
         return
     raise AssertionError
 

@@ -12,7 +12,7 @@ import anyio
 import pytest
 import torch
 from accelerators import PLACES, Place, gpu, module_of
-from support import require_equal, spin
+from support import quick_switches, require_equal, spin
 
 import stio
 import stio.sync
@@ -63,10 +63,11 @@ async def test_after_a_cancel(place: Place, checkpoint: Path) -> None:
             await stio.load(checkpoint, device=place.device, budget_bytes=8 * MIB)
             finished = True
 
-        async with anyio.create_task_group() as group:
-            group.start_soon(load)
-            await spin(rounds)
-            group.cancel_scope.cancel()
+        with quick_switches():
+            async with anyio.create_task_group() as group:
+                group.start_soon(load)
+                await spin(rounds)
+                group.cancel_scope.cancel()
         rounds = rounds * 2 + 1
         place.require_freed()
 

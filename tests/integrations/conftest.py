@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
+from crash.zygote import Zygote
 
 from stio.storage.commit import syscalls as calls
 
@@ -22,3 +24,13 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(calls, "fsync", fsync)
     yield release
     release.set()
+
+
+@pytest.fixture(scope="package")
+def trainer_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """Return the parent of processes that begin with what trainings need imported."""
+    modules = ["torch", "torch._dynamo", "stio.sync", "support"]
+    modules += ["transformers.trainer"] if find_spec("transformers") and find_spec("accelerate") else []
+    zygote = Zygote(tmp_path_factory.mktemp("output"), modules)
+    yield zygote
+    zygote.close()

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crash.zygote import Zygote
 from integrations.lightning_case import STEPS_PER_EPOCH, Small, Validated, loader, make_trainer
 from integrations.test_train_example import run_kills
 from lightning.pytorch import Trainer, seed_everything
@@ -144,9 +145,9 @@ def require_same(found: Any, expected: Any, path: str = "") -> None:
         assert found == expected, path
 
 
-def test_killed_at_any_moment(tmp_path: Path) -> None:
+def test_killed_at_any_moment(tmp_path: Path, trainer_zygote: Zygote) -> None:
     """With dropout and a shuffled loader, so that each random generator must be restored."""
-    done = run_kills("lightning_case", tmp_path, "--steps", 4, 8, 15)
+    done = run_kills(trainer_zygote, "lightning_case", tmp_path, "--steps", 4, 8, 15)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -154,8 +155,8 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", ["lightning_case", "lightning_best_case"])
-def test_killed_20_times(tmp_path: Path, case: str) -> None:
-    done = run_kills(case, tmp_path, "--steps", 4, 8, 15, "--kills", 4, "--at-least", 20)
+def test_killed_20_times(tmp_path: Path, trainer_zygote: Zygote, case: str) -> None:
+    done = run_kills(trainer_zygote, case, tmp_path, "--steps", 4, 8, 15, "--kills", 4, "--at-least", 20)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry import trace as otel
@@ -180,7 +181,7 @@ def test_max_spans_must_be_positive(max_spans: int) -> None:
         export_trace(stio.Trace(), max_spans=max_spans)
 
 
-def test_without_an_sdk_nothing_is_made_and_nothing_fails(directory: Path) -> None:
+def test_without_an_sdk_nothing_is_made_and_nothing_fails(directory: Path, torch_zygote: Any) -> None:
     found = run_python(
         """
         import sys
@@ -193,6 +194,7 @@ def test_without_an_sdk_nothing_is_made_and_nothing_fails(directory: Path) -> No
         export_trace(trace)
         """,
         directory,
+        python=torch_zygote.python,
     )
     assert found.returncode == 0, found.stderr
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_a_failure_is_logged_and_raised(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_script_that_ends_lets_it_be_published(tmp_path: Path) -> None:
+def test_a_script_that_ends_lets_it_be_published(tmp_path: Path, torch_zygote: Any) -> None:
     code = f"""
 from integrations.test_step_dirs import begin
 from stio.sync import Saver
@@ -92,7 +93,7 @@ saver = Saver(max_pending=2)
 begin(Path({str(tmp_path)!r}), 5, saver)
 raise SystemExit(3)
 """
-    done = run_python(code)
+    done = run_python(code, python=torch_zygote.python)
     assert done.returncode == 3, done.stderr
     assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-5")
 

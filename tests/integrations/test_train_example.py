@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from crash.zygote import Zygote
 from integrations.plain_case import NUM_STEPS
 from support import REPOSITORY
 
@@ -18,30 +18,32 @@ KILLS = int(os.environ.get("STIO_TRAIN_KILLS", "0"))
 """Set for the long form: so many more kills, of which each training gets six."""
 
 
-def run_kills(case: str, directory: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+def run_kills(zygote: Zygote, case: str, directory: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
-    command = [sys.executable, "-m", "integrations.kills", f"integrations.{case}", str(directory)]
+    command = [str(zygote.python), "-m", "integrations.kills", f"integrations.{case}", str(directory)]
     return subprocess.run([*command, *map(str, arguments)], env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.timeout(120 + KILLS)
-def test_killed_at_every_step(tmp_path: Path) -> None:
+def test_killed_at_every_step(tmp_path: Path, trainer_zygote: Zygote) -> None:
     steps = range(1, NUM_STEPS + 1, 1 if KILLS else 4)
-    done = run_kills("plain_case", tmp_path, "--steps", *steps, "--trainings", 1 + KILLS // 6, "--kills", 6)
+    done = run_kills(
+        trainer_zygote, "plain_case", tmp_path, "--steps", *steps, "--trainings", 1 + KILLS // 6, "--kills", 6
+    )
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "'kills in a save'" in done.stdout
 
 
-def test_a_forgotten_generator_is_noticed(tmp_path: Path) -> None:
-    done = run_kills("forgetful_case", tmp_path, "--steps", 20)
+def test_a_forgotten_generator_is_noticed(tmp_path: Path, trainer_zygote: Zygote) -> None:
+    done = run_kills(trainer_zygote, "forgetful_case", tmp_path, "--steps", 20)
     assert done.returncode == 1, done.stderr
     assert "model.safetensors" in done.stdout.splitlines()[-1]
 
 
-def test_from_the_command_line(tmp_path: Path) -> None:
+def test_from_the_command_line(tmp_path: Path, trainer_zygote: Zygote) -> None:
     def train(*arguments: object) -> str:
-        command = [sys.executable, REPOSITORY / "examples" / "train.py", tmp_path / "new" / "out", *arguments]
+        command = [trainer_zygote.python, REPOSITORY / "examples" / "train.py", tmp_path / "new" / "out", *arguments]
         return subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True).stdout
 
     first = train("--steps", 12, "--save-every", 4)

@@ -116,7 +116,7 @@ def test_without_vllm_it_says_so(monkeypatch):
         vllm.register()
 
 
-def test_importing_it_touches_neither_vllm_nor_cuda():
+def test_importing_it_touches_neither_vllm_nor_cuda(torch_zygote):
     code = """
         import sys, torch
         def touched(*_, **__):
@@ -127,7 +127,7 @@ def test_importing_it_touches_neither_vllm_nor_cuda():
         import stio.integrations.iterators, stio.integrations.vllm
         print([name for name in sys.modules if name.partition(".")[0] in ("vllm", "huggingface_hub", "transformers")])
     """
-    done = run_python(code)
+    done = run_python(code, python=torch_zygote.python)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
 
 

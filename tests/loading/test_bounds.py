@@ -11,6 +11,7 @@ import anyio
 import pytest
 import torch
 from counts import count
+from loops import others_are_slow
 from support import (
     bits_of,
     descriptors,
@@ -159,6 +160,7 @@ async def test_a_load_into_needs_no_second_copy_of_the_model(file, tensors, imag
 # Nothing grows.
 
 
+@others_are_slow
 async def test_many_cycles(tmp_path):
     num_cycles = count(60, 300)
     gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from proxy import Proxy, proxy_to
 from servers import HttpServer, http_server, s3_server
+
+from stio.storage.remote import save as remote_save
+from stio.storage.remote import upload as remote_upload
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,3 +60,31 @@ def s3(_s3: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     for one in found:
         client.delete_object(Bucket="bucket", Key=one["Key"])
     return client
+
+
+@pytest.fixture
+def _honours_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the first save's look at this, for tests that count requests."""
+    monkeypatch.setattr(remote_save, "_honours_conditions", {("s3", "bucket")})
+
+
+@pytest.fixture
+def _no_uploads(s3: Any) -> Iterator[None]:
+    for one in s3.list_multipart_uploads(Bucket="bucket").get("Uploads", ()):
+        s3.abort_multipart_upload(Bucket="bucket", Key=one["Key"], UploadId=one["UploadId"])
+    yield
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Make parts as small as a store allows."""
+    monkeypatch.setattr(remote_upload, "PART_BYTES", 5 << 20)
+    return 5 << 20
+
+
+@pytest.fixture
+def proxy(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """Put a proxy before the store."""
+    with proxy_to(int(os.environ["AWS_ENDPOINT_URL_S3"].rpartition(":")[2])) as running:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", running.url)
+        yield running

@@ -9,8 +9,15 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
-Broken = Literal["refused", "cut before", "cut after", "silent after"]
-"""503; the connection ends before the request is passed on, or after it, without the answer; no answer comes."""
+Broken = Literal["refused", "expired", "conflict", "cut before", "cut after", "silent after"]
+"""503, 403, 409 of S3; the connection ends before the request is passed on, or after it, without the answer; no answer
+comes."""
+
+_REFUSED = {
+    "refused": (503, "SlowDown"),
+    "expired": (403, "ExpiredToken"),
+    "conflict": (409, "ConditionalRequestConflict"),
+}
 
 
 class Proxy:
@@ -20,6 +27,10 @@ class Proxy:
         self.fault: Callable[[int, str, str], Broken | None] = lambda number, method, path: None
         self.port = port
         self.requests: list[str] = []
+        self.bodies: list[bytes] = []
+        self.answered_bytes = 0
+        self.not_passed_on: set[str] = set()
+        """Names of headers, in lower case."""
         self.stopped = threading.Event()
         self.lock = threading.Lock()
         proxy = self
@@ -61,14 +72,17 @@ class _Handler(BaseHTTPRequestHandler):
         with proxy.lock:
             number = len(proxy.requests)
             proxy.requests.append(f"{self.command} {self.path}")
+            proxy.bodies.append(body if len(body) < 4096 else b"")
         fault = proxy.fault(number, self.command, self.path)
-        if fault == "refused":
-            self._answer(503, [], b"<Error><Code>SlowDown</Code><Message>less</Message></Error>")
+        if fault in _REFUSED:
+            status, code = _REFUSED[fault]
+            self._answer(status, [], f"<Error><Code>{code}</Code><Message>less</Message></Error>".encode())
             return
         if fault != "cut before":
             server = http.client.HTTPConnection("127.0.0.1", self.target_port, timeout=60)
             try:
-                headers = {key: value for key, value in self.headers.items() if key.lower() != "connection"}
+                left_out = {"connection", *proxy.not_passed_on}
+                headers = {key: value for key, value in self.headers.items() if key.lower() not in left_out}
                 server.request(self.command, self.path, body, headers)
                 answer = server.getresponse()
                 data, fields = answer.read(), answer.getheaders()
@@ -90,6 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", length if self.command == "HEAD" else str(len(data)))
         self.end_headers()
         if self.command != "HEAD":
+            self.the_proxy.answered_bytes += len(data)
             self.wfile.write(data)
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,13 @@ class HttpServer:
         self.thread.join()
 
     def etag(self, data: bytes) -> str:
-        tag = f'"{hashlib.md5(data).hexdigest()}"'
+        tag = f'"{_md5(data)}"'
         return f"W/{tag}" if self.weak_etags else tag
+
+
+@lru_cache(maxsize=16)
+def _md5(data: bytes) -> str:
+    return hashlib.md5(data).hexdigest()  # once for an object, and not for each of its ranges
 
 
 class _Handler(BaseHTTPRequestHandler):

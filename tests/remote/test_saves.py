@@ -8,7 +8,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ import anyio
 import pytest
 import torch
 from click.testing import CliRunner
-from proxy import Broken, Proxy, proxy_to
+from proxy import Broken, Proxy
+from save_helpers import IMPATIENT, generation, keys, same, uploads
 from support import eventually
 
 import stio
@@ -25,51 +25,10 @@ from stio.cli.main import main
 from stio.errors import CommitUncertainError, ConcurrentSaveError, StioError, StorageError
 from stio.storage.base import Note
 from stio.storage.remote import save as remote_save
-from stio.storage.remote.requests import Patience
+from stio.storage.remote import upload as remote_upload
 from stio.storage.remote.source import RemoteRoot
 
-Tensors = dict[str, torch.Tensor]
-
-
-def generation(number: int, nbytes: int = 4000) -> Tensors:
-    return {f"w{k}": torch.full((nbytes // 4,), float(number * 10 + k)) for k in range(4)}
-
-
-def same(found: Tensors, expected: Tensors) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def keys(client: Any, prefix: str = "") -> list[str]:
-    found = client.list_objects_v2(Bucket="bucket", Prefix=prefix).get("Contents", ())
-    return sorted(one["Key"] for one in found)
-
-
-def uploads(client: Any) -> list[str]:
-    """Return the keys of the multipart uploads that were neither completed nor aborted."""
-    return [one["Key"] for one in client.list_multipart_uploads(Bucket="bucket").get("Uploads", ())]
-
-
-@pytest.fixture(autouse=True)
-def _no_uploads(s3: Any) -> Iterator[None]:
-    for one in s3.list_multipart_uploads(Bucket="bucket").get("Uploads", ()):
-        s3.abort_multipart_upload(Bucket="bucket", Key=one["Key"], UploadId=one["UploadId"])
-    yield
-
-
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Make parts as small as a store allows."""
-    monkeypatch.setattr(remote_save, "PART_BYTES", 5 << 20)
-    return 5 << 20
-
-
-@pytest.fixture
-def proxy(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """Put a proxy before the store."""
-    with proxy_to(int(os.environ["AWS_ENDPOINT_URL_S3"].rpartition(":")[2])) as running:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", running.url)
-        yield running
-
+pytestmark = pytest.mark.usefixtures("_honours_conditions", "_no_uploads")
 
 # What is there.
 
@@ -134,8 +93,8 @@ def test_parts_grow_with_the_object() -> None:
     root = RemoteRoot("s3://bucket/x", config={"skip_signature": "true", "region": "us-east-1"})
     folder = remote_save.Folder(root)
     for nbytes in (1, 80 << 30, 5 << 40):
-        part = remote_save._Upload(folder, "x", nbytes)._part_bytes
-        assert part >= remote_save.PART_BYTES
+        part = remote_upload.Upload(folder, "x", nbytes, remote_upload.PartMemory())._part_bytes
+        assert part >= min(nbytes, remote_upload.PART_BYTES)
         assert -(-nbytes // part) <= 10_000
 
 
@@ -208,14 +167,14 @@ def test_refused(s3: Any, place: Any, options: dict[str, Any], kind: type[Except
 def test_two_saves_at_one_time(s3: Any, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that commits first is there; the other one says so, and leaves nothing."""
     stio.sync.save(generation(1), place)
-    plain = remote_save._Upload.finish
+    plain = remote_upload.Upload.finish
 
     def finish(self: Any) -> None:
         plain(self)
-        monkeypatch.setattr(remote_save._Upload, "finish", plain)
+        monkeypatch.setattr(remote_upload.Upload, "finish", plain)
         stio.sync.save(generation(2), place)
 
-    monkeypatch.setattr(remote_save._Upload, "finish", finish)
+    monkeypatch.setattr(remote_upload.Upload, "finish", finish)
     with pytest.raises(ConcurrentSaveError):
         stio.sync.save(generation(3), place)
     assert same(stio.sync.load(place), generation(2))
@@ -251,7 +210,6 @@ def test_small_files_of_two_saves_at_one_time(s3: Any) -> None:
 
 # Failures.
 
-IMPATIENT = Patience(num_attempts=2, first_pause_seconds=0.001, longest_pause_seconds=0.002, stall_seconds=0.4)
 CASES: list[tuple[Broken, bool]] = [
     ("refused", False),
     ("cut before", False),

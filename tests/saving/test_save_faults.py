@@ -29,7 +29,7 @@ from crash.generations import (
     tensors_of,
 )
 from crash.powercut import why_not
-from crash.zygote import Zygote, script
+from crash.zygote import script
 from support import eventually, nothing_left, require_equal
 
 import stio
@@ -39,13 +39,6 @@ from stio.storage.commit import syscalls as calls
 from stio.storage.commit.recovery import collect_garbage
 
 NAMES = ["model", "model.safetensors"]
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory):
-    zygote = Zygote(tmp_path_factory.mktemp("output"))
-    yield zygote
-    zygote.close()
 
 
 @pytest.fixture(params=NAMES)

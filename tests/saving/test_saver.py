@@ -11,6 +11,7 @@ import threading
 import anyio
 import pytest
 import torch
+from loops import others_are_slow
 from support import (
     backend_name,
     cancelled_after_every_round,
@@ -166,6 +167,7 @@ async def test_many_tasks_share_a_saver_with_a_small_budget(tmp_path):
         assert (await stio.load(tmp_path / str(k)))["t0"][0] == k
 
 
+@others_are_slow
 async def test_saves_of_different_sizes_begin_at_once(tmp_path):
     sizes = [1 << 12, 1 << 25]
     async with stio.Saver(max_pending=2) as saver:

@@ -14,6 +14,7 @@ import anyio
 import pytest
 import safetensors.torch
 import torch
+from loops import others_are_slow
 from support import INDEX, bits_of, oracle, ramp
 from torch import nn
 from torch.optim import lr_scheduler
@@ -117,6 +118,7 @@ async def test_shards(tmp_path, length):
     assert (TREE_TENSOR in await stio.load(tmp_path / "s")) == (length > 10_000)
 
 
+@others_are_slow
 async def test_a_hundred_thousand_leaves(tmp_path):
     state = {"state": {k: {"step": float(k), "m": torch.tensor(float(k))} for k in range(50_000)}}
     await stio.save_state(state, tmp_path / "s.safetensors")

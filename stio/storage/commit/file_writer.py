@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import deque
 from collections.abc import Sequence
 
 from stio.errors import NoSpaceError, StorageError
@@ -28,6 +29,10 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _WRITEBACK_BYTES = 8 << 20
 """Buffered writes of at least this size are sent to the disk at once; below it the call costs more than it saves."""
+
+_RANGES_BEHIND = 4
+"""Strided writes after which the pages of one are sent to the disk: the processes that write between them are at about
+the same place, and have then written those pages too."""
 
 
 def free_bytes(fd: int) -> int | None:
@@ -98,6 +103,7 @@ class LocalFileWriter:
         self._fd: int | None = None
         self._direct_fd: int | None = None
         self._written_bytes = 0
+        self._behind: deque[tuple[int, int]] = deque()  # ranges with strided writes
         self.own_bytes = nbytes
         """Bytes that this process writes; `finish` requires them. Less than the size where others write the rest."""
         self.direct_refused = not _O_DIRECT
@@ -122,14 +128,26 @@ class LocalFileWriter:
 
     def write_strided(self, offset: int, region: Region, nbytes: int, stride: int) -> None:
         """Write parts of a region to places at even distances; see `PartWriter.write_strided`."""
-        fd = self._opened()
-        for start in range(0, region.nbytes, nbytes):
-            done = 0
+        fd, address, start, at = self._opened(), region.address, 0, offset
+        write = calls.write
+        while start < region.nbytes:
+            try:
+                count = write(fd, address + start, nbytes, at)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                raise self._refused(error, at, region.nbytes - start) from error
+            done = count
             while done < nbytes:
-                done += self._write(fd, region.sub(start, nbytes), done, nbytes, offset)
-            offset += stride
+                done += self._write(fd, region.sub(start, nbytes), done, nbytes, at)
+            start += nbytes
+            at += stride
         with self._lock:
             self._written_bytes += region.nbytes
+            self._behind.append((offset, at - offset))
+            ranges = [self._behind.popleft()] if len(self._behind) > _RANGES_BEHIND else []
+        for begin, length in ranges:
+            calls.start_writeback(fd, begin, length)
 
     def finish(self) -> None:
         """Make the file durable, if `durable` is set, and close it; see `FileWriter.finish`."""
@@ -230,11 +248,11 @@ class LocalFileWriter:
             except InterruptedError:
                 continue
             except OSError as error:
-                offset, missing = offset + done, region.nbytes - done
-                free = free_bytes(self._dir_fd) if error.errno in _NO_SPACE else None
-                raise write_refused(
-                    "writing", self.path, error, offset=offset, needed_bytes=missing, free=free
-                ) from error
+                raise self._refused(error, offset + done, region.nbytes - done) from error
+
+    def _refused(self, error: OSError, offset: int, missing: int) -> StorageError:
+        free = free_bytes(self._dir_fd) if error.errno in _NO_SPACE else None
+        return write_refused("writing", self.path, error, offset=offset, needed_bytes=missing, free=free)
 
 
 def create_files(

@@ -81,6 +81,8 @@ class GarbageReport:
     """Directories whose deletion an earlier process had started."""
     unused: tuple[str, ...] = ()
     """Shards in a store that no index names, and that were deleted."""
+    aborted: tuple[str, ...] = ()
+    """Objects of a store to which an upload was begun that nobody completed, and that was aborted."""
 
     def __add__(self, other: GarbageReport) -> GarbageReport:
         return GarbageReport(*map(add, astuple(self), astuple(other)))

@@ -25,7 +25,7 @@ from stio.runtime.urls import without_secrets
 
 Kind = Literal[
     "busy", "stalled", "broken", "unreachable", "wrong", "expired", "anonymous",  # another attempt may succeed
-    "missing", "changed", "denied", "unranged", "tls", "elsewhere", "range", "other",
+    "missing", "no bucket", "no name", "changed", "denied", "unranged", "tls", "elsewhere", "range", "other",
 ]  # fmt: skip
 """Kinds of failures."""
 
@@ -37,6 +37,9 @@ _SLOW = ("stalled", "anonymous")
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _METADATA = re.compile(r"169\.254\.\d+\.\d+|metadata\.google\.internal|/latest/api/token|/metadata/identity")
+_BUCKET = re.compile(
+    r"<Code>(NoSuchBucket|ContainerNotFound)</Code>|The specified (bucket|container) does not exist", re.IGNORECASE
+)
 _ANSWERED = re.compile("Server returned non-2xx status code: ")
 _CODE = re.compile(r"<Code>([^<]*)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
@@ -112,6 +115,10 @@ class Failure:
         cause = f": {self.cause}" if self.cause else ""
         if self.kind == "missing" and expected is None:
             return CheckpointNotFoundError(f"the store has no such object{cause}", path=path)
+        if self.kind == "no bucket" and work == "load":
+            return CheckpointNotFoundError(
+                f"there is no such bucket or container; check the URL and the endpoint{cause}", path=path
+            )
         if self.kind == "changed" and work == "save":
             return ConcurrentSaveError("another save changed the destination at the same time", path=path)
         if self.kind in ("missing", "changed") or (self.kind == "range" and expected is not None):
@@ -141,6 +148,8 @@ _MESSAGES: dict[Kind, tuple[str, str, int]] = {
         "AWS_SKIP_SIGNATURE=true, GOOGLE_SKIP_SIGNATURE=true for what is public",
         errno.EACCES,
     ),
+    "no bucket": ("there is no such bucket or container", "make it, or check the URL and the endpoint", errno.ENOENT),
+    "no name": ("obstore takes no such name of an object", "use another one", errno.EINVAL),
     "denied": ("the store refuses access", "check the credentials, and what they allow", errno.EACCES),
     "unranged": (
         "the server sends no parts of files (it ignores Range), so it cannot be streamed",
@@ -169,6 +178,8 @@ def failure_of(error: BaseException) -> Failure:
     name = type(error).__name__
     if isinstance(error, WrongAnswerError):
         return Failure("wrong", str(error))
+    if _BUCKET.search(str(error).partition("Debug source:")[0]):
+        return Failure("no bucket", _said(str(error)))
     if isinstance(error, FileNotFoundError):
         return Failure("missing", _said(str(error)))
     if type(error).__module__.partition(".")[0] != "obstore" and not isinstance(error, OSError | ValueError):
@@ -179,6 +190,10 @@ def failure_of(error: BaseException) -> Failure:
     said = _said(text)
     if _METADATA.search(text):
         return Failure("anonymous", f"the metadata service of the machine: {said}")
+    if "Could not parse path" in text:
+        return Failure("no name", said)
+    if "ConditionalRequestConflict" in text:  # S3 has not compared: another request to the object was under way
+        return Failure("busy", said)
     if name == "NotFoundError" or status in (404, 410):
         return Failure("missing", said)
     if name in ("PreconditionError", "AlreadyExistsError") or status == 412:
@@ -217,6 +232,11 @@ def _without_status(said: str, details: str) -> Failure:
     if "HttpError" in details or "reqwest" in details or "hyper" in details:
         return Failure("broken", cause)
     return Failure("other", said)
+
+
+def said_by(answer: str) -> str:
+    """Return what the body of an answer says, as one short line without URLs; "": nothing."""
+    return _said(answer) if _CODE.search(answer) else ""
 
 
 def _said(text: str) -> str:

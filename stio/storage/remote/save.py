@@ -3,203 +3,45 @@
 A directory gets shards whose names hold the save's id, so no old object is overwritten; its index is put last, only if
 the store still has the index that the save found (If-Match, If-None-Match), and that put is the commit. One file is one
 multipart upload, whose completion is the commit. There are no renames, no locks and no journal: whatever happens before
-the commit, readers have the old checkpoint, and what was uploaded by then is unused (`collect_garbage`).
+the commit, readers have the old checkpoint, and what was uploaded by then is unused (`stio.storage.remote.unused`).
 
 The answer to a commit may be lost. Then the store is asked what it has; as long as it cannot say, nothing is removed.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Literal
 
-import numpy as np
-
-from stio.errors import CheckpointNotFoundError, CommitUncertainError, ConcurrentSaveError, StioError, StorageError
-from stio.format.index import parse_index
+from stio.errors import CommitUncertainError, ConcurrentSaveError, StioError
 from stio.format.naming import (
     FILE_SUFFIX,
-    INDEX_SUFFIX,
-    MANIFEST_SUFFIX,
     index_name,
     is_checkpoint_file,
-    is_of_save,
-    manifest_name,
     shard_name,
     suffix_of_other_kind,
 )
-from stio.runtime import memory
-from stio.runtime.calls import LOOK_SECONDS, Call
-from stio.runtime.locks import Condition
 from stio.runtime.log import log
-from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
-from stio.runtime.workers import WorkerPool, is_interrupted
 from stio.storage.base import FileWriter, Note, Transaction
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
 from stio.storage.remote.failures import Failure, failure_of
+from stio.storage.remote.folder import Folder, State
 from stio.storage.remote.source import RemoteRoot
-from stio.storage.remote.stores import locate, require_obstore
+from stio.storage.remote.stores import locate
+from stio.storage.remote.unused import collect_unused
+from stio.storage.remote.upload import DEFAULT_BYTES, SMALLEST_PART_BYTES, PartMemory, Upload
 
-T = TypeVar("T")
+_NEVER: State = {"e_tag": '"00000000000000000000000000000000"', "version": "1"}
+"""A state that no object has."""
 
-State: TypeAlias = dict[str, Any]
-"""What names the state of an object in a conditional put; {}: there is none."""
-
-_MIB = 1 << 20
-
-PART_BYTES = 8 << 20
-"""One part of an upload. With 16 under way, 60 MB/s a connection give 1 GB/s."""
-
-NUM_IN_FLIGHT = 16
-"""Parts of one object under way at one time: 128 MiB, beside the staging memory."""
-
-_MOST_PARTS = 10_000
-"""Of one object, by the stores' rules."""
-
-_ID_KEY = "stiosave"  # Azure allows names of variables only
-"""Metadata of an object that is a checkpoint of its own: the id of the save that made it."""
-
-
-class Folder:
-    """The objects below the URL of a root that a save reads, puts and deletes. Each method blocks.
-
-    Args:
-        root: The directory.
-    """
-
-    def __init__(self, root: RemoteRoot) -> None:
-        self._root = root
-        self.path = root.path
-        """The URL without secrets."""
-        self.patience = root.requester.patience
-        """How often requests are repeated."""
-        self._upload_store: Any = None
-
-    def key(self, name: str) -> str:
-        """Return the name of an object in the store."""
-        prefix = self._root.location.key
-        return f"{prefix}/{name}" if prefix else name
-
-    def read(self, name: str) -> tuple[bytes, State] | None:
-        """Return the content of a small object, and what names its state in a conditional put; None without it.
-
-        Raises:
-            StioError: The store cannot be read.
-        """
-
-        def get(store: Any) -> tuple[bytes, State]:
-            result = require_obstore().get(store, self.key(name))
-            return bytes(result.bytes()), _state_of(result.meta)
-
-        try:
-            return self._run(get, name)
-        except CheckpointNotFoundError:
-            return None
-
-    def has_id(self, name: str, save_id: str) -> bool:
-        """Return whether an object was uploaded by a save.
-
-        Raises:
-            StioError: The store cannot be read.
-        """
-
-        def get(store: Any) -> bool:
-            result = require_obstore().get(store, self.key(name), options={"range": (0, 1)})
-            return bool(result.attributes.get(_ID_KEY) == save_id)
-
-        try:
-            return self._run(get, name)
-        except CheckpointNotFoundError:
-            return False
-
-    def list(self) -> dict[str, float]:
-        """Return the names of the objects in it, with the times of their last change.
-
-        Raises:
-            StorageError: There is no such bucket or container, or it cannot be listed.
-        """
-        prefix = self._root.location.key
-        start = len(prefix) + 1 if prefix else 0
-        try:
-            found = self._run(lambda store: require_obstore().list_with_delimiter(store, prefix=prefix or None), "")
-        except CheckpointNotFoundError as error:
-            message = "there is no such bucket or container"
-            raise StorageError(message, path=self.path, errno=errno.ENOENT) from error
-        return {one["path"][start:]: one["last_modified"].timestamp() for one in found["objects"]}
-
-    def put_once(self, name: str, data: bytes, mode: Any) -> State:
-        """Put a small object under a condition, in one attempt; return its state.
-
-        Raises:
-            Exception: What obstore raises; see `stio.storage.remote.failures`.
-        """
-
-        def put(store: Any) -> State:
-            return _state_of(require_obstore().put(store, self.key(name), data, mode=mode, use_multipart=False))
-
-        return self._root.requester.begin(put).result()
-
-    def delete(self, names: Sequence[str]) -> None:
-        """Delete objects, several at one time; those that do not exist are no error.
-
-        Raises:
-            StioError: The store refuses it.
-        """
-        left = iter([*names])
-
-        def work() -> None:
-            while (name := next(left, None)) is not None:  # one step: several workers call it
-                with suppress(CheckpointNotFoundError):
-                    self._run(partial(_delete, key=self.key(name)), name)
-
-        WorkerPool("delete").run(work, min(len(names), NUM_IN_FLIGHT))
-
-    def upload(self, name: str, parts: Iterator[Any], *, part_bytes: int, is_one: bool, save_id: str) -> str:
-        """Upload an object of parts, and return its ETag; an error of the iterator aborts it.
-
-        Args:
-            name: Its name.
-            parts: Its bytes.
-            part_bytes: Size of each part but the last.
-            is_one: There is only one.
-            save_id: Stored with it; "": nothing.
-
-        Raises:
-            Exception: What obstore raises, or the iterator.
-        """
-        if self._upload_store is None:
-            self._upload_store = self._root.new_store(num_retries=self.patience.num_attempts - 1)
-        result = require_obstore().put(
-            self._upload_store,
-            self.key(name),
-            parts,
-            attributes={_ID_KEY: save_id} if save_id else None,
-            use_multipart=not is_one,
-            chunk_size=part_bytes,
-            max_concurrency=NUM_IN_FLIGHT,
-        )
-        return result["e_tag"] or ""
-
-    def _run(self, request: Callable[[Any], T], name: str) -> T:
-        path = f"{self.path}/{name}" if name else self.path
-        return self._root.requester.run(request, path, work="save")
-
-
-def _state_of(meta: Any) -> State:
-    return {key: meta[key] for key in ("e_tag", "version") if meta[key] is not None}
-
-
-def _delete(store: Any, *, key: str) -> None:
-    require_obstore().delete(store, key)
+_honours_conditions: set[tuple[str, str]] = set()
+"""Stores of which this process knows it: scheme, and bucket or container."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +52,13 @@ class RemoteDestination:
     """The directory, or the one that holds the file."""
     name: str = ""
     """Name of the file; "": the checkpoint is a directory."""
+    buffer_bytes: int = DEFAULT_BYTES
+    """Memory of the parts that one save has under way."""
+
+    def within(self, budget_bytes: int) -> tuple[RemoteDestination, int]:
+        """Return the destination with memory of its own that fits a budget, and how much that is: half, or one part."""
+        nbytes = max(SMALLEST_PART_BYTES, min(DEFAULT_BYTES, budget_bytes // 2))
+        return replace(self, buffer_bytes=nbytes), nbytes
 
     def begin(
         self,
@@ -229,38 +78,12 @@ class RemoteDestination:
         if shard_names != "auto" or commit != "index":
             raise ValueError("shard_names= and commit= are for directories of this machine: a store has no renames")
         if self.name:
-            return _OneObject(Folder(self.root), self.name)
-        return _Directory(Folder(self.root), num_shards, filename_pattern)
+            return _OneObject(Folder(self.root), self.buffer_bytes, self.name)
+        return _Directory(Folder(self.root), self.buffer_bytes, num_shards, filename_pattern)
 
     def collect_unused(self, *, max_age_seconds: float = MAX_AGE_SECONDS, dry_run: bool = False) -> GarbageReport:
-        """Delete the shards of saves that did not commit.
-
-        Uploads whose process was killed are no objects, and are not found; a rule of the bucket ends them.
-
-        Args:
-            max_age_seconds: Younger shards stay: no lock shows whether their save is under way.
-            dry_run: Delete nothing.
-
-        Raises:
-            StioError: The store cannot be read, or refuses to delete.
-        """
-        folder = Folder(self.root)
-        objects = folder.list()
-        used: set[str] = set()
-        for name in objects:
-            found = folder.read(name) if name.endswith(INDEX_SUFFIX) else None
-            if found is not None:
-                used |= {*parse_index(found[0], path=f"{folder.path}/{name}").shards}
-        unused = {
-            name: time.time() - changed for name, changed in objects.items() if is_of_save(name) and name not in used
-        }
-        old = sorted(name for name, age in unused.items() if age >= max_age_seconds)
-        if not dry_run:
-            folder.delete(old)
-        deleted, kept = (
-            tuple(f"{folder.path}/{name}" for name in names) for names in (old, sorted({*unused} - {*old}))
-        )
-        return GarbageReport(unused=deleted, kept=kept)
+        """Delete what saves left that did not commit; see `stio.storage.remote.unused.collect_unused`."""
+        return collect_unused(Folder(self.root), self.name, max_age_seconds=max_age_seconds, dry_run=dry_run)
 
 
 def open_destination(url: str) -> RemoteDestination:
@@ -284,6 +107,7 @@ class _Remote:
 
     Args:
         folder: The directory.
+        buffer_bytes: Memory of parts.
         last: The object whose put is the commit.
     """
 
@@ -292,18 +116,16 @@ class _Remote:
     shard_names: tuple[str, ...]
     """See `Transaction`."""
 
-    def __init__(self, folder: Folder, last: str) -> None:
+    def __init__(self, folder: Folder, buffer_bytes: int, last: str) -> None:
         self._folder, self._last = folder, last
         self._id = os.urandom(8).hex()
-        self._found = self._state(last)
-        self._etag = ""  # of the new checkpoint
+        self._found = folder.state(last)
+        self._parts = PartMemory(buffer_bytes)
+        self._state: State = {}  # of the new checkpoint
         self._notes: dict[str, tuple[bytes | None, State]] = {}  # as they were found
-        self._uploads: list[_Upload] = []
+        self._written_notes: dict[str, State] = {}
+        self._uploads: list[Upload] = []
         self._ended = False
-
-    def _state(self, name: str) -> State:
-        found = self._folder.read(name)
-        return {} if found is None else found[1]
 
     def read_note(self, name: str) -> bytes | None:
         """Return the content of a small object."""
@@ -334,7 +156,7 @@ class _Remote:
         self._ended = True
         try:
             for note in notes:
-                self._change(note.name, note.after, mine[note.name])
+                self._written_notes[note.name] = self._change(note.name, note.after, mine[note.name])
             self._delete_old()
         except StioError as error:
             log(logging.WARNING, "%s: saved; what the old checkpoint left is still there: %s", self.path, error)
@@ -349,7 +171,7 @@ class _Remote:
         if data is not None:
             return self._put(name, data, state)
         if state:  # a store has no conditional deletion
-            if self._state(name).get("e_tag") != state.get("e_tag"):
+            if not _is_same(self._folder.state(name), state):
                 raise self._conflict()
             self._folder.delete([name])
         return {}
@@ -374,10 +196,11 @@ class _Remote:
                 raise self._uncertain(failure) from error
             if now == data:
                 return new_state  # the answer was lost
-            if not failure.may_have_worked:
-                raise self._error(failure)
-            if attempt >= patience.num_attempts:
-                raise self._uncertain(failure)  # the put may be on its way still
+            if failure.kind in ("changed", "missing"):
+                raise self._conflict()
+            if not failure.may_succeed or attempt >= patience.num_attempts:
+                # If it may have worked, the put may be on its way still.
+                raise self._uncertain(failure) if failure.may_have_worked else self._error(failure)
             time.sleep(patience.pause_seconds(attempt))
             attempt += 1
 
@@ -395,6 +218,8 @@ class _Remote:
         if self._ended:
             return
         self._ended = True
+        for upload in self._uploads:
+            upload.stop()
         uploaded = [upload.name for upload in self._uploads if upload.abort()]
         if uploaded and self._last not in uploaded:
             with suppress(StioError, Cancelled):
@@ -417,6 +242,7 @@ class _Directory(_Remote):
 
     Args:
         folder: The directory.
+        buffer_bytes: Memory of parts.
         num_shards: Number of shards.
         pattern: Names of the files.
     """
@@ -424,31 +250,57 @@ class _Directory(_Remote):
     takes_index = True
     """See `Transaction`."""
 
-    def __init__(self, folder: Folder, num_shards: int, pattern: str) -> None:
+    def __init__(self, folder: Folder, buffer_bytes: int, num_shards: int, pattern: str) -> None:
         self.path = folder.path
         """The destination."""
-        super().__init__(folder, index_name(pattern))
+        super().__init__(folder, buffer_bytes, index_name(pattern))
         # After the look at the index: shards of a save that commits in between would not be deleted otherwise. Those of
         # one that commits later are in it too; it cannot commit any more once this one has.
-        self._old = [name for name in folder.list() if name != self._last and is_checkpoint_file(name, pattern)]
-        self._manifest = manifest_name(pattern)
+        self._old = {
+            name: one for name, one in folder.list().items() if name != self._last and is_checkpoint_file(name, pattern)
+        }
         self.shard_names = tuple(shard_name(pattern, k, num_shards, save_id=self._id) for k in range(num_shards))
 
     def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
         """Return the writers of the shards. A store has no space to reserve; each upload begins with its first byte."""
         names = zip(self.shard_names, nbytes, strict=True)
-        self._uploads = [_Upload(self._folder, name, size) for name, size in names]
+        self._uploads = [Upload(self._folder, name, size, self._parts) for name, size in names]
         return self._uploads
 
     def _publish(self, index: bytes) -> None:
-        self._etag = self._put(self._last, index, self._found).get("e_tag", "")
+        if not self._put_unconditionally(index):
+            self._state = self._put(self._last, index, self._found)
+
+    def _put_unconditionally(self, index: bytes) -> bool:
+        """Put the index in place of a state that no object has; return whether the store has done it.
+
+        Such a store ignores conditions, and that was the commit. The first save of a process to a store tries it.
+        """
+        store = self._folder.root.location.scheme, self._folder.root.location.store
+        if store in _honours_conditions:
+            return False
+        try:
+            self._state = self._folder.put_once(self._last, index, _NEVER)
+        except Exception as error:
+            if failure_of(error).kind in ("changed", "missing"):
+                _honours_conditions.add(store)
+            return False
+        log(
+            logging.WARNING,
+            "%s: the store ignores If-Match: of two saves at one time to one place, the one that ends last remains",
+            self.path,
+        )
+        return True
 
     def _delete_old(self) -> None:
-        self._folder.delete(self._old)
+        if self._old:
+            now = self._folder.list()  # what another program has put there since the save began stays
+            self._folder.delete([name for name, one in self._old.items() if now.get(name) == one])
 
     def published(self) -> RemoteFiles:
         """Return what was published, for its deletion later."""
-        return RemoteFiles(self._folder, self._last, self._etag, (*self.shard_names, self._manifest))
+        notes = {name: state for name, state in self._written_notes.items() if state}
+        return RemoteFiles(self._folder, self._last, self._state, {name: {} for name in self.shard_names} | notes)
 
 
 class _OneObject(_Remote):
@@ -456,196 +308,49 @@ class _OneObject(_Remote):
 
     Args:
         folder: The directory.
+        buffer_bytes: Memory of parts.
         name: Name of the file.
     """
 
     takes_index = False
     """See `Transaction`."""
 
-    def __init__(self, folder: Folder, name: str) -> None:
+    def __init__(self, folder: Folder, buffer_bytes: int, name: str) -> None:
         self.path = f"{folder.path}/{name}"
         """The destination."""
-        folder.list()  # whether there is such a bucket
-        super().__init__(folder, name)
+        super().__init__(folder, buffer_bytes, name)
         self.shard_names = (name,)
 
     def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
         """Return the writer of the file, which `commit` completes."""
         (size,) = nbytes
-        self._uploads = [_Upload(self._folder, self._last, size, save_id=self._id)]
+        self._uploads = [Upload(self._folder, self._last, size, self._parts, save_id=self._id)]
         return self._uploads
 
     def _publish(self, index: bytes) -> None:
         (upload,) = self._uploads
-        if self._state(self._last).get("e_tag") != self._found.get("e_tag"):
+        if not _is_same(self._folder.state(self._last), self._found):
             raise self._conflict()
         failure = upload.complete()
         if failure is None:
-            self._etag = upload.etag
+            self._state = {"e_tag": upload.etag}
             return
         try:
-            if self._folder.has_id(self._last, self._id):
-                return  # the answer was lost
+            state, save_id = self._folder.state_and_id(self._last)
         except StioError as error:
             raise self._uncertain(failure) from error
-        # obstore has aborted an upload of several parts, so that it cannot be completed any more.
-        raise self._uncertain(failure) if failure.may_have_worked and upload.is_one else self._error(failure)
+        if save_id != self._id:
+            raise self._uncertain(failure) if upload.may_complete_yet else self._error(failure)
+        self._state = state  # the answer was lost
 
     def published(self) -> RemoteFiles:
         """Return what was published, for its deletion later."""
-        return RemoteFiles(self._folder, self._last, self._etag, (self._last + MANIFEST_SUFFIX,))
+        notes = {name: state for name, state in self._written_notes.items() if state}
+        return RemoteFiles(self._folder, self._last, self._state, notes)
 
 
-class _Upload:
-    """One object; a `FileWriter`. obstore takes its parts from an iterator, and aborts the upload if that raises.
-
-    Args:
-        folder: The directory.
-        name: Name of the object.
-        nbytes: Its size.
-        save_id: The object is the checkpoint: `complete` publishes it, and not `finish`. Stored with it.
-    """
-
-    def __init__(self, folder: Folder, name: str, nbytes: int, *, save_id: str = "") -> None:
-        self._folder, self.name, self._nbytes, self._save_id = folder, name, nbytes, save_id
-        self.path = f"{folder.path}/{name}"
-        """URL without secrets."""
-        self._part_bytes = max(PART_BYTES, -(-nbytes // _MOST_PARTS // _MIB) * _MIB)
-        self.is_one = nbytes <= self._part_bytes
-        """Whether it is one put, and not an upload of parts."""
-        self._changed = Condition()
-        self._at = 0  # bytes that were taken from the writers, who come in any order
-        self._part = np.empty(0, np.uint8)
-        self._filled = 0
-        self._ready: deque[Any] = deque()
-        self._ends = self._stopped = self._is_over = False
-        self._call: Call[None] | None = None
-        self._failure: Failure | None = None
-        self.etag = ""
-        """Its ETag, once it is complete."""
-
-    def write_from(self, offset: int, region: Region) -> None:
-        """Take a block; wait until those before it were taken, and while enough parts are under way."""
-        with self._changed:
-            self._wait(lambda: self._at == offset)
-            if self._call is None:
-                self._call = Call(self._put, on_own_thread=True)
-        at = 0
-        while at < region.nbytes:
-            if self._filled == len(self._part):
-                self._part = np.empty(min(self._part_bytes, self._nbytes - offset - at), np.uint8)
-                self._filled = 0
-            length = min(region.nbytes - at, len(self._part) - self._filled)
-            move = memory.move if length >= memory.HOLD_BYTES else memory.move_holding
-            move(self._part.ctypes.data + self._filled, region.address + at, length)
-            at += length
-            self._filled += length
-            if self._filled == len(self._part):
-                with self._changed:
-                    self._wait(lambda: not self._ready)
-                    self._ready.append(self._part)
-                    self._changed.notify_all()
-        with self._changed:
-            self._at = offset + region.nbytes
-            self._changed.notify_all()
-
-    def finish(self) -> None:
-        """Complete the upload, unless that is the commit.
-
-        Raises:
-            StorageError: It failed.
-        """
-        if not self._save_id and (failure := self.complete()) is not None:
-            raise self._error(failure)
-
-    def complete(self) -> Failure | None:
-        """Complete the upload; return what failed.
-
-        Raises:
-            Cancelled: The thread should end.
-        """
-        with self._changed:
-            self._ends = True
-            self._changed.notify_all()
-        assert self._call is not None
-        self._call.result()
-        self._is_over = True
-        return self._failure
-
-    def abort(self) -> bool:
-        """End the upload; return whether there may be something of it in the store."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-        if self._call is None:
-            return False
-        if not self._is_over:
-            with suppress(Cancelled):
-                self._call.result()
-        return True
-
-    def _error(self, failure: Failure) -> StioError:
-        return failure.error(
-            self.path,
-            self._folder.patience.num_attempts if failure.may_succeed else 1,
-            stall_seconds=self._folder.patience.stall_seconds,
-            work="save",
-        )
-
-    def _wait(self, ready: Callable[[], bool]) -> None:
-        """Wait, under the condition, until something holds.
-
-        Raises:
-            Cancelled: The thread should end.
-            StorageError: The upload has failed.
-        """
-        while True:
-            if self._failure is not None:
-                raise self._error(self._failure)
-            if self._stopped or is_interrupted():
-                raise Cancelled
-            if ready():
-                return
-            self._changed.wait(LOOK_SECONDS)
-
-    def _put(self) -> None:
-        try:
-            self.etag = self._folder.upload(
-                self.name,
-                self._parts(),
-                part_bytes=self._part_bytes,
-                is_one=self.is_one,
-                save_id=self._save_id,
-            )
-            if self._stopped and not self._save_id:
-                self._folder.delete([self.name])  # a cancel came when all parts were under way
-        except _StoppedError:
-            pass
-        except Exception as error:
-            self._failure = failure_of(error)
-        finally:
-            with self._changed:
-                self._changed.notify_all()
-
-    def _parts(self) -> Iterator[Any]:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._ready or self._stopped or self._ends)
-                if self._stopped:
-                    raise _StoppedError
-                if not self._ready:
-                    return
-                part = self._ready.popleft()
-                self._changed.notify_all()
-            yield part
-            del part
-
-
-class _StoppedError(Exception):
-    """Raised to obstore, which aborts the upload then."""
-
-
-# Old checkpoints, and what interrupted saves left.
+def _is_same(now: State, before: State) -> bool:
+    return now.get("e_tag") == before.get("e_tag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -656,15 +361,15 @@ class RemoteFiles:
     """The directory."""
     first: str
     """The object that is the checkpoint to readers: an index, or the only file."""
-    etag: str
-    """Its ETag; "": unknown, because the answer was lost."""
-    others: tuple[str, ...]
-    """The objects that it names, and the manifest."""
+    state: State
+    """Its state."""
+    others: dict[str, State]
+    """The objects that it needs, with their states; {}: the name holds the id of the save."""
 
     @property
     def files(self) -> Set[str]:
         """The URLs of all."""
-        return {f"{self.folder.path}/{name}" for name in (self.first, *self.others)}
+        return {self._url(name) for name in (self.first, *self.others)}
 
     def remove(self, *, spare: Set[str] = frozenset()) -> None:
         """Delete the checkpoint, unless another save has replaced it; what it names is deleted after it.
@@ -675,10 +380,20 @@ class RemoteFiles:
         Raises:
             StioError: The store refuses it.
         """
-        found = self.folder.read(self.first)
-        if f"{self.folder.path}/{self.first}" in spare:
+        if self._url(self.first) in spare:
             return  # a save has replaced it, and deleted its shards
-        if found is not None and found[1].get("e_tag") != self.etag:
-            log(logging.WARNING, "%s/%s: it was replaced, and is not deleted", self.folder.path, self.first)
+        found = self.folder.state(self.first)
+        if found and not _is_same(found, self.state):
+            log(logging.WARNING, "%s: it was replaced, and is not deleted", self._url(self.first))
             return
-        self.folder.delete([self.first, *self.others])
+        if found:
+            self.folder.delete([self.first])
+        unchanged = [
+            name
+            for name, state in self.others.items()
+            if self._url(name) not in spare and (not state or _is_same(self.folder.state(name), state))
+        ]
+        self.folder.delete(unchanged)
+
+    def _url(self, name: str) -> str:
+        return f"{self.folder.path}/{name}"

@@ -113,6 +113,8 @@ class RemoteRoot:
         """Makes the requests."""
         self.new_store = connect
         """Connects once more; see `stio.storage.remote.stores.new_store`."""
+        self.config = dict(config or {})
+        """See above."""
         # What is given for obstore's client (headers, a proxy, certificates) is known to obstore alone.
         has_proxy = any("proxy" in str(name).lower() for name in config or ())
         self._may_be_plain = self.location.scheme in ("http", "s3") and not client_options and not has_proxy
@@ -230,6 +232,11 @@ class RemoteRoot:
         """Begin a save to the directory; see `stio.storage.remote.save.RemoteDestination`."""
         transaction: Transaction = import_module("stio.storage.remote.save").RemoteDestination(self).begin(**options)
         return transaction
+
+    def within(self, budget_bytes: int) -> tuple[Any, int]:
+        """Return it as a destination of saves; see `stio.storage.remote.save.RemoteDestination.within`."""
+        found: tuple[Any, int] = import_module("stio.storage.remote.save").RemoteDestination(self).within(budget_bytes)
+        return found
 
     def close(self) -> None:
         """Drop what was opened ahead; objects opened from it can still be read. Idempotent."""

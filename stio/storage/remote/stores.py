@@ -20,7 +20,7 @@ from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlencode, urlsplit, urlunsplit
 
 from stio.errors import CheckpointNotFoundError, StorageError, install_command
 from stio.runtime.urls import without_secrets
@@ -33,6 +33,7 @@ _SIGNED_SECONDS = 3600
 _REQUEST_SECONDS = 600  # a bound for a server that sends a byte now and then
 
 Options = Mapping[str, Any]
+Query = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ def new_store(
             if credential_provider is not None:
                 settings["credential_provider"] = credential_provider
         if not client["allow_http"]:
-            client |= _certificates(location.scheme)
+            client |= added_authorities(location.scheme)
         return make(
             target,
             client_options=client | dict(client_options or {}),
@@ -184,7 +185,7 @@ def new_store(
         raise StorageError(f"the settings for this store are wrong: {reason}", path=location.shown) from None
 
 
-def _certificates(scheme: str) -> dict[str, Any]:
+def added_authorities(scheme: str) -> dict[str, Any]:
     """Return the authorities that the environment adds, under the names that curl, requests and the AWS tools use."""
     names = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
     for name in ("AWS_CA_BUNDLE", *names) if scheme == "s3" else names:
@@ -209,6 +210,32 @@ def authorization_of(url: str) -> str:
         return ""
     name, _, password = user.partition(":")
     return "Basic " + base64.b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode()
+
+
+def signed_url(
+    connect: Callable[..., Any], config: Options, method: str, path: str, query: Query, *, seconds: int = 300
+) -> str:
+    """Return a signed URL of S3 for a request that has a query, which obstore does not sign.
+
+    The bucket's own URL, the path and the query become the endpoint of a store, to which obstore adds the name of an
+    object. That name is the value of a parameter here that S3 ignores, as all that begin with `x-`.
+
+    Args:
+        connect: Makes a store; see `new_store`.
+        config: Its settings.
+        method: Method of the request.
+        path: Path of an object in the bucket, percent-encoded, with a slash before it; "": the bucket.
+        query: Parameters of the request.
+        seconds: How long the URL is valid.
+    """
+    sign, valid = require_obstore().sign, timedelta(seconds=seconds)
+    bucket = sign(connect(), method, "-", valid).partition("?")[0].removesuffix("/-")
+    endpoint = f"{bucket}{path}?{urlencode({**query, 'x-stio': ''}, quote_via=quote)}"
+    names = ("endpoint", "endpoint_url", "endpoint_url_s3", "virtual_hosted_style_request")
+    others = {key: value for key, value in config.items() if str(key).lower().removeprefix("aws_") not in names}
+    here = {"aws_endpoint_url_s3": endpoint, "virtual_hosted_style_request": "true"}
+    url: str = sign(connect(config=others | here), method, "-", valid)
+    return url
 
 
 def link_to(store: Any, location: Location) -> tuple[str, float]:

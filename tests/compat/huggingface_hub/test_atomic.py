@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -231,7 +230,7 @@ def test_savers_of_the_same_files(tmp_path: Path, most: Any, safe: bool) -> None
     assert only_files_of(tmp_path, most, safe=safe)
 
 
-def test_processes_in_one_directory(tmp_path: Path) -> None:
+def test_processes_in_one_directory(tmp_path: Path, torch_zygote: Any) -> None:
     code = (
         "import sys, torch\n"
         "from stio.compat.huggingface_hub import save_torch_state_dict\n"
@@ -242,7 +241,7 @@ def test_processes_in_one_directory(tmp_path: Path) -> None:
         "    save_torch_state_dict(tensors, where, max_shard_size=48, is_main_process=rank == 0, **pattern)\n"
     )
     started = [
-        subprocess.Popen([sys.executable, "-c", code, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([torch_zygote.python, "-c", code, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     for process in started:

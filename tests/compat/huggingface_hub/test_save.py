@@ -7,7 +7,6 @@ import json
 import os
 import stat
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -420,7 +419,7 @@ def test_no_warning_on_a_running_loop(tmp_path: Path) -> None:
     asyncio.run(body())  # warnings are errors
 
 
-def test_huggingface_hub_is_not_needed() -> None:
+def test_huggingface_hub_is_not_needed(torch_zygote: Any) -> None:
     code = (
         "import sys; sys.modules['huggingface_hub'] = sys.modules['safetensors'] = None\n"
         "import tempfile, torch\n"
@@ -429,7 +428,7 @@ def test_huggingface_hub_is_not_needed() -> None:
         "save_torch_state_dict({'a': torch.ones(2)}, where)\n"
         "print(load_state_dict_from_file(where + '/model.safetensors')['a'].tolist())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([torch_zygote.python, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[1.0, 1.0]"
 
 

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -182,11 +181,11 @@ def test_leaving_a_file_that_is_being_read(file: Path, tensors: dict[str, torch.
         require_equal(found, tensors)
 
 
-def test_the_cpu_needs_no_engine(file: Path) -> None:
+def test_the_cpu_needs_no_engine(file: Path, torch_zygote: Any) -> None:
     code = (
         "import sys; from stio.compat.safetensors import safe_open\n"
         f"with safe_open({str(file)!r}, 'pt') as f: f.get_tensors()\n"
         "print([name for name in sys.modules if name in ('stio.loading.body', 'stio.loading.scheduler', 'stio.runtime.operation')])"
     )
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    found = subprocess.run([torch_zygote.python, "-c", code], check=True, capture_output=True, text=True).stdout
     assert found.strip() == "[]"

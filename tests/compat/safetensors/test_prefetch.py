@@ -658,7 +658,7 @@ def test_an_interrupt_leaves_the_loader_as_it_was(
             require_equal(dict(loader), {other: tensor for other, tensor in tensors.items() if other != name})
 
 
-def test_fork(file: Path) -> None:
+def test_fork(file: Path, torch_zygote: Any) -> None:
     """A child's loader is closed, the parent's goes on."""
     code = """
 import os, sys, warnings
@@ -690,7 +690,7 @@ with loader:
 print("done")
 """
     found = subprocess.run(
-        [sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=60, check=False
+        [torch_zygote.python, "-c", code, str(file)], capture_output=True, text=True, timeout=60, check=False
     )
     assert (found.stdout, found.stderr) == ("done\n", "")
 

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from support import quick_switches
 from torch import nn
 
 from stio.errors import ClosedError, WarmStartError
@@ -218,9 +219,10 @@ def test_no_plain_parameter_without_data_is_visible():
     threads = [threading.Thread(target=look) for _ in range(2)]
     for thread in threads:
         thread.start()
-    for _ in range(300):
-        shown[0], placeholder = waiting(FakeLoad(DATA))
-        placeholder.fill(DATA.clone())
+    with quick_switches():
+        for _ in range(300):
+            shown[0], placeholder = waiting(FakeLoad(DATA))
+            placeholder.fill(DATA.clone())
     stop.set()
     for thread in threads:
         thread.join()

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from loops import others_are_slow
 from support import (
     HookedRoot,
     eventually,
@@ -473,6 +474,7 @@ async def test_the_face_after_the_block_holds_no_memory(directory):
     assert await warm.done() == stio.LoadReport((), ())
 
 
+@others_are_slow
 async def test_many_parameters(tmp_path):
     """10,000 of them, which wait in any order."""
 

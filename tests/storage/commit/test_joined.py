@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import random
 import shutil
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,22 @@ import pytest
 from stio.errors import StorageError
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region, allocate
-from stio.storage.commit import joined
+from stio.storage.commit import file_writer, joined
 from stio.storage.commit.joined import Invitation, JoinedStaging
 from stio.storage.commit.transaction import LocalTransaction, begin_local
-from tests.storage.transactions import INDEX, SINGLE, names_in, read, save, sweep
+from tests.storage.transactions import (
+    INDEX,
+    SINGLE,
+    Killed,
+    System,
+    content,
+    index_of,
+    names_in,
+    read,
+    require_clean,
+    save,
+    sweep,
+)
 
 DATA = [random.Random(k).randbytes(3 * PAGE_BYTES + 100 * k) for k in range(2)]
 HALF = [len(data) // 2 for data in DATA]
@@ -191,3 +205,78 @@ def test_the_death_of_the_owner_is_found_in_spite_of_others(tmp_path: Path, monk
         process.stdin.close()
         process.stdout.close()
     assert SINGLE not in names_in(destination)
+
+
+# Every call.
+
+
+def shared_save(destination: Path, tag: str, num_shards: int) -> None:
+    """Save as `save` does, by two processes; the second one writes columns of some pages and the end."""
+    owner = begin_local(destination, num_shards=num_shards)
+    other: JoinedStaging | None = None
+    try:
+        shards = [content(tag, k) for k in range(num_shards)]
+        cuts = [PAGE_BYTES + 8 * (k + 1) for k in range(num_shards)]
+        writers = owner.create([len(one) for one in shards], [cut // 2 for cut in cuts])
+        other = JoinedStaging.open(owner.invite())
+        others = other.create([len(one) - cut // 2 for one, cut in zip(shards, cuts, strict=True)])
+        for data, cut, writer, second in zip(shards, cuts, writers, others, strict=True):
+            width = cut // 8
+            columns = [data[k : k + width] for k in range(0, cut, width)]
+            writer.write_strided(0, region_of(b"".join(columns[::2])), width, 2 * width)
+            second.write_strided(width, region_of(b"".join(columns[1::2])), width, 2 * width)
+            second.write_from(cut, region_of(data[cut:]))
+            writer.finish()
+            second.finish()
+        other.close()
+        for name, data in zip(owner.shard_names, shards, strict=True):
+            owner.finish_file(name, len(data))
+        owner.commit(index=index_of(owner, tag))
+    finally:
+        if other is not None:
+            other.close()
+        owner.roll_back()
+
+
+@pytest.mark.parametrize(("old", "new"), [(0, 2), (2, 2), (1, 1)])
+def test_the_end_of_all_processes_at_any_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: int, new: int
+) -> None:
+    found = []
+    monkeypatch.setattr(file_writer, "_O_DIRECT", 0)  # fewer calls
+    for n in itertools.count(1, 3):
+        destination = tmp_path / str(n) / "a"
+        destination.parent.mkdir()
+        if old:
+            save(destination, "old", old)
+        with monkeypatch.context() as patch:
+            system = System(patch, kill_at=n)
+            with suppress(Killed):
+                shared_save(destination, "new", new)
+            system.bury()
+        read(destination)
+        sweep(monkeypatch, destination)
+        require_clean(destination, ["old" if old else None, "new"])
+        found.append(read(destination))
+        if system.hit is None:
+            break
+    turn = found.index("new")
+    assert set(found[turn:]) == {"new"} and set(found[:turn]) == {"old" if old else None}
+
+
+def test_an_error_at_any_call_of_any_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    destination = tmp_path / "a"
+    save(destination, "old", 2)
+    num_errors = 0
+    for n in itertools.count(1, 3):
+        with monkeypatch.context() as patch:
+            system = System(patch, fail_at=n)
+            with suppress(StorageError):
+                shared_save(destination, "new", 2)
+            assert system.num_open == 0
+        sweep(monkeypatch, destination)  # what could not be removed
+        require_clean(destination, ["old", "new"])
+        if system.hit is None:
+            break
+        num_errors += 1
+    assert num_errors > 20 and read(destination) == "new"

@@ -88,13 +88,16 @@ def test_c108_killed_at_every_call(
     assert set(found[:turn]) == {change.old} and set(found[turn:]) == {"new"}
 
 
+@pytest.mark.parametrize("every", [6, pytest.param(3, marks=pytest.mark.slow)])
 @changes
-def test_c108_recovery_killed_at_every_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+def test_c108_recovery_killed_at_every_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, every: int
+) -> None:
     """The one who cleans may die as well, after any death of the one before."""
     num_calls = 0
     while die(monkeypatch, change, change.prepare(tmp_path / f"count-{num_calls}"), num_calls + 1) is not None:
         num_calls += 1
-    for n in range(num_calls // 2, num_calls + 1, 3):
+    for n in range(num_calls // 2, num_calls + 1, every):
         for k in range(1, 100):
             destination = change.prepare(tmp_path / f"{n}-{k}")
             die(monkeypatch, change, destination, n)

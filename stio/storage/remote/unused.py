@@ -1,0 +1,143 @@
+"""What interrupted saves have left in a store: shards that no index names, and uploads that nobody completes.
+
+obstore lists no uploads. Those of S3 are listed and aborted by requests of this module's own, which obstore signs.
+Azure deletes the blocks of uploads itself after a week; other stores need a rule (`AbortIncompleteMultipartUpload`).
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from http.client import HTTPException
+from urllib.error import HTTPError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
+from xml.etree import ElementTree
+
+from stio.errors import IndexFormatError, StorageError
+from stio.format.index import parse_index
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, is_of_save
+from stio.runtime.log import log
+from stio.storage.commit.recovery import GarbageReport
+from stio.storage.remote.failures import said_by
+from stio.storage.remote.folder import Folder
+from stio.storage.remote.stores import STALL_SECONDS, Query, added_authorities, signed_url
+
+
+def collect_unused(folder: Folder, name: str, *, max_age_seconds: float, dry_run: bool) -> GarbageReport:
+    """Delete the shards of saves that did not commit, and abort their uploads.
+
+    Args:
+        folder: The directory.
+        name: Name of the only file, whose uploads count too; "": the checkpoint is a directory.
+        max_age_seconds: What is younger stays: no lock shows whether its save is under way.
+        dry_run: Change nothing.
+
+    Raises:
+        StioError: The store cannot be read, or refuses to delete.
+    """
+    objects = folder.list()
+    used: set[str] = set()
+    for index in objects:
+        if index.endswith(INDEX_SUFFIX):
+            used |= _shards_of(folder, index)
+    now = time.time()
+    ages = {one: now - listed.changed for one, listed in objects.items() if is_of_save(one) and one not in used}
+    old = sorted(one for one, age in ages.items() if age >= max_age_seconds)
+    if not dry_run:
+        folder.delete(old)
+    uploads = [one for one in _uploads(folder) if is_of_save(one.name) or (name and one.name == name)]
+    ended = [one for one in uploads if now - one.began >= max_age_seconds]
+    if not dry_run:
+        for one in ended:
+            _send(folder, "DELETE", one.name, {"uploadId": one.id})
+    kept = {*ages} - {*old} | {one.name for one in uploads if one not in ended}
+    return GarbageReport(
+        unused=tuple(f"{folder.path}/{one}" for one in old),
+        aborted=tuple(f"{folder.path}/{one.name}" for one in ended),
+        kept=tuple(f"{folder.path}/{one}" for one in sorted(kept)),
+    )
+
+
+def _shards_of(folder: Folder, index: str) -> set[str]:
+    found = folder.read(index)
+    try:
+        return set() if found is None else {*parse_index(found[0], path=f"{folder.path}/{index}").shards}
+    except IndexFormatError:
+        if index.endswith(FILE_SUFFIX + INDEX_SUFFIX):
+            raise
+        return set()  # it is of files of another kind
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    name: str
+    id: str
+    began: float
+
+
+def _uploads(folder: Folder) -> list[_Unfinished]:
+    """Return the uploads to objects of a directory that were neither completed nor aborted; [] if S3 does not say."""
+    if folder.root.location.scheme != "s3":
+        return []
+    try:
+        return sorted(_listed_uploads(folder), key=lambda one: (one.name, one.began))
+    except StorageError as error:
+        log(
+            logging.WARNING,
+            "the uploads that interrupted saves have left cannot be listed; a rule of the bucket ends them "
+            "(AbortIncompleteMultipartUpload): %s",
+            error,
+        )
+        return []
+
+
+def _listed_uploads(folder: Folder) -> Iterator[_Unfinished]:
+    prefix = folder.key("")
+    query = {"uploads": "", "prefix": prefix}
+    while True:
+        try:
+            page = ElementTree.fromstring(_send(folder, "GET", "", query))
+        except ElementTree.ParseError as error:
+            raise StorageError(f"the store did not send a list of uploads: {error}", path=folder.path) from None
+        for one in page.iterfind("{*}Upload"):
+            name = one.findtext("{*}Key", "").removeprefix(prefix)
+            if "/" not in name:
+                began = datetime.fromisoformat(one.findtext("{*}Initiated", "").replace("Z", "+00:00"))
+                yield _Unfinished(name, one.findtext("{*}UploadId", ""), began.timestamp())
+        if page.findtext("{*}IsTruncated") != "true":
+            return
+        query["key-marker"] = page.findtext("{*}NextKeyMarker", "")
+        query["upload-id-marker"] = page.findtext("{*}NextUploadIdMarker", "")
+
+
+def _send(folder: Folder, method: str, name: str, query: Query) -> bytes:
+    """Send a request of S3 for an object, "": for the bucket, that obstore has no function for; return the answer."""
+    path = f"{folder.path}/{name}" if name else folder.path
+    root = folder.root
+    url = root.requester.run(
+        lambda store: signed_url(
+            root.new_store, root.config, method, f"/{quote(folder.key(name))}" if name else "", query
+        ),
+        path,
+        work="save",
+    )
+    context = ssl.create_default_context()
+    if added := added_authorities("s3"):
+        context.load_verify_locations(cadata=added["root_certificate"].decode())
+    try:
+        with urlopen(Request(url, method=method), timeout=STALL_SECONDS, context=context) as answer:
+            data: bytes = answer.read()
+            return data
+    except HTTPError as error:
+        if error.code == 404 and method == "DELETE":
+            return b""  # it was completed or aborted by now
+        with error:
+            text = said_by(error.read().decode(errors="replace")) or error.reason
+        raise StorageError(f"the store refuses it (status {error.code}): {text}", path=path) from None
+    except (OSError, HTTPException) as error:
+        raise StorageError(f"the store cannot be reached: {getattr(error, 'reason', error)}", path=path) from None
