@@ -4,9 +4,10 @@ It is built on torch.distributed, which the caller has initialised, and on its `
 `parts.py` says which part of the checkpoint each `DTensor` is, by `stio.format.placements`. The engine below gets
 slices, parts of files and ranges, and knows nothing of ranks. A load into a sharded module is one load for each rank,
 of its own parts into its own memory. A save (`save.py`, `shared_save.py`) is one save for each rank, of its own parts
-into files that all write: `layout.py` is what they must agree on first, and the first rank commits. `ranks.py` is how
-ranks learn of each other's failures, and exchange small values: one that fails, is cancelled or killed is an error on
-all of them, within a bounded time.
+into files that all write: `layout.py` is what they must agree on first, and the first rank commits. `dcp_writer.py`
+does so for `torch.distributed.checkpoint`, whose planner decides what each rank writes. `ranks.py` is how ranks learn
+of each other's failures, and exchange small values: one that fails, is cancelled or killed is an error on all of them,
+within a bounded time.
 """
 
 from __future__ import annotations

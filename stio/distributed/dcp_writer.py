@@ -450,7 +450,7 @@ def _publish(
         total_bytes=plan.total_bytes,
         file_bytes=sum(sizes),
         aliases={},
-        staged_seconds=written_seconds,
+        staged_seconds=written_seconds,  # the snapshots of other ranks are not timed
         written_seconds=written_seconds,
         committed_seconds=perf_counter() - opened.started,
         hashes=hashes,

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from stio import sync
 from stio.distributed import StioStager, StioStorageWriter
+from stio.errors import SaveInProgressError
 from stio.saving import pending
 from stio.saving.staging_pool import StagingPool
 from stio.storage.commit import syscalls as calls
@@ -296,6 +297,22 @@ def refused(path: str, text: str, state: Any, *, planner: SavePlanner | None = N
     return seconds
 
 
+class Swapped(DefaultSavePlanner):
+    """Takes the parts of two ranks for each other, as torch's own offsets do where a dimension is cut twice."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = []
+        for item in plan.items:
+            data = item.tensor_data
+            assert data is not None
+            first = {0: 100, 100: 0}.get(data.chunk.offsets[0], data.chunk.offsets[0])
+            chunk = replace(data.chunk, offsets=torch.Size([first, 0]))
+            index = replace(item.index, offset=chunk.offsets)
+            items.append(replace(item, index=index, tensor_data=replace(data, chunk=chunk)))
+        return replace(plan, items=items)
+
+
 class LateFailure(StioStorageWriter):
     """A writer that fails on one rank when all have written: DCP tells the coordinator's writer nothing."""
 
@@ -338,6 +355,7 @@ def failures(folder: str) -> list[float]:
         refused(path, "stio's own", spread | {"step": 1}, metadata={"stio.state": "x"}),
         refused(path, "stio's own", spread | {"step": 1, "/stio.state": torch.ones(1)}),
         refused(path, "caches plans", spread, planner=cached),
+        refused(path, "another part of 'w0' to this rank", spread, planner=Swapped()),
     ]
     for failing in (0, 2):
         write = failing_once(calls, "write") if rank == failing else calls.write
@@ -352,6 +370,11 @@ def failures(folder: str) -> list[float]:
     dist.barrier()
     assert not staging_in(path)
     late_failure(path, spread)
+    saving._is_writing = True
+    with pytest.raises(SaveInProgressError, match="writing another save"):
+        saving.set_up_storage_writer(rank == 0)
+    with pytest.raises(ValueError, match="use_collectives=False"):
+        writer(path).set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
     with pytest.raises(ValueError, match="no path"):
         StioStorageWriter().set_up_storage_writer(rank == 0)
     for destination, text in (("s3://bucket/x", "filesystem that they share"), ("a.pt", "another kind")):
