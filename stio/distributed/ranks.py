@@ -9,7 +9,8 @@ The first failure of all ranks is the one that all others raise. A rank that giv
 counts as failed. The first rank judges the others by their signs, and they judge the first one. If that one
 has the store, its end closes the store, which all notice at once.
 
-Ranks make their objects in the same order: the number of an object is a part of its keys.
+Ranks make their objects in the same order: the number of an object is a part of its keys. Objects that are made on
+threads of others, in any order, have a key that one rank has chosen.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class Ranks:
         process_group: The ranks; None: those of the default group.
         about: What they do, for messages.
         timeout: Seconds without a sign of life of a rank, after which it counts as failed.
+        key: A text that all ranks have, and that was never used before, where they do not make their objects in the
+            same order. None: the number of this object.
         exit_patience: Seconds that the interpreter's exit waits for the end of what they do.
 
     Raises:
@@ -101,6 +104,7 @@ class Ranks:
         *,
         about: str,
         timeout: float = RANK_TIMEOUT_SECONDS,
+        key: str | None = None,
         exit_patience: float = 0.0,
     ) -> None:
         if not timeout > 0:
@@ -115,8 +119,10 @@ class Ranks:
                 raise ValueError("this process is not a member of process_group=")
         if self.num_ranks > 1:
             self._store, self._group_name = default_store(process_group)
-            _numbers[self._group_name] = number = _numbers.get(self._group_name, 0) + 1
-            self._prefix = f"stio/{number}"
+            if key is None:
+                _numbers[self._group_name] = number = _numbers.get(self._group_name, 0) + 1
+                key = str(number)
+            self._prefix = f"stio/{key}"
         self.process_group = process_group
         """The ranks; None: those of the default group."""
         self.failure: RankError | None = None
@@ -288,6 +294,8 @@ class Ranks:
 
     def _look(self, store: Store) -> bool:
         """Make the requests that are due; return whether a value was set or found."""
+        if time.monotonic() >= self._next_sign:  # first: others then know that this rank has begun
+            self._give_sign(store)
         found = bool(self._to_set)
         while self._to_set:
             self._set(store, *self._to_set.popleft())
@@ -302,8 +310,6 @@ class Ranks:
                     self._requests.remove(request)
                 self._notifier.notify()
                 found = True
-        if time.monotonic() >= self._next_sign:
-            self._give_sign(store)
         return found
 
     def _give_sign(self, store: Store) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import _nested_dict
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.tensor import DTensor
 
 
 def default_store(process_group: dist.ProcessGroup | None) -> tuple[Store, str]:
@@ -13,3 +19,22 @@ def default_store(process_group: dist.ProcessGroup | None) -> tuple[Store, str]:
     name: str = group.group_name
     # `ProcessGroup.get_group_store` is not in all versions, and for some backends it has no store.
     return PrefixStore(name, distributed_c10d._get_default_store()), name
+
+
+NamePath: TypeAlias = tuple[str | int, ...]
+"""The path of a value in a nested state, as DCP's planner has it: keys of mappings, indices of lists."""
+
+
+def nested_state(leaves: Mapping[str, object], paths: Mapping[str, NamePath]) -> dict[str, Any]:
+    """Return a nested state of its values by their flattened names, as `dcp.load` does."""
+    nested: dict[str, Any] = _nested_dict.unflatten_state_dict(dict(leaves), dict(paths))
+    return nested
+
+
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a `DTensor` like another one, over other local memory.
+
+    `DTensor.from_local` would copy memory of the host to the device of the mesh.
+    """
+    made: Callable[..., DTensor] = DTensor
+    return made(local, tensor._spec, requires_grad=False)

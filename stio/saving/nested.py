@@ -7,7 +7,7 @@ exact types are accepted; a value of another type is refused by its path in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -95,6 +95,31 @@ async def flatten(state: object, metadata: Mapping[str, str] | None) -> Flattene
     return await Operation(walk_on, name="flatten").wait()
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Stands in a state for a tensor that is stored under this name already."""
+
+    name: str
+
+
+def tree_text(state: object, check: Callable[[], None] = lambda: None) -> bytes:
+    """Return the tree of a state whose tensors are stored, as the text of the tensor `TREE_TENSOR`.
+
+    Args:
+        state: See `stio.save_state`; a `StoredTensor` is in the place of each tensor.
+        check: Called now and then; what it raises ends the call.
+
+    Raises:
+        TypeError: A tensor, or a value or a key of a type that cannot be saved; the message names its path.
+        ValueError: See `flatten`.
+        LimitError: See `flatten`.
+    """
+    walk = _Walk(state, are_stored=True)
+    while not walk.advance(_STEP_NODES):
+        check()
+    return walk.text()
+
+
 @dataclass(slots=True)
 class _Frame:
     """A container with items that are being visited."""
@@ -112,9 +137,15 @@ class _Walk:
     """A walk through a state, which makes the tree's nodes and names the tensors.
 
     A container is copied when the walk reaches it; the values in it must not change before the walk has ended.
+
+    Args:
+        state: The state.
+        are_stored: Whether its tensors are stored already: then only a `StoredTensor` may occur, and long `bytes` stay
+            in the tree.
     """
 
-    def __init__(self, state: object) -> None:
+    def __init__(self, state: object, *, are_stored: bool = False) -> None:
+        self._are_stored = are_stored
         self._nodes: list[Node] = []
         self._tensors: dict[str, torch.Tensor | LazyTensor] = {}
         self._limits = Limits()  # the defaults of loads, so that each saved state can be loaded
@@ -160,6 +191,15 @@ class _Walk:
         metadata = dict(metadata or {})
         if STATE_KEY in metadata:
             raise ValueError(f"the metadata key {STATE_KEY!r} is stio's own; leave it out")
+        text = self.text()
+        if len(text) <= _INLINE_BYTES:
+            metadata[STATE_KEY] = text.decode()
+            return self._tensors, metadata
+        metadata[STATE_KEY] = POINTER
+        return {TREE_TENSOR: _as_tensor(text), **self._tensors}, metadata
+
+    def text(self) -> bytes:
+        """Return the text of the tree."""
         text = encode_tree(self._nodes)
         if len(text) > self._limits.state_bytes:
             raise LimitError(
@@ -167,11 +207,7 @@ class _Walk:
                 expected=f"at most {self._limits.state_bytes:,} bytes",
                 found=f"{len(text):,}",
             )
-        if len(text) <= _INLINE_BYTES:
-            metadata[STATE_KEY] = text.decode()
-            return self._tensors, metadata
-        metadata[STATE_KEY] = POINTER
-        return {TREE_TENSOR: _as_tensor(text), **self._tensors}, metadata
+        return text
 
     def _path(self) -> str:
         return python_path([frame.key for frame in self._stack])
@@ -210,6 +246,8 @@ class _Walk:
             self._nodes.append(("dtype", str(value).removeprefix("torch.")))
         elif kind is torch.device:
             self._nodes.append(("device", str(value)))
+        elif kind is StoredTensor and self._are_stored:
+            self._nodes.append(("tensor", value.name))
         else:
             raise TypeError(
                 f"{self._path()} is a {_type_name(value)}, which save_state does not take: {_advice(value)}"
@@ -261,6 +299,10 @@ class _Walk:
         )
 
     def _add_tensor(self, tensor: torch.Tensor | LazyTensor, prefix: str, tag: str) -> None:
+        if self._are_stored:
+            raise TypeError(
+                f"{self._path()} is a tensor inside of a value that is saved as a whole, such as a tuple; pass a list"
+            )
         # The save finds tensors that share memory, and `shared=` decides about them. These have no memory.
         no_memory = isinstance(tensor, LazyTensor) or (type(tensor) in PLAIN and not tensor.numel())
         name = self._names_by_id.get(id(tensor)) if no_memory else None
@@ -272,7 +314,7 @@ class _Walk:
         self._nodes.append((tag, name))
 
     def _add_bytes(self, value: bytes, prefix: str) -> None:
-        if len(value) <= _INLINE_BYTES:
+        if len(value) <= _INLINE_BYTES or self._are_stored:
             self._nodes.append(scalar_node(value))
         else:
             name = self._name(prefix)

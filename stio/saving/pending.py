@@ -8,7 +8,7 @@ cancelled before its commit leaves nothing behind.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -21,7 +21,7 @@ from stio.format.manifest import FileState, manifest_change
 from stio.format.naming import MANIFEST_SUFFIX, manifest_name
 from stio.format.sharding import TensorSource
 from stio.runtime import memory
-from stio.runtime.hashing import Hasher, new_hasher
+from stio.runtime.hashing import Hasher, HashName, new_hasher
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
@@ -276,7 +276,8 @@ class PendingSave:
         written_seconds = perf_counter() - self._started
         names = transaction.shard_names
         hashes = {} if digests is None else dict(zip(names, digests, strict=True))
-        notes = self._manifest_notes(transaction, plan, hashes)
+        sizes = [shard.nbytes for shard in plan.shards]
+        notes = manifest_notes(transaction, self._manifest_name(names), self._options.hash, sizes, hashes)
         index = plan.index(names) if transaction.takes_index else None
         with traced(self._options.trace, "commit"):
             if isinstance(transaction, PreparedTransaction):
@@ -305,13 +306,6 @@ class PendingSave:
     def _hasher(self) -> Callable[[], Hasher] | None:
         """Return what makes a hasher for each file, if there are to be digests."""
         return None if self._options.hash is None else partial(new_hasher, self._options.hash)
-
-    def _manifest_notes(self, transaction: Transaction, plan: WritePlan, hashes: dict[str, str]) -> list[Note]:
-        name = self._manifest_name(transaction.shard_names)
-        # In the order of the shards; empty without `hash=`.
-        new = {file: FileState(shard.nbytes, hashes[file]) for file, shard in zip(hashes, plan.shards, strict=False)}
-        change = manifest_change(transaction.read_note(name), self._options.hash, new, path=name)
-        return [] if change is None else [Note(name, *change)]
 
     def _manifest_name(self, names: tuple[str, ...]) -> str:
         if self._max_shard_bytes is None:
@@ -418,3 +412,20 @@ class PendingSave:
         error = operation.failure if operation is not None else None
         if error is not None and not self.delivered:
             log(logging.ERROR, "saving to %s failed, and was not awaited: %s", self.destination, error)
+
+
+def manifest_notes(
+    transaction: Transaction, name: str, algorithm: HashName | None, sizes: Sequence[int], hashes: Mapping[str, str]
+) -> list[Note]:
+    """Return the change of the manifest that belongs to a commit, if there is one.
+
+    Args:
+        transaction: The transaction.
+        name: Name of the manifest.
+        algorithm: The hash function; None: there are no digests.
+        sizes: Bytes of each file.
+        hashes: Digest of each file by its name, in the same order; empty without an algorithm.
+    """
+    new = {file: FileState(nbytes, digest) for (file, digest), nbytes in zip(hashes.items(), sizes, strict=False)}
+    change = manifest_change(transaction.read_note(name), algorithm, new, path=name)
+    return [] if change is None else [Note(name, *change)]

@@ -241,22 +241,51 @@ def plan_parts(plan: WritePlan, parts: Mapping[str, Part], block_bytes: int, *, 
     Returns:
         The same files with other blocks. Its sources are those of the parts.
     """
-    sources = [parts[source.name].source for source in plan.sources if source.name in parts]
-    positions = {source.name: k for k, source in enumerate(sources)}
+    places = data_places(plan)
+    placed: list[list[tuple[int, Part]]] = [[] for _ in plan.shards]
+    for shard in plan.shards:
+        for name in shard.names:
+            if name in parts:
+                number, begin = places[name]
+                placed[number].append((begin, parts[name]))
+    return plan_placed(plan, placed, block_bytes, with_headers=with_headers)
+
+
+def data_places(plan: WritePlan) -> dict[str, tuple[int, int]]:
+    """Return where the data of each tensor are: the number of the file, and the first byte in it."""
     sizes = {source.name: source.nbytes for source in plan.sources}
-    shards = []
+    found = {}
     for number, shard in enumerate(plan.shards):
+        begin = len(shard.header)
+        for name in shard.names:
+            found[name] = number, begin
+            begin += sizes[name]
+    return found
+
+
+def plan_placed(
+    plan: WritePlan, placed: Sequence[Sequence[tuple[int, Part]]], block_bytes: int, *, with_headers: bool
+) -> WritePlan:
+    """Return the plan of what one process writes, as `plan_parts` does, where the caller says where the tensors are.
+
+    Args:
+        plan: The files; what they hold beside the parts does not matter.
+        placed: For each file the first byte of a tensor's data, and the part of it; in ascending order.
+        block_bytes: See `plan_parts`.
+        with_headers: See `plan_parts`.
+    """
+    sources = [part.source for of_shard in placed for _, part in of_shard]
+    shards, position = [], 0
+    for number, (shard, of_shard) in enumerate(zip(plan.shards, placed, strict=True)):
         extents = _Extents(min(_STRIDED_BYTES, block_bytes))
         if with_headers:
             extents.add(ByteRange(0, len(shard.header)), None)
-        begin = len(shard.header)
-        for name in shard.names:
-            if name in parts:
-                start = 0
-                for found in parts[name].ranges:
-                    extents.add(replace(found, start=begin + found.start), (positions[name], start))
-                    start += found.nbytes * found.num_ranges
-            begin += sizes[name]
+        for begin, part in of_shard:
+            start = 0
+            for found in part.ranges:
+                extents.add(replace(found, start=begin + found.start), (position, start))
+                start += found.nbytes * found.num_ranges
+            position += 1
         shards.append(replace(shard, blocks=_Packer(number, sources, block_bytes).pack(extents)))
     return replace(plan, sources=tuple(sources), shards=tuple(shards))
 

@@ -23,7 +23,7 @@ from stio.device.describe import LazyTensor
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR
 from stio.runtime.blocking import run_blocking
 from stio.saving import nested
-from stio.saving.nested import flatten
+from stio.saving.nested import StoredTensor, flatten, tree_text
 
 
 def flattened(state, metadata=None):
@@ -336,3 +336,17 @@ def test_no_two_tensors_get_one_name(state):
 
     tensors, _ = flattened(fresh(state))
     assert len(tensors) == count
+
+
+def test_the_tree_of_stored_tensors():
+    state = {"w": StoredTensor("model.w"), "long": bytes(100_000), "list": [1, StoredTensor("model.w")]}
+    nodes = json.loads(tree_text(state))["nodes"]
+    assert nodes[:3] == [["dict", 3], "w", ["tensor", "model.w"]]
+    assert nodes[4][0] == "bytes" and len(nodes[4][1]) > 100_000, "no other tensor is made"
+    assert nodes[-1] == ["tensor", "model.w"]
+    with pytest.raises(TypeError, match=r"state\['a'\]\[0\] is a tensor inside of a value"):
+        tree_text({"a": (torch.ones(2),)})
+    with pytest.raises(TypeError, match="StoredTensor, which save_state does not take"):
+        flattened({"w": StoredTensor("w")})
+    with pytest.raises(ZeroDivisionError):
+        tree_text(list(range(10_000)), check=lambda: 1 // 0)

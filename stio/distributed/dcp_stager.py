@@ -1,0 +1,157 @@
+"""The snapshot of a state for `torch.distributed.checkpoint.async_save`, in memory that is used again."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import DTensor
+
+from stio.device.copy_out import Readiness, copy_out
+from stio.device.describe import describe_tensors
+from stio.device.tensors import tensors_in
+from stio.distributed.torch_private import with_local
+from stio.format.sharding import TensorSource
+from stio.runtime.memory import Region
+from stio.runtime.operation import Operation
+from stio.saving.staging_pool import SNAPSHOT_BLOCK_BYTES
+
+Allocator: TypeAlias = Callable[[int], Region]
+
+_Memory: TypeAlias = tuple[Allocator, Region]
+"""Memory, and what has made it."""
+
+_ALIGNMENT = 64
+
+
+class StioStager(AsyncStager):
+    """Copies the state of a save into memory of the host, so that it may change while it is written.
+
+        stager = StioStager()
+        saved = dcp.async_save(state, storage_writer=StioStorageWriter("out/"), async_stager=stager)
+
+    `stage` returns when the copy is complete. Its memory is pinned if there are tensors of an accelerator, and is used
+    again for the next snapshot. A snapshot that is still being written keeps its memory; a second one then gets its
+    own. `DTensor`s stay `DTensor`s. All that is no tensor is copied too.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self) -> None:
+        self._free: list[_Memory] = []  # not used by any snapshot
+        self._is_closed = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a state; the state may change when this returns.
+
+        Raises:
+            TypeError: A tensor has no memory of its own, such as a wrapper of other tensors.
+            ValueError: A tensor is sparse, nested, on meta or freed.
+            HostMemoryError: There is too little memory.
+            DeviceError: A copy failed.
+        """
+        tensors = {id(tensor): tensor for tensor in _tensors_of(state_dict)}
+        locals_of = {key: _local_of(tensor) for key, tensor in tensors.items()}
+        by_text = {str(key): tensor for key, tensor in locals_of.items()}
+        ready = Readiness.now(by_text)
+        copied = Operation(partial(self._copy, by_text, ready), name="stage").result()
+        memo: dict[int, Any] = {}
+        for key, tensor in tensors.items():
+            local = copied[str(key)]
+            memo[key] = with_local(tensor, local) if isinstance(tensor, DTensor) else local
+        return copy.deepcopy(state_dict, memo)
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: `stage` waits."""
+
+    def close(self) -> None:
+        """Release the memory that no snapshot uses; that of a snapshot is released with it. Idempotent."""
+        self._is_closed = True
+        self._free.clear()
+
+    def _copy(
+        self, tensors: Mapping[str, torch.Tensor], ready: Readiness, operation: Operation[Any]
+    ) -> dict[str, torch.Tensor]:
+        sources = describe_tensors(tensors, check=operation.check)
+        allocate = ready.staging_allocator()
+        free, self._free = self._free, []  # what is not used now, of other sizes, is released
+        copies: dict[str, torch.Tensor] = {}
+        for group in _groups(sources):
+            operation.check()
+            region = _taken(free, group.nbytes, allocate)
+            places = list(zip(group.sources, group.offsets, strict=True))
+            copy_out([(one.data, 0, region.sub(offset, one.nbytes)) for one, offset in places], ready)
+            copies |= tensors_in(
+                self._lent(allocate, region),
+                [one.name for one in group.sources],
+                [one.dtype for one in group.sources],
+                [one.shape for one in group.sources],
+                group.offsets,
+            )
+        return copies
+
+    def _lent(self, allocate: Allocator, region: Region) -> Region:
+        """Return a region over the same memory, which comes back when the last tensor over it is gone."""
+        buffer: Any = (ctypes.c_char * region.nbytes).from_address(region.address)
+        weakref.finalize(buffer, self._give_back, (allocate, region)).atexit = False
+        return Region(region.address, region.nbytes, buffer)
+
+    def _give_back(self, memory: _Memory) -> None:
+        if not self._is_closed:
+            self._free.append(memory)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Tensors that are copied into one allocation."""
+
+    sources: list[TensorSource] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def _groups(sources: Sequence[TensorSource]) -> list[_Group]:
+    """Return the tensors in groups of limited size; a larger tensor has an allocation of its own."""
+    groups = [_Group()]
+    for source in sources:
+        if groups[-1].sources and groups[-1].nbytes + source.nbytes > SNAPSHOT_BLOCK_BYTES:
+            groups.append(_Group())
+        group = groups[-1]
+        group.sources.append(source)
+        group.offsets.append(group.nbytes)
+        group.nbytes += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return groups
+
+
+def _taken(free: list[_Memory], nbytes: int, allocate: Allocator) -> Region:
+    """Return memory that was used before, or new."""
+    size = max(nbytes, 1)
+    for memory in free:
+        if memory[0] == allocate and memory[1].nbytes == size:
+            free.remove(memory)
+            return memory[1]
+    return allocate(size).sub(0, size)
+
+
+def _tensors_of(state: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in mappings, lists and tuples."""
+    ahead, seen = [state], set()
+    while ahead:
+        value = ahead.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            ahead += value.values() if isinstance(value, Mapping) else value
+
+
+def _local_of(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
