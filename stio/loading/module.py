@@ -338,7 +338,13 @@ class ModuleTarget:
                     path=self._path,
                     found=name,
                 )
-        return {name: index for name, index in found.items() if self._copies[name] in self._parts}
+        parts = {name: self._parts.get(self._copies[name]) for name in found}
+        return {
+            name: found[name]
+            for name, part in parts.items()
+            if part is not None
+            and found[name] != tuple(slice(0, size) for size in part.shape)  # whole ones are grouped
+        }
 
     @property
     def on_cpu(self) -> bool:
