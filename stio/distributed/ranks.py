@@ -9,8 +9,10 @@ The first failure of all ranks is the one that all others raise. A rank that giv
 counts as failed. The first rank judges the others by their signs, and they judge the first one. If that one
 has the store, its end closes the store, which all notice at once.
 
-Ranks make their objects in the same order: the number of an object is a part of its keys. Objects that are made on
-threads of others, in any order, have a key that one rank has chosen.
+Ranks make their objects in the same order: the number of an object is a part of its keys. It counts from the start of
+the group, and a count of such starts is in the store: after all groups were destroyed, a rank may go on in a new group
+with one that has just begun. Objects that are made on threads of others, in any order, have a key that one rank has
+chosen.
 """
 
 from __future__ import annotations
@@ -19,22 +21,24 @@ import base64
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from threading import TIMEOUT_MAX
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from stio.distributed.torch_private import default_store
+from stio.distributed.torch_private import store_of
 from stio.errors import ClosedError, RankError, printable
 from stio.runtime.blocking import runs_blocking
-from stio.runtime.locks import Condition
+from stio.runtime.locks import Condition, new_lock
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Cancelled, Operation, start_thread
 
@@ -76,8 +80,21 @@ class _Sign:
     seen: float = field(default_factory=time.monotonic)
 
 
-_numbers: dict[str, int] = {}  # by the name of the group: how many objects were made
-_old_keys: deque[tuple[str, list[str]]] = deque()  # the group's name, and keys that this rank has set for it
+@dataclass(slots=True)
+class _Group:
+    """What this process knows of a process group as long as that exists."""
+
+    num_objects: int = 0
+    """How many objects were made."""
+    start: int = 0
+    """How many groups of these ranks and of this name had begun in the store, with this one; 0: not known yet."""
+    lock: Any = field(default_factory=new_lock)
+    """Held while `start` is made."""
+    old_keys: deque[list[str]] = field(default_factory=deque)
+    """The keys that this rank has set for each object that has ended."""
+
+
+_groups: MutableMapping[dist.ProcessGroup, _Group] = WeakKeyDictionary()
 
 
 class Ranks:
@@ -95,7 +112,9 @@ class Ranks:
         exit_patience: Seconds that the interpreter's exit waits for the end of what they do.
 
     Raises:
-        ValueError: The timeout is not positive, or this process is not a member of the group.
+        TypeError: The timeout is no number.
+        ValueError: The timeout is not positive, or longer than a thread can wait; or this process is not a member of
+            the group.
     """
 
     def __init__(
@@ -107,22 +126,24 @@ class Ranks:
         key: str | None = None,
         exit_patience: float = 0.0,
     ) -> None:
-        if not timeout > 0:
-            raise ValueError(f"rank_timeout= takes a positive number of seconds, not {timeout!r}")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+            raise TypeError(f"rank_timeout= takes a number of seconds, not {timeout!r}")
+        if not 0 < timeout <= TIMEOUT_MAX:  # also False for NaN
+            raise ValueError(f"rank_timeout= takes a positive number of seconds, at most {TIMEOUT_MAX:.0f}")
         self._about, self._timeout = about, timeout
         self.rank, self.num_ranks = 0, 1
         self._store: Store | None = None
-        self._group_name = self._prefix = ""
+        self._prefix = "" if key is None else f"stio/{key}"
         if dist.is_initialized():
             self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
             if self.rank < 0:
                 raise ValueError("this process is not a member of process_group=")
         if self.num_ranks > 1:
-            self._store, self._group_name = default_store(process_group)
+            self._store, group = store_of(process_group)
+            self._group = _groups.setdefault(group, _Group())
             if key is None:
-                _numbers[self._group_name] = number = _numbers.get(self._group_name, 0) + 1
-                key = str(number)
-            self._prefix = f"stio/{key}"
+                self._group.num_objects += 1
+            self._number = self._group.num_objects
         self.process_group = process_group
         """The ranks; None: those of the default group."""
         self.failure: RankError | None = None
@@ -271,6 +292,7 @@ class Ranks:
         assert self._store is not None
         try:
             connection = _own_connection(self._store)
+            self._prefix = self._prefix or f"stio/{self._group_start(connection)}/{self._number}"
             store = PrefixStore(self._prefix, connection)
             pause = _SHORTEST_PAUSE
             while not self._leaving and not operation.cancelled:
@@ -384,12 +406,17 @@ class Ranks:
                 self._looked = time.monotonic()
                 time.sleep(_SHORTEST_PAUSE)
 
+    def _group_start(self, connection: Store) -> int:
+        """Return how many groups of these ranks and of this name have begun in the store."""
+        with self._group.lock:
+            self._group.start = self._group.start or connection.add(f"stio/start/{self.rank}", 1)
+            return self._group.start
+
     def _forget_old_keys(self, connection: Store) -> None:
-        _old_keys.append((self._group_name, [f"{self._prefix}/{key}" for key in self._keys]))
-        own = [entry for entry in _old_keys.copy() if entry[0] == self._group_name]
-        for entry in own[:-_KEPT_ROUNDS]:
-            _old_keys.remove(entry)
-            for key in entry[1]:
+        old = self._group.old_keys
+        old.append([f"{self._prefix}/{key}" for key in self._keys])
+        while len(old) > _KEPT_ROUNDS:
+            for key in old.popleft():
                 connection.delete_key(key)
 
     def _set(self, store: Store, key: str, value: bytes) -> None:

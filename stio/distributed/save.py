@@ -274,7 +274,8 @@ async def _sharded(
         if part is not None and isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             known = meshes[mesh] = meshes.get(mesh) or identify(mesh)
-            tensors[name] = part.local
+            # A rank that is not in the mesh has nothing, also of a scalar, which cannot be empty.
+            tensors[name] = part.local if mesh.get_coordinate() is not None else part.local.new_empty(0)
             shares[name] = Share(part.shape, part.index, known, *replica_of(tensor))
     return ShardedSave(tensors, shares, destination, options, ranks=ranks, **arguments)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -13,12 +14,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.tensor import DTensor
 
 
-def default_store(process_group: dist.ProcessGroup | None) -> tuple[Store, str]:
-    """Return the store of a process group, in which keys of other groups do not occur, and the group's name."""
+def store_of(process_group: dist.ProcessGroup | None) -> tuple[Store, dist.ProcessGroup]:
+    """Return the store of a process group, in which keys of other groups do not occur, and the group.
+
+    A group that is made after all groups were destroyed may have the name of an older one of other ranks.
+    """
     group = process_group or distributed_c10d._get_default_group()
-    name: str = group.group_name
+    members = hashlib.sha256(str(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
     # `ProcessGroup.get_group_store` is not in all versions, and for some backends it has no store.
-    return PrefixStore(name, distributed_c10d._get_default_store()), name
+    return PrefixStore(f"{group.group_name}/{members}", distributed_c10d._get_default_store()), group
 
 
 NamePath: TypeAlias = tuple[str | int, ...]

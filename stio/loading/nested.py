@@ -183,7 +183,12 @@ class StateTarget:
         """
         self._checkpoint = opened
         self._is_nested = STATE_KEY in opened.metadata
-        self._merge(self._state, self._stored_state(opened, options, check), [])
+        if self._merge(self._state, self._stored_state(opened, options, check), []) is not self._state:
+            raise MismatchError(
+                "the state is a plain value, or a tuple with such values, and the checkpoint has others; they cannot "
+                "be replaced: put the state into a list or a dictionary",
+                path=opened.path,
+            )
         if options.strict and (self._missing or self._unexpected):
             hint = "" if self._is_nested else "; the checkpoint has tensors by name, and no nested state"
             raise MismatchError(
@@ -215,7 +220,7 @@ class StateTarget:
         if isinstance(mine, _PLAIN_VALUES):
             if not isinstance(stored, _PLAIN_VALUES):
                 self._fail(keys, mine, stored)
-            return stored
+            return mine if _is_same(mine, stored) else stored
         if isinstance(mine, Mapping) and isinstance(stored, Mapping):
             self._merge_mapping(mine, stored, keys)
             return mine
@@ -229,8 +234,15 @@ class StateTarget:
                 self._missing.append(self._shown([*keys, key]))
                 continue
             new = self._merge(value, stored[key], [*keys, key])
-            if new is not value:
-                self._replaced.append((mine, key, new))
+            if new is value:
+                continue
+            if not hasattr(type(mine), "__setitem__"):
+                raise MismatchError(
+                    f"{self._shown([*keys, key])} has another value in the checkpoint, and cannot be replaced: a "
+                    f"{printable(type(mine).__name__)} cannot be changed",
+                    path=self._checkpoint.path,
+                )
+            self._replaced.append((mine, key, new))
         self._unexpected += [self._shown([*keys, key]) for key in stored if key not in mine]
 
     def _merge_sequence(self, mine: list[Any] | tuple[Any, ...], stored: Iterable[Any], keys: _Keys) -> Any:
@@ -325,6 +337,11 @@ class StateTarget:
         """Drop what refers to the state: after a failure its traceback may hold this object for long."""
         self._places.clear()
         self._replaced.clear()
+
+
+def _is_same(mine: object, stored: object) -> bool:
+    """Return whether a plain value is the stored one; 0.0 and -0.0 are two."""
+    return type(mine) is type(stored) and mine == stored and (not isinstance(mine, float) or repr(mine) == repr(stored))
 
 
 def _kind(value: object) -> str:

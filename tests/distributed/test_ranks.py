@@ -35,10 +35,12 @@ def test_one_process_is_one_rank():
     assert asyncio.run(alone()) == [b"2"]
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])
 def test_timeouts_that_are_refused(timeout: float):
     with pytest.raises(ValueError, match="rank_timeout= takes a positive number"):
         Ranks(about="load", timeout=timeout)
+    with pytest.raises(TypeError, match="rank_timeout= takes a number of seconds, not '5'"):
+        Ranks(about="load", timeout="5")  # type: ignore[arg-type]
 
 
 class OwnError(Exception):
@@ -129,6 +131,7 @@ def scenarios(folder: str) -> dict[str, Any]:
     found["late"] = outcome(late(load, module, good))
     found["well"] = outcome(load(module, good))
     found["group"] = outcome(in_a_group(module, good))
+    found["new group"] = outcome(in_new_groups(folder))
     return found
 
 
@@ -145,6 +148,23 @@ async def in_a_group(module: nn.Module, path: str) -> None:
     else:
         with pytest.raises(ValueError, match="not a member"):
             await stio.distributed.load_into(module, path, process_group=group)
+
+
+async def in_new_groups(folder: str) -> None:
+    """All groups are made anew: with the store of before, with a new one, and with one name for other ranks."""
+    rank, group = dist.get_rank(), dist.new_group([0, 1])
+    for number, store in enumerate(["second", "second", "third"]):
+        if rank == number:
+            Ranks(about="load", process_group=None)  # this rank has made more objects than the others
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{store}", -1), rank=rank, world_size=3)
+        async with Ranks(about="load", timeout=5.0) as ranks:
+            assert await ranks.arrive("new", b"%d" % number) == [b"%d" % number] * 3
+        members = [number % 3, (number + 1) % 3]
+        group = dist.new_group(members)
+        if rank in members:
+            async with Ranks(group, about="load", timeout=5.0) as ranks:
+                assert await ranks.arrive("new", b"%d" % number) == [b"%d" % number] * 2
 
 
 def test_one_failure_is_raised_on_all_ranks(tmp_path: Path):
@@ -171,7 +191,7 @@ def test_one_failure_is_raised_on_all_ranks(tmp_path: Path):
         check(results, "load", rank, 1, "CheckpointNotFoundError", "the load failed on rank 1: CheckpointNotFoundError")
         check(results, "module", rank, 2, "MismatchError", "the load failed on rank 2: MismatchError")
         check(results, "option", rank, 0, "ValueError", "the load failed on rank 0: ValueError: budget_bytes")
-        assert found["well"][0] == found["group"][0] == "", found
+        assert found["well"][0] == found["group"][0] == found["new group"][0] == "", found
         kind, text, _, seconds = found["cancelled"]
         assert kind == ("CancelledError" if rank == 2 else "RankError") and seconds < 2
         assert rank == 2 or "the load was cancelled on rank 2" in text

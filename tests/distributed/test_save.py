@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import stio
 from stio import sync
@@ -162,6 +162,9 @@ def models(place: Place) -> None:
     lazy = {name: LazyTensor(torch.float32, (20,), tensor.clone) for name, tensor in state.items()}
     place.same_files(lazy, {name: tensor.clone() for name, tensor in state.items()})
     place.same_files({}, {})
+    first = DeviceMesh("cpu", [0])  # the other ranks are not in it, and have nothing of its tensors
+    scalar = distribute_tensor(torch.tensor(5.0), first, [Replicate()], src_data_rank=None)
+    place.same_files({"scalar": scalar}, {"scalar": torch.tensor(5.0)})
 
 
 def random_states(place: Place, seeds: range) -> None:

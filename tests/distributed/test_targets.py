@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -301,6 +302,15 @@ def plain_states(folder: str) -> int:
         sync.distributed.load_into({"a": 1}, f"{folder}/two")
     with raises_on_all_ranks("0.weight is of another kind in the checkpoint"):
         sync.distributed.load_into({"0.weight": 1.5}, f"{folder}/two", strict=False)
+    fixed = other_values(stored) | {"betas": stored["betas"], "pair": stored["pair"]}
+    fixed["list"][1] = MappingProxyType({"w": torch.zeros(4), 3: 0.0})
+    with raises_on_all_ranks(r"state\['list'\]\[1\]\[3\] .* cannot be replaced: a mappingproxy cannot be changed"):
+        sync.distributed.load_into(fixed, path)
+    assert fixed["step"] == "other"
+    sync.distributed.load_into(pair := (torch.tensor(0), 9), f"{folder}/pair.safetensors")  # the same plain value
+    assert pair == (torch.tensor(5), 9)
+    with raises_on_all_ranks("the state is a plain value, or a tuple with such values"):
+        sync.distributed.load_into((torch.tensor(0), 8), f"{folder}/pair.safetensors")
     return len(refused)
 
 
@@ -354,6 +364,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     sync.save(two_layers(), folder / "two")
     sync.save({"sharded": torch.arange(8.0), "whole": torch.arange(8.0)}, folder / "buffers")
     sync.save_state(stored_state(), folder / "plain.safetensors")
+    sync.save_state(stored_state()["pair"], folder / "pair.safetensors")
     return run_ranks(everything, 4, folder, str(folder))
 
 
