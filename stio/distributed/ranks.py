@@ -26,6 +26,7 @@ from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import msgspec
 import torch.distributed as dist
@@ -76,8 +77,16 @@ class _Sign:
     seen: float = field(default_factory=time.monotonic)
 
 
-_numbers: dict[str, int] = {}  # by the name of the group: how many objects were made
-_old_keys: deque[tuple[str, list[str]]] = deque()  # the group's name, and keys that this rank has set for it
+@dataclass(slots=True)
+class _Made:
+    """The objects of one group. A later group of the same name, after a restart of the ranks, has its own."""
+
+    number: int = 0
+    old_keys: deque[list[str]] = field(default_factory=deque)
+    """Keys that this rank has set, of each object that has ended."""
+
+
+_made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
 
 
 class Ranks:
@@ -112,16 +121,18 @@ class Ranks:
         self._about, self._timeout = about, timeout
         self.rank, self.num_ranks = 0, 1
         self._store: Store | None = None
-        self._group_name = self._prefix = ""
+        self._prefix = ""
+        self._made = _Made()
         if dist.is_initialized():
             self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
             if self.rank < 0:
                 raise ValueError("this process is not a member of process_group=")
         if self.num_ranks > 1:
-            self._store, self._group_name = default_store(process_group)
+            self._store, group = default_store(process_group)
+            self._made = _made.setdefault(group, self._made)
             if key is None:
-                _numbers[self._group_name] = number = _numbers.get(self._group_name, 0) + 1
-                key = str(number)
+                self._made.number += 1
+                key = str(self._made.number)
             self._prefix = f"stio/{key}"
         self.process_group = process_group
         """The ranks; None: those of the default group."""
@@ -385,12 +396,12 @@ class Ranks:
                 time.sleep(_SHORTEST_PAUSE)
 
     def _forget_old_keys(self, connection: Store) -> None:
-        _old_keys.append((self._group_name, [f"{self._prefix}/{key}" for key in self._keys]))
-        own = [entry for entry in _old_keys.copy() if entry[0] == self._group_name]
-        for entry in own[:-_KEPT_ROUNDS]:
-            _old_keys.remove(entry)
-            for key in entry[1]:
-                connection.delete_key(key)
+        old_keys = self._made.old_keys
+        old_keys.append([f"{self._prefix}/{key}" for key in self._keys])
+        while len(old_keys) > _KEPT_ROUNDS:
+            with suppress(IndexError):  # another thread was faster
+                for key in old_keys.popleft():
+                    connection.delete_key(key)
 
     def _set(self, store: Store, key: str, value: bytes) -> None:
         store.set(key, value)  # type: ignore[arg-type]  # bytes are allowed, and the stub does not say so

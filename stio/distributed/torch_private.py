@@ -13,12 +13,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.tensor import DTensor
 
 
-def default_store(process_group: dist.ProcessGroup | None) -> tuple[Store, str]:
-    """Return the store of a process group, in which keys of other groups do not occur, and the group's name."""
+def default_store(process_group: dist.ProcessGroup | None) -> tuple[Store, dist.ProcessGroup]:
+    """Return the store of a process group, in which keys of other groups do not occur, and the group."""
     group = process_group or distributed_c10d._get_default_group()
-    name: str = group.group_name
     # `ProcessGroup.get_group_store` is not in all versions, and for some backends it has no store.
-    return PrefixStore(name, distributed_c10d._get_default_store()), name
+    return PrefixStore(group.group_name, distributed_c10d._get_default_store()), group
 
 
 NamePath: TypeAlias = tuple[str | int, ...]

@@ -15,11 +15,12 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -117,63 +118,96 @@ class Ended:
 # In the driver.
 
 
-def play(this: Round, folder: Path) -> Ended:
-    """Run one round; `folder` is its own. Callable on several threads at once."""
-    path = folder / "place" / "model"
-    sync.save({name: whole(name, 0) for name in SHAPES}, path, max_shard_size=SHARD_BYTES)
-    ended = Ended(this, path)
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    pipes, processes = [], []
-    try:
-        for rank in range(this.num_ranks):
-            own, other = context.Pipe()
-            process = context.Process(target=_rank, args=(this, rank, str(path), other, str(folder)))
+class Workers:
+    """Processes that are the ranks of one round after the other; one that was killed is replaced."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        self._all: dict[int, tuple[Any, Connection]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in list(self._all):
+            self._end(rank)
+
+    def play(self, this: Round) -> Ended:
+        """Run one round."""
+        path = self._folder / str(this.seed) / "model"
+        sync.save({name: whole(name, 0) for name in SHAPES}, path, max_shard_size=SHARD_BYTES, durability="none")
+        ended = Ended(this, path)
+        pipes = [self._start(rank) for rank in range(this.num_ranks)]
+        try:
+            for rank, pipe in enumerate(pipes):
+                pipe.send((this, rank, str(path)))
+            self._drive(ended, pipes)
+        except Exception as error:
+            ended.wrong.append(f"{type(error).__name__}: {error}")
+        if not this.raises:
+            self._end(this.victim)
+        if ended.wrong:
+            for rank in list(self._all):
+                self._end(rank)
+        return ended
+
+    def _start(self, rank: int) -> Connection:
+        if rank not in self._all:
+            own, other = self._context.Pipe()
+            stacks = self._stacks(rank)
+            process = self._context.Process(target=_work, args=(other, str(stacks)))
             process.start()
             other.close()
-            pipes.append(own)
-            processes.append(process)
-        _drive(ended, pipes, processes, folder)
-    except Exception as error:
-        ended.wrong.append(f"{type(error).__name__}: {error}")
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+            self._all[rank] = process, own
+        return self._all[rank][1]
+
+    def _end(self, rank: int) -> None:
+        process, pipe = self._all.pop(rank)
+        process.kill()
+        process.join()
+        pipe.close()
+
+    def _drive(self, ended: Ended, pipes: list[Connection]) -> None:
+        this = ended.of
+        port = _receive(pipes[0])
+        for pipe in pipes[1:]:
+            pipe.send(port)
+        seconds = max(_receive(pipe) for pipe in pipes)
+        if this.saves:
+            ended.began = ended.acknowledged = 1
         for pipe in pipes:
-            pipe.close()
-    return ended
+            pipe.send("go")
+        time.sleep(seconds * this.moment)
+        if this.raises:
+            pipes[this.victim].send("raise")
+        else:
+            os.kill(self._all[this.victim][0].pid, signal.SIGKILL)
+            ended.fault_time = time.monotonic()
+        running = {pipe: rank for rank, pipe in enumerate(pipes)}
+        end = time.monotonic() + this.rank_timeout + 10
+        while running:
+            ready = wait(list(running), max(0, end - time.monotonic()))
+            if not ready:
+                ended.wrong += [self._stack(rank) for rank in running.values()]
+                return
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                try:
+                    if _note(ended, running[pipe], *pipe.recv()):
+                        del running[pipe]
+                except (EOFError, ConnectionError):
+                    del running[pipe]
 
+    def _stacks(self, rank: int) -> Path:
+        return self._folder / f"stacks-{rank}"
 
-def _drive(ended: Ended, pipes: list[Connection], processes: list[Any], folder: Path) -> None:
-    this = ended.of
-    port = _receive(pipes[0])
-    for pipe in pipes[1:]:
-        pipe.send(port)
-    seconds = max(_receive(pipe) for pipe in pipes)
-    if this.saves:
-        ended.began = ended.acknowledged = 1
-    for pipe in pipes:
-        pipe.send("go")
-    time.sleep(seconds * this.moment)
-    if this.raises:
-        pipes[this.victim].send("raise")
-    else:
-        os.kill(processes[this.victim].pid, signal.SIGKILL)
-        ended.fault_time = time.monotonic()
-    ranks = {pipe: rank for rank, pipe in enumerate(pipes)}
-    end = time.monotonic() + this.rank_timeout + 10
-    while ranks:
-        ready = wait(list(ranks), max(0, end - time.monotonic()))
-        if not ready:
-            ended.wrong += [_stack(processes[rank], folder, rank) for rank in ranks.values()]
-            return
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            try:
-                _note(ended, ranks[pipe], *pipe.recv())
-            except (EOFError, ConnectionError):
-                del ranks[pipe]
+    def _stack(self, rank: int) -> str:
+        process, _ = self._all[rank]
+        os.kill(process.pid, signal.SIGABRT)
+        process.join(5)
+        return f"rank {rank} hangs:\n{self._stacks(rank).read_text()}"
 
 
 def _receive(pipe: Connection) -> Any:
@@ -183,7 +217,8 @@ def _receive(pipe: Connection) -> Any:
     return value
 
 
-def _note(ended: Ended, rank: int, what: str, value: Any) -> None:
+def _note(ended: Ended, rank: int, what: str, value: Any) -> bool:
+    """Note what a rank told; return whether it is the last of this round."""
     if what == "begin" and ended.of.saves:
         ended.began = max(ended.began, value)
     elif what == "done" and ended.of.saves:
@@ -194,12 +229,7 @@ def _note(ended: Ended, rank: int, what: str, value: Any) -> None:
         ended.errors[rank] = value
     elif what == "wrong":
         ended.wrong.append(f"rank {rank}: {value}")
-
-
-def _stack(process: Any, folder: Path, rank: int) -> str:
-    os.kill(process.pid, signal.SIGABRT)
-    process.join(5)
-    return f"rank {rank} hangs:\n{(folder / f'stacks-{rank}').read_text()}"
+    return what == "raised"
 
 
 # In the ranks.
@@ -210,7 +240,7 @@ class Fault:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._is_due = threading.Event()
+        self._is_due = False
         self._once = threading.Lock()
         for owner, name in [
             (calls, "write"),
@@ -222,7 +252,18 @@ class Fault:
             (local.LocalFile, "read_into"),
         ]:
             setattr(owner, name, self._faulty(getattr(owner, name)))
-        threading.Thread(target=self._wait, daemon=True).start()
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """Wait for the driver's word on a thread, inside the block."""
+        thread = threading.Thread(target=self._wait)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
+            self._is_due = False
+            self.renew()
 
     def renew(self) -> None:
         """Let another call fail, if the one before did no harm."""
@@ -231,11 +272,11 @@ class Fault:
 
     def _wait(self) -> None:
         assert self._pipe.recv() == "raise"
-        self._is_due.set()
+        self._is_due = True
 
     def _faulty(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            if self._is_due.is_set() and self._once.acquire(blocking=False):
+            if self._is_due and self._once.acquire(blocking=False):
                 self._pipe.send(("fault", time.monotonic()))
                 raise OSError(errno.EIO, "a disk that fails")
             return function(*arguments, **keywords)
@@ -243,25 +284,29 @@ class Fault:
         return call
 
 
-def _rank(this: Round, rank: int, path: str, pipe: Connection, folder: str) -> None:
-    stacks = open(f"{folder}/stacks-{rank}", "w")  # noqa: SIM115
-    faulthandler.enable(stacks)
+def _work(pipe: Connection, stacks: str) -> None:
+    faulthandler.enable(open(stacks, "w"))  # noqa: SIM115
     torch.set_num_threads(1)
-    is_first = rank == 0
-    port = 0 if is_first else pipe.recv()
-    store = dist.TCPStore("127.0.0.1", port, this.num_ranks, is_first, wait_for_workers=False)
-    if is_first:
-        pipe.send(store.port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=this.num_ranks)
-    try:
-        asyncio.run(_again_and_again(this, rank, path, pipe))
-    except BaseException as error:
-        kind = type(error).__name__
-        pipe.send(("raised", (kind, type(error.__cause__).__name__, str(error), time.monotonic())))
-    os._exit(0)  # the group cannot be left in order: a rank has ended
+    fault = Fault(pipe)
+    while True:
+        this, rank, path = pipe.recv()
+        if dist.is_initialized():  # only now: the others of the last round may need the store
+            with suppress(RuntimeError):  # a rank was killed
+                dist.destroy_process_group()
+        is_first = rank == 0
+        port = 0 if is_first else pipe.recv()
+        store = dist.TCPStore("127.0.0.1", port, this.num_ranks, is_first, wait_for_workers=False)
+        if is_first:
+            pipe.send(store.port)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=this.num_ranks)
+        try:
+            asyncio.run(_again_and_again(this, rank, path, pipe, fault))
+        except BaseException as error:
+            kind = type(error).__name__
+            pipe.send(("raised", (kind, type(error.__cause__).__name__, str(error), time.monotonic())))
 
 
-async def _again_and_again(this: Round, rank: int, path: str, pipe: Connection) -> None:
+async def _again_and_again(this: Round, rank: int, path: str, pipe: Connection, fault: Fault) -> None:
     """Save or load once, tell the driver how long it took, and go on until an error when it says so."""
     model = Model(DeviceMesh("cpu", torch.arange(this.num_ranks)))
     async with stio.distributed.Saver(max_shard_size=SHARD_BYTES, rank_timeout=this.rank_timeout) as saver:
@@ -284,14 +329,13 @@ async def _again_and_again(this: Round, rank: int, path: str, pipe: Connection) 
         await once(FIRST_TIMEOUT)
         pipe.send(time.monotonic() - begin)
         assert pipe.recv() == "go"
-        fault = Fault(pipe) if this.raises and rank == this.victim else None
-        for generation in itertools.count(2):
-            if fault is not None:
+        with fault.armed() if this.raises and rank == this.victim else nullcontext():
+            for generation in itertools.count(2):
                 fault.renew()
-            model.fill(generation)
-            pipe.send(("begin", generation))
-            await once()
-            pipe.send(("done", generation))
+                model.fill(generation)
+                pipe.send(("begin", generation))
+                await once()
+                pipe.send(("done", generation))
 
 
 class Model(nn.Module):
