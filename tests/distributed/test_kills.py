@@ -36,7 +36,7 @@ def require_nothing_else(path: Path) -> None:
     index = json.loads((path / "model.safetensors.index.json").read_text())
     expected = {"model.safetensors.index.json", *index["weight_map"].values()}
     assert set(os.listdir(path)) == expected
-    assert [name for name in os.listdir(path.parent)] == [path.name]
+    assert os.listdir(path.parent) == [path.name]
 
 
 def outcome_of(ended: Ended, monkeypatch: pytest.MonkeyPatch) -> str:
