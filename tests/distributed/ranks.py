@@ -17,6 +17,9 @@ import torch.multiprocessing as mp
 
 MOST_SECONDS = 120
 
+PRELOADED = ["stio.distributed", "stio.sync", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+"""Modules that the server imports once, before it forks ranks: an import of torch in each would take seconds."""
+
 
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, folder: Path, *arguments: Any, killed: Collection[int] = ()
@@ -31,11 +34,8 @@ def run_ranks(
     """
     results = folder / f"results-{function.__name__}"
     results.mkdir()
-    # The server imports these modules once, before it forks the ranks: an import of torch in each would take seconds.
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["stio.distributed", "stio.sync", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
-    )
+    context.set_forkserver_preload(PRELOADED)
     meeting = f"tcp://127.0.0.1:{free_port()}" if killed else f"file://{results}/meeting"
     processes = [
         context.Process(target=_run, args=(function, rank, num_ranks, meeting, str(results), arguments))
