@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import click
 
-from stio.cli.output import JSON_OPTION, PATH
+from stio.cli.output import JSON_OPTION, PATH, CommandError
 from stio.errors import one_line
 from stio.runtime.urls import is_url
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport, collect_garbage
@@ -28,7 +28,7 @@ _KEPT_IN_STORE = "left alone, no index names it, but it is younger than --max-ag
     type=click.FloatRange(min=0),
     default=MAX_AGE_SECONDS / 3600,
     show_default=True,
-    help="Leave younger saves alone where locks do not work across machines (NFS, FUSE, stores).",
+    help="On NFS, FUSE and stores: skip what is younger than this.",
 )
 @JSON_OPTION
 def gc(path: str, dry_run: bool, max_age_hours: float, as_json: bool) -> None:
@@ -40,7 +40,11 @@ def gc(path: str, dry_run: bool, max_age_hours: float, as_json: bool) -> None:
     """
     max_age_seconds = max_age_hours * 3600
     if is_url(path):
-        report: GarbageReport = open_destination(path).collect_unused(max_age_seconds=max_age_seconds, dry_run=dry_run)
+        try:
+            destination = open_destination(path)
+        except ValueError as error:  # a URL that nothing can be saved to
+            raise CommandError(one_line(str(error))) from error
+        report: GarbageReport = destination.collect_unused(max_age_seconds=max_age_seconds, dry_run=dry_run)
     else:
         report = collect_garbage(path, max_age_seconds=max_age_seconds, dry_run=dry_run)
     if as_json:

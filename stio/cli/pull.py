@@ -28,7 +28,8 @@ from stio.runtime.urls import without_secrets
     "--also",
     metavar="NAME",
     multiple=True,
-    help="Copy this file beside the checkpoint too, such as 'config.json'; repeatable. Only http servers need it.",
+    help="Copy this file beside the checkpoint too, such as 'config.json'; repeatable. Needed for http only: such "
+    "servers list no files.",
 )
 @JSON_OPTION
 @NO_PROGRESS_OPTION

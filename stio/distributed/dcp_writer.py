@@ -287,7 +287,8 @@ class StioStorageWriter(StorageWriter):
         self._options.max_shard_bytes(path)  # for its errors
         if isinstance(absolute_destination(path), Destination):
             raise ValueError(
-                f"many ranks save to a path on a filesystem that they share, not to {printable(str(path))}"
+                f"many ranks save to a path on a filesystem that they share, not to {printable(str(path))}; save "
+                "there, and copy the result"
             )
         self._path = path
 

@@ -256,7 +256,10 @@ async def _sharded(
         arguments: See `PendingSave`.
     """
     if isinstance(absolute_destination(destination), Destination):
-        raise ValueError(f"many ranks save to a path on a filesystem that they share, not to {destination}")
+        raise ValueError(
+            f"many ranks save to a path on a filesystem that they share, not to {destination}; save there, and copy "
+            "the result"
+        )
     if isinstance(state, nn.Module):
         state = dict(state.state_dict())
     if nested is None:
