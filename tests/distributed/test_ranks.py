@@ -151,9 +151,9 @@ async def in_a_group(module: nn.Module, path: str) -> None:
 
 
 async def in_new_groups(folder: str) -> None:
-    """All groups are made anew: with the store of before, with a new one, and with one name for other ranks."""
+    """All groups are made anew, with one name for other ranks. Torch itself needs a new store each time."""
     rank, group = dist.get_rank(), dist.new_group([0, 1])
-    for number, store in enumerate(["second", "second", "third"]):
+    for number, store in enumerate(["second", "third", "fourth"]):
         if rank == number:
             Ranks(about="load", process_group=None)  # this rank has made more objects than the others
         dist.destroy_process_group()
