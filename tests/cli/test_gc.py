@@ -60,6 +60,7 @@ def test_nothing_to_do(place: Path) -> None:
         "kept": [],
         "removed": [],
         "unused": [],
+        "aborted": [],
     }
 
 

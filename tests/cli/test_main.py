@@ -104,6 +104,7 @@ def test_every_error_says_what_to_do(kind: type[StioError]) -> None:
         package.ClosedError,
         package.MismatchError,
         package.SliceError,
+        package.RankError,
         package.SaveInProgressError,
         package.WarmStartError,  # no command makes one
     ) or re.search(r"broke; .{8,}", text)
