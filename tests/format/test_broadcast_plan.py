@@ -106,6 +106,6 @@ def test_a_large_row_goes_whole():
     large = SharedRows(1, 0, 30, 1000, (0, 1))
     assert [(one.owner, one.begin, one.nbytes) for one in cut_chunks([small, large], 2, 100)] == [
         (0, 0, 30),
-        (0, 30, 1000),
+        (1, 30, 1000),
     ]
     assert [one.nbytes for one in cut_chunks([large], 4, 100)] == [1000]
