@@ -5,14 +5,17 @@
 Each rank is a process of a gloo group with one thread of torch. The tensors are cut into rows, or into columns. The
 contestants take turns; a round's time is that of the slowest rank, between barriers, until the checkpoint is there.
 `torch` is `HuggingFaceStorageWriter(save_distributed=True, enable_consolidation=True)`: its consolidation has no fsync,
-so `torch + sync` also syncs the files that it leaves. stio's saves are durable. The peak is the growth of the resident
-memory of one rank's process during its save, without the page cache.
+so `torch + sync` also syncs the files that it leaves. stio's saves are durable. `raw` is the limit of the disk: each
+rank writes the bytes that it holds, which are one piece of memory, past the page cache into a half of one file, and
+syncs it; there is no header, no agreement and no snapshot. Of columns it writes the same bytes in the same way. The
+peak is the growth of the resident memory of one rank's process during its save, without the page cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import shutil
 import socket
@@ -22,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -74,10 +78,38 @@ def by_torch_synced(state: dict[str, torch.Tensor], path: str) -> None:
                 os.fsync(file.fileno())
 
 
+_RAW_BLOCK_BYTES = 8 << 20
+
+
+def by_raw_writes(state: dict[str, torch.Tensor], path: str) -> None:
+    """Write as many bytes as this rank holds past the page cache, and sync the file."""
+    nbytes = sum(tensor.to_local().nbytes for tensor in state.values())  # type: ignore[attr-defined]
+    if dist.get_rank() == 0:
+        os.mkdir(path)
+    dist.barrier()
+    fd = os.open(Path(path, "raw"), os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+    try:
+        begin = dist.get_rank() * nbytes
+        for start in range(0, nbytes, _RAW_BLOCK_BYTES):
+            block = memoryview(_raw_memory(nbytes))[start : min(start + _RAW_BLOCK_BYTES, nbytes)]
+            assert os.pwrite(fd, block, begin + start) == len(block)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@cache
+def _raw_memory(nbytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, nbytes)
+    memory.write(b"1" * nbytes)
+    return memory
+
+
 CONTESTANTS: dict[str, Callable[[dict[str, torch.Tensor], str], None]] = {
     "stio": by_stio,
     "torch": by_torch,
     "torch + sync": by_torch_synced,
+    "raw": by_raw_writes,
 }
 
 

@@ -530,25 +530,46 @@ class _Sending:
         return None if values[-1] else list(zip(values[:-1:2], values[1::2], strict=True))
 
     def _send(self, group: Any, number: int, received: torch.Tensor) -> None:
-        """Send a chunk, or receive it, and copy what this rank needs of it."""
+        """Send a chunk, or receive it; and copy what this rank needs of it, unless it was received in its place."""
         chunk = self.plan.chunks[number]
         is_own = chunk.owner == self.ranks.rank
-        data = self.read.data(number) if is_own else received[: chunk.nbytes]
+        place = None if is_own else self._place(chunk)
+        data = self.read.data(number) if is_own else received[: chunk.nbytes] if place is None else place
         how = dist.BroadcastOptions()
         how.rootRank = chunk.owner
         begin = perf_counter()
-        group.broadcast([data], how).wait()
+        sending = group.broadcast([data], how)
+        if is_own:
+            self._copy_all(chunk, data)
+        sending.wait()
         if self.trace is not None:
             self.trace.add("send" if is_own else "receive", begin, perf_counter(), num_bytes=chunk.nbytes)
+        if place is None and not is_own:
+            self._copy_all(chunk, data)
+        del data
+        if is_own:
+            self.read.release(number)
+
+    def _place(self, chunk: Chunk) -> torch.Tensor | None:
+        """Return the memory of the module where all bytes of a chunk belong, if there is one."""
+        if len(chunk.pieces) > 1 or self.error is not None or self.operation.cancelled:
+            return None
+        (piece,) = chunk.pieces
+        one = self.plan.tensors[piece.tensor]
+        try:
+            return self.target.rows_memory(one.name, TORCH_DTYPES[one.dtype], one.rows.dim, piece.rows, one.shape)
+        except BaseException as error:
+            self.error = error
+            return None
+
+    def _copy_all(self, chunk: Chunk, data: torch.Tensor) -> None:
+        """Copy what this rank needs of a chunk. An error is kept: others wait for this rank in the next step."""
         if self.error is None and not self.operation.cancelled:
             try:
                 for piece in chunk.pieces:
                     self._copy(piece, data)
             except BaseException as error:
                 self.error = error
-        del data
-        if is_own:
-            self.read.release(number)
 
     def _copy(self, piece: Piece, data: torch.Tensor) -> None:
         one = self.plan.tensors[piece.tensor]

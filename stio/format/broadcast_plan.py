@@ -59,6 +59,10 @@ class Piece:
     """Offset of the first of them in the chunk."""
 
 
+_LARGE_BYTES = 1 << 20
+"""Rows of this size do not share a chunk with others of this size: each can be received where it belongs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Bytes that one rank reads and sends at once."""
@@ -153,6 +157,8 @@ class _Chunks:
         while row < end:
             offset = shared.offset + (row - shared.rows[0]) * shared.row_bytes
             if (owner, shared.file, offset) != (self._owner, self._file, self._begin + self._nbytes):
+                self.close()
+            if min(self._nbytes, (end - row) * shared.row_bytes) >= _LARGE_BYTES:
                 self.close()
             num = (self._chunk_bytes - self._nbytes) // shared.row_bytes
             if num <= 0 and self._pieces:

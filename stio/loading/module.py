@@ -437,6 +437,39 @@ class ModuleTarget:
                 index = tuple(slice(0, size) for size in whole) if part is None else part.index
                 _copy_common(self._targets[name], index, rows, dim, begin)
 
+    def rows_memory(
+        self, source: str, dtype: torch.dtype, dim: int, rows: tuple[int, int], whole: tuple[int, ...]
+    ) -> torch.Tensor | None:
+        """Return the bytes of the module's memory that `copy_rows` would fill with just these rows.
+
+        Args:
+            source: Name in the checkpoint.
+            dtype: Dtype of its tensor.
+            dim: See `copy_rows`.
+            rows: The first row, and the one after the last.
+            whole: See `copy_rows`.
+
+        Returns:
+            A tensor of uint8; None if there is no such memory: it is on another device, has gaps or another dtype, is
+            in several places, or has not all of the rows.
+        """
+        name = self._copies.get(source)
+        if name is None or source in self._kept_names or self._more_copies.get(source) or not whole:
+            return None
+        target, part = self._targets[name].detach(), self._parts.get(name)
+        held = tuple(slice(0, size) for size in whole) if part is None else part.index
+        if target.device.type != "cpu" or target.dtype != dtype or not target.is_contiguous():
+            return None
+        if target.shape != tuple(one.stop - one.start for one in held):  # two elements of the format are one of torch
+            return None
+        covers = target.shape[dim + 1 :] == whole[dim + 1 :]
+        begin, end = rows[0] - held[dim].start, rows[1] - held[dim].start
+        if not covers or begin < 0 or end > target.shape[dim] or not target.numel():
+            return None
+        if not target.is_inference():
+            torch.autograd.graph.increment_version(target)
+        return target.view(torch.uint8).flatten().view(target.shape[dim], -1)[begin:end].flatten()
+
     def keep(self, group: LoadedGroup) -> None:
         """With `assign`, collect a group's tensors for `make` (called by workers)."""
         self._groups.append(group)  # for the thread that calls `complete`
