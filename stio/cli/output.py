@@ -253,14 +253,14 @@ def _broken(line: str, width: int) -> str:
 
 
 def shortened(name: str, width: int) -> str:
-    """Return a name in at most `width` columns: parts between its dots are left out, the early ones and no numbers first.
+    """Return a name in at most `width` columns: parts between its dots are left out, and numbers as the last ones.
 
     A name whose first and last part are too long together keeps its end. No number is cut, unless it fills the width.
     """
     if _cells(name) <= width:
         return name
     dots = "…" if is_encodable("…") else "..."
-    parts = name.split(".")
+    parts = name.split(".") if len(name) <= _MAX_SEARCHED else [name]
     if found := _least_part(parts, _cells(name) + len(dots) - width):
         first, last = found
         return ".".join([*parts[:first], dots, *parts[last + 1 :]])
@@ -275,21 +275,21 @@ def shortened(name: str, width: int) -> str:
 
 def _least_part(parts: list[str], excess: int) -> tuple[int, int] | None:
     """Return the first and the last of the parts to leave out, which together are at least so long; None: too few."""
-    best: tuple[int, int, int] | None = None
-    for first in range(1, min(len(parts), _MAX_PARTS) - 1):
+    best: tuple[int, bool, int, int] | None = None
+    for first in range(len(parts) - 1):
         length, num_numbers = -1, 0
         for last in range(first, len(parts) - 1):
             length += _cells(parts[last]) + 1
             num_numbers += parts[last].isdecimal()
             if length >= excess:
-                found = num_numbers, first, last
+                found = num_numbers, first == 0, first, last
                 best = found if best is None else min(best, found)
                 break
-    return None if best is None else best[1:]
+    return None if best is None else best[2:]
 
 
-_MAX_PARTS = 24
-"""Parts of a name at which what is left out may begin: a name in a hostile file has any number of them."""
+_MAX_SEARCHED = 400
+"""Characters of the longest name whose parts are looked at: the time grows with the square of their number."""
 
 
 def _cells(text: str) -> int:
