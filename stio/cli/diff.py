@@ -61,7 +61,8 @@ def diff(
     """Compare two checkpoints.
 
     Compares names, dtypes, shapes, and values bit by bit, but not metadata. A and B are .safetensors files, directories
-    with checkpoints, or their indices. The number of shards does not matter, and memory does not depend on their size.
+    with checkpoints, their indices, or URLs of these. The number of shards does not matter, and memory does not depend
+    on their size.
     Exit status: 0 equal, 1 different, 2 an error, 3 nothing matches --filter.
     """
     if tolerance is not None and tolerance != tolerance:

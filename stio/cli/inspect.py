@@ -55,8 +55,8 @@ def inspect(path: str, pattern: str | None, as_tree: bool, depth: int | None, wi
     """List the tensors of a checkpoint.
 
     It prints names, dtypes, shapes, sizes and shards, and reads headers only. PATH is a .safetensors file, a directory
-    with a checkpoint, or its index. Dtypes have the names of the format, such as BF16; the totals show torch's names
-    too. Exit status 3: nothing matches --filter.
+    with a checkpoint, its index, or a URL of one of these. Dtypes have the names of the format, such as BF16; the
+    totals show torch's names too. Exit status 3: nothing matches --filter.
     """
     with closing(open_checkpoint(path, strict=False)) as opened:
         listing = _list(opened, pattern)
@@ -215,10 +215,10 @@ def _tree(listing: _Listing, depth: int | None, width: int | None) -> Iterator[s
         if width is not None:
             label = shortened(label, max(_SHORTEST_LABEL, width - len(drawn) - len(text) - 2))
         lines.append((drawn + label, text))
-    padded = _PADDED if width is None else min(_PADDED, width - max((len(text) for _, text in lines), default=0) - 2)
-    most = max(0, min(padded, max((len(label) for label, _ in lines), default=0)))
+    most = min(_PADDED, max((len(label) for label, _ in lines), default=0))
     for label, text in lines:
-        yield f"{label.ljust(most)}  {text}"
+        padded = most if width is None else min(most, width - len(text) - 2)
+        yield f"{label.ljust(padded)}  {text}"
 
 
 _SHORTEST_LABEL = 12

@@ -255,15 +255,21 @@ def _broken(line: str, width: int) -> str:
 def shortened(name: str, width: int) -> str:
     """Return a name in at most `width` columns: parts between its dots are left out, and numbers as the last ones.
 
-    A name whose first and last part are too long together keeps its end. No number is cut, unless it fills the width.
+    A name whose last part is too long keeps its end. No number is cut, unless it fills the width.
     """
     if _cells(name) <= width:
         return name
     dots = "…" if is_encodable("…") else "..."
     parts = name.split(".") if len(name) <= _MAX_SEARCHED else [name]
-    if found := _least_part(parts, _cells(name) + len(dots) - width):
-        first, last = found
-        return ".".join([*parts[:first], dots, *parts[last + 1 :]])
+    before_last = range(1, len(parts) - 1)
+    order = [k for k in before_last if not parts[k].isdecimal()]
+    order += [0, *(k for k in before_last if parts[k].isdecimal())] if len(parts) > 1 else []
+    for k in order:
+        parts[k] = ""
+        # What is left out together is one gap. An empty part of the name itself is not shown either.
+        kept = ".".join(dots if not part else part for part in _without_repeats(parts))
+        if _cells(kept) <= width:
+            return kept
     start = len(name) - max(0, width - len(dots))
     while _cells(name[start:]) + len(dots) > width and start < len(name):
         start += 1
@@ -273,19 +279,13 @@ def shortened(name: str, width: int) -> str:
     return dots + (name[whole:] or name[start:])
 
 
-def _least_part(parts: list[str], excess: int) -> tuple[int, int] | None:
-    """Return the first and the last of the parts to leave out, which together are at least so long; None: too few."""
-    best: tuple[int, bool, int, int] | None = None
-    for first in range(len(parts) - 1):
-        length, num_numbers = -1, 0
-        for last in range(first, len(parts) - 1):
-            length += _cells(parts[last]) + 1
-            num_numbers += parts[last].isdecimal()
-            if length >= excess:
-                found = num_numbers, first == 0, first, last
-                best = found if best is None else min(best, found)
-                break
-    return None if best is None else best[2:]
+def _without_repeats(parts: Sequence[str]) -> Iterator[str]:
+    """Yield parts, and of several empty ones in a row one."""
+    before = "-"
+    for part in parts:
+        if part or before:
+            yield part
+        before = part
 
 
 _MAX_SEARCHED = 400
@@ -297,7 +297,7 @@ def _cells(text: str) -> int:
     return len(text) if text.isascii() else cell_len(text)
 
 
-_MAX_PADDED = 32
+_MAX_PADDED, _MAX_PADDED_ON_TERMINALS = 32, 20
 """Cells that are not names are padded to this width at most; a longer one moves the rest of its own row only."""
 
 
@@ -312,7 +312,8 @@ def columns_of(
         width: Columns of the terminal; None: no cell is shortened.
     """
     widest = [max(map(_cells, column)) for column in zip(*rows, strict=True)]
-    widths = [widest[0], *(min(most, _MAX_PADDED) for most in widest[1:])]
+    padded = _MAX_PADDED if width is None else _MAX_PADDED_ON_TERMINALS
+    widths = [widest[0], *(min(most, padded) for most in widest[1:])]
     if width is not None:
         rest = sum(len(_GAP) + most for most in widths[1:])
         widths[0] = min(widths[0], max(_SHORTEST_NAME, width - rest))
