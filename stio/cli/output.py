@@ -267,7 +267,7 @@ def shortened(name: str, width: int) -> str:
     for k in order:
         parts[k] = ""
         # What is left out together is one gap. An empty part of the name itself is not shown either.
-        kept = ".".join(dots if not part else part for part in _without_repeats(parts))
+        kept = ".".join(part or dots for part in _without_repeats(parts))
         if _cells(kept) <= width:
             return kept
     start = len(name) - max(0, width - len(dots))
