@@ -62,7 +62,7 @@ _COLD_FRACTION = 0.02
 _UNSTEADY = 1.5
 """Ratio of the slowest to the fastest run of the limit that shows another user of the disk."""
 
-_TABLE_WIDTH, _MAX_BAR, _MIN_BAR = 80, 24, 8
+_TABLE_WIDTH, _MAX_BAR, _MIN_BAR = 80, 24, 4
 """Columns of the table where the output is no terminal, and the longest bar in it, and what this is at least."""
 
 _EQUAL = 0.05
