@@ -195,7 +195,7 @@ def _advice_on_settings(scheme: str, reason: str, config: Options, client_option
     ):
         for name in given:
             # "Configuration key: 'regoin' is not valid for store 'S3'." or "Invalid key: timeot."
-            if not re.search(rf"[Kk]ey: '?{re.escape(str(name))}(?![\w-])", reason):
+            if not re.search(rf"[Kk]ey: '?{re.escape(str(name))}(?![\w-])", reason, re.IGNORECASE):
                 continue
             plain = re.sub("^(aws|google|azure(_storage)?)_", "", str(name).lower())
             if plain in other:
