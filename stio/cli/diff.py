@@ -304,7 +304,7 @@ def _verdict(found: Comparison, header_only: bool, tolerance: float | None) -> s
         largest = max((one.max_abs for _, one in found.within if one.max_abs is not None), default=0)
         near = f", with a tolerance of {tolerance:g}"
         if found.within:
-            near += f": {counted(len(found.within), 'tensor')} with other bits differ by at most {largest:.6g}"
+            near += f"; differences up to {largest:.6g} were tolerated, in {counted(len(found.within), 'tensor')}"
     if found.equal:
         return f"equal, {counted(found.num_same, 'tensor')} compared by {values}{near}"
     parts = []
