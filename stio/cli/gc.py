@@ -37,7 +37,7 @@ def gc(path: str, dry_run: bool, max_age_hours: float, as_json: bool) -> None:
 
     PATH is the destination of those saves: a path, or a URL of s3, gs or az. A save that had published its checkpoint
     is completed, any other is rolled back. Saves under way are left alone. Each save also cleans up its own destination
-    on this machine, so this command is for stores, and for destinations without further saves. A destination that does
+    on this machine, so this command is for stores, and for destinations without further saves. A local path that does
     not exist is an error, unless a first save to it was interrupted.
     """
     max_age_seconds = max_age_hours * 3600

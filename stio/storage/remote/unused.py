@@ -18,7 +18,7 @@ from urllib.parse import quote
 from urllib.request import Request, urlopen
 from xml.etree import ElementTree
 
-from stio.errors import CheckpointNotFoundError, IndexFormatError, StorageError
+from stio.errors import IndexFormatError, StorageError
 from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, is_of_save
 from stio.runtime.log import log
@@ -38,7 +38,6 @@ def collect_unused(folder: Folder, name: str, *, max_age_seconds: float, dry_run
         dry_run: Change nothing.
 
     Raises:
-        CheckpointNotFoundError: There is no object, and no upload was left.
         StioError: The store cannot be read, or refuses to delete.
     """
     objects = folder.list()
@@ -57,11 +56,6 @@ def collect_unused(folder: Folder, name: str, *, max_age_seconds: float, dry_run
         for one in ended:
             _send(folder, "DELETE", one.name, {"uploadId": one.id})
     kept = {*ages} - {*old} | {one.name for one in uploads if one not in ended}
-    is_empty = not kept and not ended and (name not in objects if name else not objects)
-    if is_empty:
-        raise CheckpointNotFoundError(
-            "there is no such destination, and no save to it was interrupted", path=folder.path
-        )
     return GarbageReport(
         unused=tuple(f"{folder.path}/{one}" for one in old),
         aborted=tuple(f"{folder.path}/{one.name}" for one in ended),
