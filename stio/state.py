@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from stio.device.base import LoadedGroup
+from stio.device.tensors import DtypeLike
 from stio.errors import FormatError, printable
 from stio.format.shared import SharedPolicy
 from stio.format.state_tree import Reference, Tree
@@ -113,7 +113,7 @@ async def load_state(
     source: SourceLike,
     *,
     device: DevicesLike = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: DtypeLike | None = None,
     memory: Memory = "copy",
     budget_bytes: int | None = None,
     strict: bool = True,

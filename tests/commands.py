@@ -48,9 +48,9 @@ def run(*arguments: object, status: int = 0) -> Result:
     return done
 
 
-def refused(*arguments: object) -> str:
+def refused(*arguments: object, status: int = 2) -> str:
     """Run what ends in an error, and return the one sentence that it says."""
-    done = run(*arguments, status=2)
+    done = run(*arguments, status=status)
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("Error: ")

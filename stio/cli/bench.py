@@ -33,6 +33,8 @@ from stio.cli.output import (
     aligned,
     rate_text,
     require_writable,
+    say,
+    width_of,
 )
 from stio.errors import one_line
 from stio.format.header_build import build_header
@@ -41,6 +43,7 @@ from stio.loading.open import open_checkpoint
 from stio.runtime.bar_chart import Rate, draw_rates, text_bar
 from stio.runtime.memory import fits
 from stio.runtime.units import show_bytes
+from stio.runtime.urls import is_url, without_secrets
 
 LIMIT = "limit"
 _KINDS: Mapping[str, Literal["limit", "ours", "peer"]] = {LIMIT: "limit", "stio": "ours"}
@@ -58,6 +61,9 @@ _COLD_FRACTION = 0.02
 
 _UNSTEADY = 1.5
 """Ratio of the slowest to the fastest run of the limit that shows another user of the disk."""
+
+_TABLE_WIDTH, _MAX_BAR, _MIN_BAR = 80, 24, 4
+"""Columns of the table where the output is no terminal, and the longest bar in it, and what this is at least."""
 
 _EQUAL = 0.05
 """Rates count as equal up to this difference."""
@@ -86,6 +92,13 @@ class Contestant:
         return median(self.seconds) if self.seconds and self.failure is None else None
 
 
+_NO_URLS = (
+    "{url}: `stio bench` measures files on a disk: it evicts them from memory, and reads them without stio to find the "
+    "limit, and a store allows neither; `stio load {url}` prints the rate of a load, and `stio pull` copies the files "
+    "to a disk"
+)
+
+
 @click.command()
 @click.argument("path", type=PATH, required=False)
 @click.option("--device", default="cpu", show_default=True, help="Device to load to.")
@@ -100,10 +113,13 @@ def bench(
     """Measure stio on this machine.
 
     It compares stio with the limit of the disk, and with other packages if they are installed: safetensors,
-    runai-model-streamer, fastsafetensors. PATH is a checkpoint on the disk to measure. Without PATH a file is made in
-    the working directory, and removed at the end. No file is read from the page cache. Each run takes some seconds in
-    addition to its load, mostly to import torch.
+    runai-model-streamer, fastsafetensors. PATH is a checkpoint on the disk to measure, and no URL: `stio load URL`
+    prints the rate of a load from a store. Without PATH a file is made in the working directory, and removed at the
+    end. No file is read from the page cache. Each run takes some seconds in addition to its load, mostly to import
+    torch.
     """
+    if path is not None and is_url(path):
+        raise CommandError(_NO_URLS.format(url=one_line(without_secrets(path))))
     if sys.platform != "linux":
         raise CommandError("only Linux can evict files and read them without the page cache; run it there")
     if chart is not None:
@@ -126,9 +142,9 @@ def bench(
     if as_json:
         click.echo(json.dumps({**_as_json(contestants, notes, path, device, total_bytes), "chart": chart}, indent=2))
     else:
-        click.echo("\n".join([*_table(contestants, total_bytes), *notes]))
+        say("\n".join([*_table(contestants, total_bytes), *notes]))
         if chart is not None:
-            click.echo(f"chart: {one_line(chart)}")
+            say(f"chart: {one_line(chart)}")
     return 0 if next(one for one in contestants if one.name == "stio").median is not None else 2
 
 
@@ -231,14 +247,18 @@ def _run(spec: dict[str, Any]) -> dict[str, Any]:
 
 def _table(contestants: list[Contestant], total_bytes: int) -> Iterator[str]:
     rows = [["", "median", "rate", "fastest", "slowest", ""]]
+    shares = [0.0]
     rates = {rate.label: rate.median for rate in _rates(contestants, total_bytes)}
-    encoding = getattr(sys.stdout, "encoding", None)
     for one in contestants:
         if one.median is None:
             continue
         times = [f"{seconds:.3f} s" for seconds in (one.median, min(one.seconds), max(one.seconds))]
-        drawn = text_bar(rates[_title(one)] / max(rates.values()), encoding=encoding)
-        rows.append([_title(one), times[0], rate_text(total_bytes, one.median), *times[1:], drawn])
+        rows.append([_title(one), times[0], rate_text(total_bytes, one.median), *times[1:], ""])
+        shares.append(rates[_title(one)] / max(rates.values()))
+    encoding = getattr(sys.stdout, "encoding", None)
+    width = (width_of(sys.stdout) or _TABLE_WIDTH) - max(map(len, aligned(rows, right={1, 2, 3, 4}))) - 2
+    for row, share in zip(rows, shares, strict=True):
+        row[-1] = text_bar(share, width=min(_MAX_BAR, max(_MIN_BAR, width)), encoding=encoding)
     yield from aligned(rows, right={1, 2, 3, 4})
     for one in contestants:
         if one.failure is not None:

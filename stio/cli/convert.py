@@ -12,7 +12,7 @@ import click
 
 import stio
 from stio.cli.interrupts import starting
-from stio.cli.output import JSON_OPTION, NO_PROGRESS_OPTION, PATH, Bar, CommandError
+from stio.cli.output import JSON_OPTION, NO_PROGRESS_OPTION, PATH, Bar, CommandError, say, spelled
 from stio.errors import StioError, one_line
 from stio.runtime.hashing import HashName
 from stio.runtime.units import counted, show_bytes
@@ -24,7 +24,11 @@ from stio.runtime.units import counted, show_bytes
 @click.option(
     "--max-shard-size", metavar="SIZE", help="Most bytes of tensors in one file of a directory, such as '5GB'."
 )
-@click.option("--dtype", metavar="DTYPE", help="Cast floating tensors to it, such as 'bfloat16'.")
+@click.option(
+    "--dtype",
+    metavar="DTYPE",
+    help="Cast floating tensors to it: a name of torch or of the format, such as 'bfloat16' or 'BF16'.",
+)
 @click.option("--key", metavar="KEY", help="Key of the tensors in a .pt file, such as 'state_dict'.")
 @click.option(
     "--trust-pickle", is_flag=True, help="Unpickle any object: executes code that the author of the file chose."
@@ -66,9 +70,9 @@ def convert(
     except StioError:
         raise  # the group of commands explains it
     except (ImportError, TypeError, ValueError) as error:  # a missing package, or a wrong argument
-        raise CommandError(one_line(str(error))) from error
+        raise CommandError(spelled(one_line(str(error)))) from error
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
         return
     size = f"{counted(len(result.files), 'file')}, {show_bytes(result.total_bytes)}"
-    click.echo(f"{one_line(destination)}: {size} in {result.committed_seconds:.3f} s")
+    say(f"{one_line(destination)}: {size} in {result.committed_seconds:.3f} s")

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from math import isfinite, prod
 from typing import Any, NamedTuple
 
 import click
 
-from stio.cli.output import FILTER_OPTION, JSON_OPTION, NO, NO_PROGRESS_OPTION, PATH, Bar, matcher
+from stio.cli.output import FILTER_OPTION, JSON_OPTION, NO, NO_PROGRESS_OPTION, PATH, Bar, matcher, no_match, say
 from stio.errors import one_line
 from stio.format.header import TensorInfo
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.memory import Region, allocate, libc
 from stio.runtime.operation import Operation
-from stio.runtime.units import counted
+from stio.runtime.units import counted, natural_key
 from stio.runtime.urls import without_secrets
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
@@ -40,23 +41,46 @@ NUM_WORKERS = 2
 @click.argument("b", type=PATH)
 @FILTER_OPTION
 @click.option("--header-only", is_flag=True, help="Compare names, dtypes and shapes, and read no values.")
+@click.option(
+    "--tolerance",
+    metavar="NUMBER",
+    type=click.FloatRange(min=0),
+    help="Values that differ by at most this count as equal, and so do two NaN. Without it, bits are compared.",
+)
 @JSON_OPTION
 @NO_PROGRESS_OPTION
-def diff(a: str, b: str, pattern: str | None, header_only: bool, as_json: bool, no_progress: bool) -> int:
+def diff(
+    a: str,
+    b: str,
+    pattern: str | None,
+    header_only: bool,
+    tolerance: float | None,
+    as_json: bool,
+    no_progress: bool,
+) -> int:
     """Compare two checkpoints.
 
     Compares names, dtypes, shapes, and values bit by bit, but not metadata. A and B are .safetensors files, directories
-    with checkpoints, or their indices. The number of shards does not matter, and memory does not depend on their size.
-    Exit status: 0 equal, 1 different, 2 an error.
+    with checkpoints, their indices, or URLs of these. The number of shards does not matter, and memory does not depend
+    on their size.
+    Exit status: 0 equal, 1 different, 2 an error, 3 nothing matches --filter.
     """
+    if tolerance is not None and tolerance != tolerance:
+        raise click.BadParameter("it takes a number, and not NaN", param_hint="'--tolerance'")
+    if tolerance is not None and header_only:
+        raise click.UsageError("--tolerance compares values, and --header-only reads none: give one of the two")
     is_selected = matcher(pattern)
     with Bar("comparing", is_wanted=not no_progress) as bar:
-        found = compare(a, b, is_selected=is_selected, header_only=header_only, progress=bar.advance)
+        found = compare(
+            a, b, is_selected=is_selected, header_only=header_only, tolerance=tolerance, progress=bar.advance
+        )
     a, b = without_secrets(a), without_secrets(b)
+    if pattern is not None and found.equal and not found.num_same:
+        raise no_match(f"{a} and {b}", pattern, found.left_out)
     if as_json:
-        click.echo(json.dumps(_as_json(found, a, b, header_only), indent=2))
+        click.echo(json.dumps(_as_json(found, a, b, header_only, tolerance), indent=2))
     else:
-        click.echo("\n".join(_lines(found, a, b, header_only)))
+        say("\n".join(_lines(found, a, b, header_only, tolerance)))
     return 0 if found.equal else NO
 
 
@@ -67,7 +91,7 @@ class Difference(NamedTuple):
     """Difference between the values of one tensor, or of a piece of it, in two checkpoints."""
 
     num_differing: int = 0
-    """Number of values with different bits."""
+    """Number of values with different bits; with a tolerance, of those beyond it."""
     max_abs: float | int | None = None
     """Largest absolute difference of values that are numbers on both sides; None: there are none."""
     num_nan: int = 0
@@ -93,14 +117,15 @@ class Comparison:
     """Number of tensors with the same name, dtype and shape."""
     differing: tuple[tuple[TensorInfo, Difference], ...]
     """Those among them with different values; empty if only headers are compared."""
+    within: tuple[tuple[TensorInfo, Difference], ...] = ()
+    """With a tolerance: those with other bits, but no value beyond it."""
+    left_out: frozenset[str] = frozenset()
+    """Names on either side that were not selected."""
 
     @property
     def equal(self) -> bool:
         """Whether there is no difference."""
         return not (self.only_a or self.only_b or self.changed or self.differing)
-
-
-_EQUAL = Difference()
 
 
 @dataclass(slots=True)
@@ -111,7 +136,8 @@ class _Pair:
     file_a: Source
     b: TensorInfo
     file_b: Source
-    difference: Difference = _EQUAL
+    difference: Difference | None = None
+    """Difference of the pieces with other bits; None: there are none."""
 
     @property
     def is_same_kind(self) -> bool:
@@ -124,6 +150,7 @@ def compare(
     *,
     is_selected: Callable[[str], bool] = lambda name: True,
     header_only: bool = False,
+    tolerance: float | None = None,
     progress: Callable[[int, int], object] = lambda nbytes, total: None,
 ) -> Comparison:
     """Compare two checkpoints. Blocks. A KeyboardInterrupt ends the work before it is raised.
@@ -133,6 +160,7 @@ def compare(
         b: See `open_checkpoint`.
         is_selected: Whether to compare the tensors of a name.
         header_only: Compare no values.
+        tolerance: Largest absolute difference of values that count as equal; None: their bits must be equal.
         progress: Called with the bytes of each compared piece of A and the bytes of all; from several threads.
 
     Raises:
@@ -148,7 +176,8 @@ def compare(
             if not header_only:
                 for opened in (opened_a, opened_b):
                     opened.files = list(opened.open_files(range(len(opened.files)), owned))
-            return _compare(opened_a, opened_b, is_selected, header_only, progress, operation.check)
+            compare_values = None if header_only else partial(_compare_values, tolerance, progress, operation.check)
+            return _compare(opened_a, opened_b, is_selected, compare_values)
 
     operation: Operation[Comparison] = Operation(body, name="diff")
     return operation.result()
@@ -158,15 +187,14 @@ def _compare(
     a: OpenCheckpoint,
     b: OpenCheckpoint,
     is_selected: Callable[[str], bool],
-    header_only: bool,
-    progress: Callable[[int, int], object],
-    check: Callable[[], None],
+    compare_values: Callable[[list[_Pair]], None] | None,
 ) -> Comparison:
-    of_a, of_b = _tensors(a, is_selected), _tensors(b, is_selected)
+    every_a, every_b = _tensors(a), _tensors(b)
+    of_a, of_b = ({name: one for name, one in every.items() if is_selected(name)} for every in (every_a, every_b))
     pairs = [_Pair(*of_a[name], *of_b[name]) for name in of_a if name in of_b]
     same = [pair for pair in pairs if pair.is_same_kind]
-    if not header_only:
-        _compare_values(same, progress, check)
+    if compare_values is not None:
+        compare_values(same)
         for file in (*a.files, *b.files):
             file.check_unchanged()
     return Comparison(
@@ -174,11 +202,13 @@ def _compare(
         only_b=tuple(info for name, (info, _) in of_b.items() if name not in of_a),
         changed=tuple((pair.a, pair.b) for pair in pairs if not pair.is_same_kind),
         num_same=len(same),
-        differing=tuple((pair.a, pair.difference) for pair in same if pair.difference.num_differing),
+        differing=tuple((pair.a, one) for pair in same if (one := pair.difference) and one.num_differing),
+        within=tuple((pair.a, one) for pair in same if (one := pair.difference) and not one.num_differing),
+        left_out=frozenset((every_a.keys() | every_b.keys()) - of_a.keys() - of_b.keys()),
     )
 
 
-def _tensors(opened: OpenCheckpoint, is_selected: Callable[[str], bool]) -> dict[str, tuple[TensorInfo, Source]]:
+def _tensors(opened: OpenCheckpoint) -> dict[str, tuple[TensorInfo, Source]]:
     """Return the tensors of a checkpoint by name, aliases too, each with the file of its data."""
     found = {
         name: (header.info(name), file)
@@ -188,10 +218,12 @@ def _tensors(opened: OpenCheckpoint, is_selected: Callable[[str], bool]) -> dict
     for alias, target in opened.aliases.items():
         info, file = found[target]
         found[alias] = replace(info, name=alias), file
-    return {name: tensor for name, tensor in found.items() if is_selected(name)}
+    return found
 
 
-def _compare_values(pairs: list[_Pair], progress: Callable[[int, int], object], check: Callable[[], None]) -> None:
+def _compare_values(
+    tolerance: float | None, progress: Callable[[int, int], object], check: Callable[[], None], pairs: list[_Pair]
+) -> None:
     """Add the differences of all values to the pairs; `check` is called between pieces, and may raise to end it."""
     total_bytes = sum(pair.a.nbytes for pair in pairs)
     pieces = ((pair, start) for pair in pairs for start in range(0, pair.a.nbytes, PIECE_BYTES))
@@ -211,9 +243,9 @@ def _compare_values(pairs: list[_Pair], progress: Callable[[int, int], object], 
             pair.file_a.read_into(pair.a.file_offset + start, [a])
             pair.file_b.read_into(pair.b.file_offset + start, [b])
             if not _same(a, b):
-                found = _differences(pair.a.dtype, a, b)
+                found = _differences(pair.a.dtype, a, b, tolerance)
                 with pool.changed:
-                    pair.difference = pair.difference.merge(found)
+                    pair.difference = found if pair.difference is None else pair.difference.merge(found)
             progress(nbytes, total_bytes)
 
     pool.run(work, NUM_WORKERS)
@@ -225,33 +257,39 @@ def _same(a: Region, b: Region) -> bool:
     return not libc.memcmp(*map(ctypes.c_void_p, (a.address, b.address)), ctypes.c_size_t(a.nbytes))
 
 
-def _differences(dtype: str, a: Region, b: Region) -> Difference:
+def _differences(dtype: str, a: Region, b: Region, tolerance: float | None) -> Difference:
     module: Any = import_module("stio.cli.numbers")  # it imports numpy, which equal checkpoints do not need
-    found: Difference = module.differences(dtype, a.tobytes(), b.tobytes())
+    found: Difference = module.differences(dtype, a.tobytes(), b.tobytes(), tolerance)
     return found
 
 
 # The text of the result.
 
 
-def _lines(found: Comparison, a: str, b: str, header_only: bool) -> Iterator[str]:
-    """Yield a line for each difference, then the verdict."""
+def _lines(found: Comparison, a: str, b: str, header_only: bool, tolerance: float | None) -> Iterator[str]:
+    """Yield a line for each difference, in the natural order of names, then the verdict."""
     for side, tensors in ((a, found.only_a), (b, found.only_b)):
-        for info in tensors:
+        for info in sorted(tensors, key=_order):
             yield f"only in {one_line(side)}: {one_line(info.name)}  {_kind(info)}"
-    for of_a, of_b in found.changed:
+    for of_a, of_b in sorted(found.changed, key=lambda pair: _order(pair[0])):
         yield f"changed: {one_line(of_a.name)}  {_kind(of_a)} -> {_kind(of_b)}"
-    for info, difference in found.differing:
-        yield f"differs: {one_line(info.name)}  {_kind(info)}  {_amount(info, difference)}"
-    yield f"{one_line(a)} and {one_line(b)}: {_verdict(found, header_only)}"
+    for info, difference in sorted(found.differing, key=lambda pair: _order(pair[0])):
+        yield f"differs: {one_line(info.name)}  {_kind(info)}  {_amount(info, difference, tolerance)}"
+    yield f"{one_line(a)} and {one_line(b)}: {_verdict(found, header_only, tolerance)}"
+
+
+def _order(info: TensorInfo) -> tuple[list[Any], str]:
+    return natural_key(info.name)
 
 
 def _kind(info: TensorInfo) -> str:
     return f"{info.dtype} {list(info.shape)}"
 
 
-def _amount(info: TensorInfo, difference: Difference) -> str:
+def _amount(info: TensorInfo, difference: Difference, tolerance: float | None) -> str:
     text = f"{difference.num_differing:,} of {counted(prod(info.shape), 'value')}"
+    if tolerance is not None:
+        text += f" beyond {tolerance:g}"
     if difference.max_abs is not None:
         text += f", by at most {difference.max_abs:.6g}"
     if difference.num_nan:
@@ -259,34 +297,32 @@ def _amount(info: TensorInfo, difference: Difference) -> str:
     return text
 
 
-def _verdict(found: Comparison, header_only: bool) -> str:
+def _verdict(found: Comparison, header_only: bool, tolerance: float | None) -> str:
     values = "names, dtypes and shapes" if header_only else "values"
+    near = ""
+    if tolerance is not None:
+        largest = max((one.max_abs for _, one in found.within if one.max_abs is not None), default=0)
+        near = f", with a tolerance of {tolerance:g}"
+        if found.within:
+            near += f"; differences up to {largest:.6g} were tolerated, in {counted(len(found.within), 'tensor')}"
     if found.equal:
-        return f"equal, {counted(found.num_same, 'tensor')} compared by {values}"
+        return f"equal, {counted(found.num_same, 'tensor')} compared by {values}{near}"
     parts = []
     if only := len(found.only_a) + len(found.only_b):
         parts.append(f"{counted(only, 'name')} on one side only")
     if found.changed:
         parts.append(f"{counted(len(found.changed), 'tensor')} of another dtype or shape")
     if not header_only:
-        parts.append(f"{len(found.differing):,} of {counted(found.num_same, 'tensor')} of other values")
+        parts.append(f"{len(found.differing):,} of {counted(found.num_same, 'tensor')} of other values{near}")
     return f"different, {', '.join(parts)}"
 
 
-def _as_json(found: Comparison, a: str, b: str, header_only: bool) -> dict[str, object]:
+def _as_json(found: Comparison, a: str, b: str, header_only: bool, tolerance: float | None) -> dict[str, object]:
     def described(info: TensorInfo) -> dict[str, object]:
         return {"name": info.name, "dtype": info.dtype, "shape": list(info.shape)}
 
-    return {
-        "a": a,
-        "b": b,
-        "equal": found.equal,
-        "header_only": header_only,
-        "num_compared": found.num_same,
-        "only_in_a": [described(info) for info in found.only_a],
-        "only_in_b": [described(info) for info in found.only_b],
-        "changed": [{"name": a.name, "a": described(a), "b": described(b)} for a, b in found.changed],
-        "values": [
+    def values(pairs: Iterable[tuple[TensorInfo, Difference]]) -> list[dict[str, object]]:
+        return [
             {
                 **described(info),
                 "num_values": prod(info.shape),
@@ -294,8 +330,21 @@ def _as_json(found: Comparison, a: str, b: str, header_only: bool) -> dict[str, 
                 "num_nan_on_one_side": difference.num_nan,
                 "max_abs_difference": _plain(difference.max_abs),
             }
-            for info, difference in found.differing
-        ],
+            for info, difference in pairs
+        ]
+
+    return {
+        "a": a,
+        "b": b,
+        "equal": found.equal,
+        "header_only": header_only,
+        "tolerance": _plain(tolerance),
+        "num_compared": found.num_same,
+        "only_in_a": [described(info) for info in found.only_a],
+        "only_in_b": [described(info) for info in found.only_b],
+        "changed": [{"name": a.name, "a": described(a), "b": described(b)} for a, b in found.changed],
+        "values": values(found.differing),
+        "within_tolerance": values(found.within),
     }
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 
 import click
 
-from stio.cli.output import JSON_OPTION, PATH, CommandError
-from stio.errors import one_line
+from stio.cli.output import JSON_OPTION, PATH, CommandError, say
+from stio.errors import CheckpointNotFoundError, one_line
 from stio.runtime.urls import is_url
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport, collect_garbage
 from stio.storage.open import open_destination
@@ -36,7 +37,8 @@ def gc(path: str, dry_run: bool, max_age_hours: float, as_json: bool) -> None:
 
     PATH is the destination of those saves: a path, or a URL of s3, gs or az. A save that had published its checkpoint
     is completed, any other is rolled back. Saves under way are left alone. Each save also cleans up its own destination
-    on this machine, so this command is for stores, and for destinations without further saves.
+    on this machine, so this command is for stores, and for destinations without further saves. A local path that does
+    not exist is an error, unless a first save to it was interrupted.
     """
     max_age_seconds = max_age_hours * 3600
     if is_url(path):
@@ -47,10 +49,12 @@ def gc(path: str, dry_run: bool, max_age_hours: float, as_json: bool) -> None:
         report: GarbageReport = destination.collect_unused(max_age_seconds=max_age_seconds, dry_run=dry_run)
     else:
         report = collect_garbage(path, max_age_seconds=max_age_seconds, dry_run=dry_run)
+        if report == GarbageReport() and not os.path.lexists(path):
+            raise CheckpointNotFoundError("there is no such destination, and no save to it was interrupted", path=path)
     if as_json:
         click.echo(json.dumps({"path": path, "dry_run": dry_run, **dataclasses.asdict(report)}, indent=2))
     else:
-        click.echo("\n".join(_lines(path, report, dry_run)))
+        say("\n".join(_lines(path, report, dry_run)))
 
 
 def _lines(path: str, report: GarbageReport, dry_run: bool) -> Iterator[str]:

@@ -1,33 +1,44 @@
 """`stio inspect PATH`: prints the tensors of a checkpoint as a table, a tree or JSON. Reads headers only.
 
-A terminal gets a table with colours. A pipe gets plain columns with whole names. The tree groups names by their dots;
-its depth is limited, whatever the names in a file are.
+Names are in natural order: `layers.2` before `layers.10`. Shards are numbers, such as 1/3, and their files are listed
+below the table. A terminal gets colours, and names that fit its width. A pipe gets whole names. The tree groups names
+by their dots; its depth is limited, whatever the names in a file are.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from stio.cli.output import FILTER_OPTION, JSON_OPTION, PATH, aligned, console, matcher
+from stio.cli.output import (
+    FILTER_OPTION,
+    JSON_OPTION,
+    PATH,
+    columns_of,
+    has_colours,
+    is_encodable,
+    matcher,
+    no_match,
+    say,
+    shortened,
+    width_of,
+)
 from stio.errors import one_line, printable
+from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import TensorInfo
 from stio.loading.open import OpenCheckpoint, open_checkpoint
-from stio.runtime.units import counted, show_bytes
-
-MAX_TABLE_ROWS = 2_000
-"""With more rows a terminal gets plain columns too: a row of a table costs 0.3 ms."""
+from stio.runtime.units import counted, natural_key, show_bytes
 
 MAX_LEVELS = 32
 """Depth of the tree; further dots are part of the last name."""
+
+_MAX_SHARDS = 8
+"""Shards that are listed below a table on a terminal; of more, the first and the last."""
 
 _PADDED = 48
 """Labels in a tree are padded to this width; a longer label moves its own line only."""
@@ -38,25 +49,36 @@ _PADDED = 48
 @FILTER_OPTION
 @click.option("--tree", "as_tree", is_flag=True, help="Group names by their dots.")
 @click.option("--depth", metavar="N", type=click.IntRange(min=1), help="Number of levels of the tree.")
+@click.option("--wide", is_flag=True, help="Shorten nothing. Only a terminal gets shortened names.")
 @JSON_OPTION
-def inspect(path: str, pattern: str | None, as_tree: bool, depth: int | None, as_json: bool) -> None:
+def inspect(path: str, pattern: str | None, as_tree: bool, depth: int | None, wide: bool, as_json: bool) -> None:
     """List the tensors of a checkpoint.
 
     It prints names, dtypes, shapes, sizes and shards, and reads headers only. PATH is a .safetensors file, a directory
-    with a checkpoint, or its index.
+    with a checkpoint, its index, or a URL of one of these. Dtypes have the names of the format, such as BF16; the
+    totals show torch's names too. Exit status 3: nothing matches --filter.
     """
     with closing(open_checkpoint(path, strict=False)) as opened:
         listing = _list(opened, pattern)
-    screen = console()
+        if pattern is not None and not listing.tensors and not listing.aliases:
+            raise no_match(listing.path, pattern, [name for header in opened.headers for name in header.names])
+    width = None if wide else width_of(sys.stdout)
     if as_json:
         click.echo(json.dumps(listing.as_json(), indent=2))
     elif as_tree or depth is not None:
-        click.echo("\n".join([listing.headline(), *_tree(listing, depth), *listing.notes()]))
-    elif screen.is_terminal and len(listing.tensors) <= MAX_TABLE_ROWS:
-        _draw(listing, screen)
+        _print(listing, _tree(listing, depth, width), [], width)
     else:
-        columns = aligned([listing.columns(), *listing.rows()], right={3})
-        click.echo("\n".join([listing.headline(), *columns, *listing.notes()]))
+        _print(listing, _table(listing, width), listing.shard_names(is_whole=width is None), width)
+
+
+def _print(listing: _Listing, lines: Iterable[str], shards: list[str], width: int | None) -> None:
+    """Print the headline, lines that fit the terminal, and the notes below them."""
+    say(listing.headline(), style="bold")
+    if text := "\n".join(lines):
+        click.echo(text, color=has_colours() or None)
+    notes = [*shards, *listing.notes()]
+    if notes:
+        say("\n".join(notes if width is None else map(printable, notes)), style="dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +113,33 @@ class _Listing:
         return ["name", "dtype", "shape", "size", *(["shard"] if len(self.shards) > 1 else [])]
 
     def rows(self) -> Iterator[list[str]]:
-        for tensor in self.tensors:
+        numbers = {name: f"{k}/{len(self.shards)}" for k, name in enumerate(self.shards, 1)}
+        for tensor in self.in_order():
             row = [one_line(tensor.name), tensor.dtype, str(list(tensor.shape)), show_bytes(tensor.nbytes)]
-            yield [*row, one_line(tensor.shard)] if len(self.shards) > 1 else row
+            yield [*row, numbers[tensor.shard]] if len(self.shards) > 1 else row
+
+    def in_order(self) -> list[TensorInfo]:
+        return sorted(self.tensors, key=lambda tensor: natural_key(tensor.name))
+
+    def shard_names(self, *, is_whole: bool) -> list[str]:
+        """Return a line for each shard with tensors of the table; else, of many shards, the first and the last one."""
+        if len(self.shards) < 2:
+            return []
+        shown = {tensor.shard for tensor in self.tensors}
+        lines = [
+            f"shard {k}/{len(self.shards)}: {one_line(name)}, {show_bytes(nbytes)}"
+            for k, (name, nbytes) in enumerate(self.shards.items(), 1)
+            if name in shown
+        ]
+        if is_whole or len(lines) <= _MAX_SHARDS:
+            return lines
+        return [lines[0], f"{len(lines) - 2:,} more shards: --wide lists them", lines[-1]]
 
     def notes(self) -> Iterator[str]:
         """Yield a line for each dtype, alias and entry of the metadata."""
         for dtype, (count, nbytes) in self.by_dtype().items():
-            yield f"{dtype}: {counted(count, 'tensor')}, {show_bytes(nbytes)}"
+            in_torch = f" ({LIBRARY_NAMES[dtype]})" if dtype in LIBRARY_NAMES else ""
+            yield f"{dtype}{in_torch}: {counted(count, 'tensor')}, {show_bytes(nbytes)}"
         for alias, target in self.aliases.items():
             yield f"alias {one_line(alias)} = {one_line(target)}"
         for key, value in self.metadata.items():
@@ -131,16 +172,13 @@ def _list(opened: OpenCheckpoint, pattern: str | None) -> _Listing:
     )
 
 
-def _draw(listing: _Listing, screen: Console) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for number, column in enumerate(listing.columns()):
-        table.add_column(column, justify="right" if number == 3 else "left", overflow="fold", no_wrap=number in (1, 3))
-    for name, dtype, *rest in listing.rows():
-        table.add_row(Text(name), Text(dtype, "cyan"), *map(Text, rest))
-    screen.print(Text(listing.headline(), "bold"))
-    screen.print(table)
-    for note in listing.notes():
-        screen.print(Text(printable(note), "dim"))
+def _table(listing: _Listing, width: int | None) -> Iterator[str]:
+    is_styled = has_colours()
+    for k, cells in enumerate(columns_of([listing.columns(), *listing.rows()], right={3}, width=width)):
+        if is_styled:
+            cells = [click.style(cell, bold=True) for cell in cells] if not k else cells
+            cells[1] = click.style(cells[1], fg="cyan") if k else cells[1]
+        yield "  ".join(cells).rstrip()
 
 
 # The tree.
@@ -161,7 +199,7 @@ class _Node:
         return f"{counted(self.num_tensors, 'tensor')}, {show_bytes(self.nbytes)}"
 
 
-def _tree(listing: _Listing, depth: int | None) -> Iterator[str]:
+def _tree(listing: _Listing, depth: int | None, width: int | None) -> Iterator[str]:
     root = _Node()
     for tensor in listing.tensors:
         node = root
@@ -171,36 +209,37 @@ def _tree(listing: _Listing, depth: int | None) -> Iterator[str]:
             node.nbytes += tensor.nbytes
         node.tensor = tensor
     guides = _guides()
-    lines = [(label.translate(guides), text) for label, text in _branches(root, "", depth or MAX_LEVELS)]
-    width = min(_PADDED, max((len(label) for label, _ in lines), default=0))
+    lines = []
+    for before, label, text in _branches(root, "", depth or MAX_LEVELS):
+        drawn = before.translate(guides)
+        if width is not None:
+            label = shortened(label, max(_SHORTEST_LABEL, width - len(drawn) - len(text) - 2))
+        lines.append((drawn + label, text))
+    most = min(_PADDED, max((len(label) for label, _ in lines), default=0))
     for label, text in lines:
-        yield f"{label.ljust(width)}  {text}"
+        padded = most if width is None else min(most, width - len(text) - 2)
+        yield f"{label.ljust(padded)}  {text}"
 
 
-def _branches(node: _Node, before: str, levels: int) -> Iterator[tuple[str, str]]:
-    r"""Yield label and text of each line below a node. `\0` to `\3` are the lines of the tree, which no label has."""
-    ordered = sorted(node.children.items(), key=lambda item: _natural(item[0]))
+_SHORTEST_LABEL = 12
+
+
+def _branches(node: _Node, before: str, levels: int) -> Iterator[tuple[str, str, str]]:
+    r"""Yield guides, label and text of each line below a node. `\0` to `\3` stand for the guides."""
+    ordered = sorted(node.children.items(), key=lambda item: natural_key(item[0]))
     for k, (part, child) in enumerate(ordered):
         is_last = k == len(ordered) - 1
         names = [part]
         while child.tensor is None and len(child.children) == 1:  # a chain of single children is one line
             (following, child), *_ = child.children.items()
             names.append(following)
-        yield before + ("\1" if is_last else "\0") + one_line(".".join(names)), child.text()
+        yield before + ("\1" if is_last else "\0"), one_line(".".join(names)), child.text()
         if levels > 1:
             yield from _branches(child, before + ("\3" if is_last else "\2"), levels - 1)
 
 
-def _natural(part: str) -> tuple[bool, int, str]:
-    """Return a key that sorts numbers by value, and before names."""
-    is_number = part.isascii() and part.isdecimal() and len(part) < 20
-    return not is_number, int(part) if is_number else 0, part
-
-
 def _guides() -> dict[int, str]:
     drawn = ("├─ ", "└─ ", "│  ", "   ")
-    try:
-        "".join(drawn).encode(getattr(sys.stdout, "encoding", None) or "ascii")
-    except (UnicodeEncodeError, LookupError):
+    if not is_encodable("".join(drawn)):
         drawn = ("|- ", "`- ", "|  ", "   ")
     return dict(enumerate(drawn))

@@ -23,8 +23,10 @@ from stio.cli.output import (
     Bar,
     CommandError,
     matcher,
+    no_match,
     rate_text,
     require_writable,
+    say,
 )
 from stio.errors import one_line
 from stio.runtime.trace import Trace
@@ -66,10 +68,17 @@ def load(
 ) -> None:
     """Load a checkpoint to a device.
 
-    It prints the rate. PATH is a .safetensors file, a directory with a checkpoint, or its index. Files in the page
-    cache are not read from the disk; `stio bench` measures the disk.
+    It prints the rate. PATH is a .safetensors file, a directory with a checkpoint, its index, or a URL of one of these.
+    Files in the page cache are not read from the disk; `stio bench` measures the disk. Exit status 3: nothing matches
+    --filter.
     """
-    names = None if pattern is None else matcher(pattern)
+    is_selected, seen = matcher(pattern), set[str]()
+
+    def select(name: str) -> bool:
+        seen.add(name)
+        return is_selected(name)
+
+    names = None if pattern is None else select
     trace = None if timeline is None else Trace()
     if timeline is not None:
         require_writable(timeline, "timeline", _TIMELINES)
@@ -83,6 +92,8 @@ def load(
             tensors = run(path, names=names, device=device, memory=memory, verify=verify, trace=trace, progress=bar)
         except ImportError as error:  # a missing package, of hashes or of GDS
             raise CommandError(one_line(str(error))) from error
+        if pattern is not None and not tensors:
+            raise no_match(without_secrets(path), pattern, seen)
         devices = sorted({str(tensor.device) for tensor in tensors.values()})
         for name in devices:
             if name != "cpu":
@@ -113,8 +124,6 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
     tensors, nbytes = counted(result["num_tensors"], "tensor"), result["total_bytes"]
     device = ", ".join(result["device"]) or "no device"
     rate = rate_text(nbytes, result["seconds"]) if result["memory"] != "lazy" else "read when they are used"
-    click.echo(
-        f"{one_line(result['path'])}: {tensors}, {show_bytes(nbytes)} on {device} in {result['seconds']:.3f} s, {rate}"
-    )
+    say(f"{one_line(result['path'])}: {tensors}, {show_bytes(nbytes)} on {device} in {result['seconds']:.3f} s, {rate}")
     if result["timeline"] is not None:
-        click.echo(f"timeline: {one_line(result['timeline'])}")
+        say(f"timeline: {one_line(result['timeline'])}")

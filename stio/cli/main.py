@@ -23,7 +23,7 @@ from stio.cli.diff import diff
 from stio.cli.gc import gc
 from stio.cli.inspect import inspect
 from stio.cli.load import load
-from stio.cli.output import BROKEN_PIPE, ERROR, INTERRUPTED, CommandError, explained
+from stio.cli.output import BROKEN_PIPE, ERROR, INTERRUPTED, CommandError, explained, say
 from stio.cli.pull import pull
 from stio.cli.verify import verify
 from stio.errors import StioError, one_line
@@ -79,7 +79,7 @@ class _Program(click.Group):
 def _explain(error: click.ClickException) -> int:
     """Print an error; for a wrong call, name the help of the command too."""
     if not isinstance(error, click.UsageError):
-        return _print(f"Error: {_sentence(error)}", ERROR)
+        return _print(f"Error: {_sentence(error)}", error.exit_code if isinstance(error, CommandError) else ERROR)
     if type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 shows the help by raising an error
         error.show()
         return ERROR
@@ -93,7 +93,7 @@ def _sentence(error: click.ClickException) -> str:
 
 def _print(text: str, status: int) -> int:
     with suppress(OSError):  # standard error is closed
-        click.echo(text, err=True)
+        say(text, to_stderr=True)
     return status
 
 
@@ -126,7 +126,8 @@ Completion: add the line for your shell to its startup file.
 _HELP = """\
 Inspect, check, compare, load and convert safetensors checkpoints, and measure this machine.
 
-Exit status: 0 done; 1 damage or a difference was found; 2 an error; 130 interrupted; 141 the output pipe was closed.
+Exit status: 0 done; 1 damage or a difference was found; 2 an error; 3 nothing matches --filter; 130 interrupted; 141
+the output pipe was closed.
 """
 
 

@@ -37,15 +37,22 @@ _QUIET = np.errstate(invalid="ignore", over="ignore")
 """No warnings for subtracted infinities and cast signalling NaNs: the code below handles both."""
 
 
-def differences(dtype: str, a: bytes, b: bytes) -> Difference:
-    """Compare two pieces of memory of the same length that hold whole values of one dtype."""
+def differences(dtype: str, a: bytes, b: bytes, tolerance: float | None = None) -> Difference:
+    """Compare two pieces of memory of the same length that hold whole values of one dtype.
+
+    Args:
+        dtype: Name in the format.
+        a: One side.
+        b: The other side.
+        tolerance: Values differ if they are further apart, or one of them is NaN; None: if their bits differ.
+    """
     found = Difference()
     for start in range(0, len(a), _CHUNK_BYTES):
         codes_a, codes_b = (_codes(dtype, side[start : start + _CHUNK_BYTES]) for side in (a, b))
         differing = codes_a != codes_b
         count = int(np.count_nonzero(differing))
         if count:
-            found = found.merge(Difference(count, *_largest(dtype, codes_a, codes_b, differing)))
+            found = found.merge(_compared(dtype, codes_a, codes_b, differing, count, tolerance))
     return found
 
 
@@ -102,18 +109,29 @@ def _table(dtype: str) -> Array:
 
 
 @_QUIET
-def _largest(dtype: str, codes_a: Array, codes_b: Array, differing: Array) -> tuple[float | int | None, int]:
-    """Return the largest absolute difference, and how many values are NaN on one side only."""
+def _compared(
+    dtype: str, codes_a: Array, codes_b: Array, differing: Array, num_differing: int, tolerance: float | None
+) -> Difference:
+    """Return the difference of two arrays of values, of which `num_differing` have other bits: those of the mask."""
     a, b = numbers(dtype, codes_a), numbers(dtype, codes_b)
     if a.dtype.kind in "iu":
         wide = np.int64 if a.dtype.kind == "i" else np.uint64
         larger, smaller = (pick(a, b).astype(wide).view(np.uint64) for pick in (np.maximum, np.minimum))
-        return int((larger - smaller).max()), 0
-    distances = np.abs(a - b)
+        gaps: Array = larger - smaller
+        if tolerance is not None:
+            num_differing = 0 if tolerance >= 2**64 else int(np.count_nonzero(gaps > np.uint64(int(tolerance))))
+        return Difference(num_differing, int(gaps.max()))
+    distances: Array = np.abs(a - b)
     largest = float(distances.max())
-    if largest == largest:
-        return largest, 0
-    # There is a NaN, in the values or from equal infinities. Few pieces need this slower code.
-    nan_a, nan_b = np.isnan(a), np.isnan(b)
-    distances = distances[differing & ~np.isnan(distances)]
-    return float(distances.max()) if distances.size else None, int(np.count_nonzero(nan_a != nan_b))
+    num_nan = 0
+    if largest != largest:
+        # There is a NaN, in the values or from equal infinities. Few pieces need this slower code.
+        nan_a, nan_b = np.isnan(a), np.isnan(b)
+        num_nan = int(np.count_nonzero(nan_a != nan_b))
+        distances = distances[differing & ~np.isnan(distances)]
+        if not distances.size:
+            return Difference(num_differing if tolerance is None else num_nan, None, num_nan)
+        largest = float(distances.max())
+    if tolerance is not None:
+        num_differing = int(np.count_nonzero(distances > tolerance)) + num_nan
+    return Difference(num_differing, largest, num_nan)

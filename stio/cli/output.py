@@ -1,20 +1,26 @@
-"""Common parts of the commands: texts of names, sizes and errors, options, the progress bar, the exit status.
+"""Common parts of the commands: texts of names, sizes and errors, lines and tables, options, the progress bar.
 
 Exit status 0: done, and the answer is yes. 1: the answer is no (damage, a difference). 2: an error, one sentence with
-an advice. 130: interrupted. 141: the reader of the output has closed the pipe. Names, metadata and messages may come
-from hostile files, so control characters are escaped (`one_line`) before a terminal gets them.
+an advice. 3: nothing matches `--filter`. 130: interrupted. 141: the reader of the output has closed the pipe. Names,
+metadata and messages may come from hostile files, so control characters are escaped (`one_line`) before a terminal gets
+them. Only a terminal has a width: there lines are broken between words, and names in tables are shortened. A pipe gets
+whole lines and whole names.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from textwrap import wrap
 from typing import Any, Literal, Self
 
 import click
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -40,9 +46,9 @@ from stio.errors import (
     one_line,
 )
 from stio.runtime.progress import ProgressEvent
-from stio.runtime.units import show_bytes
+from stio.runtime.units import counted, show_bytes
 
-NO, ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+NO, ERROR, NO_MATCH, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
 
 _ADVICE: tuple[tuple[type[StioError], str], ...] = (
     (CheckpointNotFoundError, "check the path"),
@@ -69,6 +75,10 @@ _ADVICE: tuple[tuple[type[StioError], str], ...] = (
 _SPELLED = (
     ("pass follow_symlinks=True if you trust it", "copy the file there if you trust it"),
     ("trust_pickle=True", "--trust-pickle"),
+    ("dtype= takes a torch.dtype or the name of one", "--dtype takes the name of a dtype"),
+    ("dtype= takes", "--dtype takes"),
+    ("key= is for", "--key is for"),
+    ("pass limits=stio.Limits(", "in Python, pass limits=stio.Limits("),
 )
 """Advice that names a keyword, and its form on the command line."""
 
@@ -79,14 +89,25 @@ class CommandError(click.ClickException):
     exit_code = ERROR
 
 
+class NoMatchError(CommandError):
+    """Nothing matches `--filter`. A status of its own: scripts can tell it from an error and from a difference."""
+
+    exit_code = NO_MATCH
+
+
 def explained(error: StioError) -> str:
     """Return an error as one line: what is wrong, and an advice."""
-    text = one_line(str(error))
-    for keyword, spelled in _SPELLED:
-        text = text.replace(keyword, spelled)
+    text = spelled(one_line(str(error)))
     advice = next((advice for kind, advice in _ADVICE if isinstance(error, kind)), None)
     # A message with a semicolon has its advice after it.
     return text if advice is None or ";" in error.message else f"{text}; {advice}"
+
+
+def spelled(text: str) -> str:
+    """Return a message with options of the command line in the place of keywords of a call."""
+    for keyword, option in _SPELLED:
+        text = text.replace(keyword, option)
+    return text
 
 
 class _CheckpointPath(click.Path):
@@ -131,6 +152,17 @@ def matcher(pattern: str | None) -> Callable[[str], bool]:
     return lambda name: found(name) is not None
 
 
+def no_match(path: str, pattern: str, names: Collection[str]) -> NoMatchError:
+    """Return the error for a `--filter` that matches none of these names."""
+    tensors = counted(len(names), "tensor")
+    text = f"{one_line(path)}: nothing matches --filter {one_line(repr(pattern))} among {tensors}"
+    num_parts = 0 if pattern.startswith("/") else sum(pattern in name for name in names)
+    if not num_parts:
+        return NoMatchError(f"{text}; `stio inspect` lists the names")
+    wider = one_line(repr(f"*{pattern}*"))
+    return NoMatchError(f"{text}; a glob is for the whole name: {wider} matches {num_parts:,} of them")
+
+
 def rate_text(nbytes: int, seconds: float) -> str:
     """Return a rate as text: `1.5 GB/s`."""
     return f"{show_bytes(nbytes / max(seconds, 1e-9))}/s"
@@ -156,18 +188,157 @@ def require_writable(path: str, kind: str, suffixes: Iterable[str]) -> None:
         raise CommandError(f"{one_line(directory)}: this is no writable directory; choose another place")
 
 
-def aligned(rows: Iterable[Sequence[str]], *, right: frozenset[int] | set[int]) -> Iterator[str]:
-    """Yield rows as lines of aligned columns, with no cell cut.
+# Lines and tables.
+
+
+def is_encodable(text: str) -> bool:
+    """Return whether the encoding of standard output has these characters."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def width_of(stream: Any) -> int | None:
+    """Return the columns of the terminal behind a stream; None: it is no terminal, and lines have any length."""
+    with suppress(AttributeError, OSError, ValueError):  # there is no such stream, or it is closed
+        if stream.isatty():
+            return shutil.get_terminal_size().columns
+    return None
+
+
+_TOGETHER = re.compile(r"\[[\d, ]*\]|[\d.,]+ [kMGT]?B(?:/s)?\b|[\d.,]+ (?:s|ms|µs)\b")
+"""What a line is not broken in: a shape, and a number with its unit."""
+
+
+def say(text: str, *, to_stderr: bool = False, style: Literal["bold", "dim"] | None = None) -> None:
+    """Print lines; on a terminal, a long one continues on the next, indented. Words and numbers stay whole.
+
+    Args:
+        text: The lines.
+        to_stderr: Print them on standard error.
+        style: Style of the text, if standard output gets colours.
+    """
+    width = width_of(sys.stderr if to_stderr else sys.stdout)
+    if width is not None:
+        text = "\n".join(_broken(line, width) for line in text.split("\n"))
+    if style is not None and has_colours():
+        text = "\n".join(click.style(line, **{style: True}) for line in text.split("\n"))
+        click.echo(text, err=to_stderr, color=True)
+    else:
+        click.echo(text, err=to_stderr)
+
+
+def has_colours() -> bool:
+    """Return whether standard output gets colours: it is a terminal, or the environment says so."""
+    return console().color_system is not None
+
+
+def _broken(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    joined = _TOGETHER.sub(lambda match: match[0].replace(" ", "\xa0"), line)
+    indent = len(line) - len(line.lstrip(" "))
+    lines = wrap(
+        joined,
+        max(width, 20),
+        subsequent_indent=" " * (indent + 2),
+        expand_tabs=False,
+        replace_whitespace=False,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace("\xa0", " ")
+
+
+def shortened(name: str, width: int) -> str:
+    """Return a name in at most `width` columns: parts between its dots are left out, and numbers as the last ones.
+
+    A name whose last part is too long keeps its end. No number is cut, unless it fills the width.
+    """
+    if _cells(name) <= width:
+        return name
+    dots = "…" if is_encodable("…") else "..."
+    parts = name.split(".") if len(name) <= _MAX_SEARCHED else [name]
+    before_last = range(1, len(parts) - 1)
+    order = [k for k in before_last if not parts[k].isdecimal()]
+    order += [0, *(k for k in before_last if parts[k].isdecimal())] if len(parts) > 1 else []
+    for k in order:
+        parts[k] = ""
+        # What is left out together is one gap. An empty part of the name itself is not shown either.
+        kept = ".".join(part or dots for part in _without_repeats(parts))
+        if _cells(kept) <= width:
+            return kept
+    start = len(name) - max(0, width - len(dots))
+    while _cells(name[start:]) + len(dots) > width and start < len(name):
+        start += 1
+    whole = start
+    while whole < len(name) and name[whole - 1 : whole + 1].isdecimal():
+        whole += 1
+    return dots + (name[whole:] or name[start:])
+
+
+def _without_repeats(parts: Sequence[str]) -> Iterator[str]:
+    """Yield parts, and of several empty ones in a row one."""
+    before = "-"
+    for part in parts:
+        if part or before:
+            yield part
+        before = part
+
+
+_MAX_SEARCHED = 400
+"""Characters of the longest name whose parts are looked at: the time grows with the square of their number."""
+
+
+def _cells(text: str) -> int:
+    """Return the columns that a terminal needs for some text."""
+    return len(text) if text.isascii() else cell_len(text)
+
+
+_MAX_PADDED, _MAX_PADDED_ON_TERMINALS = 32, 20
+"""Cells that are not names are padded to this width at most; a longer one moves the rest of its own row only."""
+
+
+def columns_of(
+    rows: Sequence[Sequence[str]], *, right: frozenset[int] | set[int], width: int | None = None
+) -> Iterator[list[str]]:
+    """Yield rows with their cells padded to aligned columns; with a width, names in the first column are shortened.
 
     Args:
         rows: Cells of each row; all rows have the same number.
         right: Columns that are aligned right.
+        width: Columns of the terminal; None: no cell is shortened.
     """
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widest = [max(map(_cells, column)) for column in zip(*rows, strict=True)]
+    padded = _MAX_PADDED if width is None else _MAX_PADDED_ON_TERMINALS
+    widths = [widest[0], *(min(most, padded) for most in widest[1:])]
+    if width is not None:
+        rest = sum(len(_GAP) + most for most in widths[1:])
+        widths[0] = min(widths[0], max(_SHORTEST_NAME, width - rest))
     for row in rows:
-        cells = enumerate(zip(row, widths, strict=True))
-        yield "  ".join(cell.rjust(width) if k in right else cell.ljust(width) for k, (cell, width) in cells).rstrip()
+        cells = list(row)
+        if width is not None:
+            cells[0] = shortened(cells[0], widths[0])
+        for k, most in enumerate(widths):
+            spaces = " " * (most - _cells(cells[k]))
+            cells[k] = spaces + cells[k] if k in right else cells[k] + spaces
+        yield cells
+
+
+_GAP = "  "
+_SHORTEST_NAME = 12
+
+
+def aligned(
+    rows: Sequence[Sequence[str]], *, right: frozenset[int] | set[int], width: int | None = None
+) -> Iterator[str]:
+    """Yield rows as lines of aligned columns; see `columns_of`."""
+    yield from (_GAP.join(cells).rstrip() for cells in columns_of(rows, right=right, width=width))
+
+
+# The terminal.
 
 
 def console(*, to_stderr: bool = False) -> Console:

@@ -11,7 +11,7 @@ from time import perf_counter
 
 import click
 
-from stio.cli.output import JSON_OPTION, NO_PROGRESS_OPTION, PATH, Bar, CommandError, rate_text
+from stio.cli.output import JSON_OPTION, NO_PROGRESS_OPTION, PATH, Bar, CommandError, rate_text, say
 from stio.errors import StioError, one_line
 from stio.loading.pull import PullResult
 from stio.loading.pull import pull as copy
@@ -67,4 +67,4 @@ def _print(result: PullResult, seconds: float, as_json: bool) -> None:
     if result.fetched_bytes:
         rate = rate_text(result.fetched_bytes, seconds)
         fetched = f"{show_bytes(result.fetched_bytes)} fetched in {seconds:.3f} s, {rate}"
-    click.echo(f"{one_line(result.path)}: {size}, {checked}; {fetched}")
+    say(f"{one_line(result.path)}: {size}, {checked}; {fetched}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import click
 
-from stio.cli.output import JSON_OPTION, NO, NO_PROGRESS_OPTION, PATH, Bar, CommandError, explained
+from stio.cli.output import JSON_OPTION, NO, NO_PROGRESS_OPTION, PATH, Bar, CommandError, explained, say
 from stio.errors import (
     FormatError,
     IndexFormatError,
@@ -47,8 +47,8 @@ def verify(path: str, hash_required: bool, as_json: bool, no_progress: bool) -> 
     """Check a checkpoint for damage.
 
     Checks headers, index, gaps between tensors, and hashes if there is a manifest. PATH is a .safetensors file, a
-    directory with a checkpoint, or its index. With a manifest, all files are read. Without one, only headers and
-    tensors of dtype BOOL are read. Exit status 1: there is damage.
+    directory with a checkpoint, its index, or a URL of one of these. With a manifest, all files are read. Without one,
+    only headers and tensors of dtype BOOL are read. Exit status 1: there is damage.
     """
     problem: StioError | None = None
     try:
@@ -66,9 +66,9 @@ def verify(path: str, hash_required: bool, as_json: bool, no_progress: bool) -> 
         text = explained(problem)
         if problem.path == path:  # the line names it already
             text = text.removeprefix(f"{one_line(printable(path))}: ")
-        click.echo(f"{one_line(path)}: wrong: {text}")
+        say(f"{one_line(path)}: wrong: {text}")
     else:
-        click.echo("\n".join(_lines(report)))
+        say("\n".join(_lines(report)))
     return 0 if report.ok and problem is None else NO
 
 
@@ -197,14 +197,21 @@ def _odd_bools(file: Source, header: Header, check: Callable[[], None]) -> Itera
 
 
 def _lines(report: Report) -> Iterator[str]:
-    """Yield a line for each file, one for each warning, and the verdict. A single file has the verdict only."""
+    """Yield a line for each file, one for each warning, and the verdict. A single file has the verdict only.
+
+    A shard without damage is a number: the name of its file would fill the line.
+    """
     is_single = [os.path.basename(report.path)] == [file.name for file in report.files]
     if not is_single:
-        yield from (f"{one_line(file.name)}: {_finding(file, report)}" for file in report.files)
+        for k, file in enumerate(report.files, 1):
+            number = f"shard {k}/{len(report.files)}" if len(report.files) > 1 else ""
+            is_named = file.problem is not None or not number
+            name = ", ".join(filter(None, [number, one_line(file.name) if is_named else ""]))
+            yield f"{name}: {_finding(file, report)}"
     for warning in report.warnings:
         yield f"warning: {one_line(warning)}"
     if report.algorithm is None:
-        yield "no manifest: there is nothing to compare the bytes with"
+        yield "there is no manifest with hashes: headers and sizes were checked, and not the values of tensors"
     wrong = sum(file.problem is not None for file in report.files)
     verdict = "ok" if report.ok else f"{wrong} of {counted(len(report.files), 'file')} wrong"
     if is_single:

@@ -15,8 +15,9 @@ from functools import partial
 import torch
 
 from stio.conversion.sources import OpenSource, open_source
-from stio.device.tensors import TORCH_DTYPES
+from stio.device.tensors import TORCH_DTYPES, DtypeLike, checked_dtype
 from stio.errors import ClosedError, printable
+from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.naming import FILE_SUFFIX
 from stio.format.sharding import TensorSource
 from stio.runtime.hashing import HashName
@@ -31,8 +32,8 @@ from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 PathLike = str | os.PathLike[str]
 
-_CASTS = {dtype for name, dtype in TORCH_DTYPES.items() if name != "F4"}
-"""Dtypes that torch can cast to. It cannot cast to packed pairs (F4)."""
+_CASTS = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype.is_floating_point and name != "F4"}
+"""Floating dtypes that torch can cast to, and their names in the format. It cannot cast to packed pairs (F4)."""
 
 
 async def convert(
@@ -40,7 +41,7 @@ async def convert(
     destination: PathLike,
     *,
     max_shard_size: int | str | None = None,
-    dtype: torch.dtype | str | None = None,
+    dtype: DtypeLike | None = None,
     metadata: Mapping[str, str] | None = None,
     progress: Progress = None,
     budget_bytes: int | None = None,
@@ -119,7 +120,7 @@ async def convert(
     return await Operation(body, name="convert", about=shown(source)).wait()
 
 
-def _floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+def _floating_dtype(dtype: DtypeLike | None) -> torch.dtype | None:
     """Return the dtype that `dtype=` means.
 
     Raises:
@@ -128,11 +129,10 @@ def _floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """
     if dtype is None:
         return None
-    if not isinstance(dtype, str | torch.dtype):
-        raise TypeError(f"dtype= takes a torch.dtype or the name of one, not {dtype!r}")
-    wanted = (TORCH_DTYPES.get(dtype) or getattr(torch, dtype, None)) if isinstance(dtype, str) else dtype
-    if not (isinstance(wanted, torch.dtype) and wanted.is_floating_point and wanted in _CASTS):
-        raise ValueError(f"dtype= takes a floating dtype such as 'bfloat16', not {printable(str(dtype))!r}")
+    wanted = checked_dtype(dtype)
+    if wanted not in _CASTS:
+        accepted = ", ".join(f"{LIBRARY_NAMES[name]} or {name}" for name in _CASTS.values())
+        raise ValueError(f"dtype= takes a floating dtype ({accepted}), not {printable(str(dtype))!r}")
     return wanted
 
 

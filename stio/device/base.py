@@ -160,20 +160,25 @@ def resolve_device(device: Any) -> torch.device:
     try:
         parsed = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise DeviceError(f"torch knows no such device: {error}", found=device) from error
+        advice = "; `memory='lazy'` leaves tensors on the CPU in their files" if device == "disk" else ""
+        raise DeviceError(f"torch knows no such device{advice}", found=device, expected=_devices_here()) from error
     if parsed.type in ("cpu", "meta"):
         if parsed.type == "meta":
             raise DeviceError("tensors on 'meta' have no data to load", found=device, expected="cpu or an accelerator")
         return torch.device("cpu")
     accelerator = _available_accelerator()
     if accelerator is None or parsed.type != accelerator.type:
-        there = f"cpu, {accelerator.type}" if accelerator else "cpu"
-        raise DeviceError("this torch has no such device here", found=str(parsed), expected=f"one of: {there}")
+        raise DeviceError("this torch has no such device here", found=str(parsed), expected=_devices_here())
     index = parsed.index if parsed.index is not None else _current_index()
     num_devices = torch.accelerator.device_count()
     if index >= num_devices:
         raise DeviceError("there is no device of that number", found=str(parsed), expected=f"0 to {num_devices - 1}")
     return torch.device(parsed.type, index)
+
+
+def _devices_here() -> str:
+    accelerator = _available_accelerator()
+    return f"one of: cpu, {accelerator.type}, auto" if accelerator else "one of: cpu, auto"
 
 
 def _available_accelerator() -> torch.device | None:

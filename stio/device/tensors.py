@@ -9,6 +9,7 @@ thread. One tensor takes about 1 microsecond.
 from __future__ import annotations
 
 import ctypes
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,9 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 FORMAT_DTYPES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 """The name in the format of each of torch's types."""
 
+DtypeLike: TypeAlias = torch.dtype | str
+"""A dtype of torch, or a name of one, as torch spells it ("bfloat16") or the format does ("BF16")."""
+
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size in bytes, the dtype by which elements are moved without arithmetic."""
 
@@ -58,6 +62,33 @@ _DLTENSOR_DTYPE_AT = 20  # void* data, int32 device type and id, int32 ndim, the
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
+
+
+def checked_dtype(dtype: object) -> torch.dtype:
+    """Return the dtype that an argument `dtype=` means, see `DtypeLike`. Upper and lower case of a name are the same.
+
+    Raises:
+        TypeError: It is neither a dtype nor text.
+        ValueError: torch has no dtype of this name.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if not isinstance(dtype, str):
+        raise TypeError(f"dtype= takes a torch.dtype or the name of one, not {dtype!r}")
+    found = TORCH_DTYPES.get(dtype.upper()) or vars(torch).get(dtype.lower().removeprefix("torch."))
+    if isinstance(found, torch.dtype):
+        return found
+    names = [f"{LIBRARY_NAMES[name]} or {name}" for name in TORCH_DTYPES]
+    every = [one for name in names for one in name.split(" or ")]
+    near = difflib.get_close_matches(dtype[:_LONGEST_NAME].upper(), [one.upper() for one in every], n=1)
+    nearest = f"; did you mean {next(one for one in every if one.upper() == near[0])!r}?" if near else ""
+    raise ValueError(
+        f"dtype= takes a torch.dtype or the name of one ({', '.join(names)}), not {printable(dtype)!r}{nearest}"
+    )
+
+
+_LONGEST_NAME = 40
+"""Characters of an unknown name that are compared with the known ones: the time grows with their square."""
 
 
 def require_dtypes(dtypes: Sequence[str], *, path: str) -> None:

@@ -24,7 +24,7 @@ from stio.errors import FormatError, LimitError, TruncatedError, printable
 from stio.format.dtypes import BITS, MAX_ELEMENTS, U64_MAX, WHOLE_BYTES, DtypeName, tensor_nbytes
 from stio.format.gil_slices import ROWS, WINDOW_BYTES, row_slices, sort_in_slices
 from stio.format.json_scanner import Scanner
-from stio.runtime.limits import Limits
+from stio.runtime.limits import Limits, advice_on_limit
 
 PREFIX_BYTES = 8
 """Bytes before the JSON: its length as a little-endian u64."""
@@ -61,7 +61,8 @@ def header_nbytes(prefix: bytes, *, file_bytes: int, limits: Limits = _DEFAULT_L
     nbytes = int.from_bytes(prefix[:PREFIX_BYTES], "little")
     if nbytes > limits.header_bytes:
         raise LimitError(
-            "the header's length exceeds the limit `header_bytes`, or this is no safetensors file",
+            "the header's length exceeds the limit `header_bytes`, or this is no safetensors file"
+            + (advice_on_limit("header_bytes") if nbytes <= file_bytes - PREFIX_BYTES else ""),
             path=path,
             offset=0,
             expected=f"at most {limits.header_bytes}",
@@ -191,7 +192,7 @@ class _Columns:
                     self._add_member()
             if len(self.names) > limits.max_tensors:
                 raise LimitError(
-                    "more tensors than the limit `max_tensors`",
+                    "more tensors than the limit `max_tensors`" + advice_on_limit("max_tensors"),
                     path=self._path,
                     expected=f"at most {limits.max_tensors:,}",
                     found=f"{len(self.names):,} or more",
@@ -282,8 +283,10 @@ class _Columns:
         self._scanner.fail("a tensor name occurs twice", at=at, expected="distinct names", found=name)
 
     def _rank_error(self, name: str, rank: int) -> LimitError:
+        # More than the default is more than a tensor can have.
+        advice = advice_on_limit("max_rank") if self._limits.max_rank < _DEFAULT_LIMITS.max_rank else ""
         return LimitError(
-            f"tensor {printable(name)!r} has more dimensions than the limit `max_rank`",
+            f"tensor {printable(name)!r} has more dimensions than the limit `max_rank`{advice}",
             path=self._path,
             expected=f"at most {self._limits.max_rank}",
             found=f"{rank} or more",

@@ -15,7 +15,7 @@ from stio.errors import IndexFormatError, printable
 from stio.format.header import Header
 from stio.format.json_scanner import Scanner
 from stio.format.naming import FILE_SUFFIX, check_shard_name
-from stio.runtime.limits import Limits
+from stio.runtime.limits import Limits, advice_on_limit
 
 _MAX_METADATA_BYTES = 10 * 1024 * 1024
 """Longest `metadata` of an index, since it is decoded in one call; real ones have a hundred bytes."""
@@ -66,7 +66,7 @@ def parse_index(raw: bytes, *, path: str, limits: Limits = _DEFAULT_LIMITS, suff
     """
     if len(raw) > limits.header_bytes:
         raise IndexFormatError(
-            "the index is longer than the limit `header_bytes`",
+            "the index is longer than the limit `header_bytes`" + advice_on_limit("header_bytes"),
             path=path,
             expected=f"at most {limits.header_bytes} bytes",
             found=len(raw),

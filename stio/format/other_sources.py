@@ -18,6 +18,10 @@ PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 PICKLE_START_BYTES = 4
 """Bytes that `is_pickle_start` needs."""
 
+DCP_METADATA = ".metadata"
+"""File of each checkpoint that `torch.distributed.checkpoint` has written, beside data such as `__0_0.distcp`."""
+
+_DCP_SUFFIX = ".distcp"
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _CONVERT = "`stio convert SOURCE DESTINATION` (stio.convert) makes safetensors of it"
@@ -84,6 +88,13 @@ def advice_for_start(head: bytes) -> str:
 
 def advice_for_names(names: Iterable[str], path: str) -> str:
     """Return what to do about a directory, or a URL of one, without a checkpoint, by the names in it."""
+    names = list(names)
+    if DCP_METADATA in names and any(name.endswith(_DCP_SUFFIX) for name in names):
+        return (
+            "; it holds a checkpoint of torch.distributed.checkpoint: torch's dcp_to_torch_save (`python -m "
+            "torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY FILE.pt`) makes a file of torch.save of "
+            f"it, and then {_CONVERT}; saves with stio.distributed.StioStorageWriter are safetensors from the start"
+        )
     found = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     advice = f"download it, then {_CONVERT}" if is_url(path) else _CONVERT
     return f"; {printable(found[0])} looks like a file of torch.save: {advice}" if found else ""

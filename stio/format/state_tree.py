@@ -26,7 +26,7 @@ from stio.errors import FormatError, LimitError
 from stio.format.dtypes import U64_MAX
 from stio.format.gil_slices import WINDOW_BYTES
 from stio.format.header_build import is_encodable
-from stio.runtime.limits import Limits
+from stio.runtime.limits import Limits, advice_on_limit
 
 STATE_KEY = "stio.state"
 """Metadata key of stio: the tree, or `POINTER`."""
@@ -167,7 +167,7 @@ def check_tree_bytes(nbytes: int, limits: Limits, *, path: str) -> None:
     """Raise `LimitError` for a text of so many bytes that exceeds the limit; to be called before it is read."""
     if nbytes > limits.state_bytes:
         raise LimitError(
-            "the tree of the state is longer than the limit `state_bytes`",
+            "the tree of the state is longer than the limit `state_bytes`" + advice_on_limit("state_bytes"),
             path=path,
             expected=f"at most {limits.state_bytes:,} bytes",
             found=f"{nbytes:,}",
@@ -201,7 +201,7 @@ def parse_tree(
     for nodes in _lines(raw, path):
         if builder.tree.num_nodes + len(nodes) > limits.max_state_nodes:
             raise LimitError(
-                "the state has more values than the limit `max_state_nodes`",
+                "the state has more values than the limit `max_state_nodes`" + advice_on_limit("max_state_nodes"),
                 path=path,
                 expected=f"at most {limits.max_state_nodes:,}",
             )

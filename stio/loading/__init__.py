@@ -18,6 +18,7 @@ Workers that wait for a slot of staging memory check `stopped` during the wait; 
 piece of about 20 ms. An error in a worker stops the others in the same manner, and `run` raises it.
 
 Which file counts as cold is decided in `page_cache.py`; how many workers read, in blocks of what size, in `sizes.py`.
-`integrity.py` compares files with a manifest, `cache/` holds files in host memory, `warm_start/` loads a module while
-its forward runs. Start with `body.py`, then read `prepare.py` and `scheduler.py`.
+`representation.py` shows an open checkpoint at a prompt and in notebooks. `integrity.py` compares files with a
+manifest, `cache/` holds files in host memory, `warm_start/` loads a module while its forward runs. Start with
+`body.py`, then read `prepare.py` and `scheduler.py`.
 """

@@ -18,7 +18,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from stio.errors import ClosedError
+from stio.device.tensors import DtypeLike
+from stio.errors import ClosedError, printable
 from stio.format.header import TensorInfo
 from stio.loading.body import (
     FillSome,
@@ -36,6 +37,7 @@ from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.placed import PlacementsLike, checked_placements
 from stio.loading.plan import Names
+from stio.loading.representation import as_html, headline
 from stio.loading.select import plain_names, reusable_names, shards_of
 from stio.runtime.blocking import runs_blocking
 from stio.runtime.limits import Limits
@@ -52,7 +54,7 @@ async def load(
     slices: Mapping[str, object] | None = None,
     placements: PlacementsLike | None = None,
     device: DevicesLike = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: DtypeLike | None = None,
     memory: Memory = "auto",
     budget_bytes: int | None = None,
     strict: bool = True,
@@ -83,7 +85,8 @@ async def load(
         device: Device of the tensors: an argument of `torch.device`, or `"auto"`. Or one device for each tensor: a
             mapping from names, and from prefixes of names that end at a dot (the longest one counts, `""` means all
             others), or a callable that gets a name.
-        dtype: Cast floating tensors to it. None: as stored.
+        dtype: Cast floating tensors to it: a dtype of torch, or its name in torch or in the format (`"bfloat16"` or
+            `"BF16"`). None: as stored.
         memory: How tensors on the CPU get their memory: `"map"` maps the files and reads them now, `"lazy"` maps
             them and reads at the first use, `"copy"` reads into memory of their own, `"auto"` chooses between `"map"`
             and `"copy"` by the filesystem. `"gds"` reads from the disk into an accelerator's memory by GPUDirect
@@ -142,7 +145,7 @@ async def load_into(
     *,
     assign: bool = False,
     device: DevicesLike = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: DtypeLike | None = None,
     memory: Memory = "auto",
     budget_bytes: int | None = None,
     strict: bool = True,
@@ -262,7 +265,7 @@ def open(
     source: SourceLike,
     *,
     device: DevicesLike = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: DtypeLike | None = None,
     memory: Memory = "auto",
     budget_bytes: int | None = None,
     strict: bool = True,
@@ -330,6 +333,16 @@ class Checkpoint:
         if self._opened is None:
             raise ClosedError("the checkpoint is not open; use it inside its `with` block", path=shown(self._source))
         return self._opened
+
+    def __repr__(self) -> str:
+        opened = self._opened
+        what = f"{printable(shown(self._source))!r}, not open" if opened is None else headline(opened)
+        return f"<Checkpoint {what}>"
+
+    def _repr_html_(self) -> str | None:
+        """Return a table of the tensors for notebooks; None: the checkpoint is not open, and its text is shown."""
+        opened = self._opened
+        return None if opened is None else as_html(opened)
 
     def keys(self) -> list[str]:
         """Return the names of all tensors in the order of their data, aliases last."""

@@ -10,7 +10,7 @@ their place already, so it copies only what is collected. `module_tree.py` tells
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -620,15 +620,35 @@ def _without_wrappers(name: str) -> str:
 
 
 def _advice_on_prefix(longer: Sequence[str], shorter: Sequence[str], which: str = "module") -> str:
-    """Return advice if names of one side are those of the other side below a prefix."""
+    """Return advice if most names of one side are names of the other side below a prefix, such as `model.`."""
     known = set(shorter)
-    parts = longer[0].split(".")
-    for k in range(1, len(parts)):
-        if ".".join(parts[k:]) in known:
-            prefix = ".".join(parts[:k]) + "."
-            if all(name.startswith(prefix) and name[len(prefix) :] in known for name in longer):
-                return f"; only the {which}'s names begin with {printable(prefix)!r}"
+    counts = Counter(prefix for name in longer if (prefix := _prefix_of(name, known)))
+    if not counts:
+        return ""
+    prefix, number = counts.most_common(1)[0]
+    if 2 * number < max(len(longer), len(shorter)):
+        return ""
+    remedy = f"load into the submodule module.{printable(prefix[:-1])}"
+    if which == "checkpoint":
+        remedy = "load with stio.load, remove the prefix from the names, and call the module's load_state_dict"
+    others = "" if number == len(longer) else f", {number:,} of {len(longer):,}"
+    return f"; only the {which}'s names begin with {printable(prefix)!r}{others}: {remedy}"
+
+
+def _prefix_of(name: str, known: Collection[str]) -> str:
+    """Return what stands before the dot behind which a name is a known one; empty without it."""
+    dot = 0
+    for _ in range(_MAX_DOTS if len(name) < _MAX_CHARACTERS else 0):
+        dot = name.find(".", dot) + 1
+        if not dot:
+            break
+        if name[dot:] in known:
+            return name[:dot]
     return ""
+
+
+_MAX_DOTS, _MAX_CHARACTERS = 8, 1000
+"""Bounds on the search for a prefix: names may come from a hostile file."""
 
 
 def listed(names: Sequence[str]) -> str:

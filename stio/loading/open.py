@@ -41,7 +41,7 @@ from stio.format.other_sources import (
     refuse_pickle_at_url,
 )
 from stio.format.shared import ALIASES_KEY, parse_aliases
-from stio.runtime.limits import Limits
+from stio.runtime.limits import Limits, advice_on_limit
 from stio.runtime.memory import allocate
 from stio.runtime.operation import start_thread
 from stio.runtime.urls import is_url
@@ -339,7 +339,7 @@ class _Opening:
             nbytes = file.identity.nbytes
             if nbytes > self.limits.header_bytes:
                 raise LimitError(
-                    "the index is larger than the limit",
+                    "the index is larger than the limit `header_bytes`" + advice_on_limit("header_bytes"),
                     path=file.path,
                     expected=self.limits.header_bytes,
                     found=nbytes,

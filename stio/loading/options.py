@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from stio.device.base import Accelerator, current_device, with_current_index
+from stio.device.tensors import DtypeLike, checked_dtype
 from stio.loading.cache.file_image import FileCache, ObjectCache
 from stio.runtime.limits import Limits, check_budget_bytes
 from stio.runtime.progress import Progress, progress_callback
@@ -50,7 +51,7 @@ class LoadOptions:
 
     device: DevicesLike = "cpu"
     """Device of the tensors. Tied names on two devices are one tensor on each, read twice."""
-    dtype: torch.dtype | None = None
+    dtype: DtypeLike | None = None
     """Cast floating tensors to it."""
     memory: Memory = "auto"
     """How tensors on the CPU get their memory. `"gds"`: a file of which at most half is in the page cache is read from
@@ -89,10 +90,15 @@ class LoadOptions:
             raise ValueError(f"cache= copies its files, memory={self.memory!r} {does}: choose one of the two")
         if not isinstance(self.verify, bool):
             raise TypeError(f"verify= takes True or False, not {self.verify!r}")
-        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"dtype= takes a torch.dtype, not {self.dtype!r}")
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", checked_dtype(self.dtype))
         if self.budget_bytes is not None:
             check_budget_bytes(self.budget_bytes)
+
+    @property
+    def cast_dtype(self) -> torch.dtype | None:
+        """The dtype to cast to."""
+        return None if self.dtype is None else checked_dtype(self.dtype)
 
     @property
     def host_cache(self) -> FileCache | None:

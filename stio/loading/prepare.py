@@ -135,7 +135,7 @@ def prepare(
                         owned=owned,
                     )
             loads = _device_loads(
-                opened, files, selections, options, casts or options.dtype, views=views, prompt=prompt
+                opened, files, selections, options, casts or options.cast_dtype, views=views, prompt=prompt
             )
             for load in loads:
                 undo.callback(load.close)

@@ -6,8 +6,8 @@ loop. A `WorkerPool` is a few threads that work on one queue. `process.py` holds
 hooks, the interpreter's switch interval, pauses of the garbage collector. A `Region` (`memory.py`) is host memory by
 address. A `Trace` records what each thread did and when; `spans.py` adds it up, `timeline.py` draws it. `stats.py`
 counts. `locks.py` makes all locks of stio and says who may hold one. `control_groups.py` reads the limits of memory and
-processors. `limits.py`, `pacing.py`, `hashing.py`, `log.py` and `progress.py` each hold one small thing that loads and
-saves share.
+processors. `notebook.py` makes tables for notebooks. `limits.py`, `pacing.py`, `hashing.py`, `log.py` and `progress.py`
+each hold one small thing that loads and saves share.
 
 Invariants: no user code runs while a lock of this package is held; callers' threads hold no lock that stio's threads
 take; a forked child has none of its parent's operations. No module here imports torch. Start with `operation.py`.

@@ -33,6 +33,11 @@ class Limits:
     """Most values (containers, keys and leaves) of a nested state."""
 
 
+def advice_on_limit(field: str) -> str:
+    """Return what to do about a file that exceeds a limit of the caller's: a clause for the end of a message."""
+    return f"; if you trust the file, pass limits=stio.Limits({field}=...) with a higher limit"
+
+
 def check_budget_bytes(budget_bytes: int) -> int:
     """Return `budget_bytes` unchanged if it is valid.
 

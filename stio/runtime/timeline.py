@@ -2,22 +2,22 @@
 
 A lane is a thread or a device queue. A lane with few spans shows each span, with a tooltip. A lane with too many of
 them becomes columns: each kind of work fills a column by its share of the column's time. If the picture is still longer
-than `MAX_BYTES`, the columns become wider. `trace_page.py` puts the picture on a page that zooms.
+than the limit, the columns become wider. `trace_page.py` puts the picture on a page that zooms.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle, groupby
 from math import floor, log10
 from textwrap import wrap
+from typing import Any
 
 from stio.errors import printable
 from stio.runtime import svg
 from stio.runtime.spans import CALLER, Span, Summary, Total, summarize, usable
-from stio.runtime.units import counted, show_bytes, show_seconds
+from stio.runtime.units import counted, natural_key, show_bytes, show_seconds
 
 MAX_BYTES = 900_000
 """Largest picture."""
@@ -67,12 +67,13 @@ class _Scale:
         return (time - self.start) / self.seconds * _PLOT
 
 
-def draw(spans: Sequence[Span], *, title: str = "") -> str:
-    """Return the picture of a trace as SVG, at most `MAX_BYTES` long in UTF-8.
+def draw(spans: Sequence[Span], *, title: str = "", max_bytes: int = MAX_BYTES) -> str:
+    """Return the picture of a trace as SVG, at most `max_bytes` long in UTF-8.
 
     Args:
         spans: The spans; those without a valid time are left out.
         title: A line above the picture.
+        max_bytes: Largest picture; 100 kB are enough for every trace.
     """
     ordered = usable(spans)
     summary = summarize(ordered)
@@ -80,7 +81,7 @@ def draw(spans: Sequence[Span], *, title: str = "") -> str:
     kinds = _kinds(summary.totals)
     rows = _rows(ordered)
     coarse, text = 1, ""
-    while not text or len(text.encode()) > MAX_BYTES:
+    while not text or len(text.encode()) > max_bytes:
         text = _picture(title, summary, kinds, rows, scale, coarse)
         coarse *= 2
     return text
@@ -105,10 +106,8 @@ def _rows(ordered: Sequence[Span]) -> list[tuple[str, list[Span]]]:
     return rows
 
 
-def _place(lane: str) -> tuple[int, list[tuple[int, str]]]:
-    parts = re.split("([0-9]+)", lane)
-    natural = [(len(part), part) if part.isdecimal() else (0, part) for part in parts]  # read-2 before read-10
-    return {"copy": 2, CALLER: 3}.get(lane, int(lane[-1:].isdecimal())), natural
+def _place(lane: str) -> tuple[int, tuple[list[Any], str]]:
+    return {"copy": 2, CALLER: 3}.get(lane, int(lane[-1:].isdecimal())), natural_key(lane)
 
 
 def _picture(

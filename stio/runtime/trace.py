@@ -18,7 +18,11 @@ from stio.runtime.process import thread_name
 from stio.runtime.spans import CALLER, Span
 from stio.runtime.timeline import draw
 from stio.runtime.trace_page import page
+from stio.runtime.units import counted
 from stio.runtime.urls import without_secrets
+
+_NOTEBOOK_BYTES = 100_000
+"""Largest picture in a notebook, whose file keeps it."""
 
 
 @dataclass(slots=True)
@@ -36,6 +40,16 @@ class Trace:
     """All spans, in the order of their ends."""
     origin: float = field(default_factory=perf_counter)
     """Reading of `perf_counter()` at time zero of the trace."""
+
+    def __repr__(self) -> str:
+        return f"<Trace: {counted(len(self.spans), 'span')}>"
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        """Return the picture of `save_svg` for notebooks, smaller than its file may be."""
+        bundle = {"text/plain": repr(self)}
+        if self.spans:
+            bundle["image/svg+xml"] = draw(tuple(self.spans), max_bytes=_NOTEBOOK_BYTES)
+        return bundle
 
     @contextmanager
     def span(self, name: str, *, num_bytes: int = 0, detail: str = "") -> Iterator[None]:

@@ -1,6 +1,11 @@
-"""Times, sizes and counts as text, for the command line, pictures and summaries."""
+"""Times, sizes and counts as text, and the order of names with numbers, for the command line, pictures, summaries."""
 
 from __future__ import annotations
+
+import re
+from typing import Any
+
+_NUMBER = re.compile("([0-9]+)")
 
 
 def show_seconds(seconds: float) -> str:
@@ -26,3 +31,11 @@ def show_bytes(nbytes: float) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: `1 file`, `2 files`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def natural_key(name: str) -> tuple[list[Any], str]:
+    """Return a key that sorts names with numbers by their values: `layers.2` before `layers.10`."""
+    parts: list[Any] = _NUMBER.split(name)
+    # By length, then by digits: the interpreter refuses to convert thousands of digits.
+    parts[1::2] = ((len(digits), digits) for digits in (part.lstrip("0") for part in parts[1::2]))
+    return parts, name

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
 from threading import TIMEOUT_MAX
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
@@ -24,8 +25,10 @@ from stio.format.sharding import parse_size
 from stio.format.shared import SharedPolicy
 from stio.runtime.hashing import HashName, new_hasher
 from stio.runtime.locks import require_unlocked
+from stio.runtime.notebook import table
 from stio.runtime.progress import Progress, progress_callback
 from stio.runtime.trace import Trace
+from stio.runtime.units import counted, show_bytes, show_seconds
 from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Transaction
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
@@ -245,3 +248,25 @@ class SaveResult:
     """Time from the call until the checkpoint was published and durable."""
     hashes: Mapping[str, str]
     """Digest of each file by its name; empty without `hash=`."""
+
+    def __repr__(self) -> str:
+        return f"<SaveResult {self._headline()}>"
+
+    def _headline(self) -> str:
+        size = f"{counted(len(self.files), 'file')}, {show_bytes(self.total_bytes)}"
+        return f"{printable(self.path)!r}: {size}, durable after {show_seconds(self.committed_seconds)}"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the files for notebooks; of many, the first ones."""
+        num_files = len(self.files)
+        facts = [
+            ("snapshot complete after", show_seconds(self.staged_seconds)),
+            ("files durable after", show_seconds(self.written_seconds)),
+            ("bytes in files", f"{self.file_bytes:,}"),
+            *([("tied names", f"{len(self.aliases):,}")] if self.aliases else []),
+        ]
+        files = (
+            (f"file {k}/{num_files}", " ".join(filter(None, [name, self.hashes.get(name, "")])))
+            for k, name in enumerate(self.files, 1)
+        )
+        return table(f"Saved to {self._headline()}", (), chain(facts, files), num_rows=len(facts) + num_files)

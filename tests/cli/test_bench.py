@@ -89,6 +89,21 @@ def test_wrong_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.listdir(tmp_path) == ["bad.safetensors"]
 
 
+@pytest.mark.parametrize("url", ["https://user:secret@host/m/", "s3://bucket/m", "hf://owner/name"])
+def test_a_url_is_refused_with_what_measures_it(url: str) -> None:
+    shown = url.replace("user:secret@", "")
+    text = refused("bench", url)
+    assert text.startswith(f"Error: {shown}: `stio bench` measures files on a disk")
+    assert f"`stio load {shown}` prints the rate of a load" in text
+
+
+def test_a_table_fits_80_columns(model: Path, scripted: dict[str, dict[str, Any]]) -> None:
+    scripted["safetensors"]["version"] = "1.23.456.post1.dev7890"
+    lines = run("bench", model).stdout.splitlines()[:4]
+    assert max(map(len, lines)) == 80
+    assert [line.count("█") for line in lines[1:]] == [6, 5, 2]
+
+
 def test_what_does_not_fit_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_bench, "fits", lambda nbytes: False)
     assert refused("bench", model).endswith(" do not fit into memory; measure with one shard of it")

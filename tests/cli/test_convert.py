@@ -43,6 +43,12 @@ def test_converts(source: Path, tmp_path: Path) -> None:
     assert (found["a"].dtype, found["b"].tolist()) == (torch.bfloat16, [0, 1, 2, 3, 4])
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "BF16", "bf16", "torch.bfloat16"])
+def test_a_dtype_has_two_names(source: Path, tmp_path: Path, name: str) -> None:
+    convert(source, tmp_path / "d.safetensors", "--key", "state_dict", "--dtype", name)
+    assert load_file(tmp_path / "d.safetensors")["a"].dtype == torch.bfloat16
+
+
 def test_json(source: Path, tmp_path: Path) -> None:
     done = convert(
         *(source, tmp_path / "d", "--key", "state_dict", "--max-shard-size", "48", "--hash", "sha256", "--json")
@@ -60,6 +66,11 @@ def test_errors_are_one_sentence(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "d.safetensors", "--key", "state_dict")
     assert "is a file of the source" in refused(tmp_path / "d.safetensors", tmp_path / "d.safetensors")
     assert "floating dtype" in refused(source, tmp_path / "d", "--dtype", "int8")
+    assert "--dtype takes a floating dtype (" in refused(source, tmp_path / "d", "--dtype", "int8")
+    unknown = refused(source, tmp_path / "d", "--dtype", "bfloat61")
+    assert "--dtype takes the name of a dtype (" in unknown
+    assert "bfloat16 or BF16" in unknown
+    assert unknown.endswith("; did you mean 'bfloat16'?")
     assert "is no size" in refused(source, tmp_path / "d", "--max-shard-size", "big")
     assert not (tmp_path / "d").exists()
 

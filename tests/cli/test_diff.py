@@ -67,6 +67,7 @@ def test_json(pair: tuple[Path, Path]) -> None:
         "b": str(b),
         "equal": False,
         "header_only": False,
+        "tolerance": None,
         "num_compared": 2,
         "only_in_a": [{"name": "gone", "dtype": "F32", "shape": [1, 6]}],
         "only_in_b": [{"name": "new", "dtype": "F32", "shape": [2, 6]}],
@@ -89,7 +90,79 @@ def test_json(pair: tuple[Path, Path]) -> None:
                 "max_abs_difference": 0.25,
             }
         ],
+        "within_tolerance": [],
     }
+
+
+def test_a_filter_that_matches_nothing_is_no_equality(pair: tuple[Path, Path]) -> None:
+    a, b = pair
+    for more in ([], ["--json"], ["--header-only"]):
+        text = refused("diff", a, b, "--filter", "am", *more, status=3)
+        assert text == (
+            f"Error: {a} and {b}: nothing matches --filter 'am' among 6 tensors; "
+            "a glob is for the whole name: '*am*' matches 1 of them"
+        )
+    assert "only in" in run("diff", a, b, "--filter", "gone", status=1).stdout, "one side is enough"
+
+
+def test_the_order_of_names_is_natural(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.safetensors", **{f"h.{k}": torch.zeros(1) for k in range(12)})
+    b = write(tmp_path / "b.safetensors", **{f"h.{k}": torch.ones(1) for k in range(12)})
+    lines = run("diff", a, b, status=1).stdout.splitlines()
+    assert [line.split()[1] for line in lines[:-1]] == [f"h.{k}" for k in range(12)]
+
+
+# With a tolerance.
+
+
+@pytest.fixture
+def near(tmp_path: Path) -> tuple[Path, Path]:
+    w, i = torch.arange(8, dtype=torch.float32), torch.arange(4)
+    a = write(tmp_path / "a.safetensors", w=w, same=w, i=i)
+    b = write(tmp_path / "b.safetensors", w=w + torch.tensor([0.25] + [0.0] * 6 + [0.125]), same=w, i=i + 1)
+    return a, b
+
+
+def test_values_within_the_tolerance_are_equal(near: tuple[Path, Path]) -> None:
+    a, b = near
+    assert run("diff", a, b, "--tolerance", "1").stdout == (
+        f"{a} and {b}: equal, 3 tensors compared by values, with a tolerance of 1; "
+        "differences up to 1 were tolerated, in 2 tensors\n"
+    )
+    result = found(a, b, "--tolerance", "1")
+    assert (result["equal"], result["tolerance"], result["values"]) == (True, 1, [])
+    assert [(one["name"], one["num_differing"]) for one in result["within_tolerance"]] == [("i", 0), ("w", 0)]
+    assert [one["max_abs_difference"] for one in result["within_tolerance"]] == [1, 0.25]
+
+
+def test_values_beyond_the_tolerance_differ(near: tuple[Path, Path]) -> None:
+    a, b = near
+    assert run("diff", a, b, "--tolerance", "0.2", status=1).stdout.splitlines() == [
+        "differs: i  I64 [4]  4 of 4 values beyond 0.2, by at most 1",
+        "differs: w  F32 [8]  1 of 8 values beyond 0.2, by at most 0.25",
+        f"{a} and {b}: different, 2 of 3 tensors of other values, with a tolerance of 0.2",
+    ]
+    assert run("diff", a, b, "--tolerance", "0.25", "--filter", "w").exit_code == 0, "the bound itself is equal"
+
+
+def test_a_tolerance_does_not_change_names_dtypes_and_shapes(pair: tuple[Path, Path]) -> None:
+    a, b = pair
+    lines = run("diff", a, b, "--tolerance", "inf", status=1).stdout.splitlines()
+    assert [line.split(":")[0] for line in lines[:-1]] == [
+        f"only in {a}",
+        f"only in {b}",
+        "changed",
+        "changed",
+        "differs",
+    ]
+    assert lines[-2] == "differs: w  F32 [4, 6]  1 of 24 values beyond inf, by at most 0.25, 1 NaN on one side"
+
+
+def test_wrong_tolerances(pair: tuple[Path, Path]) -> None:
+    assert "'--tolerance'" in refused("diff", *pair, "--tolerance", "-1")
+    assert "not NaN" in refused("diff", *pair, "--tolerance", "nan")
+    assert "'--tolerance'" in refused("diff", *pair, "--tolerance", "little")
+    assert "give one of the two" in refused("diff", *pair, "--tolerance", "1", "--header-only")
 
 
 def test_header_only_reads_no_values(pair: tuple[Path, Path]) -> None:

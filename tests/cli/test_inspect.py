@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from commands import refused, run, stio, terminal, write_model, write_sharded
+from commands import refused, run, terminal, write_model, write_sharded
+from commands import stio as stio_program
+from rich.cells import cell_len
+from safetensors import safe_open
 from safetensors.torch import save_file
+
+import stio
 
 LONG = "model." + "deep." * 60 + "weight"
 
@@ -40,24 +46,45 @@ def test_lists_a_file(model: Path) -> None:
     assert rows["a.weight"].split() == ["F32", "[3,", "4]", "48", "B"]
     assert rows["a.bias"].split() == ["BF16", "[4]", "8", "B"]
     assert rows[LONG].split() == ["I64", "[]", "8", "B"]  # the whole name: a pipe gets nothing cut
-    assert lines[3:] == ["F32: 1 tensor, 48 B", "BF16: 1 tensor, 8 B", "I64: 1 tensor, 8 B", "metadata format: pt"]
+    assert lines[3:] == [
+        "F32 (float32): 1 tensor, 48 B",
+        "BF16 (bfloat16): 1 tensor, 8 B",
+        "I64 (int64): 1 tensor, 8 B",
+        "metadata format: pt",
+    ]
 
 
 def test_lists_shards(sharded: Path) -> None:
     for path in (sharded, sharded / "model.safetensors.index.json"):
-        head, columns, first, second, total, metadata = inspect(path)
+        head, columns, first, second, *shards, total, metadata = inspect(path)
         assert head.endswith(": 2 tensors, 24 B, 2 shards")
         assert columns.split()[-1] == "shard"
-        assert first.split()[-1] == "model-00001-of-00002.safetensors"
-        assert second.split()[-1] == "model-00002-of-00002.safetensors"
-        assert (total, metadata) == ("F32: 2 tensors, 24 B", "metadata total_size: 24")
+        assert (first.split()[-1], second.split()[-1]) == ("1/2", "2/2")
+        assert shards == [
+            "shard 1/2: model-00001-of-00002.safetensors, 80 B",
+            "shard 2/2: model-00002-of-00002.safetensors, 88 B",
+        ]
+        assert (total, metadata) == ("F32 (float32): 2 tensors, 24 B", "metadata total_size: 24")
+    assert inspect(sharded, "--filter", "w2")[3:-2] == ["shard 2/2: model-00002-of-00002.safetensors, 88 B"]
 
 
 def test_filter(model: Path) -> None:
     head, _, row, _, _ = inspect(model, "--filter", "*.bias")
     assert head.endswith(": 1 of 3 tensors, 8 B, 1 shard")
     assert row.startswith("a.bias")
-    assert inspect(model, "--filter", "nothing")[0].endswith(": 0 of 3 tensors, 0 B, 1 shard")
+
+
+@pytest.mark.parametrize("more", [[], ["--json"], ["--tree"]])
+def test_nothing_matches(model: Path, more: list[str]) -> None:
+    text = f"Error: {model}: nothing matches --filter 'nothing' among 3 tensors; `stio inspect` lists the names"
+    assert refused("inspect", model, "--filter", "nothing", *more, status=3) == text
+    text = refused("inspect", model, "--filter", "weight", *more, status=3)
+    assert text.endswith("; a glob is for the whole name: '*weight*' matches 2 of them")
+
+
+def test_an_alias_that_matches_is_no_tensor_and_no_error(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(2)}, tmp_path / "m.safetensors", metadata={"stio.aliases": '{"tied": "w"}'})
+    assert "alias tied = w" in inspect(tmp_path, "--filter", "tied")
 
 
 def test_json_is_what_the_official_reader_sees(sharded: Path) -> None:
@@ -99,8 +126,71 @@ def test_markup_in_names_is_text(tmp_path: Path) -> None:
     assert "[red]w[/red] :smile:" in terminal("inspect", tmp_path, NO_COLOR="1")
 
 
-def test_a_narrow_terminal_gets_whole_names(model: Path) -> None:
-    assert LONG in "".join(line.split(" ")[0] for line in terminal("inspect", model, NO_COLOR="1").splitlines())
+def large(folder: Path) -> Path:
+    """Write a checkpoint of three shards, with 40 layers and odd names."""
+    tensors: dict[str, torch.Tensor] = {"lm_head.weight": torch.zeros(12, 4, dtype=torch.bfloat16)}
+    for layer in range(40):
+        for name in ("self_attn.q_proj.weight", "mlp.experts.103.gate_up_projection.weight", "input_layernorm.weight"):
+            tensors[f"model.language_model.layers.{layer}.{name}"] = torch.zeros(4, dtype=torch.bfloat16)
+    tensors["odd name with spaces, and a number 12345678901234567890123456789"] = torch.zeros(1)
+    tensors["模型." * 20 + "weight"] = torch.zeros(1)
+    stio.sync.save(tensors, folder, max_shard_size=400)
+    return folder
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_table_fits_the_terminal(tmp_path: Path, width: int) -> None:
+    shown = terminal("inspect", large(tmp_path / "m"), NO_COLOR="1", COLUMNS=str(width))
+    lines = shown.splitlines()
+    start = next(k for k, line in enumerate(lines) if line.startswith("name "))  # the path above may take several
+    columns, *rows = lines[start : start + 124]
+    assert columns.split() == ["name", "dtype", "shape", "size", "shard"]
+    assert max(cell_len(line) for line in [columns, *rows]) <= width
+    for row in rows:
+        assert re.fullmatch(r".+ (BF16|F32) +\[[\d, ]+\] +\d+ B +[123]/3", row), row
+    layers = [int(found[1]) for row in rows if (found := re.search(r"\.(\d+)\.(?:….|self_attn.)q_proj", row))]
+    assert layers == list(range(40)), "each has its number, in natural order"
+    assert any("…" in row for row in rows)
+
+
+def test_nothing_is_shortened_in_pipes_nor_with_wide(tmp_path: Path) -> None:
+    folder = large(tmp_path / "m")
+    wide = terminal("inspect", folder, "--wide", NO_COLOR="1")
+    assert "…" not in wide
+    assert "…" not in stio_program("inspect", folder, COLUMNS="40", FORCE_COLOR="1").stdout
+    with safe_open(folder / "model-00001-of-00003.safetensors", "pt") as file:
+        assert all(f"{name} " in wide for name in file.keys())  # noqa: SIM118  # no mapping
+
+
+def test_the_order_of_numbers_is_natural(tmp_path: Path) -> None:
+    lines = inspect(write_names(tmp_path / "m.safetensors", *(f"h.{k}.w" for k in range(12))))
+    assert [line.split()[0] for line in lines[2:14]] == [f"h.{k}.w" for k in range(12)]
+
+
+def test_many_shards_are_not_all_listed_on_a_terminal(tmp_path: Path) -> None:
+    stio.sync.save({f"w{k}": torch.zeros(3) for k in range(12)}, tmp_path / "m", max_shard_size=12)
+    text = terminal("inspect", tmp_path / "m", NO_COLOR="1")
+    assert "shard 1/12: model-00001-of-00012.safetensors" in text
+    assert "10 more shards: --wide lists them" in text
+    assert "shard 12/12: model-00012-of-00012.safetensors" in text
+    assert "shard 2/12" not in text
+    for whole in (terminal("inspect", tmp_path / "m", "--wide", NO_COLOR="1"), run("inspect", tmp_path / "m").stdout):
+        assert "shard 2/12: model-00002-of-00012.safetensors" in whole
+
+
+def test_a_tree_fits_the_terminal(tmp_path: Path) -> None:
+    names = [f"model.{'very_long_module_name.' * 5}{k}.{'x' * 30}.weight" for k in range(3)]
+    text = terminal("inspect", write_names(tmp_path / "m.safetensors", *names), "--tree", NO_COLOR="1")
+    lines = [line for line in text.splitlines() if "─" in line]
+    assert len(lines) == 4
+    assert max(map(len, lines)) <= 80
+    assert all(line.endswith("F32 [2]  8 B") for line in lines[1:])
+
+
+def test_a_terminal_that_has_no_ellipsis(model: Path) -> None:
+    text = terminal("inspect", model, NO_COLOR="1", PYTHONIOENCODING="ascii")
+    assert "model.....deep." in text
+    assert max(map(len, text.splitlines()[-9:])) <= 80
 
 
 def test_colours_on_terminals_only(model: Path) -> None:
@@ -111,7 +201,7 @@ def test_colours_on_terminals_only(model: Path) -> None:
 
 def test_names_beyond_the_encoding(tmp_path: Path) -> None:
     save_file({"née": torch.zeros(1)}, tmp_path / "m.safetensors")
-    done = stio("inspect", tmp_path, PYTHONIOENCODING="cp1251")
+    done = stio_program("inspect", tmp_path, PYTHONIOENCODING="cp1251")
     assert (done.returncode, r"n\xe9e" in done.stdout) == (0, True)
 
 
@@ -138,7 +228,8 @@ def test_a_link_that_leads_out(tmp_path: Path, model: Path) -> None:
     [("*.weight", 2), ("/weight$/", 2), ("/^a\\./", 2), ("a.*", 2), ("a", 0), ("/a/", 2), ("/", 0), ("//", 3)],
 )
 def test_globs_and_expressions(model: Path, pattern: str, shown: int) -> None:
-    assert json.loads(run("inspect", model, "--filter", pattern, "--json").stdout)["num_tensors"] == shown
+    done = run("inspect", model, "--filter", pattern, "--json", status=0 if shown else 3)
+    assert not shown or json.loads(done.stdout)["num_tensors"] == shown
 
 
 def test_a_malformed_expression_is_an_error(model: Path) -> None:
@@ -157,7 +248,7 @@ def test_a_tree_groups_by_dots_and_sorts_numbers(tmp_path: Path) -> None:
     names = ["h.10.w", "h.2.w", "h.2.b", "embed", "head.deep.er.w", "h.2"]
     head, *lines, total = inspect(write_names(tmp_path / "m.safetensors", *names), "--tree")
     assert head.endswith(": 6 tensors, 48 B, 1 shard")
-    assert total == "F32: 6 tensors, 48 B"
+    assert total == "F32 (float32): 6 tensors, 48 B"
     assert lines == [
         f"{label:17}  {text}"
         for label, text in (
@@ -188,5 +279,5 @@ def test_a_tree_of_hostile_names_is_bounded(tmp_path: Path) -> None:
 
 def test_a_tree_where_the_encoding_has_no_lines(tmp_path: Path) -> None:
     path = write_names(tmp_path / "m.safetensors", "h.0", "h.1")
-    lines = stio("inspect", path, "--tree", PYTHONIOENCODING="ascii").stdout.splitlines()
+    lines = stio_program("inspect", path, "--tree", PYTHONIOENCODING="ascii").stdout.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["`-", "|-", "`-"]

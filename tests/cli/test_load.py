@@ -58,7 +58,15 @@ def test_lazy_has_no_rate(model: Path) -> None:
 def test_filter(model: Path) -> None:
     found = json.loads(run("load", model, "--filter", "/layers.[0-3]/", "--json").stdout)
     assert found["num_tensors"] == 4
-    assert json.loads(run("load", model, "--filter", "none", "--json").stdout)["num_tensors"] == 0
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_nothing_matches(model: Path, more: list[str]) -> None:
+    text = refused("load", model, "--filter", "weight", *more, status=3)
+    assert text == (
+        f"Error: {model}: nothing matches --filter 'weight' among 9 tensors; "
+        "a glob is for the whole name: '*weight*' matches 8 of them"
+    )
 
 
 def test_an_alias_counts_once(tmp_path: Path) -> None:

@@ -120,3 +120,46 @@ def test_floats_as_torch_would(dtype: str, seed: int) -> None:
     b[::3] = a[::3]
     count, largest, _ = differences(dtype, data(a), data(b))
     assert (count, largest) == (int((a != b).sum()), float((a.double() - b.double()).abs().max()))
+
+
+# With a tolerance.
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "tolerance", "expected"),
+    [
+        ([0.0, 1.0], [-0.0, 1.5], 0.0, (1, 0.5, 0)),
+        ([0.0, 1.0], [-0.0, 1.5], 0.5, (0, 0.5, 0)),
+        ([math.nan, 1.0], [1.0, 1.5], 1.0, (1, 0.5, 1)),
+        ([math.nan, 2.0], [1.0, 2.0], math.inf, (1, None, 1)),
+        ([math.inf, math.inf], [math.inf, -math.inf], 1e300, (1, math.inf, 0)),
+        ([math.inf, math.inf], [math.inf, -math.inf], math.inf, (0, math.inf, 0)),
+    ],
+)
+def test_floats_within_a_tolerance(
+    a: list[float], b: list[float], tolerance: float, expected: tuple[int, float | None, int]
+) -> None:
+    assert differences("F32", np.float32(a).tobytes(), np.float32(b).tobytes(), tolerance) == expected
+
+
+def test_nans_of_other_payloads_are_within_every_tolerance() -> None:
+    a, b = (int(value).to_bytes(4, "little") for value in (0x7FC00000, 0x7FC00001))
+    assert differences("F32", a, b, 0.0) == (0, None, 0)
+
+
+def test_integers_within_a_tolerance_are_exact() -> None:
+    low, high = (int(value).to_bytes(8, "little", signed=True) for value in (-(2**63), 2**63 - 1))
+    for tolerance, count in ((math.inf, 0), (2.0**64, 0), (2.0**63, 1), (0.5, 1)):
+        assert differences("I64", low, high, tolerance) == (count, 2**64 - 1, 0)
+    assert differences("BOOL", b"\0\1", b"\1\1", 1.0) == (0, 1, 0)
+    assert differences("U8", b"\0\0\0", b"\1\2\3", 2.9) == (1, 3, 0)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64", "F8_E4M3"])
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**31), tolerance=st.floats(0, 3))
+def test_a_tolerance_as_torch_would(dtype: str, seed: int, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(100, generator=generator).to(TORCH_DTYPES[dtype]) for _ in range(2))
+    count = differences(dtype, data(a), data(b), tolerance)[0]
+    assert count == int(((a.double() - b.double()).abs() > tolerance).sum())

@@ -51,8 +51,8 @@ def verified(*arguments: object, status: int = 0) -> list[str]:
 def test_verifies_hashes(sharded: Path) -> None:
     note(sharded)
     assert verified(sharded) == [
-        "model-00001-of-00002.safetensors: header and sizes fit, sha256 as in the manifest (1 tensor, 80 B)",
-        "model-00002-of-00002.safetensors: header and sizes fit, sha256 as in the manifest (1 tensor, 88 B)",
+        "shard 1/2: header and sizes fit, sha256 as in the manifest (1 tensor, 80 B)",
+        "shard 2/2: header and sizes fit, sha256 as in the manifest (1 tensor, 88 B)",
         f"{sharded}: ok",
     ]
     assert verified(sharded, "--hash-required") == verified(sharded / "model.safetensors.index.json")
@@ -68,10 +68,12 @@ def test_c102_every_damaged_file_is_named(sharded: Path) -> None:
     (sharded / "model.safetensors.manifest.json").write_text(json.dumps(manifest))
     damage(sharded / "model-00001-of-00002.safetensors")
     first, second, third, *rest = verified(sharded, status=1)
-    assert first.startswith("model-00001-of-00002.safetensors: ")
+    assert first.startswith("shard 1/3, model-00001-of-00002.safetensors: ")
     assert "its sha256 differs from the manifest (expected " in first
     assert "sha256 as in the manifest" in second
+    assert second.startswith("shard 2/3: ")
     assert "the manifest does not name this file" in third
+    assert third.startswith("shard 3/3, model-00003-of-00003.safetensors: ")
     assert rest == [
         f"warning: {sharded}: the index claims total_size 24, the shards hold 36 bytes",
         f"{sharded}: 2 of 3 files wrong",
@@ -80,7 +82,7 @@ def test_c102_every_damaged_file_is_named(sharded: Path) -> None:
 
 def test_no_manifest_is_said(model: Path) -> None:
     found = f"header and sizes fit, not compared with a hash (3 tensors, {show_bytes(model.stat().st_size)})"
-    none = "no manifest: there is nothing to compare the bytes with"
+    none = "there is no manifest with hashes: headers and sizes were checked, and not the values of tensors"
     assert verified(model) == [none, f"{model}: ok, {found}"]
     assert verified(model.parent) == [f"model.safetensors: {found}", none, f"{model.parent}: ok"]
     (why,) = verified(model, "--hash-required", status=1)
@@ -151,7 +153,7 @@ def test_c70_bool_bytes_other_than_0_and_1(tmp_path: Path) -> None:
         f"warning: the BOOL tensor 'two' holds bytes other than 0 and 1, the first one 2 at byte {start + 4:,} of m.safetensors",
         f"warning: the BOOL tensor 'far' holds bytes other than 0 and 1, the first one 255 at byte {size - 3:,} of m.safetensors",
         f"warning: the BOOL tensor '\\\\x1b[2J' holds bytes other than 0 and 1, the first one 2 at byte {size - 1:,} of m.safetensors",
-        "no manifest: there is nothing to compare the bytes with",
+        "there is no manifest with hashes: headers and sizes were checked, and not the values of tensors",
         f"{path}: ok, header and sizes fit, not compared with a hash (5 tensors, {show_bytes(size)})",
     ]
     assert len(json.loads(run("verify", path, "--json").stdout)["warnings"]) == 3

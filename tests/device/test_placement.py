@@ -86,3 +86,24 @@ def test_what_says_it_by_name_and_what_does_not() -> None:
         assert place("w") == CPU
     with pytest.raises(DeviceError):
         resolve_placement(None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "name", "advice"),
+    [
+        (["model.layers."], "model.layers.0.w", "instead of 'model.layers.' write 'model.layers'"),
+        (["model.*"], "model.w", "instead of 'model.*' write 'model'"),
+        (["layers.0"], "model.layers.0.w", "'layers.0' is in the name, but not at its begin"),
+        (["model.layers"], "layers.0.w", "the entry 'model.layers' has a prefix that the name lacks"),
+        (["other"], "w", "have none of their own (expected"),
+    ],
+)
+def test_a_mapping_that_nearly_covers_a_name(keys: list[str], name: str, advice: str) -> None:
+    with pytest.raises(DeviceError, match="says nothing of a tensor") as caught:
+        Placement(dict.fromkeys(keys, "cpu"))(name)
+    assert advice in str(caught.value)
+
+
+def test_devices_of_other_libraries_get_advice() -> None:
+    with pytest.raises(DeviceError, match=r"`memory='lazy'` leaves tensors on the CPU.*'w' there.*one of: cpu"):
+        Placement({"": "disk"})("w")

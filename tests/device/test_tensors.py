@@ -18,6 +18,7 @@ from stio.device import tensors as module
 from stio.device.tensors import (
     FORMAT_DTYPES,
     TORCH_DTYPES,
+    checked_dtype,
     require_dtypes,
     select_and_cast,
     tensors_in,
@@ -25,7 +26,7 @@ from stio.device.tensors import (
     typed,
 )
 from stio.errors import UnsupportedDtypeError
-from stio.format.dtypes import BITS, DTYPES, tensor_nbytes
+from stio.format.dtypes import BITS, DTYPES, LIBRARY_NAMES, tensor_nbytes
 from stio.format.header import header_nbytes, parse_header
 from stio.format.header_build import build_header
 from stio.format.slicing import select
@@ -273,3 +274,28 @@ def test_cast_of_packed_numbers_is_refused() -> None:
     tensor, _ = make("F4", (2, 4))
     with pytest.raises(UnsupportedDtypeError, match="'weight'"):
         select_and_cast({"weight": tensor}, {}, torch.bfloat16)
+
+
+# Names of dtypes.
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*TORCH_DTYPES.items()])
+def test_both_names_of_a_dtype_are_accepted(name: str, dtype: torch.dtype) -> None:
+    for text in (name, name.lower(), LIBRARY_NAMES[name], str(dtype)):
+        assert checked_dtype(text) == dtype
+    assert checked_dtype(dtype) is dtype
+
+
+@pytest.mark.parametrize("text", ["bf61", "", "tensor", "nn", "__name__", "\x1b[2J", "x" * 100_000, "F6_E2M3"])
+def test_other_names_are_refused_with_those_that_are_accepted(text: str) -> None:
+    with pytest.raises(ValueError, match="bfloat16 or BF16") as caught:
+        checked_dtype(text)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1_500
+
+
+def test_the_nearest_name_is_named() -> None:
+    with pytest.raises(ValueError, match=r"did you mean 'bfloat16'\?"):
+        checked_dtype("bfloat61")
+    with pytest.raises(TypeError, match="takes a torch.dtype or the name of one, not 16"):
+        checked_dtype(16)

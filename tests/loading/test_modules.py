@@ -124,6 +124,41 @@ async def test_assigned_parameters_train(untied_file):
             parameter.add_(1.0)
 
 
+@pytest.mark.parametrize(
+    ("names", "prefix", "advice"),
+    [
+        (["a", "b.w"], "model.", "module's names begin with 'model.': load into the submodule module.model"),
+        (
+            ["a", "b.w"],
+            "base.model.",
+            "module's names begin with 'base.model.': load into the submodule module.base.model",
+        ),
+        (["a", "b.w", "c"], "model.", "module's names begin with 'model.', 3 of 4: load into"),
+    ],
+)
+async def test_names_that_differ_by_a_prefix(tmp_path, names, prefix, advice):
+    tensors = {name: ramp(3) for name in names}
+    more = {"head": ramp(2)} if "3 of 4" in advice else {}
+    save_file(tensors, tmp_path / "bare.safetensors")
+    module = module_of({**{prefix + name: tensor for name, tensor in tensors.items()}, **more})
+    with pytest.raises(MismatchError) as caught:
+        await stio.load_into(module, tmp_path / "bare.safetensors")
+    assert f"; only the {advice}" in str(caught.value)
+    submodule = module.get_submodule(prefix[:-1])
+    await stio.load_into(submodule, tmp_path / "bare.safetensors")
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, tmp_path / "long.safetensors")
+    with pytest.raises(MismatchError) as caught:
+        await stio.load_into(submodule, tmp_path / "long.safetensors")
+    assert f"; only the checkpoint's names begin with {prefix!r}: load with stio.load" in str(caught.value)
+
+
+async def test_names_that_differ_otherwise_get_no_advice_on_prefixes(tmp_path):
+    save_file({"x.a": ramp(3), **{f"w{k}": ramp(1) for k in range(9)}}, tmp_path / "m.safetensors")
+    with pytest.raises(MismatchError) as caught:
+        await stio.load_into(module_of({"a": ramp(3), "b": ramp(3)}), tmp_path / "m.safetensors")
+    assert "begin with" not in str(caught.value)
+
+
 async def test_missing_and_unexpected_names(tmp_path):
     root_dir = tmp_path / "model"
     save_file({"weight": ramp(2, 3), "extra": ramp(5), "more\x1b[0m": ramp(1)}, root_dir / "model.safetensors")

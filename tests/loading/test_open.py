@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from support import (
     INDEX,
     HookedRoot,
@@ -21,6 +22,7 @@ from support import (
     save_raw,
     save_sharded,
 )
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import stio
 from stio import sync
@@ -269,13 +271,15 @@ def test_b84_malformed_index(directory, text):
 
 
 def test_index_beyond_the_limit(directory):
-    refused(LimitError, directory, "index is larger", limits=Limits(header_bytes=100))
+    refused(
+        LimitError, directory, r"index is larger.*limits=stio.Limits\(header_bytes=", limits=Limits(header_bytes=100)
+    )
 
 
 def test_header_beyond_the_limits(tmp_path, tensors):
     file = save_file(tensors, tmp_path / "x.safetensors")
-    refused(LimitError, file, limits=Limits(header_bytes=16))
-    refused(LimitError, file, limits=Limits(max_tensors=6))
+    refused(LimitError, file, r"pass limits=stio.Limits\(header_bytes=", limits=Limits(header_bytes=16))
+    refused(LimitError, file, r"pass limits=stio.Limits\(max_tensors=", limits=Limits(max_tensors=6))
     with pytest.raises(LimitError):
         sync.load(file, limits=stio.Limits(max_rank=1))
 
@@ -466,3 +470,18 @@ def test_discarding_without_another_thread(tmp_path, monkeypatch: pytest.MonkeyP
     opened = open_checkpoint(path)
     opened.discard()
     assert opened.headers == [] and opened.files == []
+
+
+@pytest.mark.filterwarnings("ignore")  # torch has several about a save without a process group
+def test_a_checkpoint_of_dcp_is_named_with_what_converts_it(tmp_path, tensors):
+    """The message names a function of torch: its result is converted here, to show that the advice is right."""
+    directory = tmp_path / "dcp"
+    dcp.save({name: tensor for name, tensor in tensors.items() if tensor.dim()}, checkpoint_id=directory)
+    assert {".metadata", "__0_0.distcp"} <= {path.name for path in directory.iterdir()}
+    advice = r"holds a checkpoint of torch.distributed.checkpoint: torch's dcp_to_torch_save .*`stio convert"
+    refused(CheckpointNotFoundError, directory, advice)
+    with pytest.raises(CheckpointNotFoundError, match=advice):
+        sync.convert(directory, tmp_path / "out")
+    dcp_to_torch_save(directory, tmp_path / "one.pt")
+    sync.convert(tmp_path / "one.pt", tmp_path / "one.safetensors")
+    require_equal(oracle(tmp_path / "one.safetensors"), {k: t for k, t in tensors.items() if t.dim()})

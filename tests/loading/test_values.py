@@ -210,6 +210,22 @@ async def test_dtype_casts_what_floats(single, memory, dtype):
         assert found[name].untyped_storage().nbytes() == found[name].nbytes
 
 
+@pytest.mark.parametrize("name", ["float16", "F16", "f16", "torch.float16"])
+async def test_a_dtype_by_its_name(single, name):
+    expected = await stio.load(single, dtype=torch.float16)
+    require_equal(await stio.load(single, dtype=name), expected)
+    async with stio.open(single, dtype=name) as checkpoint:
+        require_equal(await checkpoint.load(), expected)
+        require_equal({name: tensor async for name, tensor in checkpoint.stream()}, expected)
+
+
+async def test_an_unknown_dtype_is_refused_at_the_call(tmp_path):
+    with pytest.raises(ValueError, match="bfloat16 or BF16.*did you mean 'F16'"):
+        await stio.load(tmp_path / "absent", dtype="FP16")
+    with pytest.raises(TypeError, match="takes a torch.dtype or the name of one"):
+        stio.open(tmp_path / "absent", dtype=16)
+
+
 @pytest.mark.parametrize("memory", MEMORY)
 async def test_load_into_every_dtype(source, memory):
     expected = oracle(source)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import hmac
+import importlib
 import random
+import re
 import shutil
 import urllib.request
 from email.utils import formatdate
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from stio.storage.base import Source
 from stio.storage.remote.requests import Patience
 from stio.storage.remote.save import RemoteDestination
 from stio.storage.remote.source import RemoteRoot, open_url
-from stio.storage.remote.stores import locate
+from stio.storage.remote.stores import CLIENT_NAMES, CONFIG_NAMES, locate
 from stio.testing.contract import SourceContract, read_guarded
 
 DATA = random.Random(5).randbytes(300_000)
@@ -335,3 +338,34 @@ def make_container(endpoint: str) -> None:
     }
     request = urllib.request.Request(f"{endpoint}/box?restype=container", method="PUT", headers=headers)
     urllib.request.urlopen(request).close()
+
+
+@pytest.mark.parametrize(
+    ("url", "settings", "advice"),
+    [
+        ("s3://b", {"config": {"regoin": "x"}}, "; the nearest settings of config= are region, "),
+        ("s3://b", {"config": {"AWS_REGOIN": "x"}}, "; the nearest settings of config= are region, "),
+        ("s3://b", {"client_options": {"timeot": "5s"}}, "; the nearest settings of client_options= are timeout, "),
+        ("s3://b", {"client_options": {"region": "x"}}, "; 'region' is a setting for config="),
+        ("gs://b", {"config": {"qqqq": "x"}}, "; config= takes service_account, "),
+        ("az://b", {"config": {"acount_name": "x"}}, "; the nearest settings of config= are account_name, "),
+        ("https://host", {"client_options": {"proxy": "x"}}, "; the nearest settings of client_options= are proxy_url"),
+    ],
+)
+def test_unknown_settings_get_the_nearest_one(url: str, settings: Any, advice: str) -> None:
+    with pytest.raises(StorageError, match="the settings for this store are wrong") as caught:
+        RemoteRoot(url, **settings).open("a")
+    assert advice in str(caught.value)
+
+
+def test_the_settings_that_are_named_exist() -> None:
+    """obstore is the oracle: it may reject a value, but must know the name."""
+    stores: Any = importlib.import_module("obstore.store")
+    kinds = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}
+    calls = [partial(kinds[kind], "b", config={name: "x"}) for kind, names in CONFIG_NAMES.items() for name in names]
+    calls += [partial(stores.HTTPStore.from_url, "http://h/", client_options={name: "x"}) for name in CLIENT_NAMES]
+    for call in calls:
+        try:
+            call()
+        except Exception as error:  # obstore raises several classes
+            assert not re.search("is not valid for store|Invalid key", str(error)), error

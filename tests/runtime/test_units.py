@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stio.runtime.units import counted, show_bytes, show_seconds
+from stio.runtime.units import counted, natural_key, show_bytes, show_seconds
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,8 @@ def test_sizes(nbytes: float, text: str) -> None:
 @pytest.mark.parametrize(("number", "text"), [(0, "0 files"), (1, "1 file"), (2, "2 files"), (12345, "12,345 files")])
 def test_counts(number: int, text: str) -> None:
     assert counted(number, "file") == text
+
+
+def test_numbers_in_names_are_in_their_order() -> None:
+    ordered = ["", "02", "2", "10", "9" * 5000, "a", "a.1", "a.2.b", "a.02.c", "a.10.a", "a.b", "b1", "b01x", "é1"]
+    assert sorted(set(ordered), key=natural_key) == ordered

@@ -405,3 +405,28 @@ def test_sync_warns_under_a_loop_like_load(tmp_path, monkeypatch):
             stio.sync.save({"a": torch.ones(1)}, tmp_path / "x")
 
     asyncio.run(main())
+
+
+async def test_a_result_at_a_prompt_and_in_a_notebook(tmp_path):
+    model = Model()
+    result = await stio.save(model, tmp_path / "m", max_shard_size=1200, hash="sha256")
+    assert repr(result).startswith(f"<SaveResult '{tmp_path}/m': {len(result.files)} files, 5.31 kB, durable after ")
+    html = result._repr_html_()
+    for number, name in enumerate(result.files, 1):
+        assert f"file {number}/{len(result.files)}" in html
+        assert f"{name} {result.hashes[name]}" in html
+    assert "tied names" in html
+
+
+def test_a_result_of_many_files_with_hostile_names_stays_small_and_safe():
+    names = tuple(f"<script>{k}\x1b[2J{'x' * 200}" for k in range(100_000))
+    result = stio.SaveResult(
+        path="<b>\x1b[2J", files=names, total_bytes=5, file_bytes=6, aliases={}, hashes=dict.fromkeys(names, "<i>"),
+        staged_seconds=0.0, written_seconds=0.1, committed_seconds=0.2,
+    )  # fmt: skip
+    assert len(repr(result)) < 200
+    assert "\x1b" not in repr(result)
+    html = result._repr_html_()
+    assert len(html) < 20_000
+    assert "99,963 more" in html
+    assert not {"<script", "<b>", "<i>", "\x1b"} & {text for text in ("<script", "<b>", "<i>", "\x1b") if text in html}

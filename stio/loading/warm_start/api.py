@@ -19,6 +19,7 @@ from torch import nn
 
 from stio.device.base import LoadedGroup
 from stio.device.placement import Placement, resolve_placement
+from stio.device.tensors import DtypeLike
 from stio.errors import ClosedError
 from stio.loading.body import gather, open_source, verify
 from stio.loading.module import LoadReport, ModuleTarget
@@ -41,7 +42,7 @@ def warm_start(
     *,
     order: Iterable[str] | None = None,
     device: DevicesLike = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: DtypeLike | None = None,
     memory: Memory = "auto",
     budget_bytes: int | None = None,
     strict: bool = True,
@@ -75,7 +76,7 @@ def warm_start(
         source: See `stio.load`.
         order: Names of parameters or submodules in the order in which a forward uses them. None: the module's order.
         device: Device of the parameters, a single one; see `stio.load`.
-        dtype: Cast floating parameters to it. None: the module's dtypes.
+        dtype: Cast floating parameters to it, see `stio.load`. None: the module's dtypes.
         memory: See `stio.load`.
         budget_bytes: See `stio.load`.
         strict: Module and checkpoint must hold the same names. With False, parameters that the checkpoint lacks may
@@ -221,7 +222,7 @@ class WarmStart:
             raise ValueError("a warm start has one device; place a module on several by load_into(..., assign=True)")
         opened = open_source(operation, self._source, settings, strict=False)
         try:
-            match = Match.of(module, into, names, opened, dtype=settings.dtype, strict=settings.strict)
+            match = Match.of(module, into, names, opened, dtype=settings.cast_dtype, strict=settings.strict)
             verify(operation, opened, settings)
             options = replace(settings, dtype=None)  # `casts` has the dtype of each tensor that is cast
             buffers = _load_buffers(operation, opened, match, options)

@@ -131,7 +131,7 @@ def collect_garbage(
         with closing(opened) as fd:
             report += recover(fd, directory, timeout, max_age_seconds=max_age_seconds, dry_run=dry_run)
     if not num_opened:
-        raise CheckpointNotFoundError("there is no such destination", path=where)
+        raise CheckpointNotFoundError("there is no such destination, and no save to it was interrupted", path=where)
     return report
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import configparser
+import difflib
 import math
 import os
 import re
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlencode, urlsplit, urlunsplit
 
-from stio.errors import CheckpointNotFoundError, StorageError, install_command
+from stio.errors import CheckpointNotFoundError, StorageError, install_command, printable
 from stio.runtime.urls import without_secrets
 
 STALL_SECONDS = 30.0
@@ -181,8 +182,118 @@ def new_store(
             **settings,
         )
     except (exceptions.BaseError, ValueError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise StorageError(f"the settings for this store are wrong: {reason}", path=location.shown) from None
+        reason = str(error).partition("\n")[0].rstrip(".")
+        advice = _advice_on_settings(location.scheme, reason, config or {}, client_options or {})
+        raise StorageError(f"the settings for this store are wrong: {reason}{advice}", path=location.shown) from None
+
+
+def _advice_on_settings(scheme: str, reason: str, config: Options, client_options: Options) -> str:
+    """Return the nearest known names of the settings that obstore rejects, by the text of its error."""
+    for argument, given, known, other in (
+        ("config", config, CONFIG_NAMES.get(scheme, ()), CLIENT_NAMES),
+        ("client_options", client_options, CLIENT_NAMES, CONFIG_NAMES.get(scheme, ())),
+    ):
+        for name in given:
+            # "Configuration key: 'regoin' is not valid for store 'S3'." or "Invalid key: timeot."
+            if not re.search(rf"[Kk]ey: '?{re.escape(str(name))}(?![\w-])", reason, re.IGNORECASE):
+                continue
+            plain = re.sub("^(aws|google|azure(_storage)?)_", "", str(name).lower())
+            if plain in other:
+                place = "client_options" if argument == "config" else "config"
+                return f"; {printable(plain)!r} is a setting for {place}="
+            near = difflib.get_close_matches(plain[:_LONGEST_NAME], known, n=3, cutoff=0.5)
+            nearest = f"the nearest settings of {argument}= are" if near else f"{argument}= takes"
+            return f"; {nearest} {', '.join(near or known)}"
+    return ""
+
+
+_LONGEST_NAME = 40
+
+CLIENT_NAMES = (
+    "allow_http",
+    "allow_invalid_certificates",
+    "connect_timeout",
+    "default_content_type",
+    "default_headers",
+    "http1_only",
+    "http2_keep_alive_interval",
+    "http2_keep_alive_timeout",
+    "http2_keep_alive_while_idle",
+    "http2_only",
+    "pool_idle_timeout",
+    "pool_max_idle_per_host",
+    "proxy_url",
+    "proxy_ca_certificate",
+    "proxy_excludes",
+    "randomize_addresses",
+    "read_timeout",
+    "root_certificate",
+    "timeout",
+    "user_agent",
+)
+"""Settings of obstore's client, for an error that names the nearest one. obstore itself decides what is valid."""
+
+CONFIG_NAMES = {
+    "s3": (
+        "access_key_id",
+        "secret_access_key",
+        "session_token",
+        "region",
+        "default_region",
+        "endpoint",
+        "bucket",
+        "virtual_hosted_style_request",
+        "skip_signature",
+        "unsigned_payload",
+        "request_payer",
+        "checksum_algorithm",
+        "conditional_put",
+        "imdsv1_fallback",
+        "metadata_endpoint",
+        "container_credentials_relative_uri",
+        "container_credentials_full_uri",
+        "container_authorization_token_file",
+        "web_identity_token_file",
+        "role_arn",
+        "role_session_name",
+        "s3_express",
+        "server_side_encryption",
+        "sse_kms_key_id",
+        "sse_bucket_key_enabled",
+        "sse_customer_key_base64",
+        "disable_tagging",
+        "copy_if_not_exists",
+    ),
+    "gs": (
+        "service_account",
+        "service_account_key",
+        "bucket",
+        "application_credentials",
+        "skip_signature",
+    ),
+    "az": (
+        "account_name",
+        "account_key",
+        "client_id",
+        "client_secret",
+        "tenant_id",
+        "authority_host",
+        "sas_key",
+        "token",
+        "use_emulator",
+        "use_fabric_endpoint",
+        "endpoint",
+        "msi_endpoint",
+        "object_id",
+        "msi_resource_id",
+        "federated_token_file",
+        "use_azure_cli",
+        "skip_signature",
+        "container_name",
+        "disable_tagging",
+    ),
+}
+"""Settings of each kind of store; see `CLIENT_NAMES`."""
 
 
 def added_authorities(scheme: str) -> dict[str, Any]:

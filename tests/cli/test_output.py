@@ -1,0 +1,98 @@
+"""What commands share: lines that a terminal shows without broken words, names that are shortened, tables, advice."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from commands import terminal
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from stio.cli.output import _broken, aligned, no_match, shortened, spelled
+from stio.errors import one_line
+
+SENTENCE = "shard 1/2, m.safetensors: 76 of 1,024 tensors, 29.5 MB in 0.123 s, 1.2 GB/s, F32 [4096, 14336] of '/a/b c'"
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "expected"),
+    [
+        ("model.layers.12.mlp.weight", 26, "model.layers.12.mlp.weight"),
+        ("model.layers.12.mlp.weight", 25, "model.….12.mlp.weight"),
+        ("model.layers.12.mlp.experts.103.down_proj.weight", 38, "model.….12.….103.down_proj.weight"),
+        ("model.layers.12.mlp.experts.103.down_proj.weight", 28, "model.….12.….103.….weight"),
+        ("model.layers.12.mlp.experts.103.down_proj.weight", 22, "….12.….103.….weight"),
+        ("model.layers.12.mlp.experts.103.down_proj.weight", 18, "….103.….weight"),
+        ("..a..b.c..d", 8, "….c.….d"),
+        ("model.language_model.layers.12.self_attn.q_proj.weight", 40, "model.….12.self_attn.q_proj.weight"),
+        ("model.language_model.layers.12.self_attn.q_proj.weight", 31, "model.….12.….q_proj.weight"),
+        ("encoder.12345", 10, "….12345"),
+        ("x" * 50, 20, "…" + "x" * 19),
+        ("x1234567", 5, "…4567"),
+        ("w1234567.b", 5, "….b"),
+    ],
+)
+def test_names_are_shortened_between_their_dots(
+    name: str, width: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stio.cli.output.is_encodable", lambda text: True)
+    assert shortened(name, width) == expected
+
+
+@given(st.text(max_size=200), st.integers(12, 100))
+def test_a_shortened_name_fits(name: str, width: int) -> None:
+    assert cell_len(shortened(one_line(name), width)) <= width
+
+
+def test_hostile_names_are_shortened_at_once() -> None:
+    for name in ("." * 100_000, "a.1" * 100_000, "x" * 100_000, "1" * 100_000):
+        assert len(shortened(name, 40)) <= 40
+
+
+@pytest.mark.parametrize("width", [24, 40, 60, 79])
+def test_lines_are_broken_between_words(width: int) -> None:
+    lines = _broken(SENTENCE, width).split("\n")
+    assert " ".join(line.strip() for line in lines) == SENTENCE
+    assert max(map(len, lines)) <= width
+    for together in ("29.5 MB", "0.123 s", "1.2 GB/s", "[4096, 14336]", "1,024"):
+        assert any(together in line for line in lines)
+    assert all(line.startswith("  ") for line in lines[1:])
+
+
+def test_a_word_that_is_longer_than_a_line_stays_whole() -> None:
+    path = "/a/" + "b" * 100
+    assert _broken(f"Error: {path}: no such file", 40).split("\n") == ["Error:", f"  {path}:", "  no such file"]
+
+
+def test_short_lines_and_indents_stay() -> None:
+    assert _broken("  two  spaces", 40) == "  two  spaces"
+    assert _broken("  a b c d e f g h i j k l m", 20) == "  a b c d e f g h i\n    j k l m"
+
+
+def test_errors_and_notes_are_broken_on_a_terminal() -> None:
+    shown = terminal("inspect", "/nowhere/" + "x" * 40, NO_COLOR="1").splitlines()
+    assert len(shown) == 2
+    assert max(map(len, shown)) <= 80
+    assert " ".join(map(str.strip, shown)).endswith("there is no such file or directory; check the path")
+
+
+def test_a_long_cell_moves_its_own_row_only() -> None:
+    rows = [["a", "[1]", "x"], ["b", "[" + "1, " * 64 + "1]", "y"]]
+    first, second = aligned(rows, right=set())
+    assert first == "a  [1]" + " " * 31 + "x"
+    assert second == f"b  {rows[1][1]}  y"
+
+
+def test_the_advice_for_no_match() -> None:
+    assert str(no_match("m", "/x/", ["x"]).message).endswith("; `stio inspect` lists the names")
+    assert str(no_match("m", "\x1b[2J", ["\x1b[2Ja"])).isprintable()
+    assert no_match("m", "q", ["a"]).exit_code == 3
+    assert re.search(r"among 1 tensor;", str(no_match("m", "q", ["a"])))
+
+
+def test_keywords_are_options() -> None:
+    assert spelled("dtype= takes a floating dtype; trust_pickle=True reads it") == (
+        "--dtype takes a floating dtype; --trust-pickle reads it"
+    )
