@@ -173,16 +173,16 @@ def print_loads(rounds: list[dict[str, Round]]) -> None:
         longest[name], seconds[name] = max(waits), median(each[name].load_seconds for each in rounds)
         within = sorted(waits)[math.ceil(0.99 * len(waits)) - 1]
         print(f"   {name:<40}{show(longest[name]):>12}{show(within):>13}{show(seconds[name]):>10}")
-    print(f"\n   {len(rounds)} loads each, in turn; a load ends when every page was used; its time is the median.")
-    compare("the longest wait beside stio", longest[STIO], longest[IN_A_THREAD])
-    compare("the load by stio", seconds[STIO], seconds[IN_A_THREAD])
+    print(f"\n   Loads in turn, {len(rounds)} each; the median time until every page was used.")
+    compare("longest wait", longest[STIO], longest[IN_A_THREAD])
+    compare("load", seconds[STIO], seconds[IN_A_THREAD])
 
 
 def compare(what: str, ours: float, theirs: float) -> None:
-    """Print a ratio, the worse ones too."""
+    """Print a ratio, also if stio is worse."""
     ratio = max(ours, theirs) / min(ours, theirs)
     verdict = "about as long as" if ratio < 1.05 else f"{ratio:.1f} x {'shorter' if ours < theirs else 'LONGER'} than"
-    print(f"   Here {what} was {verdict} with load_file in a thread.")
+    print(f"   The {what} of stio was {verdict} with load_file in a thread.")
 
 
 def middle_of(rounds: list[dict[str, Round]]) -> dict[str, Round]:
@@ -200,7 +200,7 @@ def print_kills(kills: Mapping[str, Killed]) -> None:
         left_over = f"{killed.left_over_bytes / MB:.0f} MB"
         row = f"{len(killed.kills):>6}{counts['old']:>5}{counts['new']:>5}{killed.num_broken:>9}{left_over:>10}"
         print(f"   {name:<41}{row}")
-    print("\n   old, new: the old or the new checkpoint, whole. Neither: mixed, unreadable or lost.")
+    print("\n   old, new: that checkpoint was left, whole. Neither: mixed, unreadable or lost.")
     print("   Left over: files of killed saves that are still there after a complete save.")
 
 

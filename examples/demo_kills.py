@@ -58,9 +58,9 @@ def shard_bytes(tensors: Tensors) -> int:
 
 SAVES: dict[str, Callable[[Tensors, Path], None]] = {
     "safetensors: save_file, one file": safetensors_file,
-    "stio: stio.save, one file": stio_file,
+    "stio: save, one file": stio_file,
     f"huggingface_hub: {NUM_SHARDS} shards": hub_shards,
-    f"stio: stio.save, {NUM_SHARDS} shards": stio_shards,
+    f"stio: save, {NUM_SHARDS} shards": stio_shards,
 }
 
 

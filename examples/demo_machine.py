@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,9 +21,12 @@ import numpy as np
 
 PATIENCE_SECONDS = 60.0
 
-# Processes are forked from one that has imported torch, so each of them starts in a moment.
+# Processes are forked from one that has imported all that they need, so each of them starts in a moment. The first save
+# of huggingface_hub imports `torch.distributed.tensor`, that of safetensors `numpy.ctypeslib`.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["huggingface_hub", "safetensors.torch", "stio.sync"])
+_context.set_forkserver_preload(
+    ["stio.sync", "safetensors.torch", "numpy.ctypeslib", "huggingface_hub", "torch.distributed.tensor"]
+)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -83,8 +87,9 @@ def child(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[BasePr
         The process, and the other end of its connection.
     """
     ours, theirs = _context.Pipe()
-    process = _context.Process(target=_run, args=(target, theirs, *arguments), daemon=True)
-    process.start()
+    process = _context.Process(target=target, args=(theirs, *arguments), daemon=True)
+    with _interrupts_later():
+        process.start()
     theirs.close()
     try:
         yield process, ours
@@ -94,9 +99,23 @@ def child(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[BasePr
         ours.close()
 
 
-def _run(target: Callable[..., None], *arguments: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends the others
-    target(*arguments)
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Raise a KeyboardInterrupt at the end of the block instead of within it, when a process is half started.
+
+    Ctrl-C reaches all processes. The first one ends the others, so they ignore it, as the process does that they are
+    forked from.
+    """
+    pressed: list[int] = []
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()  # ignored signals are inherited
+        signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def receive(connection: Connection) -> Any:

@@ -55,7 +55,7 @@ def draw(rounds: Mapping[str, Round], kills: Mapping[str, Killed], *, loaded: st
     return (
         f'<svg class="demo" xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}" '
         f'role="img" aria-labelledby="demo-title demo-desc"><title id="demo-title">{escape(title)}</title>'
-        f'<desc id="demo-desc">{escape(" ".join([f"Loads of {loaded}.", *sentences]))}</desc><style>{STYLE}</style>'
+        f'<desc id="demo-desc">{escape(" ".join([f"Loads of {loaded}:", *sentences]))}</desc><style>{STYLE}</style>'
         f'<rect class="paper" width="{WIDTH}" height="{y}"/>{body}{servers}{strips}</svg>\n'
     )
 
@@ -65,7 +65,7 @@ def draw(rounds: Mapping[str, Round], kills: Mapping[str, Killed], *, loaded: st
 
 def draw_servers(rounds: Mapping[str, Round], y: int, loaded: str) -> tuple[str, int]:
     """Return a row for each server with an axis of seconds below, and where they end."""
-    head = f"Health checks while {loaded} load"
+    head = f"Health checks while a server loads {loaded}"
     pace = f"A request is sent every {PACE_SECONDS * 1e3:.0f} ms, and each dot is an answer"
     note = f"{pace}: the higher, the longer the wait for it. The grey area is the load."
     body = text(16, y, head, "name") + text(16, y + 19, note, "soft")
@@ -169,7 +169,7 @@ def draw_axis(begin: float, end: float, y: float, label: str) -> str:
         body += f'<path class="grid" d="M{x:.1f} {y}v5"/>' + text(
             x, y + 19, f"{number * step:.{digits}f}", "soft middle"
         )
-    return body + text(LEFT - 6, y + 19, label, "soft end")
+    return body + text(LEFT - 20, y + 19, label, "soft end")
 
 
 def steps() -> Sequence[float]:
