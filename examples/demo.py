@@ -202,6 +202,7 @@ def print_kills(kills: Mapping[str, Killed]) -> None:
         print(f"   {name:<41}{row}")
     print("\n   old, new: that checkpoint was left, whole. Neither: mixed, unreadable or lost.")
     print("   Left over: files of killed saves that are still there after a complete save.")
+    print("   The saves of stio are synced to the disk, the others are not: for a power cut.")
 
 
 # The rest.

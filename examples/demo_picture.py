@@ -75,7 +75,7 @@ def draw_servers(rounds: Mapping[str, Round], y: int, loaded: str) -> tuple[str,
     for number, (name, one) in enumerate(rounds.items()):
         body += draw_server(name, one, top + number * (ROW + 8), (begin, end))
     bottom = top + len(rounds) * (ROW + 8) - 8
-    return body + draw_axis(begin, end, bottom, "seconds since the load began"), bottom + 40
+    return body + draw_axis(begin, end, bottom, "seconds since the load began"), bottom + 34
 
 
 def draw_server(name: str, one: Round, top: int, span: tuple[float, float]) -> str:
@@ -125,7 +125,7 @@ def draw_kills(kills: Mapping[str, Killed], y: int) -> tuple[str, int]:
     for number, (name, killed) in enumerate(kills.items()):
         body += draw_strip(name, killed, top + number * (STRIP + 8), end)
     bottom = top + len(kills) * (STRIP + 8) - 8
-    return body + draw_axis(0.0, end, bottom, "seconds since the killed save began"), bottom + 52
+    return body + draw_axis(0.0, end, bottom, "seconds since the killed save began"), bottom + 38
 
 
 def draw_strip(name: str, killed: Killed, top: int, end: float) -> str:
@@ -152,8 +152,10 @@ def mark(x: float, y: float, left: str) -> str:
 
 def left_by(killed: Killed) -> str:
     counts = killed.counts()
-    words = [f"{counts[left]} {left}" for left in ("old", "new", "mixed", "unreadable", "lost") if counts[left]]
-    return f"{', '.join(words)} of {len(killed.kills)}"
+    numbers = [(counts["old"], "old"), (counts["new"], "new"), (killed.num_broken, "neither")]
+    words = ", ".join(f"{number} {left}" for number, left in numbers if number)
+    left_over = f"; {killed.left_over_bytes / 1e6:,.0f} MB left over" if killed.left_over_bytes else ""
+    return words + left_over
 
 
 # Elements.

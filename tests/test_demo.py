@@ -128,7 +128,7 @@ def test_a_broken_checkpoint_of_stio_is_a_failure(
     options.picture = tmp_path / "demo.svg"
     assert demo.main(options) == 1
     assert "no answer for 2.00 s" in options.picture.read_text(), "the middle round is drawn"
-    assert "1 old, 1 mixed of 2" in options.picture.read_text()
+    assert "1 old, 1 neither" in options.picture.read_text()
     found.update({name: killed("old", "new") for name in found if name.startswith("stio")})
     assert demo.main(options) == 0
 
@@ -241,15 +241,15 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 def test_the_picture_shows_pauses_and_kills() -> None:
     picture = module("demo_picture")
     kills = {"safetensors: <b>": killed("old", "new", "unreadable"), "stio: b": killed("old", "old", "new")}
+    kills["stio: b"].left_over = {Path("a"): 2_000_000, Path("b"): 1_000_000}
     text = picture.draw(rounds(1.0), kills, loaded="8 MB & more", machine="2 processors")
     root = ElementTree.fromstring(text)
     assert (root.get("width"), root.get("viewBox")) == ("900", f"0 0 900 {root.get('height')}")
     assert [element.tag for element in list(root)[:2]] == [f"{SVG}title", f"{SVG}desc"]
-    assert all(
-        sentence in (root[1].text or "") for sentence in ("longest wait 1.0 ms", "1 old, 1 new, 1 unreadable of 3")
-    )
+    assert all(sentence in (root[1].text or "") for sentence in ("longest wait 1.0 ms", "1 old, 1 new, 1 neither"))
     assert texts(root).count("no answer for 1.00 s") == 3
-    assert texts(root).count("1 old, 1 new, 1 unreadable of 3") == 1
+    assert texts(root).count("1 old, 1 new, 1 neither") == 1
+    assert "2 old, 1 new; 3 MB left over" in texts(root)
     circles = [element.get("class") for element in root.iter(f"{SVG}circle")]
     legend = 1
     assert (circles.count("old"), circles.count("new"), len(paths(root, "broken"))) == (
