@@ -200,9 +200,9 @@ def print_kills(kills: Mapping[str, Killed]) -> None:
         left_over = f"{killed.left_over_bytes / MB:.0f} MB"
         row = f"{len(killed.kills):>6}{counts['old']:>5}{counts['new']:>5}{killed.num_broken:>9}{left_over:>10}"
         print(f"   {name:<41}{row}")
-    print("\n   old, new: that checkpoint was left, whole. Neither: mixed, unreadable or lost.")
+    print("\n   old, new: what was left, whole. Neither: mixed, unreadable or lost.")
     print("   Left over: files of killed saves that are still there after a complete save.")
-    print("   The saves of stio are synced to the disk, the others are not: for a power cut.")
+    print("   Only stio's saves are synced to the disk: a power cut does not break them.")
 
 
 # The rest.
