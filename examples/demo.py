@@ -210,9 +210,9 @@ def print_kills(kills: Mapping[str, Killed]) -> None:
 
 def machine() -> str:
     """Return the processors and the versions."""
-    packages = ("stio-torch", "safetensors", "huggingface_hub", "torch")
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    return f"{len(os.sched_getaffinity(0))} processors; Python {sys.version.split()[0]}, {versions}"
+    others = [f"{name} {importlib.metadata.version(name)}" for name in ("safetensors", "huggingface_hub", "torch")]
+    versions = ", ".join([f"stio {stio.__version__}", *others])
+    return f"{os.cpu_count()} processors; Python {sys.version.split()[0]}, {versions}"
 
 
 def arguments() -> argparse.Namespace:
@@ -224,7 +224,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="loads of each kind, 3 by default")
     parser.add_argument("--save-mb", type=int, default=16, help="size of the checkpoint that is saved, 16 by default")
     parser.add_argument("--kills", type=int, default=40, help="most kills of each kind, 40 by default")
-    parser.add_argument("--kill-seconds", type=float, default=18.0, help="time for all kills, 18 by default")
+    parser.add_argument("--kill-seconds", type=float, default=15.0, help="time for all kills, 15 by default")
     return parser.parse_args()
 
 
