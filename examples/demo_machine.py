@@ -86,6 +86,7 @@ def child(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[BasePr
     Returns:
         The process, and the other end of its connection.
     """
+    import_ahead()
     ours, theirs = _context.Pipe()
     process = _context.Process(target=target, args=(theirs, *arguments), daemon=True)
     with _interrupts_later():
@@ -99,18 +100,24 @@ def child(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[BasePr
         ours.close()
 
 
-@contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Raise a KeyboardInterrupt at the end of the block instead of within it, when a process is half started.
+def import_ahead() -> None:
+    """Start the process that all others are forked from. It imports for seconds, beside the work of the caller.
 
-    Ctrl-C reaches all processes. The first one ends the others, so they ignore it, as the process does that they are
-    forked from.
+    Ctrl-C reaches all processes. The first one ends the others, so they ignore it: they inherit that from this process.
     """
-    pressed: list[int] = []
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        forkserver.ensure_running()  # ignored signals are inherited
-        signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Raise a KeyboardInterrupt at the end of the block instead of within it, when a process is half started."""
+    pressed: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
