@@ -31,7 +31,7 @@ demo: $(STAMP)  ## a server that answers while a model loads, saves that are kil
 
 test: check
 
-check: $(STAMP) $(MODEL_STAMP)  ## format, lint, strict types, all tests
+check: $(STAMP) $(MODEL_STAMP) $(DOCS_STAMP)  ## format, lint, strict types, all tests
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy --strict stio
@@ -211,7 +211,8 @@ $(BENCH_STAMP): $(STAMP)
 	@$(PIP) install --constraint constraints.txt --no-deps fastsafetensors runai-model-streamer runai-model-streamer-s3 humanize
 	@touch $@
 
-# Packages that build the site. The reference is read from the source; nothing is imported.
+# Packages that build the site, which tests/test_site.py opens in a browser (Debian: chromium; skipped without one). The
+# reference is read from the source; nothing is imported.
 $(DOCS_STAMP): $(STAMP) pyproject.toml constraints.txt
 	@$(PIP) install --constraint constraints.txt mkdocs-material 'mkdocstrings[python]'
 	@touch $@

@@ -405,12 +405,12 @@ SUITE = Suite(
     prepared=None,
     columns=_columns,
     panels=(
-        Panel("warm", "seconds", "GB/s until all is on the device"),
-        Panel("cold", "seconds", "GB/s until all is on the device"),
-        Panel("swap", "seconds", "GB/s, the second load"),
-        Panel("save", "seconds", "GB/s of the time in which tensors may not change"),
-        Panel("peers", "seconds", "GB/s until all is on the device"),
-        Panel("refresh", "seconds", "GB/s into a module that is there"),
+        Panel("warm", "seconds", "until all is on the device"),
+        Panel("cold", "seconds", "until all is on the device"),
+        Panel("swap", "seconds", "the second load"),
+        Panel("save", "seconds", "the time in which tensors may not change"),
+        Panel("peers", "seconds", "until all is on the device"),
+        Panel("refresh", "seconds", "into a module that is there"),
     ),
     picture="Rates of loads to a GPU",
 )

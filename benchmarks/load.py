@@ -609,7 +609,7 @@ SUITE = Suite(
     labels={name: loader.label for name, loader in LOADERS.items()},
     prepared=prepared,
     columns=_columns,
-    panels=tuple(Panel(case, "seconds", "GB/s, every page touched") for case in _PANELS),
+    panels=tuple(Panel(case, "seconds", "every page touched") for case in _PANELS),
     picture="Rates of the load cases",
 )
 

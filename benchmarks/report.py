@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from benchmarks.suite import Case, Columns, Panel, Record, Suite
+from stio.runtime import bar_chart
 
 _RESAMPLES = 10_000
 
@@ -291,11 +291,7 @@ def markdown(records: list[Record], suite: Suite) -> str:
 
 def publish(suite: Suite, records: list[Record], text: str, drawn: Path, readme: Path | None) -> None:
     """Draw the chart to `drawn`, and write the report between its markers of `readme`, with the chart if beside it."""
-    try:
-        is_drawn = draw(records, suite, drawn)
-    except ImportError as error:
-        is_drawn = False
-        print(f"no chart: {error}", file=sys.stderr)
+    is_drawn = draw(records, suite, drawn)
     if readme is None:
         return
     if is_drawn and drawn.resolve().is_relative_to(readme.parent):
@@ -469,42 +465,25 @@ def _cell(text: str) -> str:
 
 
 _LIMITS = ("raw", "memcpy")
-_OURS, _LIMIT, _PEER = "#c2410c", "#9ca3af", "#475569"
 
 
 def draw(records: list[dict[str, Any]], suite: Suite, path: Path) -> bool:
-    """Draw the medians, with the spread as error bars, to `path` (SVG); False where there is nothing to draw."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams |= {"svg.hashsalt": "stio", "svg.fonttype": "none"}
+    """Draw the medians, with the spread as lines, to `path` (SVG); False where there is nothing to draw."""
     runs = Runs(records)
     titles = {case.name: case.title for case in suite.cases}
-    panels = [(panel, bars) for panel in suite.panels if (bars := _bars(panel, suite, runs))]
-    if not panels:
-        return False
-    columns = 2
-    rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(12, 2.6 * rows), squeeze=False, layout="constrained")
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    for axis, (panel, bars) in zip(axes.flat, panels, strict=False):
-        labels, rates, errors, colors = zip(*bars, strict=True)
-        lower, upper = zip(*errors, strict=True)
-        axis.barh(labels, rates, xerr=(lower, upper), color=colors, ecolor="#111827", capsize=2)
-        axis.invert_yaxis()
-        axis.set_title(titles[panel.case], fontsize=10)
-        axis.set_xlabel(f"{panel.text}; bar: median, line: all rounds", fontsize=8)
-        axis.tick_params(labelsize=8)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-    return True
+    panels = [
+        bar_chart.Panel(titles[panel.case], rates, [f"{panel.text}; bar: median, line: all rounds"])
+        for panel in suite.panels
+        if (rates := _rates(panel, suite, runs))
+    ]
+    if panels:
+        path.write_text(bar_chart.draw_panels(panels), "utf-8")
+    return bool(panels)
 
 
-def _bars(panel: Panel, suite: Suite, runs: Runs) -> list[tuple[str, float, tuple[float, float], str]]:
-    bars = []
+def _rates(panel: Panel, suite: Suite, runs: Runs) -> list[bar_chart.Rate]:
+    """Return the rates of a panel, the fastest first."""
+    rates = []
     contestants = {
         entry.name: entry.contestant for case in suite.cases if case.name == panel.case for entry in case.entries
     }
@@ -513,10 +492,12 @@ def _bars(panel: Panel, suite: Suite, runs: Runs) -> list[tuple[str, float, tupl
             seconds = plain(runs, panel.case, entry, panel.key)
         except NoFigure:
             continue
-        run = runs.of(panel.case, entry)[0]
+        num_bytes = runs.of(panel.case, entry)[0]["data_bytes"]
         label = suite.labels[contestants[entry]] + (" (busy)" if entry.endswith(" busy") else "")
-        color = _OURS if entry.startswith("stio") else _LIMIT if entry.startswith(_LIMITS) else _PEER
-        rate = run["data_bytes"] / seconds.value / 1e9
-        slow, fast = run["data_bytes"] / seconds.high / 1e9, run["data_bytes"] / seconds.low / 1e9
-        bars.append((label, rate, (rate - slow, fast - rate), color))
-    return sorted(bars, key=lambda bar: bar[1], reverse=True)
+        kind: Literal["limit", "ours", "peer"] = (
+            "ours" if entry.startswith("stio") else "limit" if entry.startswith(_LIMITS) else "peer"
+        )
+        rates.append(
+            bar_chart.Rate(label, num_bytes / seconds.value, num_bytes / seconds.high, num_bytes / seconds.low, kind)
+        )
+    return sorted(rates, key=lambda rate: rate.median, reverse=True)

@@ -370,8 +370,8 @@ SUITE = Suite(
     prepared=prepared,
     columns=_columns,
     panels=(
-        Panel("durable", "seconds", "GB/s until durable (or done)"),
-        Panel("staged", "staged_seconds", "GB/s of staging, from the second save on"),
+        Panel("durable", "seconds", "until durable (or done)"),
+        Panel("staged", "staged_seconds", "staging, from the second save on"),
     ),
     picture="Rates of saving and of staging",
 )

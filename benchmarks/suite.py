@@ -88,7 +88,7 @@ class Panel:
 
     case: str
     key: str  # the seconds that make the rate
-    text: str  # below the axis
+    text: str  # what was timed
 
 
 @dataclass(frozen=True, slots=True)

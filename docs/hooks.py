@@ -1,11 +1,15 @@
-"""Hooks of mkdocs. The page of benchmarks includes benchmarks/README.md, so the figures must be beside that page."""
+"""Hooks of mkdocs: files of the benchmarks beside the page that includes benchmarks/README.md, and boxes for charts."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+_CHART = re.compile(r'<img alt="[^"]*" src="[^"]*\.svg"\s*/?>')
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -18,3 +22,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     listing = f"# Raw figures of the [benchmarks](../benchmarks.md)\n\n{links}"
     files.append(File.generated(config, "results/index.md", content=listing, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put each chart into a box that scrolls, with the keyboard too: style.css keeps its text readable on a phone.
+
+    A link to the directory of raw figures opens its list, also from disk, where no server adds the name of a file.
+    """
+    html = html.replace('href="results/"', 'href="results/index.html"')
+    return _CHART.sub(lambda match: f'<span class="picture" tabindex="0">{match[0]}</span>', html)

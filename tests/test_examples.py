@@ -151,4 +151,4 @@ def test_pictures_need_no_plotting_library() -> None:
 def test_the_page_on_ray_shows_the_function_of_the_example() -> None:
     code = (ROOT / "examples" / "ray_train.py").read_text()
     function = code[code.index("def train(config):") : code.index("if __name__")].strip()
-    assert function in (ROOT / "docs" / "howto" / "ray.md").read_text()
+    assert function in (ROOT / "docs" / "frameworks" / "ray.md").read_text()

@@ -1,6 +1,7 @@
 """Draws rates as a bar chart in SVG: a bar for each median, a line for its spread, one line at the limit.
 
-`stio bench --chart` writes it. `text_bar` draws one bar of characters, for tables.
+`stio bench --chart` writes one panel, the benchmarks write several, one below the other. `text_bar` draws one bar of
+characters, for tables.
 """
 
 from __future__ import annotations
@@ -42,6 +43,18 @@ class Rate:
     """Selects the colour. A dashed line through the chart marks the limit."""
 
 
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Bars with one scale."""
+
+    title: str
+    """A line above the bars."""
+    rates: Sequence[Rate]
+    """From top to bottom."""
+    sentences: Sequence[str] = ()
+    """Text below the title."""
+
+
 def draw_rates(rates: Sequence[Rate], *, title: str, sentences: Sequence[str] = ()) -> str:
     """Return a chart of rates as SVG.
 
@@ -50,20 +63,30 @@ def draw_rates(rates: Sequence[Rate], *, title: str, sentences: Sequence[str] = 
         title: A line above the bars.
         sentences: Text below the title.
     """
-    lines = [line for sentence in sentences for line in wrap(one_line(sentence), 112)]
-    top = 26 + svg.LINE_HEIGHT * len(lines) + 12
-    bottom = top + _ROW * len(rates) + 12
+    return draw_panels([Panel(title, rates, sentences)])
+
+
+def draw_panels(panels: Sequence[Panel]) -> str:
+    """Return a chart of several panels as SVG. Each panel has a scale of its own."""
+    body, label, y = "", "", 0
+    for panel in panels:
+        lines = [line for sentence in panel.sentences for line in wrap(one_line(sentence), 112)]
+        body += f'<text class="title" x="12" y="{y + 26}">{svg.text(panel.title)}</text>'
+        for k, line in enumerate(lines, 1):
+            body += f'<text x="12" y="{y + 26 + svg.LINE_HEIGHT * k}">{svg.text(line)}</text>'
+        top = y + 26 + svg.LINE_HEIGHT * len(lines) + 12
+        y = top + _ROW * len(panel.rates) + 12
+        body += _bars(panel.rates, top, y - 12)
+        label += " ".join([*([panel.title] if len(panels) > 1 else []), *lines, ""])
+    return svg.document(body, height=y, label=label.strip(), light=_LIGHT, dark=_DARK)
+
+
+def _bars(rates: Sequence[Rate], top: int, bottom: int) -> str:
     most = max((rate.high for rate in rates), default=1.0)
-    head = f'<text class="title" x="12" y="26">{svg.text(title)}</text>'
-    for k, line in enumerate(lines, 1):
-        head += f'<text x="12" y="{26 + svg.LINE_HEIGHT * k}">{svg.text(line)}</text>'
     rows = "".join(_row(rate, top + _ROW * k, most) for k, rate in enumerate(rates))
-    marks = "".join(
-        f'<path class="mark" d="M{_at(rate.median, most)} {top}V{bottom - 12}"/>'
-        for rate in rates
-        if rate.kind == "limit"
+    return rows + "".join(
+        f'<path class="mark" d="M{_at(rate.median, most)} {top}V{bottom}"/>' for rate in rates if rate.kind == "limit"
     )
-    return svg.document(head + rows + marks, height=bottom, label=" ".join(lines), light=_LIGHT, dark=_DARK)
 
 
 def _row(rate: Rate, y: int, most: float) -> str:

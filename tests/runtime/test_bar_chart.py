@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from stio.runtime.bar_chart import Rate, draw_rates, text_bar
+from stio.runtime.bar_chart import Panel, Rate, draw_panels, draw_rates, text_bar
 
 SVG = "{http://www.w3.org/2000/svg}"
 RATES = [
@@ -49,6 +49,17 @@ def test_labels_cannot_break_out(label: str) -> None:
     assert {element.tag for element in root.iter()} <= {
         f"{SVG}{t}" for t in ("svg", "style", "rect", "text", "title", "path")
     }
+
+
+def test_panels_stand_below_each_other() -> None:
+    """Each has its own scale, and the picture is as high as all of them."""
+    panels = [Panel("First", RATES, ["Seconds."]), Panel("Second", [Rate("slow", 10.0, 9.0, 11.0, "ours")])]
+    root = ElementTree.fromstring(draw_panels(panels))
+    places = {"".join(text.itertext()): float(text.get("y", "")) for text in root.iter(f"{SVG}text")}
+    assert places["First"] < places["Seconds."] < places["other"] < places["Second"] < places["slow"]
+    assert places["slow"] < float(root.get("height", ""))
+    assert root.get("aria-label") == "First Seconds. Second"
+    assert bars(root)["ours"] > bars(root)["limit"] / 2
 
 
 def test_nothing_to_draw() -> None:

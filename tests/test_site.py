@@ -1,0 +1,282 @@
+"""The documentation site in a browser, opened from disk: on a phone and on a desk, in light and dark, and its search."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+import browser
+import pytest
+from browser import Page
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PHONE, DESK = 390, 1280
+SCHEMES = {"light": "default", "dark": "slate"}
+
+
+PAGES = sorted(path.relative_to(DOCS).with_suffix(".html").as_posix() for path in DOCS.rglob("*.md"))
+UNLISTED = ["404.html", "results/index.html"]
+"""The first is for servers only: its links are absolute."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site once."""
+    for package in ("material", "mkdocstrings_handlers"):
+        if find_spec(package) is None:
+            pytest.skip("the site cannot be built: mkdocs-material or mkdocstrings[python] is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    path = browser.program()
+    if path is None:
+        pytest.skip(f"no browser is installed: one of {', '.join(browser.PROGRAMS)} (Debian: apt-get install chromium)")
+    with browser.Browser(path, tmp_path_factory.mktemp("profile")) as running:
+        yield running.page()
+
+
+# What is checked in a page.
+
+_SCRIPT = r"""
+(() => {
+  const parsed = (text) => {
+    const found = text.match(/^rgba?\(([\d.]+), ([\d.]+), ([\d.]+)(?:, ([\d.]+))?\)$/);
+    if (found) return [found[1] / 255, found[2] / 255, found[3] / 255, found[4] === undefined ? 1 : +found[4]];
+    const mixed = text.match(/^color\(srgb ([\d.e-]+) ([\d.e-]+) ([\d.e-]+)(?: \/ ([\d.e-]+))?\)$/);
+    if (mixed) return [+mixed[1], +mixed[2], +mixed[3], mixed[4] === undefined ? 1 : +mixed[4]];
+    throw new Error("no colour: " + text);
+  };
+  const over = (top, below) => [0, 1, 2].map((k) => top[k] * top[3] + below[k] * (1 - top[3])).concat(1);
+  const known = new Map([[null, [1, 1, 1, 1]]]);
+  const behind = (element) => {
+    if (!known.has(element)) {
+      const own = parsed(getComputedStyle(element).backgroundColor);
+      known.set(element, own[3] === 1 ? own : over(own, behind(element.parentElement)));
+    }
+    return known.get(element);
+  };
+  const luminance = (colour) => {
+    const [r, g, b] = colour.map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const contrast = (a, b) => {
+    const [light, dark] = [luminance(a), luminance(b)].sort((x, y) => y - x);
+    return (light + 0.05) / (dark + 0.05);
+  };
+  const isShown = (element) => element.checkVisibility({ opacityProperty: true, visibilityProperty: true });
+  const pale = new Map();
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const seen = new Set();
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const element = node.parentElement;
+    if (!node.data.trim() || seen.has(element) || !isShown(element)) continue;
+    seen.add(element);
+    const below = behind(element), colour = over(parsed(getComputedStyle(element).color), below);
+    const found = contrast(colour, below);
+    if (found < 4.5) pale.set(`${colour.map((x) => x.toFixed(2))} on ${below.map((x) => x.toFixed(2))}`,
+      `${found.toFixed(2)} ${element.className || element.tagName}: ${node.data.trim().slice(0, 40)}`);
+  }
+  const root = document.scrollingElement;
+  // What scrolls inside a box is not cut; what is hidden at its edge is.
+  const fits = (element) => element.getBoundingClientRect().right <= innerWidth + 1;
+  const scrolls = (element) => ["auto", "scroll"].includes(getComputedStyle(element).overflowX);
+  const cut = [...document.querySelectorAll("article pre > code, article .picture, article table")].filter((element) => {
+    for (let box = element; box && box.tagName !== "ARTICLE"; box = box.parentElement)
+      if (scrolls(box) && fits(box)) return false;
+    return !fits(element);
+  });
+  const pictures = [...document.images].filter((image) => !image.naturalWidth).map((image) => image.src);
+  return {
+    wide: root.scrollWidth > root.clientWidth ? `${root.scrollWidth} > ${root.clientWidth}` : "",
+    cut: cut.map((element) => element.textContent.slice(0, 60)),
+    pale: [...pale].map(([colours, text]) => `${text} (${colours})`),
+    empty: pictures,
+    background: luminance(behind(document.body)),
+  };
+})()
+"""
+
+
+def problems(page: Page, *, is_dark: bool) -> list[str]:
+    """Return what is wrong with the open page at its present width and scheme."""
+    found = page.evaluate(_SCRIPT)
+    said = [f"the page scrolls to the side: {found['wide']}"] if found["wide"] else []
+    said += [f"cut: {text}" for text in found["cut"]]
+    said += [f"contrast: {text}" for text in found["pale"]]
+    said += [f"not loaded: {url}" for url in found["empty"]]
+    if (found["background"] < 0.1) is not is_dark:
+        said.append(f"luminance of the background: {found['background']}")
+    return said
+
+
+def foreign(page: Page) -> list[str]:
+    """Return the requests to elsewhere since the page was opened."""
+    return [url for url in page.requests() if not url.startswith(("file:", "data:", "about:"))]
+
+
+@pytest.mark.parametrize("name", [*PAGES, "results/index.html"])
+def test_page(name: str, site: Path, page: Page) -> None:
+    found = []
+    page.prefer("light")
+    page.resize(DESK)
+    page.open((site / name).as_uri())
+    for width, scheme in ((DESK, "light"), (PHONE, "dark")):
+        page.resize(width)
+        page.prefer(scheme)
+        page.wait(f"document.body.dataset.mdColorScheme === '{SCHEMES[scheme]}'")
+        found += [f"{width} px, {scheme}: {text}" for text in problems(page, is_dark=scheme == "dark")]
+    assert found == []
+    assert foreign(page) == []
+
+
+# The search.
+
+
+SEARCHED = {
+    "kubernetes": "howto/kubernetes.html",
+    "warm start": "howto/warm-start.html",
+    "InstantTensor": "comparison.html",
+    "DiskCache": "reference/loading.html",
+    "SGLANG_PLUGINS": "frameworks/sglang.html",
+    "TruncatedError": "faq.html",
+}
+"""What is typed, and a page that must be among the first three pages that are found."""
+
+
+@pytest.mark.parametrize(("start", "width"), [("index.html", PHONE), ("reference/errors.html", DESK)])
+def test_search_finds(start: str, width: int, site: Path, page: Page) -> None:
+    """By typing into the field, on pages at different depths."""
+    page.prefer("light")
+    page.resize(width)
+    page.open((site / start).as_uri())
+    if width == PHONE:
+        page.evaluate("document.querySelector('label[for=__search].md-header__button').click()")
+    page.evaluate("document.querySelector('.md-search__input').focus()")
+    for text, expected in SEARCHED.items():
+        page.evaluate("document.querySelector('.md-search__input').select()")
+        page.type(text)
+        url = (site / expected).as_uri()
+        page.wait(f"({_FOUND}).slice(0, 3).includes({url!r})")
+    assert foreign(page) == []
+    page.evaluate("document.querySelector('.md-search-result__link').click()")
+    page.wait(f"location.href.startsWith({url!r}) && document.readyState === 'complete'")
+
+
+_FOUND = """[...new Set(
+  [...document.querySelectorAll(".md-search-result__link")].map((link) => link.href.replace(/[?#].*/, ""))
+)]"""
+
+
+def test_search_says_that_it_finds_nothing(site: Path, page: Page) -> None:
+    page.open((site / "index.html").as_uri())
+    page.evaluate("document.querySelector('.md-search__input').focus()")
+    page.type("zyzzyva")
+    page.wait("document.querySelector('.md-search-result__meta').textContent.includes('No matching')")
+    assert page.evaluate("document.querySelectorAll('.md-search-result__link').length") == 0
+
+
+# Links.
+
+
+class Links(HTMLParser):
+    """The identifiers and the links of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.identifiers: set[str] = set()
+        self.targets: list[str] = []
+        self.feed(path.read_text("utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("id", "name") and value:
+                self.identifiers.add(value)
+            elif name in ("href", "src") and value:
+                self.targets.append(value)
+
+
+def broken(site: Path) -> list[str]:
+    """Return the links between files of the site that lead nowhere."""
+    parsed = {path: Links(path) for path in site.rglob("*.html") if path != site / "404.html"}
+    found = []
+    for path, links in parsed.items():
+        for target in links.targets:
+            if target.partition(":")[0] in ("http", "https", "data", "mailto"):
+                continue
+            address, anchor = urldefrag(target)
+            file = (path.parent / unquote(address.partition("?")[0])).resolve() if address else path
+            if not file.is_file():
+                found.append(f"{path.relative_to(site)}: {target}")
+            elif anchor and file.suffix == ".html" and unquote(anchor) not in parsed[file].identifiers:
+                found.append(f"{path.relative_to(site)}: {target} has no such anchor")
+    return found
+
+
+def test_links_and_anchors_exist(site: Path) -> None:
+    assert broken(site) == []
+
+
+def test_every_file_of_html_is_checked(site: Path) -> None:
+    assert sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html")) == sorted([*PAGES, *UNLISTED])
+
+
+# The checks can fail.
+
+
+def bad_page(folder: Path, body: str, style: str = "") -> str:
+    path = folder / "bad.html"
+    path.write_text(
+        f"<!DOCTYPE html><html><head><meta name=viewport content='width=device-width'><style>{style}</style></head>"
+        f"<body>{body}</body></html>"
+    )
+    return path.as_uri()
+
+
+@pytest.mark.parametrize(
+    ("body", "style", "said"),
+    [
+        ("<p>fine</p>", "", []),
+        ("<p>fine</p>", "body{background:#000;color:#fff}", ["luminance"]),
+        ("<p>pale</p>", "p{color:#888}", ["contrast"]),
+        ("<p>pale</p>", "p{color:#000a;background:#888}", ["contrast"]),
+        ("<p>hidden</p>", "p{color:#888;visibility:hidden}", []),
+        ("<div style='width:500px'>wide</div>", "", ["the page scrolls to the side"]),
+        (f"<article><pre><code>{'x' * 200}</code></pre></article>", "pre{overflow:hidden}", ["cut"]),
+        (f"<article><pre><code>{'x' * 200}</code></pre></article>", "pre{overflow:auto}", []),
+        ("<img src='missing.svg'>", "", ["not loaded"]),
+    ],
+)
+def test_a_bad_page_is_found(body: str, style: str, said: list[str], tmp_path: Path, page: Page) -> None:
+    page.prefer("light")
+    page.resize(PHONE)
+    page.open(bad_page(tmp_path, body, style))
+    found = problems(page, is_dark=False)
+    assert [text.partition(":")[0].partition(" of ")[0] for text in found] == said
+
+
+def test_a_request_to_elsewhere_is_found(tmp_path: Path, page: Page) -> None:
+    page.open(bad_page(tmp_path, "<img src='http://127.0.0.1:9/x.png'>"))
+    assert foreign(page) == ["http://127.0.0.1:9/x.png"]
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    bad_page(tmp_path, "<a href='bad.html#here' id='here'></a><a href='gone.html'></a><a href='#gone'></a>")
+    assert broken(tmp_path) == ["bad.html: gone.html", "bad.html: #gone has no such anchor"]
