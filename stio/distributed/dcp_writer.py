@@ -169,7 +169,7 @@ class StioStorageWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for a new save; what is left of a save that has failed is removed.
 
-        DCP calls this before it sends a message. An `async_save` of these ranks that is under way ends first.
+        An `async_save` of these ranks that is under way ends first.
 
         Args:
             checkpoint_id: The path of the new save; None: that of the one before.
@@ -180,12 +180,13 @@ class StioStorageWriter(StorageWriter):
             self._set_path(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Prepare for a new save, see `reset`. DCP calls this on all ranks.
+        """Prepare for a new save, see `reset`. DCP calls this on all ranks, before it sends a message.
 
         Raises:
             SaveInProgressError: The save before this one has not ended.
             ValueError: There is no path; or each rank would save alone (`use_collectives=False`).
         """
+        _wait_for_async_save(self._process_group)
         if self._is_writing:
             raise SaveInProgressError(
                 "this writer is writing another save; wait for its end, or make a writer for each save", path=self._name
