@@ -126,8 +126,8 @@ def cut_off(path: str) -> tuple[float, tuple[str, str, str, float], tuple[str, s
     model.fill(100)
 
     def cut() -> None:
-        times[:] = [time.monotonic()]
         cut_the_cable()
+        times[:] = [time.monotonic()]
 
     with _at_the_first_write(dist.get_rank() == dist.get_world_size() - 1, cut):
         save = outcome(
@@ -197,12 +197,12 @@ def ended_at_some_moment(path: str, victim: int, number: int, how: str) -> tuple
     write = calls.write
 
     def end() -> None:
+        if how == "cut off":
+            cut_the_cable()
         Path(f"{path}.time").write_text(str(time.monotonic()))
         if how == "raises":
             raise OSError(errno.EIO, "a disk that fails")
-        if how == "cut off":
-            cut_the_cable()
-        else:
+        if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
 
     def counted(*arguments: Any) -> int:
