@@ -454,9 +454,14 @@ class Ranks:
             self._tell(store, _described(self.rank, self._about, error))
         self._set(store, f"left/{self.rank}", b"")
         if self.rank == 0:
-            end = time.monotonic() + min(_LEAVE_SECONDS, self._timeout)
+            now = time.monotonic()
+            end = now + min(_LEAVE_SECONDS, self._timeout)
             dead = () if self.failure is None else self.failure.ranks
-            others = [f"left/{other}" for other in range(1, self.num_ranks) if other not in dead]
+            others = [  # of a host that is cut off, one rank counts as failed first
+                f"left/{other}"
+                for other, sign in self._signs.items()
+                if other not in dead and now - sign.seen < self._timeout / 2
+            ]
             while others and not store.check(others) and time.monotonic() < end:
                 self._looked = time.monotonic()
                 time.sleep(_SHORTEST_PAUSE)
