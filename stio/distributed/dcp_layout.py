@@ -23,6 +23,7 @@ from stio.errors import MismatchError, printable
 from stio.format.header_build import LATE_BYTES, with_late_tensor
 from stio.format.placements import ByteRange, byte_ranges
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR
+from stio.runtime.hashing import HashName
 from stio.saving.nested import StoredTensor, tree_text
 from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.staging_pool import STREAM_BLOCK_BYTES
@@ -40,6 +41,10 @@ class RankTask:
     """Bytes of each file when it is created."""
     places: Mapping[str, tuple[int, int]]
     """Where the data of the rank's tensors are: the number of the file, and the first byte in it."""
+    hash: HashName | None
+    """The hash of the files, if any."""
+    num_early: int
+    """Number of files, from the first on, that are complete when all ranks have written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,11 @@ class SaveLayout:
     """The path in the nested state of each name, in order."""
     values: frozenset[str]
     """Names of what is no tensor."""
+
+    @property
+    def num_early(self) -> int:
+        """Number of files, from the first on, whose header does not depend on what is no tensor."""
+        return len(self.plan.shards) - bool(self.values)
 
     def completed(self, values: Mapping[str, object], check: Callable[[], None]) -> tuple[WritePlan, bytes]:
         """Return the plan with the headers to write, and the tree; it is empty if there are tensors only.

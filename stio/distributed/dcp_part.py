@@ -6,12 +6,14 @@ import io
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -19,9 +21,11 @@ from torch.distributed.tensor import DTensor
 from stio.device.describe import LazyTensor
 from stio.distributed.dcp_layout import RankTask, ranges_of, resolved
 from stio.distributed.parts import part_of
+from stio.distributed.ranks import Ranks
 from stio.errors import MismatchError, printable
 from stio.format.placements import ByteRange
 from stio.format.sharding import TensorSource
+from stio.runtime.hashing import new_hasher
 from stio.runtime.operation import Operation
 from stio.saving.nested import tree_text
 from stio.saving.options import SaveOptions, SaveResult
@@ -110,6 +114,33 @@ class PlainValue:
 
     def __init__(self, value: object) -> None:
         self.value = value
+
+
+class FileDigest:
+    """The digest of a file, in the result that a rank returns to the coordinator."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def digests_of_share(task: RankTask, ranks: Ranks) -> list[WriteResult]:
+    """Return the digests of every n-th file that is complete, for the coordinator.
+
+    Raises:
+        RankError: Another rank has failed.
+        StorageError: The operating system reported an error.
+    """
+
+    def check() -> None:
+        if ranks.failure is not None:
+            raise ranks.failure
+
+    assert task.hash is not None
+    joined = JoinedStaging.open(Invitation.from_json(task.invitation), check)
+    with closing(joined):
+        names = joined.invitation.shard_names[: task.num_early][ranks.rank :: ranks.num_ranks]
+        found = [(name, joined.digest(name, new_hasher(task.hash), check)) for name in names]
+    return [WriteResult(MetadataIndex(name), size_in_bytes=0, storage_data=FileDigest(text)) for name, text in found]
 
 
 def item_nbytes(item: WriteItem) -> int:

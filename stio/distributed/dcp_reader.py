@@ -14,7 +14,7 @@ import io
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -34,7 +34,7 @@ from torch.futures import Future
 
 from stio.device.tensors import TORCH_DTYPES, require_dtypes, torch_shape
 from stio.distributed.parts import part_of
-from stio.errors import ClosedError, MismatchError, printable
+from stio.errors import ClosedError, MismatchError, StioError, printable
 from stio.format.state_tree import STATE_KEY, Reference
 from stio.loading.api import fill_from
 from stio.loading.body import open_source, verify
@@ -128,8 +128,9 @@ class StioStorageReader(StorageReader):
     def read_metadata(self) -> Metadata:
         """Open the checkpoint, and describe what it has. The files stay open until `read_data` returns.
 
-        Raises:
-            StioError: See `stio.load`. `dcp.load` of torch 2.13 raises AssertionError with the text of the error.
+        Returns:
+            The description. If the checkpoint cannot be opened, it raises the error when it is used: torch replaces an
+            error of this method by another one.
         """
         self._close()
         source, options = self._path, self._options
@@ -147,12 +148,21 @@ class StioStorageReader(StorageReader):
             found.checkpoint.close()
 
         operation = Operation(body, name="open", about=shown(source), discard=discard)
-        self._opened = opened = run_blocking(operation.wait())
-        described: Metadata = opened.metadata()
+        try:
+            self._opened = opened = run_blocking(operation.wait())
+            described: Metadata = opened.metadata()
+        except StioError as error:
+            return _Unreadable(error)
         return described
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Do nothing: `read_metadata` has opened the checkpoint."""
+        """Do nothing: `read_metadata` has opened the checkpoint.
+
+        Raises:
+            StioError: The checkpoint could not be opened; see `stio.load`.
+        """
+        if isinstance(metadata, _Unreadable):
+            raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan as it is."""
@@ -188,6 +198,18 @@ class StioStorageReader(StorageReader):
     def __del__(self) -> None:
         if hasattr(self, "_opened"):
             self._close()
+
+
+class _Unreadable(Metadata):
+    """The description of a checkpoint that cannot be opened; a use of it raises the error."""
+
+    def __init__(self, error: StioError) -> None:
+        self.error = error
+
+    @property
+    def state_dict_metadata(self) -> NoReturn:  # type: ignore[override]  # of no value
+        """Raise the error."""
+        raise self.error
 
 
 @dataclass(slots=True)

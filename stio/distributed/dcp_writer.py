@@ -4,6 +4,12 @@ DCP's planner decides which rank writes which part of which tensor. The coordina
 (`dcp_layout.py`) and begins the transaction. Each rank joins the staging directory and writes its parts. When all have
 written, the coordinator writes the headers and commits.
 
+With `hash=` the ranks share the work: each reads some of the files when all have written. The last file waits for the
+values that are no tensors, so the coordinator reads it.
+
+DCP sends its messages of all saves over one group. Two saves at one time would take each other's messages. So one on a
+thread of `dcp.async_save` comes first, and the next one of the group waits for the end of that thread.
+
 DCP tells a writer of no failure. So the ranks learn of each other's failures from `Ranks` while they write. What fails
 before or after that is rolled back when the writer is used again, closed or dropped, and by recovery.
 """
@@ -11,10 +17,12 @@ before or after that is rolled back when the writer is used again, closed or dro
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -25,18 +33,22 @@ from torch.futures import Future
 
 from stio.distributed.dcp_layout import RankTask, SaveLayout, plan_save
 from stio.distributed.dcp_part import (
+    FileDigest,
     PartSave,
     PlainValue,
+    digests_of_share,
     item_nbytes,
     parts_of_items,
     require_right_parts,
     values_of_items,
 )
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
+from stio.distributed.torch_private import is_async_save, store_of
 from stio.errors import ClosedError, SaveInProgressError, printable
 from stio.format.naming import MANIFEST_SUFFIX, manifest_name
 from stio.runtime.blocking import run_blocking
 from stio.runtime.hashing import HashName, new_hasher
+from stio.runtime.locks import new_lock
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
@@ -82,7 +94,7 @@ class StioStorageWriter(StorageWriter):
         shard_names: See `stio.save`.
         commit: See `stio.save`.
         durability: See `stio.save`.
-        hash: See `stio.save`. The coordinator reads the files again for that.
+        hash: See `stio.save`. The files are read again for that, each by one rank.
         lock_timeout: See `stio.save`.
         progress: See `stio.save`; of the bytes of this rank.
         trace: See `stio.save`.
@@ -157,20 +169,24 @@ class StioStorageWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for a new save; what is left of a save that has failed is removed.
 
+        An `async_save` of these ranks that is under way ends first.
+
         Args:
             checkpoint_id: The path of the new save; None: that of the one before.
         """
+        _wait_for_async_save(self._process_group)
         self.close()
         if checkpoint_id is not None:
             self._set_path(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Prepare for a new save, see `reset`. DCP calls this on all ranks.
+        """Prepare for a new save, see `reset`. DCP calls this on all ranks, before it sends a message.
 
         Raises:
             SaveInProgressError: The save before this one has not ended.
             ValueError: There is no path; or each rank would save alone (`use_collectives=False`).
         """
+        _wait_for_async_save(self._process_group)
         if self._is_writing:
             raise SaveInProgressError(
                 "this writer is writing another save; wait for its end, or make a writer for each save", path=self._name
@@ -259,13 +275,10 @@ class StioStorageWriter(StorageWriter):
         opened = self._open
         if opened is None:
             raise ClosedError("the save was closed before it was complete", path=self._name)
-        values = {
-            one.index.fqn: one.storage_data.value
-            for of_rank in results
-            for one in of_rank
-            if isinstance(one.storage_data, PlainValue)
-        }
-        publish = partial(_publish, opened=opened, values=values, options=self._options)
+        found = [one for of_rank in results for one in of_rank]
+        values = {one.index.fqn: one.storage_data.value for one in found if isinstance(one.storage_data, PlainValue)}
+        hashes = {one.index.fqn: one.storage_data.text for one in found if isinstance(one.storage_data, FileDigest)}
+        publish = partial(_publish, opened=opened, values=values, hashes=hashes, options=self._options)
         try:
             self.result = Operation(publish, name="commit", about=self._name).result()
         finally:
@@ -324,7 +337,7 @@ class StioStorageWriter(StorageWriter):
                     transaction.require_names(manifest)
                 sizes = [shard.nbytes for shard in layout.plan.shards]
                 writers = transaction.create(sizes, own_bytes=[0] * len(sizes))
-                return _OpenSave(transaction, layout, writers, manifest, len(plans), started)
+                return _OpenSave(transaction, layout, writers, manifest, options.hash, len(plans), started)
             except BaseException:
                 transaction.roll_back()
                 raise
@@ -345,7 +358,12 @@ class StioStorageWriter(StorageWriter):
         )
         async with ranks:
             results = await self._write_part(task, plan.items, planner, ranks)
+            if self._open is not None and task.hash is not None:
+                self._open.complete_early()
             await ranks.arrive("written")
+            if task.hash is not None:
+                results += digests_of_share(task, ranks)
+                await ranks.arrive("hashed")
         return results
 
     async def _write_part(
@@ -375,6 +393,27 @@ def _require_complete(plan: SavePlan) -> None:
         )
 
 
+_async_saves: MutableMapping[ProcessGroup, threading.Thread] = WeakKeyDictionary()
+"""The thread of the last `dcp.async_save` of each group."""
+
+_order = new_lock(of_callers=True)
+"""Held while that is replaced."""
+
+
+def _wait_for_async_save(process_group: ProcessGroup | None) -> None:
+    """Wait until the thread of the `dcp.async_save` before this save has ended, if the same ranks do both."""
+    if not dist.is_initialized() or dist.get_world_size(process_group) <= 1:
+        return
+    _, group = store_of(process_group)
+    mine = threading.current_thread()
+    with _order:
+        before = _async_saves.get(group)
+        if is_async_save(mine):
+            _async_saves[group] = mine
+    if before is not None and before is not mine:
+        before.join()
+
+
 class _OpenSave:
     """A save that has begun, on the coordinator; rolled back if it is dropped.
 
@@ -383,6 +422,7 @@ class _OpenSave:
         layout: Its files.
         writers: Their writers, with which nothing was written yet.
         manifest: Name of the manifest.
+        hash: The hash of the files, if any.
         num_ranks: Number of ranks that save.
         started: When it began, by `perf_counter`.
     """
@@ -393,13 +433,14 @@ class _OpenSave:
         layout: SaveLayout,
         writers: Sequence[LocalFileWriter],
         manifest: str,
+        hash: HashName | None,
         num_ranks: int,
         started: float,
     ) -> None:
         self._pid = os.getpid()
         self.transaction, self.layout, self.writers, self.manifest = transaction, layout, writers, manifest
         self.started = started
-        self._num_ranks = num_ranks
+        self._hash, self._num_ranks = hash, num_ranks
         self._invitation = transaction.invite().to_json()
 
     def tasks(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
@@ -409,9 +450,22 @@ class _OpenSave:
         found = []
         for plan in plans:
             own = {item.index.fqn: places[item.index.fqn] for item in plan.items if item.index.fqn in places}
-            task = RankTask(invitation=self._invitation, num_ranks=self._num_ranks, sizes=sizes, places=own)
+            task = RankTask(
+                invitation=self._invitation,
+                num_ranks=self._num_ranks,
+                sizes=sizes,
+                places=own,
+                hash=self._hash,
+                num_early=self.layout.num_early,
+            )
             found.append(SavePlan(plan.items, task, plan.planner_data, plan.usable))
         return found
+
+    def complete_early(self) -> None:
+        """Write what the ranks do not write into the files that are known before the end."""
+        early = self.layout.plan.shards[: self.layout.num_early]
+        for shard, writer in zip(early, self.writers, strict=False):
+            _complete_file(writer, shard, b"")
 
     def roll_back(self) -> None:
         """Remove the new files. Idempotent; does nothing after the commit."""
@@ -424,22 +478,38 @@ class _OpenSave:
 
 
 def _publish(
-    operation: Operation[SaveResult], *, opened: _OpenSave, values: Mapping[str, object], options: SaveOptions
+    operation: Operation[SaveResult],
+    *,
+    opened: _OpenSave,
+    values: Mapping[str, object],
+    hashes: Mapping[str, str],
+    options: SaveOptions,
 ) -> SaveResult:
-    """Complete the files of a save, and commit."""
+    """Complete the files of a save, and commit.
+
+    Args:
+        operation: The operation on whose thread this runs.
+        opened: The save.
+        values: What is no tensor, by name.
+        hashes: The digests that are known, by file.
+        options: The keywords.
+    """
     transaction, names = opened.transaction, opened.transaction.shard_names
     plan, tree = opened.layout.completed(values, operation.check)
     for shard, writer in zip(plan.shards, opened.writers, strict=True):
         operation.check()
-        _complete_file(writer, shard, tree if shard is plan.shards[-1] else b"")
+        if not writer.finished:
+            _complete_file(writer, shard, tree if shard is plan.shards[-1] else b"")
         transaction.finish_file(writer.name, shard.nbytes)
-    hashes = {}
+    all_hashes: dict[str, str] = {}
     if options.hash is not None:
         with traced(options.trace, "hash"):
-            hashes = {name: transaction.digest(name, new_hasher(options.hash), operation.check) for name in names}
+            for name in names:
+                known = hashes.get(name)
+                all_hashes[name] = known or transaction.digest(name, new_hasher(options.hash), operation.check)
     written_seconds = perf_counter() - opened.started
     sizes = [shard.nbytes for shard in plan.shards]
-    notes = manifest_notes(transaction, opened.manifest, options.hash, sizes, hashes)
+    notes = manifest_notes(transaction, opened.manifest, options.hash, sizes, all_hashes)
     index = plan.index(names) if transaction.takes_index else None
     with traced(options.trace, "commit"):
         transaction.prepare_commit(operation.check)
@@ -454,7 +524,7 @@ def _publish(
         staged_seconds=written_seconds,  # the snapshots of other ranks are not timed
         written_seconds=written_seconds,
         committed_seconds=perf_counter() - opened.started,
-        hashes=hashes,
+        hashes=all_hashes,
     )
 
 

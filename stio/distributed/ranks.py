@@ -37,7 +37,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from stio.distributed.torch_private import store_of
 from stio.errors import ClosedError, RankError, printable
-from stio.runtime.blocking import runs_blocking
+from stio.runtime.blocking import run_blocking, runs_blocking
 from stio.runtime.locks import Condition, new_lock
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Cancelled, Operation, start_thread
@@ -50,6 +50,10 @@ _LEAVE_SECONDS = 1.0
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 """Seconds between two looks into the store: while a value is waited for, and otherwise."""
+
+_CONNECT_SECONDS = 1.0
+"""After this time without a new connection to the store, the one of the group is tried: torch connects for minutes to
+a store that has ended."""
 
 _KEPT_ROUNDS = 8
 """Number of objects whose keys are kept: a rank that is late still finds the failure of an older one."""
@@ -78,6 +82,13 @@ class _Sign:
 
     value: bytes = b""
     seen: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class _Connection:
+    """A connection to the store that a rank waits for."""
+
+    store: Store | None = None
 
 
 @dataclass(slots=True)
@@ -150,6 +161,7 @@ class Ranks:
         """The first failure of another rank, once it is known."""
         self._cancels: list[Callable[[], None]] = []
         self._requests: list[_Request] = []
+        self._to_connect: deque[_Connection] = deque()
         self._to_set: deque[tuple[str, bytes]] = deque()
         self._to_tell: deque[_Failure] = deque()
         self._keys: list[str] = []  # that this rank has set
@@ -166,6 +178,7 @@ class Ranks:
         """Seconds between two signs of life of a rank, which are its values of the name "sign"."""
         self._next_sign, self._num_signs = 0.0, 0
         self._looked = time.monotonic()  # when the store has answered last
+        self._is_connected = False
         self._served = False  # whether the thread of the requests has ended
 
     def on_failure(self, cancel: Callable[[], None]) -> None:
@@ -230,11 +243,24 @@ class Ranks:
 
         Raises:
             RuntimeError: The others do not call this, or there is no connection to them.
+            RankError: A rank has failed, or there is no connection to the store.
         """
-        assert self._store is not None
-        store = PrefixStore(f"{self._prefix}/gloo", _own_connection(self._store))
+        store = PrefixStore(f"{self._prefix}/gloo", run_blocking(self._connected()))
         # Not by `dist.new_group`, which would add it to the groups of the process: that is not safe on another thread.
         return dist.ProcessGroupGloo(store, self.rank, self.num_ranks, timedelta(seconds=self._timeout))
+
+    async def _connected(self) -> Store:
+        """Return a new connection to the store. Torch may wait for it for minutes, so the other thread makes it."""
+        made = _Connection()
+        self._to_connect.append(made)
+        self._changed.wake()
+        await self._watcher.wait_until(lambda: made.store is not None or self.failure is not None)
+        if self.failure is not None:
+            raise self.failure
+        if made.store is None:
+            self._watcher.outcome()  # raises why the watcher ended
+            raise ClosedError(f"the {self._about} has ended")
+        return made.store
 
     async def _wait_for(self, keys: Sequence[str], ended: Callable[[], bool] = lambda: False) -> list[bytes]:
         request = _Request(list(keys))
@@ -280,18 +306,30 @@ class Ranks:
         """Start the thread that makes the requests, and wait for its end, or until the store does not answer."""
         operation.on_cancel(self._changed.wake)
         start_thread(partial(self._serve, operation), name="ranks")
-        with self._changed:
-            while not self._served and (left := self._looked + self._timeout - time.monotonic()) > 0:
-                self._changed.wait(left)
+        if not self._ends_within(_CONNECT_SECONDS, ended=lambda: self._is_connected):
+            start_thread(self._try_old_connection, name="ranks")
+        self._ends_within(self._timeout, ended=lambda: self.failure is not None and not self._is_connected)
         if not self._served:  # its thread is left behind, in a call without a time limit; it has no buffers
             self._fail(
                 RankError(f"the store of the process group did not answer for {self._timeout:g} s (rank_timeout=)")
             )
 
+    def _ends_within(self, seconds: float, *, ended: Callable[[], bool]) -> bool:
+        """Wait until `ended()`, or until the thread of the requests has ended; return False if the store is slower."""
+        with self._changed:
+            while not (self._served or ended()):
+                left = self._looked + min(seconds, self._timeout) - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+        return True
+
     def _serve(self, operation: Operation[None]) -> None:
         assert self._store is not None
         try:
             connection = _own_connection(self._store)
+            self._is_connected = True
+            self._changed.wake()
             self._prefix = self._prefix or f"stio/{self._group_start(connection)}/{self._number}"
             store = PrefixStore(self._prefix, connection)
             pause = _SHORTEST_PAUSE
@@ -300,19 +338,32 @@ class Ranks:
                 self._looked = time.monotonic()
                 pause = _SHORTEST_PAUSE if found or not self._requests else min(2 * pause, _LONGEST_PAUSE)
                 with self._changed:
-                    if not (self._leaving or self._to_set or self._to_tell or operation.cancelled):
+                    if not (self._leaving or self._to_set or self._to_tell or self._to_connect or operation.cancelled):
                         self._changed.wait(pause if self._requests else _LONGEST_PAUSE)
             self._leave(store)
             self._forget_old_keys(connection)
         except RuntimeError as error:  # DistError and its subclasses
-            reason = printable(str(error).partition("\n")[0])
-            failure = RankError(
-                f"the store of the process group does not answer: the rank that holds it may have ended ({reason})"
-            )
-            self._fail(failure, error)
+            self._fail_without_store(error)
         finally:
             self._served = True
             self._changed.wake()
+
+    def _try_old_connection(self) -> None:
+        """Find out by the connection of the group, which breaks when the store ends, whether there is a store."""
+        assert self._store is not None
+        try:
+            self._store.check(["failed"])
+        except RuntimeError as error:
+            if not self._is_connected:
+                self._fail_without_store(error)
+                self._changed.wake()
+
+    def _fail_without_store(self, error: RuntimeError) -> None:
+        reason = printable(str(error).partition("\n")[0])
+        failure = RankError(
+            f"the store of the process group does not answer: the rank that holds it may have ended ({reason})"
+        )
+        self._fail(failure, error)
 
     def _look(self, store: Store) -> bool:
         """Make the requests that are due; return whether a value was set or found."""
@@ -323,6 +374,10 @@ class Ranks:
             self._set(store, *self._to_set.popleft())
         while self._to_tell:
             self._tell(store, self._to_tell.popleft())
+        while self._to_connect:
+            assert self._store is not None
+            self._to_connect.popleft().store = _own_connection(self._store)
+            self._notifier.notify()
         if self.failure is None and store.check(["failed"]):
             self._read_failure(store.get("failed"))
         for request in self._requests.copy():
@@ -399,9 +454,14 @@ class Ranks:
             self._tell(store, _described(self.rank, self._about, error))
         self._set(store, f"left/{self.rank}", b"")
         if self.rank == 0:
-            end = time.monotonic() + min(_LEAVE_SECONDS, self._timeout)
+            now = time.monotonic()
+            end = now + min(_LEAVE_SECONDS, self._timeout)
             dead = () if self.failure is None else self.failure.ranks
-            others = [f"left/{other}" for other in range(1, self.num_ranks) if other not in dead]
+            others = [  # of a host that is cut off, one rank counts as failed first
+                f"left/{other}"
+                for other, sign in self._signs.items()
+                if other not in dead and now - sign.seen < self._timeout / 2
+            ]
             while others and not store.check(others) and time.monotonic() < end:
                 self._looked = time.monotonic()
                 time.sleep(_SHORTEST_PAUSE)

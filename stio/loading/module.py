@@ -21,6 +21,7 @@ from torch import nn
 from stio.device.base import LoadedGroup
 from stio.device.tensors import INTEGERS, TORCH_DTYPES, copy_all, torch_shape
 from stio.errors import MismatchError, WarmStartError, one_line, printable
+from stio.format.state_tree import TREE_TENSOR
 from stio.loading.module_tree import (
     ModuleTree,
     is_on_meta,
@@ -180,6 +181,8 @@ class ModuleTarget:
             WarmStartError: With `fills`, a submodule is hooked.
         """
         self._path, self._strict = path, strict
+        if TREE_TENSOR in stored and not self._tree.expects(TREE_TENSOR):  # the checkpoint of a state
+            stored = {name: one for name, one in stored.items() if name != TREE_TENSOR}
         self._find_ties()
         self._aliases = {a: t for a, t in aliases.items() if self._tree.expects(a) or self._tree.is_hooked(a)}
         self._names = dict.fromkeys([*stored, *self._aliases])

@@ -229,8 +229,9 @@ class Part(NamedTuple):
 def plan_parts(plan: WritePlan, parts: Mapping[str, Part], block_bytes: int, *, with_headers: bool) -> WritePlan:
     """Return the plan of what one process writes, where several write the files of a plan together.
 
-    No page is written partly past the page cache and partly through it, whichever processes write it: a run of at least
-    `_ALIGNED_BYTES` has the position of its file in the block, so its whole pages can be written past the page cache.
+    On a local filesystem no page is written partly past the page cache and partly through it, whichever processes write
+    it: a run of at least `_ALIGNED_BYTES` has the position of its file in the block, so its whole pages can be written
+    past the page cache. Runs are not rounded to pages; `LocalFileWriter` says how several hosts write one page.
 
     Args:
         plan: The plan of all of it.

@@ -37,10 +37,10 @@ def why_not() -> str | None:
     return None if shutil.which("cc") else "there is no C compiler"
 
 
-def build(directory: Path) -> Path:
-    """Compile the shim."""
-    target = directory / "shim.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-o", target, SOURCE, "-ldl"], check=True)
+def build(directory: Path, source: Path = SOURCE) -> Path:
+    """Compile the shim, or another library to preload."""
+    target = (directory / source.name).with_suffix(".so")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-o", target, source, "-ldl"], check=True)
     return target
 
 

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -37,25 +37,47 @@ def run_ranks(
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     meeting = f"tcp://127.0.0.1:{free_port()}" if killed else f"file://{results}/meeting"
-    processes = [
-        context.Process(target=_run, args=(function, rank, num_ranks, meeting, str(results), arguments))
-        for rank in range(num_ranks)
-    ]
-    for process in processes:
+    run_some(context, range(num_ranks), function, num_ranks, meeting, results, arguments, killed)
+    return results_of(num_ranks, results)
+
+
+def run_some(
+    context: Any,
+    own: Sequence[int],
+    function: Callable[..., Any],
+    num_ranks: int,
+    meeting: str,
+    results: Path,
+    arguments: tuple[Any, ...],
+    killed: Collection[int],
+) -> None:
+    """Run some of the ranks of `run_ranks`, by processes of this host; what they return is in `results`."""
+    processes = {
+        rank: context.Process(target=_run, args=(function, rank, num_ranks, meeting, str(results), arguments))
+        for rank in own
+    }
+    for process in processes.values():
         process.start()
     end = time.monotonic() + MOST_SECONDS
-    while alive := [p.sentinel for rank, p in enumerate(processes) if p.is_alive() and rank not in killed]:
+    awaited = [process for rank, process in processes.items() if rank not in killed] or list(processes.values())
+    while alive := [process.sentinel for process in awaited if process.is_alive()]:
         if time.monotonic() > end:
             break
         wait(alive, timeout=1)
         if any(results.glob("*.failed")):
             end = min(end, time.monotonic() + 5)  # the others may wait for that rank
-    for process in processes:
+    for process in processes.values():
         process.kill()
         process.join()
     failed = [path.read_text() for path in sorted(results.glob("*.failed"))]
     assert not failed, "\n".join(failed)
-    assert [process.exitcode for process in processes] == [-9 if rank in killed else 0 for rank in range(num_ranks)]
+    assert {rank: process.exitcode for rank, process in processes.items()} == {
+        rank: -9 if rank in killed else 0 for rank in own
+    }
+
+
+def results_of(num_ranks: int, results: Path) -> list[Any]:
+    """Return what each rank has returned; None if it was killed."""
     found = [results / f"{rank}.result" for rank in range(num_ranks)]
     return [torch.load(path, weights_only=False) if path.exists() else None for path in found]
 

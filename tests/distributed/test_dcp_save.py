@@ -6,6 +6,8 @@ import gc
 import os
 import pickle
 import signal
+import sys
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -30,10 +32,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from stio import sync
-from stio.distributed import StioStager, StioStorageWriter
+from stio.distributed import StioStager, StioStorageWriter, dcp_writer
 from stio.errors import SaveInProgressError
 from stio.saving import pending
 from stio.saving.staging_pool import StagingPool
+from stio.storage.commit import joined, transaction
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.recovery import collect_garbage
 from stio.storage.commit.transaction import LocalTransaction
@@ -219,7 +222,8 @@ def nested(folder: str) -> None:
             sync.save({"old": torch.ones(3)}, path)
         dist.barrier()
         once = writer(path, metadata={"a": "b"}, **options)
-        dcp.save(state, storage_writer=once)
+        hashed = names_of_hashed_files(lambda: dcp.save(state, storage_writer=once))  # noqa: B023  # called at once
+        require_shared_hashes(hashed, bool(options))
         whole = whole_state(state)
         whole["loop"]["order"] = {"b": 1, "a": 2}  # DCP makes dicts of all mappings
         if dist.get_rank():
@@ -238,6 +242,64 @@ def nested(folder: str) -> None:
         assert all(torch.equal(wanted[name], found[name]) for name in names)
         assert sync.load_state(path, verify=bool(options))["loop"]["raw"] == bytes(range(256))
         assert once.result.hashes.keys() == (set(once.result.files) if options else set())
+
+
+def names_of_hashed_files(save: Callable[[], object]) -> list[str]:
+    """Return the names of the files of a save that this rank has read to hash them."""
+    names, digest = list[str](), joined.digest_of_file
+
+    def noted(dir_fd: int, name: str, *rest: Any) -> str:
+        names.append(name)
+        return digest(dir_fd, name, *rest)
+
+    with patched(joined, "digest_of_file", noted), patched(transaction, "digest_of_file", noted):
+        save()
+    return names
+
+
+def require_shared_hashes(hashed: list[str], expected: bool) -> None:
+    """Require that each file was read on one rank, and that all ranks have read some."""
+    of_ranks: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, hashed)
+    every = [name for names in of_ranks for name in names]
+    assert len(set(every)) == len(every)
+    assert all(bool(names) is expected for names in of_ranks), of_ranks
+
+
+def two_at_one_time(folder: str) -> None:
+    """Saves that begin before the end of others wait for them, also one without a thread."""
+    spread = {"w": spread_of(torch.arange(12.0).reshape(4, 3), init_device_mesh("cpu", (4,)), [Shard(0)])}
+    write, entered, may_go = calls.write, threading.Event(), threading.Event()
+
+    def held(*arguments: Any) -> int:
+        entered.set()
+        assert may_go.wait(30)
+        return write(*arguments)
+
+    with patched(calls, "write", held):
+        first = dcp.async_save(spread, storage_writer=writer(f"{folder}/first"), async_stager=StioStager())
+        assert entered.wait(30)
+        second = dcp.async_save(spread, storage_writer=writer(f"{folder}/second"), async_stager=StioStager())
+        assert eventually(lambda: any(is_waiting(thread) for thread in threading.enumerate()))
+        assert not first.done() and not second.done()
+        may_go.set()
+        dcp.save(spread, storage_writer=writer(f"{folder}/third"))
+    assert first.done() and second.done()
+    for saving in (first, second):
+        saving.result()
+    dist.barrier()
+    for name in ("first", "second", "third"):
+        assert torch.equal(sync.load(f"{folder}/{name}")["w"], torch.arange(12.0).reshape(4, 3))
+
+
+def is_waiting(thread: threading.Thread) -> bool:
+    """Return whether a thread waits for another save."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code is dcp_writer._wait_for_async_save.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def asynchronous(folder: str) -> None:
@@ -443,7 +505,7 @@ def within_budget(folder: str) -> None:
 
 
 def everything(folder: str) -> list[float]:
-    for part in (tensors_only, other_planners, nested, asynchronous, of_some_ranks, within_budget):
+    for part in (tensors_only, other_planners, nested, asynchronous, two_at_one_time, of_some_ranks, within_budget):
         part(folder)
     assert not [name for name in os.listdir(folder) if name.startswith(".")]
     return failures(folder)

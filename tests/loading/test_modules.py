@@ -159,6 +159,20 @@ async def test_names_that_differ_otherwise_get_no_advice_on_prefixes(tmp_path):
     assert "begin with" not in str(caught.value)
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+async def test_the_tree_of_a_state_is_not_unexpected(tmp_path, hooked):
+    """A long tree is a tensor of stio's own in the file."""
+    state = {"weight": ramp(2, 3), "bias": ramp(2), "history": list(range(30_000))}
+    await stio.save_state(state, tmp_path / "m.safetensors")
+    assert "/stio.state" in await stio.load(tmp_path / "m.safetensors")
+    model = nn.Linear(3, 2)
+    if hooked:
+        model.register_load_state_dict_pre_hook(lambda *_: None)
+    report = await stio.load_into(model, tmp_path / "m.safetensors")
+    assert report.missing == report.unexpected == ()
+    assert torch.equal(model.weight, ramp(2, 3)) and torch.equal(model.bias, ramp(2))
+
+
 async def test_missing_and_unexpected_names(tmp_path):
     root_dir = tmp_path / "model"
     save_file({"weight": ramp(2, 3), "extra": ramp(5), "more\x1b[0m": ramp(1)}, root_dir / "model.safetensors")

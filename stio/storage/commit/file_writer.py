@@ -7,6 +7,11 @@ to 5 ms, so no clock is read and no other call made between two writes.
 Several processes may write one file, each its own ranges. A page that two ranges share is written through the page
 cache by both: next to a direct write the kernel drops what the cache holds of the page. So only pages that are whole
 in a range are written directly.
+
+Between hosts there is no common page cache. A client that holds a page may send all of it, and so write old bytes over
+those of another host (`nfs_can_extend_write` of Linux, FUSE with a write-back cache). So on a filesystem that is not
+local the writers of one file send their exact ranges past the cache. The NFS client of Linux has no alignment rules for
+O_DIRECT (open(2)). A filesystem that has them answers EINVAL, and gets whole pages and buffered edges, as a local one.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from stio.storage.checks import refused
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.attributes import FileAttributes
 from stio.storage.commit.small_files import closing
+from stio.storage.local import is_local
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -89,10 +95,19 @@ class LocalFileWriter:
         nbytes: Its size.
         attributes: Those that `finish` gives it; None: those that a new file gets.
         durable: Whether `finish` syncs.
+        is_shared: Whether other processes write the file too.
     """
 
     def __init__(
-        self, dir_fd: int, name: str, path: str, nbytes: int, *, attributes: FileAttributes | None, durable: bool
+        self,
+        dir_fd: int,
+        name: str,
+        path: str,
+        nbytes: int,
+        *,
+        attributes: FileAttributes | None,
+        durable: bool,
+        is_shared: bool = False,
     ) -> None:
         self.name = name
         """Name in the staging directory; a commit does not change it."""
@@ -108,14 +123,23 @@ class LocalFileWriter:
         """Bytes that this process writes; `finish` requires them. Less than the size where others write the rest."""
         self.direct_refused = not _O_DIRECT
         """True once direct I/O was tried and refused; writes are buffered from then on."""
+        self._takes_exact_ranges = is_shared and not self.direct_refused and not is_local(dir_fd)
         self.finished = False
         """True once the file is complete, and durable if `durable` is set."""
 
     def write_from(self, offset: int, region: Region) -> None:
         """Write a region's bytes at `offset`, which here may be any; see `FileWriter.write_from`.
 
-        Whole pages of the file that begin at a page of memory are written past the page cache.
+        Whole pages of the file that begin at a page of memory are written past the page cache; if other hosts may write
+        the file too, all bytes, where the filesystem takes that.
         """
+        done = self._write_exact_range(offset, region) if self._takes_exact_ranges else 0
+        if done < region.nbytes:
+            self._write_pages(offset + done, region.sub(done, region.nbytes - done))
+        with self._lock:
+            self._written_bytes += region.nbytes
+
+    def _write_pages(self, offset: int, region: Region) -> None:
         done, head = 0, -offset % PAGE_BYTES
         if not (self.direct_refused or (region.address + head) % PAGE_BYTES or region.nbytes - head < PAGE_BYTES):
             if head:
@@ -123,8 +147,6 @@ class LocalFileWriter:
             done = self._write_direct(offset, region, head)
         if done < region.nbytes:
             self._write_buffered(offset, region, done)
-        with self._lock:
-            self._written_bytes += region.nbytes
 
     def write_strided(self, offset: int, region: Region, nbytes: int, stride: int) -> None:
         """Write parts of a region to places at even distances; see `PartWriter.write_strided`."""
@@ -211,6 +233,19 @@ class LocalFileWriter:
         except OSError as error:
             raise refused("opening for writing", self.path, error) from error
 
+    def _write_exact_range(self, offset: int, region: Region) -> int:
+        """Write a region past the page cache, wherever it begins and ends; return the end of what was written."""
+        done, fd = 0, self._opened_direct()
+        while fd is not None and done < region.nbytes:
+            try:
+                done += self._write(fd, region, done, region.nbytes, offset)
+            except StorageError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                self._takes_exact_ranges = False  # the filesystem needs an alignment
+                break
+        return done
+
     def _write_direct(self, offset: int, region: Region, done: int) -> int:
         """Write the whole pages from `done` on past the page cache; return the end of what was written.
 
@@ -263,6 +298,7 @@ def create_files(
     where: Sequence[str],
     attributes: Sequence[FileAttributes | None],
     durable: bool,
+    is_shared: bool = False,
 ) -> list[LocalFileWriter]:
     """Create files with their space reserved; each is opened at its first write.
 
@@ -273,6 +309,7 @@ def create_files(
         where: Path that each will have, for messages.
         attributes: Those that `finish` gives each; None: those that a new file gets.
         durable: Whether complete files must survive a power cut.
+        is_shared: Whether other processes write the files too.
 
     Raises:
         NoSpaceError: They do not fit.
@@ -291,5 +328,6 @@ def create_files(
                 calls.reserve(fd, nbytes)
         except OSError as error:
             raise write_refused("reserving space", final, error, needed_bytes=needed, free=free) from error
-        writers.append(LocalFileWriter(dir_fd, name, final, nbytes, attributes=kept, durable=durable))
+        writer = LocalFileWriter(dir_fd, name, final, nbytes, attributes=kept, durable=durable, is_shared=is_shared)
+        writers.append(writer)
     return writers

@@ -127,7 +127,9 @@ class JoinedStaging:
         invitation = self.invitation
         for name, nbytes in zip(invitation.shard_names, own_bytes, strict=True):
             path = invitation.final_path(name)
-            writer = LocalFileWriter(self._files_fd, name, path, nbytes, attributes=None, durable=invitation.durable)
+            writer = LocalFileWriter(
+                self._files_fd, name, path, nbytes, attributes=None, durable=invitation.durable, is_shared=True
+            )
             self._writers.append(writer)
         return self._writers
 

@@ -372,6 +372,7 @@ class LocalTransaction:
             where=[self.path if single else os.path.join(self.path, name) for name in shards],
             attributes=[None if own_bytes else self._replaced_attributes(name) for name in shards],
             durable=self._durable,
+            is_shared=own_bytes is not None,
         )
         if own_bytes is not None:
             self._is_shared = True

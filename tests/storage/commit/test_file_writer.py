@@ -441,6 +441,83 @@ def test_ranges_of_two_writers_share_pages(place: int, tmp_path: Path, monkeypat
         assert len(pages) == 4 + 14 + 12 + 7 and not pages & shared
 
 
+class DirectIO:
+    """Stands between a writer and the system: a filesystem of a network, which takes direct writes of any range or not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, takes_any: bool) -> None:
+        self.direct: list[tuple[int, int]] = []
+        self.refused: list[tuple[int, int]] = []
+        self.buffered: list[tuple[int, int]] = []
+        self.writer: LocalFileWriter
+        self._write, self._takes_any = calls.write, takes_any
+        monkeypatch.setattr(file_writer, "is_local", lambda fd: False)
+        monkeypatch.setattr(calls, "write", self.write)
+
+    def write(self, fd: int, address: int, nbytes: int, offset: int) -> int:
+        """Write through the page cache in any case, in short pieces: only the order of the calls counts here."""
+        nbytes = min(nbytes, 3 * PAGE_BYTES)
+        if fd != self.writer._direct_fd:
+            self.buffered.append((offset, nbytes))
+            return self._write(fd, address, nbytes, offset)
+        if not self._takes_any and (offset % PAGE_BYTES or nbytes % PAGE_BYTES):
+            self.refused.append((offset, nbytes))
+            raise OSError(errno.EINVAL, "not aligned")
+        self.direct.append((offset, nbytes))
+        return self._write(self.writer._opened(), address, nbytes, offset)
+
+
+@linux
+@pytest.mark.parametrize("takes_any", [True, False])
+def test_between_hosts_exact_ranges_go_past_the_page_cache(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_any: bool
+) -> None:
+    """A page that was cached here would overwrite bytes of another host."""
+    system = DirectIO(monkeypatch, takes_any=takes_any)
+    data = random.Random(6).randbytes(9 * PAGE_BYTES)
+    system.writer = writer = create_files(
+        place, [("a", len(data))], path="p", where=["p/a"], attributes=[None], durable=True, is_shared=True
+    )[0]
+    memory = allocate(len(data) + PAGE_BYTES)
+    cuts = [0, 100, 120, 5 * PAGE_BYTES + 7, len(data)]
+    for begin, end in itertools.pairwise(cuts):
+        memory.write(begin % PAGE_BYTES, data[begin:end])
+        writer.write_from(begin, memory.sub(begin % PAGE_BYTES, end - begin))
+    writer.finish()
+    assert (tmp_path / "a").read_bytes() == data
+    if writer.direct_refused:
+        pytest.skip("no O_DIRECT here")
+    if takes_any:
+        assert not system.buffered and sum(nbytes for _, nbytes in system.direct) == len(data)
+    else:
+        assert system.refused == [(0, 100)], "the first one, and then none"
+        assert all(offset % PAGE_BYTES == nbytes % PAGE_BYTES == 0 for offset, nbytes in system.direct)
+        assert sum(nbytes for _, nbytes in system.direct) == 7 * PAGE_BYTES
+
+
+@linux
+def test_a_file_of_one_process_is_written_by_whole_pages(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = DirectIO(monkeypatch, takes_any=True)
+    (system.writer,) = create(place, ("a", len(DATA)))
+    write_all(system.writer)
+    assert system.buffered and all(nbytes % PAGE_BYTES == 0 for _, nbytes in system.direct)
+    system.writer.finish()
+
+
+@linux
+def test_an_error_of_an_exact_range_is_raised(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_writer, "is_local", lambda fd: False)
+    writer = LocalFileWriter(place, "a", "final/a", len(DATA), attributes=None, durable=True, is_shared=True)
+    create(place, ("a", len(DATA)))
+
+    def fail(*args: object) -> int:
+        raise OSError(errno.EIO, "a broken connection")
+
+    monkeypatch.setattr(calls, "write", fail)
+    with pytest.raises(StorageError, match="writing"):
+        write_all(writer)
+    writer.close()
+
+
 def test_ranges_at_even_distances(place: int, tmp_path: Path) -> None:
     """Two writers write the left and the right part of each row, with a short write between."""
     rows = [random.Random(k).randbytes(30) for k in range(50)]
