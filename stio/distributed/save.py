@@ -16,6 +16,8 @@ from stio.device.describe import LazyTensor
 from stio.distributed.layout import Share
 from stio.distributed.parts import identify, part_of, replica_of
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
+from stio.distributed.shared_files import SaveToFiles
+from stio.distributed.shared_objects import SaveToStore, is_store
 from stio.distributed.shared_save import ShardedSave
 from stio.format.shared import SharedPolicy
 from stio.runtime.hashing import HashName
@@ -255,10 +257,11 @@ async def _sharded(
         nested: Whether it is saved as nested state; None: if it is no module and no flat mapping of tensors.
         arguments: See `PendingSave`.
     """
-    if isinstance(absolute_destination(destination), Destination):
+    where = absolute_destination(destination)
+    kind: type[ShardedSave] = SaveToStore if is_store(where) else SaveToFiles
+    if isinstance(where, Destination) and not is_store(where):
         raise ValueError(
-            f"many ranks save to a path on a filesystem that they share, not to {destination}; save there, and copy "
-            "the result"
+            f"many ranks save to a path on a filesystem that they share, or to a URL of s3, gs or az, not to {where}"
         )
     if isinstance(state, nn.Module):
         state = dict(state.state_dict())
@@ -280,7 +283,7 @@ async def _sharded(
             # A rank that is not in the mesh has nothing, also of a scalar, which cannot be empty.
             tensors[name] = part.local if mesh.get_coordinate() is not None else part.local.new_empty(0)
             shares[name] = Share(part.shape, part.index, known, *replica_of(tensor))
-    return ShardedSave(tensors, shares, destination, options, ranks=ranks, **arguments)
+    return kind(tensors, shares, destination, options, ranks=ranks, **arguments)
 
 
 def _is_flat(state: object) -> bool:
