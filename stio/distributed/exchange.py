@@ -14,7 +14,7 @@ in the end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Literal, TypeAlias
@@ -103,13 +103,16 @@ class Exchange:
         self._changed = Condition()
         self.stream = _Stream(plan, self._changed)
         """Takes the bytes of this rank; see `stio.saving.plan.plan_stream`."""
-        self._uploads = _Uploads(plan, ranks.rank, uploads, self._changed, new_hasher, trace)
+        own = {file: uploads[file] for file, owner in enumerate(plan.owners) if owner == ranks.rank}
+        hashers = {} if new_hasher is None else {file: new_hasher() for file in own}
+        patience = save.exit_patience
+        self._uploads = _Uploads(plan, own, hashers, self._changed, trace, exit_patience=patience)
         self._left: dict[int, deque[int]] = {owner: deque() for owner in sorted(set(plan.owners))}
         for number, window in enumerate(plan.windows):
             self._left[plan.owners[window.file]].append(number)
         self._received: _Bytes = np.empty(0, np.uint8)
         self._error: BaseException | None = None  # of this rank, in a step
-        self._operation: Operation[None] = Operation(self._run, name="send", about=plan.path)
+        self._operation: Operation[None] = Operation(self._run, name="send", about=plan.path, exit_patience=patience)
         save.on_cancel(self._operation.cancel)
 
     def start(self) -> None:
@@ -365,7 +368,10 @@ def _unpack(message: _Bytes, image: _Bytes, begin: int) -> int:
     data, found = message[data_at:], 0
     for offset, at, nbytes, num_ranges, stride in table.tolist():
         first, length = offset - begin, nbytes * num_ranges
-        target = image[first : first + stride * (num_ranges - 1) + nbytes]
+        last = first + stride * (num_ranges - 1) + nbytes
+        if first < 0 or last > len(image):
+            raise ValueError(f"bytes {offset:,} to {begin + last:,} are not in the window that begins at {begin:,}")
+        target = image[first:last]
         if num_ranges > 1:
             target = np.lib.stride_tricks.as_strided(target, (num_ranges, nbytes), (stride, 1))
         target[...] = data[at : at + length].reshape(target.shape)
@@ -378,30 +384,32 @@ class _Uploads:
 
     Args:
         plan: What is sent.
-        rank: This rank.
-        writers: The writers of all files.
+        writers: The writers of the files, by their numbers.
+        hashers: A hasher for each of them, if there are to be digests.
         changed: Guards it.
-        new_hasher: See `Exchange`.
         trace: See `Exchange`.
+        exit_patience: Of the save.
     """
 
     def __init__(
         self,
         plan: SendPlan,
-        rank: int,
-        writers: Sequence[FileWriter],
+        writers: Mapping[int, FileWriter],
+        hashers: Mapping[int, Hasher],
         changed: Condition,
-        new_hasher: Callable[[], Hasher] | None,
         trace: Trace | None,
+        *,
+        exit_patience: float,
     ) -> None:
-        self._writers = {file: writers[file] for file, owner in enumerate(plan.owners) if owner == rank}
-        self._hashers = {} if new_hasher is None else {file: new_hasher() for file in self._writers}
-        self._num_left = sum(window.file in self._writers for window in plan.windows)
+        self._writers, self._hashers = writers, hashers
+        self._num_left = sum(window.file in writers for window in plan.windows)
         self._window_bytes, self._changed, self._trace = plan.window_bytes, changed, trace
         self._full: deque[tuple[Window, _Bytes]] = deque()
         self._free: list[_Bytes] = []
         self._num_used = 0
-        self.operation: Operation[None] = Operation(self._run, name="upload", about=plan.path)
+        self.operation: Operation[None] = Operation(
+            self._run, name="upload", about=plan.path, exit_patience=exit_patience
+        )
         """Its thread."""
 
     @property

@@ -400,7 +400,7 @@ def test_a_killed_rank_leaves_the_old_checkpoint(
         assert kind == "RankError" and text in message and seconds < 3, (message, seconds)
     path = f"s3://bucket/killed-{victim}-{moment}"
     assert sync.load(path)["old"].tolist() == [1, 1, 1]
-    done = CliRunner().invoke(main, ["gc", path, "--min-age", "0"])
+    done = CliRunner().invoke(main, ["gc", path, "--max-age", "0"])
     assert done.exit_code == 0, done.output
     assert sync.load(path)["old"].tolist() == [1, 1, 1]
     assert len(keys(client, f"killed-{victim}-{moment}/")) == 3
