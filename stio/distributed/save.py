@@ -63,11 +63,11 @@ async def save(
 ) -> SaveResult:
     """Save what is sharded over ranks as one checkpoint; each rank calls this, and writes what it holds.
 
-    The files are the same, byte for byte, as `stio.save` writes of the gathered tensors, on any number of ranks. Nothing
-    is gathered: a rank stages its parts, within the budget, and writes them into the files, on a filesystem that all
-    ranks share. To a store each file is uploaded by one rank, its owner, and the others send it their parts. Of copies
-    (`Replicate`, plain tensors) one is written. If one rank fails, is cancelled or killed, the call raises on all of
-    them, and the old checkpoint remains.
+    The files are the same, byte for byte, as `stio.save` writes of the gathered tensors, on any number of ranks.
+    Nothing is gathered: a rank stages its parts, within the budget, and writes them into the files, on a filesystem
+    that all ranks share. To a store each file is uploaded by one rank, its owner, and the others send it their parts.
+    Of copies (`Replicate`, plain tensors) one is written. If one rank fails, is cancelled or killed, the call raises on
+    all of them, and the old checkpoint remains.
 
     Plain tensors count as equal on all ranks, and one of them is written. What differs by rank, such as the state of a
     random generator, has to have a name or a checkpoint of its own for each rank. Values that are no tensors must be
@@ -79,8 +79,8 @@ async def save(
             `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`. Tensors are `DTensor`s or plain ones. It
             must not change before this function returns; a `Saver` returns earlier.
         destination: A path on a filesystem that all ranks share, or a URL or `RemoteRoot` of a store; see `stio.save`.
-        budget_bytes: Most bytes of staging memory of a rank, with those of uploads and of parts that are sent. None: 512
-            MiB.
+        budget_bytes: Most bytes of staging memory of a rank; to a store, also of its uploads and of what is sent. None:
+            512 MiB.
         max_shard_size: See `stio.save`. To a store all ranks upload if there are as many files as ranks.
         metadata: See `stio.save`.
         filename_pattern: See `stio.save`.
