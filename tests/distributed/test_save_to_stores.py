@@ -23,7 +23,7 @@ from test_load import new_model
 from test_save import Failing, odd_tensors, patched, spread_of, tensor_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 import stio
 from stio import sync
@@ -32,10 +32,12 @@ from stio.device.describe import LazyTensor
 from stio.distributed import exchange, shared_objects
 from stio.errors import CommitUncertainError, RankError
 from stio.saving import pending, scheduler
+from stio.saving.plan import Window
 from stio.saving.staging_pool import StagingPool
 from stio.storage.remote.folder import Folder
 from stio.storage.remote.save import RemoteTransaction
 from stio.storage.remote.source import RemoteRoot
+from stio.testing import MemoryDestination
 
 pytest.importorskip("obstore")
 
@@ -130,25 +132,38 @@ def is_flat(state: object) -> bool:
 
 
 def placements(place: Place) -> None:
-    """Rows, columns, copies and plain tensors, odd sizes; a directory, several shards, one file."""
+    """Rows, columns, copies and plain tensors, odd sizes; several shards, one file."""
     mesh = place.mesh()  # a call of all ranks
     if not place.is_member:
         return
     tensors = odd_tensors()
-    for chosen in (Shard(0), Shard(1), Replicate()):
+    whole = tensors | {"plain": torch.arange(100.0), "scalar": torch.tensor(3.5)}
+    cases: list[tuple[Placement, dict[str, Any]]] = [
+        (Shard(0), {"max_shard_size": 200_000, "hash": "sha256", "budget_bytes": SMALL_BUDGET}),
+        (Shard(1), {"name": "a.safetensors", "metadata": {"k": "v"}, "hash": "sha256", "budget_bytes": SMALL_BUDGET}),
+        (Replicate(), {"max_shard_size": 100_000, "metadata": {"k": "v"}, "hash": "xxh3"}),
+    ]
+    for chosen, options in cases:
         spread: dict[str, torch.Tensor] = {
             name: spread_of(tensor.clone(), mesh, [chosen if tensor.dim() > 1 else Shard(0)])
             for name, tensor in tensors.items()
         }
-        spread |= {"plain": torch.arange(100.0), "scalar": torch.tensor(3.5)}
-        whole = tensors | {"plain": torch.arange(100.0), "scalar": torch.tensor(3.5)}
-        place.same_objects(spread, whole, max_shard_size=200_000, hash="sha256", budget_bytes=SMALL_BUDGET)
-    place.same_objects(spread, whole, max_shard_size=20_000, metadata={"k": "v"}, hash="xxh3")
-    place.same_objects(spread, whole, name="a.safetensors", metadata={"k": "v"}, hash="sha256")
+        spread |= {name: whole[name].clone() for name in ("plain", "scalar")}
+        place.same_objects(spread, whole, **options)
+
+
+def other_states(place: Place) -> None:
+    """No tensors; lazy ones; nested state; a model of `fully_shard`."""
     place.same_objects({}, {})
     lazy = {name: LazyTensor(torch.float32, (20,), torch.ones(20).clone) for name in ("a", "b")}
     place.same_objects(lazy, {name: torch.ones(20) for name in lazy})
-    place.same_objects({"a": spread["large"], "b": [1, 2.5]}, {"a": tensors["large"], "b": [1, 2.5]})
+    whole = tensor_of((300, 70), torch.float32, 1)
+    place.same_objects(
+        {"a": spread_of(whole.clone(), place.mesh(), [Shard(1)]), "b": [1, 2.5]}, {"a": whole, "b": [1, 2.5]}
+    )
+    model = new_model()
+    fully_shard(model)
+    place.same_objects(dict(model.state_dict()), dict(new_model().state_dict()))
 
 
 def large(place: Place) -> None:
@@ -164,9 +179,6 @@ def large(place: Place) -> None:
     with patched(pending, "StagingPool", recorded):
         place.same_objects(spread, whole, budget_bytes=16 << 20, max_shard_size=15_000_000)
     assert 0 < made[0].peak_bytes <= 8 << 20
-    model = new_model()
-    fully_shard(model)
-    place.same_objects(dict(model.state_dict()), dict(new_model().state_dict()))
 
 
 def over_an_old_checkpoint(place: Place) -> None:
@@ -297,7 +309,7 @@ async def cancelled(path: str, spread: dict[str, Any], unchanged: Callable[[], N
         begin = time.monotonic()
         with pytest.raises(asyncio.CancelledError if rank == 1 else RankError, match=None if rank == 1 else "rank 1"):
             await task
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 5
         await asyncio.to_thread(unchanged)
         began.clear()
         async with stio.distributed.Saver(max_shard_size=3_000_000) as saver:
@@ -318,6 +330,7 @@ def everything(folder: str, endpoint: str) -> dict[str, Any]:
     for place in places:
         placements(place)
     whole = places[-1]
+    other_states(whole)
     large(whole)
     over_an_old_checkpoint(whole)
     asyncio.run(with_a_saver(whole))
@@ -333,22 +346,22 @@ def found(s3: tuple[Any, str], tmp_path_factory: pytest.TempPathFactory) -> list
 
 def test_objects_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
     """At 1, 2 and 3 ranks; the comparison is in the ranks."""
-    assert found[0]["saves"] == [8, 8, 10]
+    assert found[0]["saves"] == [3, 3, 8]
 
 
 def test_one_failure_is_raised_on_all(found: list[dict[str, Any]]) -> None:
-    """With its cause, and within two seconds; the old checkpoint is unchanged, and nothing is beside it."""
+    """With its cause, and soon: 0.5 s on a free machine. The old checkpoint is unchanged, and nothing is beside it."""
     for name in found[0]["failures"]:
         outcomes = [one["failures"][name] for one in found]
         own = [kind for kind, _, _ in outcomes if kind != "RankError"]
         assert own, name
         assert {cause for kind, cause, _ in outcomes if kind == "RankError"} <= set(own), (name, outcomes)
-        assert max(seconds for _, _, seconds in outcomes) < 2, (name, outcomes)
+        assert max(seconds for _, _, seconds in outcomes) < 5, (name, outcomes)
 
 
 def test_what_is_no_store() -> None:
     with pytest.raises(ValueError, match="to a path on a filesystem that they share, or to a URL of s3, gs or az"):
-        sync.distributed.save({"w": torch.ones(2)}, stio.testing.MemoryDestination())
+        sync.distributed.save({"w": torch.ones(2)}, MemoryDestination())
 
 
 def test_windows_fit_the_budget() -> None:
@@ -363,46 +376,65 @@ def test_windows_fit_the_budget() -> None:
 # A rank that is killed.
 
 
-def killed(endpoint: str, victim: int, moment: str) -> tuple[str, str, float]:
-    """Save over an old checkpoint; one rank ends at its first upload, or before the commit."""
+def end_here(death: str) -> None:
+    """End this process, and leave the time."""
+    Path(death).write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(endpoint: str, death: str, victim: int, moment: str) -> tuple[str, str, float]:
+    """Save over an old checkpoint; one rank ends while it uploads, or before it agrees to the commit."""
     os.environ |= environment(endpoint)
     rank, path = dist.get_rank(), f"s3://bucket/killed-{victim}-{moment}"
     mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
-    spread = {f"w{k}": spread_of(torch.ones(1500, 1024), mesh, [Shard(0)]) for k in range(3)}
+    spread = {f"w{k}": spread_of(torch.ones(2500, 1024), mesh, [Shard(0)]) for k in range(3)}
     if rank == 0:
         sync.save({"old": torch.ones(3), "older": torch.zeros(2)}, path, max_shard_size=12)
     dist.barrier()
-    if rank == victim:
-        owner, name = {"upload": (exchange._Uploads, "put"), "commit": (exchange.Exchange, "digests")}[moment]
-        setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-    begin = time.monotonic()
+    put, client = exchange._Uploads.put, new_client()
+
+    def put_and_end(uploads_of_rank: Any, window: Window, image: Any) -> None:
+        if window.begin:
+            while not uploads(client):  # the first part is on its way
+                time.sleep(0.01)
+            end_here(death)
+        put(uploads_of_rank, window, image)
+
+    if rank == victim and moment == "upload":
+        exchange._Uploads.put = put_and_end
+    elif rank == victim:
+        exchange.Exchange.digests = lambda *_: end_here(death)
     with pytest.raises(RankError) as caught:
-        sync.distributed.save(spread, path, max_shard_size=7_000_000, hash="sha256", rank_timeout=2.0)
-    return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
+        sync.distributed.save(spread, path, max_shard_size=11_000_000, hash="sha256", rank_timeout=2.0)
+    return type(caught.value).__name__, str(caught.value), time.time() - float(Path(death).read_text())
 
 
 @pytest.mark.parametrize(
-    ("victim", "moment", "text"),
+    ("victim", "moment", "text", "num_left"),
     [
-        (1, "upload", "rank 1"),
-        pytest.param(1, "commit", "rank 1 gave no sign of life for 2 s", marks=pytest.mark.slow),
-        pytest.param(0, "upload", "does not answer", marks=pytest.mark.slow),
-        pytest.param(0, "commit", "does not answer", marks=pytest.mark.slow),
+        (1, "upload", "rank 1", 1),
+        pytest.param(1, "commit", "rank 1 gave no sign of life for 2 s", 0, marks=pytest.mark.slow),
+        pytest.param(0, "upload", "does not answer", 1, marks=pytest.mark.slow),
+        pytest.param(0, "commit", "does not answer", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_rank_leaves_the_old_checkpoint(
-    s3: tuple[Any, str], tmp_path: Path, victim: int, moment: str, text: str
+    s3: tuple[Any, str], tmp_path: Path, victim: int, moment: str, text: str, num_left: int
 ) -> None:
-    """The others raise, and delete what they have uploaded; `stio gc` removes what the killed rank has left."""
+    """The others raise, and delete what they have uploaded; `stio gc` removes what the killed rank has left.
+
+    An object that it has completed is deleted by the first rank, if that lives.
+    """
     client, endpoint = s3
-    results = run_ranks(killed, 3, tmp_path, endpoint, victim, moment, killed=[victim])
+    results = run_ranks(killed, 3, tmp_path, endpoint, f"{tmp_path}/death", victim, moment, killed=[victim])
     assert results[victim] is None
     for kind, message, seconds in (result for result in results if result is not None):
         assert kind == "RankError" and text in message and seconds < 3, (message, seconds)
-    path = f"s3://bucket/killed-{victim}-{moment}"
-    assert sync.load(path)["old"].tolist() == [1, 1, 1]
-    done = CliRunner().invoke(main, ["gc", path, "--max-age", "0"])
+    prefix = f"killed-{victim}-{moment}/"
+    assert sync.load(f"s3://bucket/{prefix}")["old"].tolist() == [1, 1, 1]
+    assert len(keys(client, prefix)) - 3 + len(uploads(client)) == num_left
+    done = CliRunner().invoke(main, ["gc", f"s3://bucket/{prefix}", "--max-age", "0"])
     assert done.exit_code == 0, done.output
-    assert sync.load(path)["old"].tolist() == [1, 1, 1]
-    assert len(keys(client, f"killed-{victim}-{moment}/")) == 3
+    assert sync.load(f"s3://bucket/{prefix}")["old"].tolist() == [1, 1, 1]
+    assert len(keys(client, prefix)) == 3
     assert uploads(client) == []
