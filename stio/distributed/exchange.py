@@ -45,7 +45,7 @@ NUM_WINDOWS = 6
 """Most windows in the memory of one rank: `_NUM_PACKED`, `_NUM_IMAGES`, and the messages that are received."""
 
 _NUM_PACKED = 2
-"""Windows whose bytes are packed, and wait until they are sent."""
+"""Windows whose bytes are packed, until they are sent."""
 
 _NUM_IMAGES = 3
 """Windows that an owner has: one is uploaded, one waits for that, one is received."""
@@ -106,7 +106,7 @@ class Exchange:
         own = {file: uploads[file] for file, owner in enumerate(plan.owners) if owner == ranks.rank}
         hashers = {} if new_hasher is None else {file: new_hasher() for file in own}
         patience = save.exit_patience
-        self._uploads = _Uploads(plan, own, hashers, self._changed, trace, exit_patience=patience)
+        self._uploads = _OwnUploads(plan, own, hashers, self._changed, trace, exit_patience=patience)
         self._left: dict[int, deque[int]] = {owner: deque() for owner in sorted(set(plan.owners))}
         for number, window in enumerate(plan.windows):
             self._left[plan.owners[window.file]].append(number)
@@ -199,6 +199,7 @@ class Exchange:
         rank, length = self._ranks.rank, 1 + self._ranks.num_ranks
         begin, num_bytes = perf_counter(), 0
         under_way: list[Any] = []
+        taken_bytes = 0
         own: tuple[Window, list[_Bytes]] | None = None
         has_sent = False
         for k, (owner, left) in enumerate(self._left.items()):
@@ -207,6 +208,7 @@ class Exchange:
                 continue
             has_sent, number = True, left.popleft()
             message = self.stream.take(number) if sizes[rank] else None
+            taken_bytes += sizes[rank]
             if owner == rank:
                 parts = self._receive_buffers([0 if other == rank else size for other, size in enumerate(sizes)])
                 under_way += [group.receive(torch.from_numpy(data), other) for other, data in parts.items()]
@@ -223,6 +225,7 @@ class Exchange:
                 self._assemble(*own)
             except BaseException as error:
                 self._error = error
+        self.stream.release(taken_bytes)
         return has_sent
 
     def _receive_buffers(self, sizes: Sequence[int]) -> dict[int, _Bytes]:
@@ -325,12 +328,15 @@ class _Stream:
             return -1 if window in self._unpacked else len(self._packed.get(window, ()))
 
     def take(self, window: int) -> _Bytes:
-        """Take the message of a window."""
+        """Take the message of a window; `release` must follow."""
         with self._changed:
-            message = self._packed.pop(window)
-            self._held_bytes -= len(message)
+            return self._packed.pop(window)
+
+    def release(self, nbytes: int) -> None:
+        """Count messages as freed."""
+        with self._changed:
+            self._held_bytes -= nbytes
             self._changed.notify_all()
-            return message
 
     def _new_message(self, packet: Packet) -> _Bytes:
         numbers = np.array([len(packet.runs), *(number for run in packet.runs for number in run)], np.int64)
@@ -379,7 +385,7 @@ def _unpack(message: _Bytes, image: _Bytes, begin: int) -> int:
     return found
 
 
-class _Uploads:
+class _OwnUploads:
     """Uploads the files of this rank, window by window, on a thread.
 
     Args:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+
 from stio.distributed.exchange import NUM_WINDOWS, WINDOW_BYTES, Exchange, SendPlan
 from stio.distributed.ranks import Ranks
 from stio.distributed.shared_save import OwnPart, ShardedSave
@@ -40,6 +42,8 @@ class SaveToStore(ShardedSave):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        if self._ranks.num_ranks > 1 and not dist.is_gloo_available():
+            raise ValueError("saves of many ranks to a store need a torch with Gloo, and this one has none")
         where = self._absolute_destination
         assert isinstance(where, RemoteDestination | RemoteRoot)
         self._absolute_destination = _Store(RemoteDestination(where) if isinstance(where, RemoteRoot) else where)

@@ -20,7 +20,7 @@ from ranks import run_ranks
 from save_helpers import keys, uploads
 from servers import s3_server
 from test_load import new_model
-from test_save import Failing, odd_tensors, patched, spread_of, tensor_of
+from test_save import Failing, odd_tensors, patched, random_states, spread_of, tensor_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -86,8 +86,8 @@ class Place:
         self.client = new_client() if dist.get_rank() == 0 else None
         self.num_saves = 0
 
-    def mesh(self) -> DeviceMesh:
-        return DeviceMesh("cpu", torch.arange(self.num_ranks))
+    def mesh(self, *shape: int) -> DeviceMesh:
+        return DeviceMesh("cpu", torch.arange(self.num_ranks).reshape(shape or (self.num_ranks,)))
 
     def objects(self, path: str) -> dict[str, bytes]:
         prefix = path.removeprefix("s3://bucket/")
@@ -125,6 +125,8 @@ class Place:
             assert [one for one in found if "manifest" not in one] == []
             assert uploads(self.client) == []
         dist.barrier(self.group)
+
+    same_files = same_objects  # for `random_states`
 
 
 def is_flat(state: object) -> bool:
@@ -295,13 +297,13 @@ def failures(place: Place) -> dict[str, tuple[str, str, float]]:
 async def cancelled(path: str, spread: dict[str, Any], unchanged: Callable[[], None]) -> None:
     """One rank cancels while windows are sent: a task that waits for `save`, and a pending save."""
     rank, loop, began = dist.get_rank(), asyncio.get_running_loop(), asyncio.Event()
-    take = exchange._Uploads.put
+    take = exchange._OwnUploads.put
 
     def waits(*arguments: Any) -> None:
         loop.call_soon_threadsafe(began.set)
         take(*arguments)
 
-    with patched(exchange._Uploads, "put", waits):
+    with patched(exchange._OwnUploads, "put", waits):
         task = asyncio.ensure_future(stio.distributed.save(spread, path, max_shard_size=3_000_000))
         if rank == 1:
             await began.wait()
@@ -373,6 +375,18 @@ def test_windows_fit_the_budget() -> None:
         assert smaller.window_bytes <= exchange.WINDOW_BYTES
 
 
+@pytest.mark.slow
+def test_random_states(s3: tuple[Any, str], tmp_path: Path) -> None:
+    """Many random meshes, placements, shapes and dtypes, on 1 to 4 ranks."""
+    run_ranks(many_random_states, 4, tmp_path, str(tmp_path), s3[1], 12)
+
+
+def many_random_states(folder: str, endpoint: str, num_random: int) -> None:
+    os.environ |= environment(endpoint)
+    for place in [Place(folder, num_ranks) for num_ranks in (1, 2, 3, 4)]:
+        random_states(place, range(1000 * place.num_ranks, 1000 * place.num_ranks + num_random))
+
+
 # A rank that is killed.
 
 
@@ -391,7 +405,7 @@ def killed(endpoint: str, death: str, victim: int, moment: str) -> tuple[str, st
     if rank == 0:
         sync.save({"old": torch.ones(3), "older": torch.zeros(2)}, path, max_shard_size=12)
     dist.barrier()
-    put, client = exchange._Uploads.put, new_client()
+    put, client = exchange._OwnUploads.put, new_client()
 
     def put_and_end(uploads_of_rank: Any, window: Window, image: Any) -> None:
         if window.begin:
@@ -401,7 +415,7 @@ def killed(endpoint: str, death: str, victim: int, moment: str) -> tuple[str, st
         put(uploads_of_rank, window, image)
 
     if rank == victim and moment == "upload":
-        exchange._Uploads.put = put_and_end
+        exchange._OwnUploads.put = put_and_end
     elif rank == victim:
         exchange.Exchange.digests = lambda *_: end_here(death)
     with pytest.raises(RankError) as caught:
