@@ -390,10 +390,10 @@ def many_random_states(folder: str, endpoint: str, num_random: int) -> None:
 # A rank that is killed.
 
 
-def end_here(death: str) -> None:
-    """End this process, and leave the time."""
+def end_here(death: str, how: signal.Signals = signal.SIGKILL) -> None:
+    """End or stop this process, and leave the time."""
     Path(death).write_text(str(time.time()))
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), how)
 
 
 def killed(endpoint: str, death: str, victim: int, moment: str) -> tuple[str, str, float]:
@@ -411,10 +411,10 @@ def killed(endpoint: str, death: str, victim: int, moment: str) -> tuple[str, st
         if window.begin:
             while not uploads(client):  # the first part is on its way
                 time.sleep(0.01)
-            end_here(death)
+            end_here(death, signal.SIGSTOP if moment == "stop" else signal.SIGKILL)
         put(uploads_of_rank, window, image)
 
-    if rank == victim and moment == "upload":
+    if rank == victim and moment in ("upload", "stop"):
         exchange._OwnUploads.put = put_and_end
     elif rank == victim:
         exchange.Exchange.digests = lambda *_: end_here(death)
@@ -427,6 +427,7 @@ def killed(endpoint: str, death: str, victim: int, moment: str) -> tuple[str, st
     ("victim", "moment", "text", "num_left"),
     [
         (1, "upload", "rank 1", 1),
+        pytest.param(1, "stop", "rank 1 gave no sign of life for 2 s", 1, marks=pytest.mark.slow),
         pytest.param(1, "commit", "rank 1 gave no sign of life for 2 s", 0, marks=pytest.mark.slow),
         pytest.param(0, "upload", "does not answer", 1, marks=pytest.mark.slow),
         pytest.param(0, "commit", "does not answer", 1, marks=pytest.mark.slow),
