@@ -5,11 +5,8 @@ first agree on what they need in common (`agree`), then each reads its share of 
 chunk by a broadcast when it is read (`format/broadcast_plan.py` makes the plan). What a rank needs alone it reads
 itself after that.
 
-The broadcasts run in a Gloo group that exists for one load. Its operations cannot be interrupted, so the ranks must
-leave it together, or one that waits would wait for ever. They do so in steps. At the start of a step they add up a few
-numbers: which chunks each rank has read, and whether one has to stop, because it failed or is cancelled. If one has,
-all leave. Otherwise a few chunks are sent. A step takes a fraction of a second, also while all wait for a slow store.
-A rank that is killed closes its connections, which is an error on the others at once.
+The broadcasts run in a Gloo group that exists for one load, in steps (`steps.py`): the ranks tell each other which
+chunks each has read, and a few of these are sent.
 """
 
 from __future__ import annotations
@@ -18,10 +15,10 @@ import hashlib
 import zlib
 from array import array
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -30,8 +27,9 @@ import torch.distributed as dist
 
 from stio.device.base import LoadedGroup
 from stio.device.tensors import TORCH_DTYPES, require_dtypes
-from stio.distributed.ranks import Ranks, named
-from stio.errors import ChangedDuringReadError, FormatError, RankError, printable
+from stio.distributed.ranks import Ranks
+from stio.distributed.steps import StepGroup, run_steps
+from stio.errors import ChangedDuringReadError, FormatError
 from stio.format.broadcast_plan import (
     NO_ROWS,
     Chunk,
@@ -78,9 +76,6 @@ _CHUNKS_IN_STEP = 4
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 """Seconds that a rank without a chunk waits for one before the next step; they double while no rank has one."""
-
-_SILENT_SIGNS = 3
-"""After a broken connection, a rank that omits so many signs of life is named as the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,29 +471,18 @@ class _Sending:
         """
         received = torch.empty(max(chunk.nbytes for chunk in self.plan.chunks), dtype=torch.uint8, device="cpu")
         self.target.synchronize()
-        # From here on, until the group is there, this rank does nothing that may fail: others may wait in it.
-        run_blocking(self.ranks.arrive("ready"))
-        broken: str | None = None
-        try:
-            has_stopped = self._send_all(self.ranks.new_gloo_group(), received)
-        except RuntimeError as error:  # DistError and its subclasses; other errors are kept until the next step
-            broken = printable(str(error).partition("\n")[0])
-        if self.read.operation.failure is not None:
-            raise self.read.operation.failure
-        if self.error is not None:
-            raise self.error
-        self.operation.check()
-        if broken is not None:
-            failure = self._broken(broken)
-            self.ranks.report_failure(failure.ranks, failure.message)
-            has_stopped = True
-        if has_stopped:  # the rank that had to stop tells why
-            run_blocking(self.ranks.fetch("failure", ended=lambda: self.operation.cancelled))
+        send_all = partial(self._send_all, received=received)
+        run_steps(self.ranks, self.operation, send_all, self._raise_own_error, about="broadcast")
 
-    def _send_all(self, group: Any, received: torch.Tensor) -> bool:
+    def _raise_own_error(self) -> None:
+        for error in (self.read.operation.failure, self.error):
+            if error is not None:
+                raise error
+
+    def _send_all(self, group: StepGroup, *, received: torch.Tensor) -> bool:
         """Send all chunks; return whether a rank had to stop before that.
 
-        The group's connections are closed when this returns, and no operation in it is under way.
+        No operation in the group is under way when this returns.
         """
         num_left, num_sent, pause = len(self.plan.chunks), [0] * self.ranks.num_ranks, 0.0
         while True:
@@ -518,27 +502,23 @@ class _Sending:
                 num_sent[owner] += num
             pause = 0.0 if owners else max(_SHORTEST_PAUSE, min(2 * pause, _LONGEST_PAUSE))
 
-    def _exchange(self, group: Any) -> list[tuple[int, int]] | None:
+    def _exchange(self, group: StepGroup) -> list[tuple[int, int]] | None:
         """Return the chunks that each rank has read: the first, and their number; None if a rank has to stop."""
-        num_ranks, rank = self.ranks.num_ranks, self.ranks.rank
+        rank = self.ranks.rank
         has_failed = self.operation.cancelled or self.error is not None or self.read.operation.failure is not None
-        numbers = torch.zeros(2 * num_ranks + 1, dtype=torch.int64, device="cpu")
-        numbers[2 * rank : 2 * rank + 2] = torch.tensor(self.read.ready)
-        numbers[-1] = has_failed
-        group.allreduce([numbers], dist.AllreduceOptions()).wait()
-        values = numbers.tolist()
-        return None if values[-1] else list(zip(values[:-1:2], values[1::2], strict=True))
+        numbers = [0] * (2 * self.ranks.num_ranks)
+        numbers[2 * rank : 2 * rank + 2] = self.read.ready
+        sums = group.add_up(numbers, stop=has_failed)
+        return None if sums is None else list(zip(sums[::2], sums[1::2], strict=True))
 
-    def _send(self, group: Any, number: int, received: torch.Tensor) -> None:
+    def _send(self, group: StepGroup, number: int, received: torch.Tensor) -> None:
         """Send a chunk, or receive it; and copy what this rank needs of it, unless it was received in its place."""
         chunk = self.plan.chunks[number]
         is_own = chunk.owner == self.ranks.rank
         place = None if is_own else self._place(chunk)
         data = self.read.data(number) if is_own else received[: chunk.nbytes] if place is None else place
-        how = dist.BroadcastOptions()
-        how.rootRank = chunk.owner
         begin = perf_counter()
-        sending = group.broadcast([data], how)
+        sending = group.broadcast(data, chunk.owner)
         if is_own:
             self._copy_all(chunk, data)
         sending.wait()
@@ -579,27 +559,3 @@ class _Sending:
             part = part.clone()
         shape = (*one.shape[: one.rows.dim], num_rows, *one.shape[one.rows.dim + 1 :]) if one.shape else ()
         self.target.copy_rows(one.name, part.view(dtype).view(shape), one.rows.dim, piece.rows[0], one.shape)
-
-    def _broken(self, reason: str) -> RankError:
-        """Return the error after a broken connection; ranks that give no sign of life are named as the cause.
-
-        Raises:
-            RankError: A rank has told why it failed.
-            Cancelled: The operation was cancelled.
-        """
-        ranks = self.ranks
-        end = monotonic() + _SILENT_SIGNS * ranks.sign_seconds
-        before = self._signs()
-        with suppress(Cancelled):
-            run_blocking(ranks.fetch("failure", ended=lambda: self.operation.cancelled or monotonic() > end))
-        self.operation.check()
-        silent = [rank for rank, (old, new) in enumerate(zip(before, self._signs(), strict=True)) if old == new]
-        if not silent:
-            return RankError(f"the connection to another rank broke during the broadcast ({reason})")
-        text = f"the connection to {named(silent)} broke during the broadcast; was it killed? ({reason})"
-        return RankError(text, ranks=tuple(silent))
-
-    def _signs(self) -> list[bytes]:
-        """Return the last sign of life of each rank."""
-        ended = partial(getattr, self.operation, "cancelled")
-        return [run_blocking(self.ranks.fetch("sign", rank, ended=ended)) for rank in range(self.ranks.num_ranks)]

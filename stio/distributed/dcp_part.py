@@ -62,7 +62,7 @@ class PartSave(PendingSave):
         self._own_bytes: list[int] = []
         super().__init__(tensors, destination, options, budget_bytes=budget_bytes)
 
-    def _make_plan(self, sources: Sequence[TensorSource], block_bytes: int) -> WritePlan:
+    def _make_plans(self, sources: Sequence[TensorSource], block_bytes: int) -> tuple[WritePlan, WritePlan]:
         task = self._task
         placed: list[list[tuple[int, Part]]] = [[] for _ in task.sizes]
         for source in sources:
@@ -76,7 +76,7 @@ class PartSave(PendingSave):
         whole = WritePlan(sources=(), shards=files, aliases={}, total_bytes=0, metadata={})
         plan = plan_placed(whole, placed, block_bytes, with_headers=False)
         self._own_bytes = [sum(block.file_bytes for block in shard.blocks) for shard in plan.shards]
-        return plan
+        return plan, plan
 
     def _begin_transaction(self, operation: Operation[SaveResult], num_shards: int) -> Transaction:
         joined = JoinedStaging.open(Invitation.from_json(self._task.invitation), operation.check)

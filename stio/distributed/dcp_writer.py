@@ -300,8 +300,8 @@ class StioStorageWriter(StorageWriter):
         self._options.max_shard_bytes(path)  # for its errors
         if isinstance(absolute_destination(path), Destination):
             raise ValueError(
-                f"many ranks save to a path on a filesystem that they share, not to {printable(str(path))}; save "
-                "there, and copy the result"
+                f"a writer of DCP saves to a path on a filesystem that all ranks share, not to {printable(str(path))}; "
+                "stio.distributed.save takes URLs"
             )
         self._path = path
 

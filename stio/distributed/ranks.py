@@ -210,16 +210,22 @@ class Ranks:
         """
         return (await self._wait_for([f"{name}/{of}"], ended))[0]
 
-    async def arrive(self, name: str, value: bytes = b"") -> list[bytes]:
+    async def arrive(self, name: str, value: bytes = b"", *, interruptible: bool = True) -> list[bytes]:
         """Share a value, and wait until all ranks have; return the values, the first rank's first.
+
+        Args:
+            name: The name of the value.
+            value: The value of this rank.
+            interruptible: Whether `interrupt` ends the wait. Other ranks may have seen the value by then.
 
         Raises:
             RankError: A rank has failed.
+            Cancelled: This rank was interrupted.
         """
         if self._store is None:
             return [value]
         self.share(name, value)
-        return await self._wait_for([f"{name}/{rank}" for rank in range(self.num_ranks)])
+        return await self._wait_for([f"{name}/{rank}" for rank in range(self.num_ranks)], interruptible=interruptible)
 
     def interrupt(self) -> None:
         """End all waits of this rank, which was cancelled. Takes no lock; callable from any thread."""
@@ -262,12 +268,19 @@ class Ranks:
             raise ClosedError(f"the {self._about} has ended")
         return made.store
 
-    async def _wait_for(self, keys: Sequence[str], ended: Callable[[], bool] = lambda: False) -> list[bytes]:
+    async def _wait_for(
+        self, keys: Sequence[str], ended: Callable[[], bool] = lambda: False, *, interruptible: bool = True
+    ) -> list[bytes]:
         request = _Request(list(keys))
         self._requests.append(request)
         self._changed.wake()
         await self._watcher.wait_until(
-            lambda: request.values is not None or self.failure is not None or self._interrupted or ended()
+            lambda: (
+                request.values is not None
+                or self.failure is not None
+                or (self._interrupted and interruptible)
+                or ended()
+            )
         )
         if self.failure is not None:  # first: a rank that is late finds the values of ranks that have given up
             raise self.failure

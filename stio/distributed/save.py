@@ -16,6 +16,8 @@ from stio.device.describe import LazyTensor
 from stio.distributed.layout import Share
 from stio.distributed.parts import identify, part_of, replica_of
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
+from stio.distributed.shared_files import SaveToFiles
+from stio.distributed.shared_objects import SaveToStore, is_store
 from stio.distributed.shared_save import ShardedSave
 from stio.format.shared import SharedPolicy
 from stio.runtime.hashing import HashName
@@ -61,10 +63,11 @@ async def save(
 ) -> SaveResult:
     """Save what is sharded over ranks as one checkpoint; each rank calls this, and writes what it holds.
 
-    The files are the same, byte for byte, as `stio.save` writes of the gathered tensors, on any number of ranks. All
-    ranks write into the same files, so they need a filesystem that they share. Nothing is gathered: a rank stages its
-    parts, within the budget, and writes them. Of copies (`Replicate`, plain tensors) one is written. If one rank fails,
-    is cancelled or killed, the call raises on all of them, and the old checkpoint remains.
+    The files are the same, byte for byte, as `stio.save` writes of the gathered tensors, on any number of ranks.
+    Nothing is gathered: a rank stages its parts, within the budget, and writes them into the files, on a filesystem
+    that all ranks share. To a store each file is uploaded by one rank, its owner, and the others send it their parts.
+    Of copies (`Replicate`, plain tensors) one is written. If one rank fails, is cancelled or killed, the call raises on
+    all of them, and the old checkpoint remains.
 
     Plain tensors count as equal on all ranks, and one of them is written. What differs by rank, such as the state of a
     random generator, has to have a name or a checkpoint of its own for each rank. Values that are no tensors must be
@@ -75,16 +78,17 @@ async def save(
             name, saved as by `stio.save`; or nested state, saved as by `stio.save_state`, such as that of
             `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`. Tensors are `DTensor`s or plain ones. It
             must not change before this function returns; a `Saver` returns earlier.
-        destination: A path on a filesystem that all ranks share; see `stio.save`.
-        budget_bytes: Most bytes of staging memory of a rank. None: 512 MiB.
-        max_shard_size: See `stio.save`.
+        destination: A path on a filesystem that all ranks share, or a URL or `RemoteRoot` of a store; see `stio.save`.
+        budget_bytes: Most bytes of staging memory of a rank; to a store, also of its uploads and of what is sent. None:
+            512 MiB.
+        max_shard_size: See `stio.save`. To a store all ranks upload if there are as many files as ranks.
         metadata: See `stio.save`.
         filename_pattern: See `stio.save`.
         shared: See `stio.save`.
         shard_names: See `stio.save`.
         commit: See `stio.save`.
         durability: See `stio.save`.
-        hash: See `stio.save`. The files are read again for that, each by one rank.
+        hash: See `stio.save`. Files of a path are read again for that, each by one rank.
         lock_timeout: See `stio.save`.
         progress: See `stio.save`; of the bytes of this rank.
         trace: See `stio.save`.
@@ -255,10 +259,11 @@ async def _sharded(
         nested: Whether it is saved as nested state; None: if it is no module and no flat mapping of tensors.
         arguments: See `PendingSave`.
     """
-    if isinstance(absolute_destination(destination), Destination):
+    where = absolute_destination(destination)
+    kind: type[ShardedSave] = SaveToStore if is_store(where) else SaveToFiles
+    if isinstance(where, Destination) and not is_store(where):
         raise ValueError(
-            f"many ranks save to a path on a filesystem that they share, not to {destination}; save there, and copy "
-            "the result"
+            f"many ranks save to a path on a filesystem that they share, or to a URL of s3, gs or az, not to {where}"
         )
     if isinstance(state, nn.Module):
         state = dict(state.state_dict())
@@ -280,7 +285,7 @@ async def _sharded(
             # A rank that is not in the mesh has nothing, also of a scalar, which cannot be empty.
             tensors[name] = part.local if mesh.get_coordinate() is not None else part.local.new_empty(0)
             shares[name] = Share(part.shape, part.index, known, *replica_of(tensor))
-    return ShardedSave(tensors, shares, destination, options, ranks=ranks, **arguments)
+    return kind(tensors, shares, destination, options, ranks=ranks, **arguments)
 
 
 def _is_flat(state: object) -> bool:

@@ -1,9 +1,12 @@
 """One save of many ranks: each writes its parts of the files, and the first rank publishes them.
 
 It is a `PendingSave` with three things of its own. The plan: ranks compare their layouts, then each plans its parts.
-The transaction: the first rank has it, the others join its staging directory. The end: a rank agrees when its parts
-are durable, and the first one commits when all have agreed. A rank that fails or is cancelled before that ends the save
-on all of them. The others have closed their files before the first rank removes them.
+The transaction: the first rank has it, the others join it. The end: a rank agrees when what it writes is durable, and
+the first one commits when all have agreed. A rank that fails or is cancelled before that ends the save on all of them.
+The others have ended their writes before the first rank removes the files.
+
+How a rank writes depends on the destination: into files that all share (`shared_files.py`), or to the ranks that upload
+the files (`shared_objects.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -29,16 +32,16 @@ from stio.runtime.memory import Region
 from stio.runtime.operation import Operation
 from stio.saving.options import DestinationLike, SaveOptions, SaveResult
 from stio.saving.pending import PendingSave
-from stio.saving.plan import WritePlan, plan_parts, plan_writes
-from stio.storage.base import FileWriter, Note, Transaction
-from stio.storage.commit.joined import Invitation, JoinedStaging
-from stio.storage.commit.transaction import LocalTransaction
+from stio.saving.plan import Part, WritePlan, data_places, plan_writes
+from stio.storage.base import FileWriter, Note, Published, RecordingTransaction, Transaction
 
 T = TypeVar("T")
 
 
 class ShardedSave(PendingSave):
-    """One save of many ranks, on one of them. See `PendingSave` for the other arguments.
+    """One save of many ranks, on one of them; there is a subclass for each kind of destination.
+
+    See `PendingSave` for the other arguments.
 
     Args:
         tensors: What this rank holds of each tensor.
@@ -61,7 +64,6 @@ class ShardedSave(PendingSave):
         **arguments: Any,
     ) -> None:
         self._ranks, self._shares = ranks, shares
-        self._own_bytes: list[int] = []  # of each file
         self.told = False
         """Whether the other ranks know, or will learn from this save, that this rank has begun or failed."""
         self._undo: Callable[[], None] = _nothing
@@ -96,7 +98,7 @@ class ShardedSave(PendingSave):
         try:
             return run_blocking(self._run_on_ranks(operation))
         finally:
-            # The other ranks have left: they have closed their files. Some filesystems keep the names of open files.
+            # The other ranks have left: they have ended their writes. Some filesystems keep the names of open files.
             undo, self._undo = self._undo, _nothing
             undo()
 
@@ -109,8 +111,8 @@ class ShardedSave(PendingSave):
 
     # The plan.
 
-    def _make_plan(self, sources: Sequence[TensorSource], block_bytes: int) -> WritePlan:
-        """Return the plan of this rank's parts, once all ranks have the same layout."""
+    def _make_plans(self, sources: Sequence[TensorSource], block_bytes: int) -> tuple[WritePlan, WritePlan]:
+        """Return the plan of the files and that of this rank's parts, once all ranks have the same layout."""
         options, ranks = self._options, self._ranks
         if options.shared == "error":
             resolve_shared(sources, "error")
@@ -126,19 +128,24 @@ class ShardedSave(PendingSave):
             metadata=options.metadata,
             shared="dedupe" if ties else "clone",
         )
-        of_rank = plan_parts(plan, layout.parts(plan.sources, meshes), block_bytes, with_headers=ranks.rank == 0)
-        self._own_bytes = [sum(block.file_bytes for block in shard.blocks) for shard in of_rank.shards]
-        all_bytes = [json.loads(one) for one in self._arrive("parts", json.dumps(self._own_bytes).encode())]
-        for shard, *parts in zip(plan.shards, *all_bytes, strict=True):
-            if sum(parts) != shard.nbytes:
+        parts = layout.parts(plan.sources, meshes)
+        self._require_all_parts(plan, parts)
+        return plan, self._plan_own(plan, parts, block_bytes)
+
+    def _require_all_parts(self, plan: WritePlan, parts: Mapping[str, Part]) -> None:
+        places, own_bytes = data_places(plan), [0] * len(plan.shards)
+        for name, part in parts.items():
+            own_bytes[places[name][0]] += part.source.nbytes
+        all_bytes = [json.loads(one) for one in self._arrive("parts", json.dumps(own_bytes).encode())]
+        for shard, *of_ranks in zip(plan.shards, *all_bytes, strict=True):
+            if sum(of_ranks) != shard.data_bytes:
                 raise MismatchError(
                     "the parts of all ranks do not make up the tensors; are these all the ranks that have a part of "
                     "them (process_group=)?",
                     path=str(self.destination),
-                    expected=f"{shard.nbytes:,} bytes of one file",
-                    found=f"{sum(parts):,}",
+                    expected=f"{shard.data_bytes:,} bytes of one file",
+                    found=f"{sum(of_ranks):,}",
                 )
-        return of_rank
 
     def _settings(self) -> dict[str, str]:
         """Return the options that decide what is written and where; they must be equal on all ranks."""
@@ -193,123 +200,116 @@ class ShardedSave(PendingSave):
     # The transaction.
 
     def _begin_transaction(self, operation: Operation[SaveResult], num_shards: int) -> Transaction:
-        ranks = self._ranks
-        transaction: _Joined | _Owned
-        if ranks.rank == 0:
-            local = super()._begin_transaction(operation, num_shards)
-            assert isinstance(local, LocalTransaction)
-            self._undo = local.roll_back
-            transaction = _Owned(local, ranks, self._own_bytes)
-        else:
-            invitation = Invitation.from_json(run_blocking(ranks.fetch("staging")))
-            transaction = _Joined(JoinedStaging.open(invitation, operation.check), ranks, self._own_bytes)
-        return transaction
+        if self._ranks.rank:
+            return _OtherRank(self._join(operation), self._ranks)
+        transaction = super()._begin_transaction(operation, num_shards)
+        self._undo = transaction.roll_back
+        return _FirstRank(transaction, self._share(transaction, operation), self._ranks)
 
     def _arrive(self, name: str, value: bytes = b"") -> list[bytes]:
         return run_blocking(self._ranks.arrive(name, value))
+
+    # What depends on the kind of destination.
+
+    def _plan_own(self, plan: WritePlan, parts: Mapping[str, Part], block_bytes: int) -> WritePlan:
+        """Return the plan of what this rank stages and writes."""
+        raise NotImplementedError
+
+    def _share(self, transaction: Transaction, operation: Operation[SaveResult]) -> OwnPart:
+        """Return what the first rank writes, which has the transaction. Its `create` lets the others join."""
+        raise NotImplementedError
+
+    def _join(self, operation: Operation[SaveResult]) -> OwnPart:
+        """Return what another rank writes, once the first one lets it join."""
+        raise NotImplementedError
 
 
 def _nothing() -> None:
     pass
 
 
-class _Shared:
-    """What the transactions of all ranks have in common.
+class OwnPart(Protocol):
+    """What one rank writes of the files of a save, and how."""
 
-    Args:
-        files: The staging directory.
-        ranks: The ranks.
-        own_bytes: Bytes that this rank writes to each file.
-        shard_names: Names of the files.
-    """
+    path: str
+    """The destination."""
+    shard_names: tuple[str, ...]
+    """See `Transaction`."""
 
-    def __init__(
-        self,
-        files: LocalTransaction | JoinedStaging,
-        ranks: Ranks,
-        own_bytes: Sequence[int],
-        shard_names: tuple[str, ...],
-    ) -> None:
-        self._files, self._ranks, self._own_bytes = files, ranks, own_bytes
-        self.shard_names = shard_names
+    def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
+        """Return what the blocks of this rank are written with: see `Transaction.create`, for this rank's plan."""
 
     def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> list[str]:
-        """Return the digest of each file; see `SharedTransaction`. Each rank reads some of the files."""
-        ranks, names = self._ranks, self.shard_names
-        run_blocking(ranks.arrive("written"))
-        own = {
-            k: self._files.digest(names[k], new_hasher(), check) for k in range(ranks.rank, len(names), ranks.num_ranks)
-        }
-        found: dict[int, str] = {}
-        for one in run_blocking(ranks.arrive("hashed", json.dumps(list(own.items())).encode())):
-            found.update(json.loads(one))
-        return [found[k] for k in range(len(names))]
+        """Return the digest of each file; see `SharedTransaction`."""
+
+    def finish(self, check: Callable[[], None]) -> None:
+        """Wait until all that this rank writes is durable; nothing is written after that."""
+
+    def prepare_commit(self, check: Callable[[], None]) -> None:
+        """On the first rank, complete the files when all ranks have finished; see `PreparedTransaction`."""
+
+    def leave(self) -> None:
+        """On other ranks, leave the files to the first rank, which publishes or removes them."""
+
+    def roll_back(self) -> None:
+        """End the writes, before this rank leaves the others. Never raises; idempotent; does nothing after `leave`."""
+
+
+class _SharedTransaction:
+    """What the transactions of all ranks have in common."""
+
+    def __init__(self, part: OwnPart, ranks: Ranks) -> None:
+        self._part, self._ranks = part, ranks
+        self.path, self.shard_names = part.path, part.shard_names
+        self.create, self.digests, self.roll_back = part.create, part.digests, part.roll_back
 
     def require_names(self, *names: str) -> None:
         """Nothing to do: the first rank has."""
 
 
-class _Owned(_Shared):
-    """The transaction on the first rank: it publishes when all ranks have agreed."""
+class _FirstRank(_SharedTransaction):
+    """The transaction on the first rank: it publishes when all ranks have agreed.
 
-    def __init__(self, local: LocalTransaction, ranks: Ranks, own_bytes: Sequence[int]) -> None:
-        super().__init__(local, ranks, own_bytes, local.shard_names)
-        self._local = local
-        self._nbytes: Sequence[int] = ()
-        self.path, self.takes_index = local.path, local.takes_index
-        self.read_note = local.read_note
-        self.published = local.published
+    `ShardedSave` rolls it back when the other ranks have left.
+    """
 
-    def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
-        """Create the files, and let the other ranks write into them."""
-        self._nbytes = nbytes
-        writers = self._local.create(nbytes, self._own_bytes)
-        if self._ranks.num_ranks > 1:
-            self._ranks.share("staging", self._local.invite().to_json())
-        return writers
+    def __init__(self, transaction: Transaction, part: OwnPart, ranks: Ranks) -> None:
+        super().__init__(part, ranks)
+        self._transaction = transaction
+        self.takes_index, self.read_note = transaction.takes_index, transaction.read_note
 
     def prepare_commit(self, check: Callable[[], None] = _nothing) -> None:
-        """Wait until all ranks have agreed, and take the lock that the commit needs."""
+        """Wait until all ranks have agreed, and take what the commit needs."""
+        self._part.finish(check)
         run_blocking(self._ranks.arrive("agreed"))
-        for name, nbytes in zip(self.shard_names, self._nbytes, strict=True):
-            self._local.finish_file(name, nbytes)
-        self._local.prepare_commit(check)
+        self._part.prepare_commit(check)
 
     def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
         """Publish, and tell the other ranks."""
-        self._local.commit(index=index, notes=notes)
+        self._transaction.commit(index=index, notes=notes)
         self._ranks.share("committed", b"")
 
-    def roll_back(self) -> None:
-        """Nothing to do here: `ShardedSave` rolls back when the other ranks have left."""
+    def published(self) -> Published:
+        """Return what was published."""
+        assert isinstance(self._transaction, RecordingTransaction)
+        return self._transaction.published()
 
 
-class _Joined(_Shared):
+class _OtherRank(_SharedTransaction):
     """The transaction on the other ranks: they agree, and learn the outcome."""
 
-    def __init__(self, joined: JoinedStaging, ranks: Ranks, own_bytes: Sequence[int]) -> None:
-        invitation = joined.invitation
-        super().__init__(joined, ranks, own_bytes, invitation.shard_names)
-        self._joined = joined
-        self.path, self.takes_index = invitation.destination, invitation.takes_index
-
-    def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
-        """Return writers of the files that the first rank has created."""
-        return self._joined.create(self._own_bytes)
+    takes_index = False
 
     def read_note(self, name: str) -> bytes | None:
         """Return None: the first rank writes the notes."""
         return None
 
     def prepare_commit(self, check: Callable[[], None] = _nothing) -> None:
-        """Close the files: nothing is written any more."""
-        self._joined.close()
+        """Finish what this rank writes."""
+        self._part.finish(check)
 
     def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
         """Agree, and wait for the outcome. From here on this rank cannot cancel."""
+        self._part.leave()
         self._ranks.share("agreed", b"")
         run_blocking(self._ranks.fetch("committed"))
-
-    def roll_back(self) -> None:
-        """Close the files; the first rank removes them."""
-        self._joined.close()

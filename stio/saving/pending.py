@@ -156,11 +156,11 @@ class PendingSave:
         self._order["previous"] = None  # `_previous` alone refers to that save, until it is durable
         with switch_interval(options.switch_interval):
             with traced(trace, "plan"), collection_paused(len(self._tensors)):
-                plan, fit_pool = self._plan(operation)
+                plan, own_plan, fit_pool = self._plan(operation)
             self._wait_for_previous(operation, None)
             fit_pool()
             scheduler = SaveScheduler(
-                plan,
+                own_plan,
                 self._pool,
                 ready=self._ready,
                 on_staged=self._on_staged,
@@ -170,6 +170,7 @@ class PendingSave:
                 trace=trace,
                 on_stop=self._notifier.notify,
             )
+            del own_plan
             plan = replace(plan, sources=())  # the scheduler releases the tensors once they are staged
             operation.on_cancel(scheduler.stop)
             scheduler.start()
@@ -191,8 +192,8 @@ class PendingSave:
                 if not self._stage_first:
                     self._pool.clear()
 
-    def _plan(self, operation: Operation[SaveResult]) -> tuple[WritePlan, Callable[[], None]]:
-        """Return the plan, and a function that sets the pool's block size."""
+    def _plan(self, operation: Operation[SaveResult]) -> tuple[WritePlan, WritePlan, Callable[[], None]]:
+        """Return the plans of `_make_plans`, and a function that sets the pool's block size."""
         tensors, self._tensors = self._tensors, {}
         sources = describe_tensors(tensors, check=operation.check)
         operation.check()
@@ -205,10 +206,12 @@ class PendingSave:
         block_bytes = block_bytes_for(data_bytes, budget_bytes, stage_first=self._stage_first, num_tensors=len(sources))
         # The pool is set later: the save before this one may still take blocks.
         fit_pool = partial(self._pool.fit, block_bytes, allocate, limit_bytes=budget_bytes)
-        return self._make_plan(sources, block_bytes), fit_pool
+        return *self._make_plans(sources, block_bytes), fit_pool
 
-    def _make_plan(self, sources: Sequence[TensorSource], block_bytes: int) -> WritePlan:
-        return self._planner(sources, block_bytes)
+    def _make_plans(self, sources: Sequence[TensorSource], block_bytes: int) -> tuple[WritePlan, WritePlan]:
+        """Return the plan of the files, and that of what this process stages and writes: here the same."""
+        plan = self._planner(sources, block_bytes)
+        return plan, plan
 
     def _wait_for_previous(self, operation: Operation[SaveResult], scheduler: SaveScheduler | None) -> None:
         """Wait until the save before this one is staged, or has ended early; a cancel ends the wait.

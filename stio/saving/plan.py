@@ -7,7 +7,7 @@ equal plans, and equal plans give equal files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -242,14 +242,13 @@ def plan_parts(plan: WritePlan, parts: Mapping[str, Part], block_bytes: int, *, 
     Returns:
         The same files with other blocks. Its sources are those of the parts.
     """
+    return plan_placed(plan, _placed(plan, parts), block_bytes, with_headers=with_headers)
+
+
+def _placed(plan: WritePlan, parts: Mapping[str, Part]) -> list[list[tuple[int, Part]]]:
+    """Return for each file the first byte of a tensor's data, and the part of it; in ascending order."""
     places = data_places(plan)
-    placed: list[list[tuple[int, Part]]] = [[] for _ in plan.shards]
-    for shard in plan.shards:
-        for name in shard.names:
-            if name in parts:
-                number, begin = places[name]
-                placed[number].append((begin, parts[name]))
-    return plan_placed(plan, placed, block_bytes, with_headers=with_headers)
+    return [[(places[name][1], parts[name]) for name in shard.names if name in parts] for shard in plan.shards]
 
 
 def data_places(plan: WritePlan) -> dict[str, tuple[int, int]]:
@@ -281,14 +280,76 @@ def plan_placed(
         extents = _Extents(min(_STRIDED_BYTES, block_bytes))
         if with_headers:
             extents.add(ByteRange(0, len(shard.header)), None)
-        for begin, part in of_shard:
-            start = 0
-            for found in part.ranges:
-                extents.add(replace(found, start=begin + found.start), (position, start))
-                start += found.nbytes * found.num_ranges
-            position += 1
+        position = extents.add_parts(of_shard, position)
         shards.append(replace(shard, blocks=_Packer(number, sources, block_bytes).pack(extents)))
     return replace(plan, sources=tuple(sources), shards=tuple(shards))
+
+
+class Window(NamedTuple):
+    """A range of one file, whose bytes several processes send to the one that writes the file."""
+
+    file: int
+    """Number of the file in the plan."""
+    begin: int
+    """First byte; a multiple of `PAGE_BYTES`."""
+    end: int
+    """The byte after the last one."""
+
+
+class Packet(NamedTuple):
+    """The bytes that one process has of a window, without a gap of more than a few bytes between them."""
+
+    window: int
+    """Number of the window."""
+    begin: int
+    """Offset of the first byte in the stream of the process."""
+    nbytes: int
+    """Length."""
+    runs: tuple[Run, ...]
+    """Where the bytes go in the file. `at` is the offset in the packet."""
+
+
+def plan_stream(
+    plan: WritePlan, parts: Mapping[str, Part], windows: Sequence[Window], block_bytes: int
+) -> tuple[WritePlan, list[Packet]]:
+    """Plan what one process sends to the processes that write the files: its bytes of each window, one after the other.
+
+    Args:
+        plan: The plan of all of it.
+        parts: See `plan_parts`.
+        windows: They make up the files. Those of one file are in ascending order.
+        block_bytes: See `plan_parts`.
+
+    Returns:
+        The plan of one file, the *stream*, of packets in the order of the windows; it has no header, and may be empty.
+        And the packets, for those windows of which the process has bytes.
+    """
+    placed = _placed(plan, parts)
+    sources = [part.source for of_file in placed for _, part in of_file]
+    files, position = [], 0
+    for of_file in placed:
+        extents = _Extents(_STRIDED_BYTES)
+        position = extents.add_parts(of_file, position)
+        files.append(_Cutter(extents, sources))
+    stream, packets, end = _Stream(block_bytes), [], 0
+    for number, window in enumerate(windows):
+        begin = at = -(-end // _LARGEST_ITEM_BYTES) * _LARGEST_ITEM_BYTES
+        runs = []
+        for one, origins in files[window.file].take(window.end):
+            at += (one.start - at) % _LARGEST_ITEM_BYTES  # blocks of the stream are cut between elements then
+            runs.append(Run(one.start, at - begin, one.nbytes, one.num_ranges, one.stride))
+            stream.add(at, one.nbytes * one.num_ranges, origins)
+            at += one.nbytes * one.num_ranges
+        if runs:
+            packets.append(Packet(number, begin, at - begin, tuple(runs)))
+            end = at
+    blocks = stream.blocks(end)
+    shard = ShardPlan(header=b"", names=(), listed=(), nbytes=end, data_bytes=end, blocks=blocks)
+    return replace(plan, sources=tuple(sources), shards=(shard,)), packets
+
+
+_LARGEST_ITEM_BYTES = 8
+"""Largest element of the format."""
 
 
 _STRIDED_BYTES = 128 << 10
@@ -314,6 +375,23 @@ class _Extents:
         self._longest = longest
         self.found: list[tuple[ByteRange, list[tuple[int, _Origin]]]] = []
         """Each extent, and what it consists of: the length and the origin of each part, without a gap."""
+
+    def add_parts(self, placed: Sequence[tuple[int, Part]], position: int) -> int:
+        """Add parts of tensors, each with the first byte of the tensor's data.
+
+        Args:
+            placed: They are in ascending order.
+            position: Of the first one in the sources.
+
+        Returns:
+            The position after the last one.
+        """
+        for k, (begin, part) in enumerate(placed, position):
+            start = 0
+            for found in part.ranges:
+                self.add(replace(found, start=begin + found.start), (k, start))
+                start += found.nbytes * found.num_ranges
+        return position + len(placed)
 
     def add(self, one: ByteRange, origin: _Origin) -> None:
         """Add a range; or ranges at even distances, which have one origin."""
@@ -388,6 +466,65 @@ class _Packer:
             block = WriteBlock(self._number, self._runs[0].offset, self._at, tuple(self._pieces), tuple(self._runs))
             self._blocks.append(block)
         self._pieces, self._runs, self._at = [], [], 0
+
+
+class _Cutter:
+    """Cuts the extents of one file at the ends of windows."""
+
+    def __init__(self, extents: _Extents, sources: Sequence[TensorSource]) -> None:
+        self._left = [(extent, _Origins(parts, sources)) for extent, parts in reversed(extents.found)]
+
+    def take(self, end: int) -> Iterator[tuple[ByteRange, _Origins]]:
+        """Yield what is left before a byte of the file: ranges, and whence the caller takes the bytes of each."""
+        while self._left and self._left[-1][0].start < end:
+            extent, origins = self._left.pop()
+            before, after = _cut(extent, end)
+            self._left += [(one, origins) for one in reversed(after)]
+            for one in before:
+                yield one, origins
+
+
+def _cut(extent: ByteRange, end: int) -> tuple[list[ByteRange], list[ByteRange]]:
+    """Return what is before a byte of the file, and what is after it. The extent begins before it."""
+    start, nbytes, num_ranges, stride = extent.start, extent.nbytes, extent.num_ranges, extent.stride
+    room = end - start - nbytes
+    num_before = min(num_ranges, max(0, room // stride + 1)) if stride else int(room >= 0)
+    before = [ByteRange(start, nbytes, num_before, stride if num_before > 1 else 0)] if num_before else []
+    after = []
+    start += num_before * stride
+    if num_before < num_ranges and start < end:
+        before.append(ByteRange(start, end - start))
+        after.append(ByteRange(end, start + nbytes - end))
+        num_before, start = num_before + 1, start + stride
+    num_after = num_ranges - num_before
+    if num_after:
+        after.append(ByteRange(start, nbytes, num_after, stride if num_after > 1 else 0))
+    return before, after
+
+
+class _Stream:
+    """Collects the bytes of a stream, in blocks."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._pieces: list[list[Piece]] = []
+
+    def add(self, at: int, nbytes: int, origins: _Origins) -> None:
+        """Add the next bytes, at an offset of the stream; between them and those before may be a gap."""
+        while nbytes:
+            number, offset = divmod(at, self._block_bytes)
+            while len(self._pieces) <= number:
+                self._pieces.append([])
+            step = min(nbytes, self._block_bytes - offset)
+            self._pieces[number] += origins.take(step, offset)
+            at, nbytes = at + step, nbytes - step
+
+    def blocks(self, nbytes: int) -> tuple[WriteBlock, ...]:
+        """Return the blocks of a stream of this length."""
+        size = self._block_bytes
+        return tuple(
+            WriteBlock(0, k * size, min(size, nbytes - k * size), tuple(found)) for k, found in enumerate(self._pieces)
+        )
 
 
 class _Origins:

@@ -275,7 +275,7 @@ class PreparedTransaction(Transaction, Protocol):
 
 @runtime_checkable
 class SharedTransaction(PreparedTransaction, Protocol):
-    """A transaction whose files several processes write. Its writers are `PartWriter`s."""
+    """A transaction whose files several processes write."""
 
     def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> list[str]:
         """Return the digest of each file, in the plan's order, once all processes have written their parts.

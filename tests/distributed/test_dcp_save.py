@@ -439,7 +439,7 @@ def failures(folder: str) -> list[float]:
         writer(path).set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
     with pytest.raises(ValueError, match="no path"):
         StioStorageWriter().set_up_storage_writer(rank == 0)
-    for destination, text in (("s3://bucket/x", "filesystem that they share"), ("a.pt", "another kind")):
+    for destination, text in (("s3://bucket/x", "filesystem that all ranks share"), ("a.pt", "another kind")):
         with pytest.raises(ValueError, match=text):
             StioStorageWriter(destination)
         assert not StioStorageWriter.validate_checkpoint_id(destination)

@@ -47,14 +47,14 @@ def gc(*words: str) -> str:
 
 def before_the_commit(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
     """Do something once, when a save has uploaded everything."""
-    plain = remote_save._Remote.commit
+    plain = remote_save.RemoteTransaction.commit
 
     def commit(self: Any, **values: Any) -> None:
-        monkeypatch.setattr(remote_save._Remote, "commit", plain)
+        monkeypatch.setattr(remote_save.RemoteTransaction, "commit", plain)
         action()
         plain(self, **values)
 
-    monkeypatch.setattr(remote_save._Remote, "commit", commit)
+    monkeypatch.setattr(remote_save.RemoteTransaction, "commit", commit)
 
 
 # What readers see before the commit.

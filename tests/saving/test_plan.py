@@ -19,7 +19,7 @@ from stio.format.placements import ByteRange, Cut, byte_ranges, local_part
 from stio.format.sharding import TensorSource
 from stio.format.shared import ALIASES_KEY
 from stio.runtime.limits import PAGE_BYTES
-from stio.saving.plan import _ALIGNED_BYTES, Part, WritePlan, plan_parts, plan_writes
+from stio.saving.plan import _ALIGNED_BYTES, Part, Window, WritePlan, plan_parts, plan_stream, plan_writes
 
 Layout = list[tuple[str, str, tuple[int, ...]]]
 
@@ -415,10 +415,8 @@ def write_parts(plan: WritePlan, files: list[bytearray], counts: list[bytearray]
     assert sorted(ended) == sorted(source.name for source in plan.sources if source.nbytes), "each ends once"
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_parts_of_several_processes_make_up_the_files(seed: int) -> None:
-    """Each byte is written once, by the plans of 1 to 4 processes; runs in one block lie one after the other."""
-    chance = random.Random(seed)
+def random_plan(chance: random.Random) -> tuple[WritePlan, int]:
+    """Return a plan of random tensors, and its block size."""
     dtypes = ["F32", "BF16", "I64", "BOOL", "F8_E4M3", "F4"]
     layout = []
     for k in range(chance.randint(0, 12)):
@@ -430,7 +428,15 @@ def test_parts_of_several_processes_make_up_the_files(seed: int) -> None:
     sources = sources_of(layout)
     block_bytes = PAGE_BYTES * chance.choice([1, 2, 16, 64])
     metadata = {"k": "x" * chance.choice([1, 10_000])}
-    plan = plan_of(sources, max_shard_bytes=chance.choice([None, 100_000]), metadata=metadata, block_bytes=block_bytes)
+    shard_bytes = chance.choice([None, 100_000])
+    return plan_of(sources, max_shard_bytes=shard_bytes, metadata=metadata, block_bytes=block_bytes), block_bytes
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_parts_of_several_processes_make_up_the_files(seed: int) -> None:
+    """Each byte is written once, by the plans of 1 to 4 processes; runs in one block lie one after the other."""
+    chance = random.Random(seed)
+    plan, block_bytes = random_plan(chance)
     expected = written(plan)
     files, counts = [bytearray(len(file)) for file in expected], [bytearray(len(file)) for file in expected]
     for rank, parts in enumerate(random_parts(plan, chance.randint(1, 4), chance)):
@@ -441,6 +447,60 @@ def test_parts_of_several_processes_make_up_the_files(seed: int) -> None:
         write_parts(of_rank, files, counts, block_bytes)
     assert files == expected
     assert all(set(count) <= {1} for count in counts), "each byte is written once"
+
+
+def stream_of(plan: WritePlan, block_bytes: int) -> bytes:
+    """Carry out the plan of a stream."""
+    (shard,) = plan.shards
+    stream, ended = bytearray(shard.nbytes), []
+    for number, block in enumerate(shard.blocks):
+        assert (block.offset, block.runs) == (number * block_bytes, ())
+        assert block.nbytes == min(block_bytes, shard.nbytes - block.offset)
+        for piece in block.pieces:
+            source = plan.sources[piece.source]
+            assert piece.start * 8 % max(8, BITS[source.dtype]) == 0  # cuts fall between elements
+            assert piece.at + piece.nbytes <= block.nbytes
+            begin = block.offset + piece.at
+            stream[begin : begin + piece.nbytes] = source.data[piece.start : piece.start + piece.nbytes]
+            ended += [source.name] * piece.ends
+    assert sum(block.nbytes for block in shard.blocks) == shard.nbytes
+    assert sorted(ended) == sorted(source.name for source in plan.sources if source.nbytes), "each ends once"
+    return bytes(stream)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_packets_of_several_processes_make_up_the_files(seed: int) -> None:
+    """Each byte behind the headers is sent once, by 1 to 4 processes, in the window that it belongs to."""
+    chance = random.Random(seed)
+    plan, block_bytes = random_plan(chance)
+    expected = written(plan)
+    window_bytes = PAGE_BYTES * chance.choice([1, 3, 16])
+    windows = [
+        Window(number, begin, min(begin + window_bytes, len(file)))
+        for number, file in enumerate(expected)
+        for begin in range(0, len(file), window_bytes)
+    ]
+    if chance.random() < 0.5:  # the windows of several files in turn
+        windows.sort(key=lambda window: window.begin)
+    files = [bytearray(shard.header.ljust(shard.nbytes, b"\0")) for shard in plan.shards]
+    counts = [bytearray(b"\1" * len(shard.header)).ljust(shard.nbytes, b"\0") for shard in plan.shards]
+    for parts in random_parts(plan, chance.randint(1, 4), chance):
+        own, packets = plan_stream(plan, parts, windows, block_bytes)
+        stream = stream_of(own, block_bytes)
+        assert [packet.window for packet in packets] == sorted({packet.window for packet in packets})
+        assert not packets or packets[-1].begin + packets[-1].nbytes == len(stream)
+        for packet in packets:
+            window = windows[packet.window]
+            data = stream[packet.begin : packet.begin + packet.nbytes]
+            for run in packet.runs:
+                for k in range(run.num_ranges):
+                    begin, at = run.offset + k * run.stride, run.at + k * run.nbytes
+                    assert window.begin <= begin and begin + run.nbytes <= window.end and at + run.nbytes <= len(data)
+                    files[window.file][begin : begin + run.nbytes] = data[at : at + run.nbytes]
+                    for position in range(begin, begin + run.nbytes):
+                        counts[window.file][position] += 1
+    assert files == expected
+    assert all(set(count) <= {1} for count in counts), "each byte is sent once"
 
 
 def test_neighbouring_parts_are_one_run() -> None:

@@ -28,7 +28,7 @@ from stio.format.naming import (
 )
 from stio.runtime.log import log
 from stio.runtime.operation import Cancelled
-from stio.storage.base import FileWriter, Note, Transaction
+from stio.storage.base import Note, Transaction
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
 from stio.storage.remote.failures import Failure, failure_of
 from stio.storage.remote.folder import Folder, State
@@ -54,6 +54,9 @@ class RemoteDestination:
     """Name of the file; "": the checkpoint is a directory."""
     buffer_bytes: int = DEFAULT_BYTES
     """Memory of the parts that one save has under way."""
+
+    def __str__(self) -> str:
+        return f"{self.root.path}/{self.name}" if self.name else self.root.path
 
     def within(self, budget_bytes: int) -> tuple[RemoteDestination, int]:
         """Return the destination with memory of its own that fits a budget, and how much that is: half, or one part."""
@@ -81,6 +84,14 @@ class RemoteDestination:
             return _OneObject(Folder(self.root), self.buffer_bytes, self.name)
         return _Directory(Folder(self.root), self.buffer_bytes, num_shards, filename_pattern)
 
+    def join(self, shard_names: Sequence[str]) -> Uploads:
+        """Return the uploads of this process, of shards of a save that another process has begun.
+
+        Args:
+            shard_names: The names of all shards; see `Transaction`.
+        """
+        return Uploads(Folder(self.root), self.buffer_bytes, tuple(shard_names))
+
     def collect_unused(self, *, max_age_seconds: float = MAX_AGE_SECONDS, dry_run: bool = False) -> GarbageReport:
         """Delete what saves left that did not commit; see `stio.storage.remote.unused.collect_unused`."""
         return collect_unused(Folder(self.root), self.name, max_age_seconds=max_age_seconds, dry_run=dry_run)
@@ -102,7 +113,56 @@ def open_destination(url: str) -> RemoteDestination:
     return RemoteDestination(RemoteRoot(replace(location, key=folder)), name)
 
 
-class _Remote:
+class Uploads:
+    """What one process uploads of a save. Several may upload shards, each its own; one of them has the transaction.
+
+    Args:
+        folder: The directory.
+        buffer_bytes: Memory of parts.
+        shard_names: The names of all shards.
+    """
+
+    def __init__(self, folder: Folder, buffer_bytes: int, shard_names: tuple[str, ...] = ()) -> None:
+        self._folder = folder
+        self.shard_names = shard_names
+        """See `Transaction`."""
+        self._parts = PartMemory(buffer_bytes)
+        self._uploads: list[Upload] = []
+        self._kept: str | None = None
+        self._shared = False
+        self._ended = False
+
+    def create(self, nbytes: Sequence[int]) -> Sequence[Upload]:
+        """Return the writers of the shards. A store has no space to reserve; each upload begins with its first byte."""
+        names = zip(self.shard_names, nbytes, strict=True)
+        self._uploads = [Upload(self._folder, name, size, self._parts) for name, size in names]
+        return self._uploads
+
+    def stop(self) -> None:
+        """Begin to end the uploads; `roll_back` waits for it. Idempotent."""
+        for upload in self._uploads:
+            upload.stop()
+
+    def leave(self) -> None:
+        """Leave the objects, which are complete, to the process that publishes or deletes them."""
+        self._ended = True
+
+    def roll_back(self) -> None:
+        """Abort the uploads, and delete what was uploaded, as far as the store answers. Never raises."""
+        if self._ended:
+            return
+        self._ended = True
+        self.stop()
+        uploaded = {upload.name for upload in self._uploads if upload.abort()}
+        if self._shared:
+            uploaded.update(self.shard_names)
+        uploaded.discard(self._kept or "")
+        if uploaded:
+            with suppress(StioError, Cancelled):
+                self._folder.delete(sorted(uploaded))
+
+
+class RemoteTransaction(Uploads):
     """What both kinds of transactions have in common.
 
     Args:
@@ -113,19 +173,19 @@ class _Remote:
 
     path: str
     """The destination."""
-    shard_names: tuple[str, ...]
-    """See `Transaction`."""
 
     def __init__(self, folder: Folder, buffer_bytes: int, last: str) -> None:
-        self._folder, self._last = folder, last
+        super().__init__(folder, buffer_bytes)
+        self._last = self._kept = last
         self._id = os.urandom(8).hex()
         self._found = folder.state(last)
-        self._parts = PartMemory(buffer_bytes)
         self._state: State = {}  # of the new checkpoint
         self._notes: dict[str, tuple[bytes | None, State]] = {}  # as they were found
         self._written_notes: dict[str, State] = {}
-        self._uploads: list[Upload] = []
-        self._ended = False
+
+    def share(self) -> None:
+        """Let other processes upload shards too (`RemoteDestination.join`). A roll back deletes all shards."""
+        self._shared = True
 
     def read_note(self, name: str) -> bytes | None:
         """Return the content of a small object."""
@@ -213,18 +273,6 @@ class _Remote:
     def _delete_old(self) -> None:
         """Delete what the new checkpoint has replaced."""
 
-    def roll_back(self) -> None:
-        """Abort the uploads, and delete what was uploaded, as far as the store answers. Never raises."""
-        if self._ended:
-            return
-        self._ended = True
-        for upload in self._uploads:
-            upload.stop()
-        uploaded = [upload.name for upload in self._uploads if upload.abort()]
-        if uploaded and self._last not in uploaded:
-            with suppress(StioError, Cancelled):
-                self._folder.delete(uploaded)
-
     def _uncertain(self, failure: Failure) -> CommitUncertainError:
         return CommitUncertainError(
             f"the store does not say whether the checkpoint is published ({failure.kind}: {failure.cause}); "
@@ -237,7 +285,7 @@ class _Remote:
         return failure.error(path, 1, stall_seconds=self._folder.patience.stall_seconds, work="save")
 
 
-class _Directory(_Remote):
+class _Directory(RemoteTransaction):
     """A save of shards and an index; a `Transaction`.
 
     Args:
@@ -260,12 +308,6 @@ class _Directory(_Remote):
             name: one for name, one in folder.list().items() if name != self._last and is_checkpoint_file(name, pattern)
         }
         self.shard_names = tuple(shard_name(pattern, k, num_shards, save_id=self._id) for k in range(num_shards))
-
-    def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
-        """Return the writers of the shards. A store has no space to reserve; each upload begins with its first byte."""
-        names = zip(self.shard_names, nbytes, strict=True)
-        self._uploads = [Upload(self._folder, name, size, self._parts) for name, size in names]
-        return self._uploads
 
     def _publish(self, index: bytes) -> None:
         if not self._put_unconditionally(index):
@@ -303,7 +345,7 @@ class _Directory(_Remote):
         return RemoteFiles(self._folder, self._last, self._state, {name: {} for name in self.shard_names} | notes)
 
 
-class _OneObject(_Remote):
+class _OneObject(RemoteTransaction):
     """A save of one file; a `Transaction`. Two saves at one time: the one that ends last is there.
 
     Args:
@@ -321,7 +363,7 @@ class _OneObject(_Remote):
         super().__init__(folder, buffer_bytes, name)
         self.shard_names = (name,)
 
-    def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
+    def create(self, nbytes: Sequence[int]) -> Sequence[Upload]:
         """Return the writer of the file, which `commit` completes."""
         (size,) = nbytes
         self._uploads = [Upload(self._folder, self._last, size, self._parts, save_id=self._id)]

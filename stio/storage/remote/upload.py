@@ -90,7 +90,7 @@ class PartMemory:
 
 
 class Upload:
-    """One object; an `OrderedWriter`.
+    """One object; an `OrderedWriter`. With its last byte the upload is completed, unless that is the commit.
 
     Args:
         folder: The directory.
@@ -148,6 +148,7 @@ class Upload:
                     self._changed.notify_all()
         with self._changed:
             self._at = offset + region.nbytes
+            self._ends = self._at == self._nbytes and not self._save_id
             self._changed.notify_all()
 
     def _begin(self) -> None:
@@ -164,7 +165,7 @@ class Upload:
             return self._memory.take(self.name, nbytes, whole_bytes=self._part_bytes)
 
     def finish(self) -> None:
-        """Complete the upload, unless that is the commit.
+        """Wait until the upload is complete, unless that is the commit.
 
         Raises:
             StorageError: It failed.

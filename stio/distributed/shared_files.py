@@ -1,0 +1,128 @@
+"""Saves of many ranks to a filesystem that they share: each rank writes its ranges into the files of one save."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from stio.distributed.ranks import Ranks
+from stio.distributed.shared_save import OwnPart, ShardedSave
+from stio.runtime.blocking import run_blocking
+from stio.runtime.hashing import Hasher
+from stio.runtime.operation import Operation
+from stio.saving.options import SaveResult
+from stio.saving.plan import Part, WritePlan, plan_parts
+from stio.storage.base import FileWriter, Transaction
+from stio.storage.commit.joined import Invitation, JoinedStaging
+from stio.storage.commit.transaction import LocalTransaction
+
+
+class SaveToFiles(ShardedSave):
+    """A `ShardedSave` to a path."""
+
+    def _plan_own(self, plan: WritePlan, parts: Mapping[str, Part], block_bytes: int) -> WritePlan:
+        own = plan_parts(plan, parts, block_bytes, with_headers=self._ranks.rank == 0)
+        self._own_bytes = [sum(block.file_bytes for block in shard.blocks) for shard in own.shards]
+        return own
+
+    def _share(self, transaction: Transaction, operation: Operation[SaveResult]) -> OwnPart:
+        assert isinstance(transaction, LocalTransaction)
+        return _OwnedFiles(transaction, self._ranks, self._own_bytes)
+
+    def _join(self, operation: Operation[SaveResult]) -> OwnPart:
+        invitation = Invitation.from_json(run_blocking(self._ranks.fetch("staging")))
+        return _JoinedFiles(JoinedStaging.open(invitation, operation.check), self._ranks, self._own_bytes)
+
+
+class _Files:
+    """The parts of one rank of the files.
+
+    Args:
+        files: The staging directory.
+        ranks: The ranks.
+        own_bytes: Bytes that this rank writes to each file.
+        shard_names: Names of the files.
+        path: The destination.
+    """
+
+    def __init__(
+        self,
+        files: LocalTransaction | JoinedStaging,
+        ranks: Ranks,
+        own_bytes: Sequence[int],
+        shard_names: tuple[str, ...],
+        path: str,
+    ) -> None:
+        self._files, self._ranks, self._own_bytes = files, ranks, own_bytes
+        self.shard_names, self.path = shard_names, path
+
+    def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> list[str]:
+        """Return the digest of each file. Each rank reads some of the files, when all have written."""
+        ranks, names = self._ranks, self.shard_names
+        run_blocking(ranks.arrive("written"))
+        own = {
+            k: self._files.digest(names[k], new_hasher(), check) for k in range(ranks.rank, len(names), ranks.num_ranks)
+        }
+        found: dict[int, str] = {}
+        for one in run_blocking(ranks.arrive("hashed", json.dumps(list(own.items())).encode())):
+            found.update(json.loads(one))
+        return [found[k] for k in range(len(names))]
+
+
+class _OwnedFiles(_Files):
+    """Those of the first rank, which has the staging directory."""
+
+    def __init__(self, local: LocalTransaction, ranks: Ranks, own_bytes: Sequence[int]) -> None:
+        super().__init__(local, ranks, own_bytes, local.shard_names, local.path)
+        self._local = local
+        self._nbytes: Sequence[int] = ()
+
+    def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
+        """Create the files, and let the other ranks write into them."""
+        self._nbytes = nbytes
+        writers = self._local.create(nbytes, self._own_bytes)
+        if self._ranks.num_ranks > 1:
+            self._ranks.share("staging", self._local.invite().to_json())
+        return writers
+
+    def finish(self, check: Callable[[], None]) -> None:
+        """Nothing to do: the writers have."""
+
+    def prepare_commit(self, check: Callable[[], None]) -> None:
+        """Complete the files, and take the lock that the commit needs."""
+        for name, nbytes in zip(self.shard_names, self._nbytes, strict=True):
+            self._local.finish_file(name, nbytes)
+        self._local.prepare_commit(check)
+
+    def leave(self) -> None:
+        """Nothing to do: this rank has the files."""
+
+    def roll_back(self) -> None:
+        """Nothing to do: they are removed when the other ranks have left."""
+
+
+class _JoinedFiles(_Files):
+    """Those of another rank."""
+
+    def __init__(self, joined: JoinedStaging, ranks: Ranks, own_bytes: Sequence[int]) -> None:
+        invitation = joined.invitation
+        super().__init__(joined, ranks, own_bytes, invitation.shard_names, invitation.destination)
+        self._joined = joined
+
+    def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
+        """Return writers of the files that the first rank has created."""
+        return self._joined.create(self._own_bytes)
+
+    def finish(self, check: Callable[[], None]) -> None:
+        """Close the files: nothing is written any more."""
+        self._joined.close()
+
+    def prepare_commit(self, check: Callable[[], None]) -> None:
+        """Nothing to do: the first rank does."""
+
+    def leave(self) -> None:
+        """Nothing to do: the first rank has the files."""
+
+    def roll_back(self) -> None:
+        """Close the files; the first rank removes them."""
+        self._joined.close()
