@@ -23,7 +23,7 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS)/.stio-frameworks
 # The tests start hundreds of processes; without its bytecode each of them would compile stio again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check check-children check-device check-faults check-frameworks check-packages frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed gpu rehearse-gpu fuzz crash package release-check extras clean
+.PHONY: demo test check check-children check-device check-faults check-frameworks check-loading check-packages check-ranks check-storage check-types frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed gpu rehearse-gpu fuzz crash package release-check extras clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove that it is bit-equal, draw a timeline
 	@$(BIN)/python examples/demo.py
@@ -33,23 +33,44 @@ test: check
 check: $(STAMP) $(MODEL_STAMP)  ## format, lint, strict types, all tests
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(BIN)/mypy --strict stio
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-packages check-children check-frameworks check-faults check-device
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(PARTS)
 
-# The tests in parts, two parts at a time, the long ones first: each part waits most of its time, so two share the cores.
-# The output of a part is shown when it has ended. `pytest` alone runs all tests, one after the other.
-CHILDREN := tests/crash tests/cli tests/test_*.py
+# The types and the tests in parts, two parts at a time, the long ones first, so that both cores end at about the same
+# time. The output of a part is shown when it has ended. `pytest` alone runs all tests, one after the other.
+PARTS := check-children check-loading check-packages check-storage check-ranks check-frameworks check-device check-faults check-types
+TYPES := tests/test_package.py tests/test_package_workflows.py
+CHILDREN := tests/crash tests/cli $(filter-out $(TYPES),$(wildcard tests/test_*.py))
+LOADING := tests/loading
+STORAGE := tests/storage tests/saving
+RANKS := tests/distributed tests/remote
 FRAMEWORK_TESTS := tests/compat tests/frameworks tests/integrations
 FAULTS := tests/faults tests/versions
 QUICK := -m 'not gpu and not slow'
-check-packages:
-	@$(BIN)/python -m pytest -q $(QUICK) $(patsubst %,'--ignore-glob=%',$(CHILDREN) $(FRAMEWORK_TESTS) $(FAULTS))
+
+# A test checks the types of the package that is built, with what mypy has cached of torch here.
+check-types:
+	@$(BIN)/mypy --strict stio
+	@$(BIN)/python -m pytest -q $(QUICK) $(TYPES)
+
+check-children:
+	@$(BIN)/python -m pytest -q $(QUICK) $(CHILDREN)
+
+check-loading:
+	@$(BIN)/python -m pytest -q $(QUICK) $(LOADING)
+
+check-storage:
+	@$(BIN)/python -m pytest -q $(QUICK) $(STORAGE)
+
+check-ranks:
+	@$(BIN)/python -m pytest -q $(QUICK) $(RANKS)
 
 check-frameworks:
 	@$(BIN)/python -m pytest -q $(QUICK) $(FRAMEWORK_TESTS)
 
-check-children:
-	@$(BIN)/python -m pytest -q $(QUICK) $(CHILDREN)
+# All that is in no other part.
+check-packages:
+	@$(BIN)/python -m pytest -q $(QUICK) \
+		$(patsubst %,'--ignore-glob=%',$(TYPES) $(CHILDREN) $(LOADING) $(STORAGE) $(RANKS) $(FRAMEWORK_TESTS) $(FAULTS))
 
 # A test that is expected to fail is not listed here; `make faults` lists all.
 check-faults:
