@@ -23,7 +23,8 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS)/.stio-frameworks
 # The tests start hundreds of processes; without its bytecode each of them would compile stio again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check check-children check-device check-faults check-frameworks check-loading check-packages check-ranks check-storage check-types frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed gpu rehearse-gpu fuzz crash package release-check extras clean
+PARTS := children commands ranks frameworks types storage packages loading device faults
+.PHONY: demo test check $(PARTS:%=check-%) frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed gpu rehearse-gpu fuzz crash package release-check extras clean
 
 demo: $(STAMP) $(MODEL_STAMP)  ## stream a real model, prove that it is bit-equal, draw a timeline
 	@$(BIN)/python examples/demo.py
@@ -33,33 +34,26 @@ test: check
 check: $(STAMP) $(MODEL_STAMP)  ## format, lint, strict types, all tests
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(PARTS)
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target $(PARTS:%=check-%)
 
-# The types and the tests in parts, two parts at a time, the long ones first, so that both cores end at about the same
-# time. The output of a part is shown when it has ended. `pytest` alone runs all tests, one after the other.
-PARTS := check-children check-loading check-packages check-storage check-ranks check-frameworks check-device check-faults check-types
+# The types and the tests in parts, three parts at a time on two cores, since each waits for disks, servers and deadlines
+# part of its time; the long ones first, so that the cores end together. The output of a part is shown when it has ended.
+# `pytest` alone runs all tests, one after the other.
+QUICK := -m 'not gpu and not slow'
 TYPES := tests/test_package.py tests/test_package_workflows.py
-CHILDREN := tests/crash tests/cli $(filter-out $(TYPES),$(wildcard tests/test_*.py))
-LOADING := tests/loading
-STORAGE := tests/storage tests/saving
+CHILDREN := $(filter-out $(TYPES),$(wildcard tests/test_*.py))
+COMMANDS := tests/cli tests/crash
 RANKS := tests/distributed tests/remote
 FRAMEWORK_TESTS := tests/compat tests/frameworks tests/integrations
+STORAGE := tests/storage tests/saving
+LOADING := tests/loading
 FAULTS := tests/faults tests/versions
-QUICK := -m 'not gpu and not slow'
-
-# A test checks the types of the package that is built, with what mypy has cached of torch here.
-check-types:
-	@$(BIN)/mypy --strict stio
-	@$(BIN)/python -m pytest -q $(QUICK) $(TYPES)
 
 check-children:
 	@$(BIN)/python -m pytest -q $(QUICK) $(CHILDREN)
 
-check-loading:
-	@$(BIN)/python -m pytest -q $(QUICK) $(LOADING)
-
-check-storage:
-	@$(BIN)/python -m pytest -q $(QUICK) $(STORAGE)
+check-commands:
+	@$(BIN)/python -m pytest -q $(QUICK) $(COMMANDS)
 
 check-ranks:
 	@$(BIN)/python -m pytest -q $(QUICK) $(RANKS)
@@ -67,10 +61,21 @@ check-ranks:
 check-frameworks:
 	@$(BIN)/python -m pytest -q $(QUICK) $(FRAMEWORK_TESTS)
 
+check-storage:
+	@$(BIN)/python -m pytest -q $(QUICK) $(STORAGE)
+
+check-loading:
+	@$(BIN)/python -m pytest -q $(QUICK) $(LOADING)
+
 # All that is in no other part.
 check-packages:
-	@$(BIN)/python -m pytest -q $(QUICK) \
-		$(patsubst %,'--ignore-glob=%',$(TYPES) $(CHILDREN) $(LOADING) $(STORAGE) $(RANKS) $(FRAMEWORK_TESTS) $(FAULTS))
+	@$(BIN)/python -m pytest -q $(QUICK) --ignore-glob='tests/test_*.py' \
+		$(patsubst %,--ignore=%,$(COMMANDS) $(RANKS) $(FRAMEWORK_TESTS) $(STORAGE) $(LOADING) $(FAULTS))
+
+# A test checks the types of the package that is built, with what mypy has cached of torch here.
+check-types:
+	@$(BIN)/mypy --strict stio
+	@$(BIN)/python -m pytest -q $(QUICK) $(TYPES)
 
 # A test that is expected to fail is not listed here; `make faults` lists all.
 check-faults:
