@@ -23,7 +23,8 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS)/.stio-frameworks
 # The tests start hundreds of processes; without its bytecode each of them would compile stio again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check check-children check-device check-faults check-frameworks check-packages frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed gpu rehearse-gpu fuzz crash package release-check extras clean
+PARTS := children commands ranks frameworks types storage packages loading device faults
+.PHONY: demo test check $(PARTS:%=check-%) frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed gpu rehearse-gpu fuzz crash package release-check extras clean
 
 # DEMO_ARGS="--picture docs/demo.svg" draws the picture of the pages again; --help lists the other options.
 demo: $(STAMP)  ## a server that answers while a model loads, saves that are killed, the picture of both: a minute
@@ -34,23 +35,48 @@ test: check
 check: $(STAMP) $(MODEL_STAMP) $(DOCS_STAMP)  ## format, lint, strict types, all tests
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(BIN)/mypy --strict stio
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-packages check-children check-frameworks check-faults check-device
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target $(PARTS:%=check-%)
 
-# The tests in parts, two parts at a time, the long ones first: each part waits most of its time, so two share the cores.
-# The output of a part is shown when it has ended. `pytest` alone runs all tests, one after the other.
-CHILDREN := tests/crash tests/cli tests/test_*.py
-FRAMEWORK_TESTS := tests/compat tests/frameworks tests/integrations
-FAULTS := tests/faults tests/versions
+# The types and the tests in parts, three parts at a time on two cores, since each waits for disks, servers and deadlines
+# part of its time; the long ones first, so that the cores end together. The output of a part is shown when it has ended.
+# `pytest` alone runs all tests, one after the other.
 QUICK := -m 'not gpu and not slow'
-check-packages:
-	@$(BIN)/python -m pytest -q $(QUICK) $(patsubst %,'--ignore-glob=%',$(CHILDREN) $(FRAMEWORK_TESTS) $(FAULTS))
+TYPES := tests/test_package.py tests/test_package_workflows.py
+CHILDREN := $(filter-out $(TYPES),$(wildcard tests/test_*.py))
+COMMANDS := tests/cli tests/crash
+RANKS := tests/distributed tests/remote
+FRAMEWORK_TESTS := tests/compat tests/frameworks tests/integrations
+STORAGE := tests/storage tests/saving
+LOADING := tests/loading
+FAULTS := tests/faults tests/versions
+
+check-children:
+	@$(BIN)/python -m pytest -q $(QUICK) $(CHILDREN)
+
+check-commands:
+	@$(BIN)/python -m pytest -q $(QUICK) $(COMMANDS)
+
+check-ranks:
+	@$(BIN)/python -m pytest -q $(QUICK) $(RANKS)
 
 check-frameworks:
 	@$(BIN)/python -m pytest -q $(QUICK) $(FRAMEWORK_TESTS)
 
-check-children:
-	@$(BIN)/python -m pytest -q $(QUICK) $(CHILDREN)
+check-storage:
+	@$(BIN)/python -m pytest -q $(QUICK) $(STORAGE)
+
+check-loading:
+	@$(BIN)/python -m pytest -q $(QUICK) $(LOADING)
+
+# All that is in no other part.
+check-packages:
+	@$(BIN)/python -m pytest -q $(QUICK) --ignore-glob='tests/test_*.py' \
+		$(patsubst %,--ignore=%,$(COMMANDS) $(RANKS) $(FRAMEWORK_TESTS) $(STORAGE) $(LOADING) $(FAULTS))
+
+# A test checks the types of the package that is built, with what mypy has cached of torch here.
+check-types:
+	@$(BIN)/mypy --strict stio
+	@$(BIN)/python -m pytest -q $(QUICK) $(TYPES)
 
 # A test that is expected to fail is not listed here; `make faults` lists all.
 check-faults:

@@ -53,7 +53,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(params=loops.BACKENDS)
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
-    """Run tests that are marked `anyio` on all loops."""
+    """Run tests that are marked `anyio` on the loops of `make test`, and others as slow tests."""
     return request.param
 
 

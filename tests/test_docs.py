@@ -99,8 +99,8 @@ SERVERS = {"howto/object-stores.md": store, "howto/hugging-face-hub.md": hub}
 """What runs beside the code of a page."""
 
 
-def test_the_tutorial_can_be_pasted(tmp_path: Path) -> None:
-    pages.run_in_repl(pages.blocks_of(DOCS / "tutorial.md"), cwd=tmp_path)
+def test_the_tutorial_can_be_pasted(tmp_path: Path, zygote: Any) -> None:
+    pages.run_in_repl(pages.blocks_of(DOCS / "tutorial.md"), cwd=tmp_path, python=str(zygote.python))
 
 
 # The output of commands, and their pictures.

@@ -14,7 +14,7 @@ from crash.shim import run_module
 
 LONG = "STIO_CRASH_KILLS" in os.environ
 """Set by `make crash`: how many kills; all faults are tried then, too."""
-KILLS = int(os.environ.get("STIO_CRASH_KILLS", "200"))
+KILLS = int(os.environ.get("STIO_CRASH_KILLS", "70"))
 PLAYED = [one for one in SCENARIOS if LONG or one.distinct]
 HALVES = [[one.name for one in PLAYED[k::2]] for k in range(2)]
 
@@ -56,8 +56,8 @@ def test_c103_c104_c105_c106_c107_c108_every_call_goes_wrong(built, place, names
     """Each call fails, falls short, or is the process's last, in each scenario; see `crash.faults`.
 
     `make crash` and the stage `faults` of `make nightly` let each call fail in each way. Here each way hits
-    the first four calls and a third of the later ones; the process is killed at each call.
+    the first four calls and a sixth of the later ones; the process is killed at each call.
     """
     chosen = [word for name in names for word in ("--scenario", name)]
-    long = ["--long"] if LONG else ["--every", "3"]
+    long = ["--long"] if LONG else ["--every", "6"]
     print(run_module("crash.faults", place, *chosen, *long, timeout=1700 if LONG else 110, preload=built))

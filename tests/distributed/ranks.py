@@ -17,8 +17,12 @@ import torch.multiprocessing as mp
 
 MOST_SECONDS = 120
 
-PRELOADED = ["stio.distributed", "stio.sync", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
-"""Modules that the server imports once, before it forks ranks: an import of torch in each would take seconds."""
+PRELOADED = [
+    *("stio.distributed", "stio.sync", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+    *("torch._dynamo", "torch.distributed.checkpoint.state_dict"),  # what the first `fully_shard` imports
+    *("pytest", "safetensors.torch", "trio"),  # what the tests import
+]
+"""Modules that the server imports once, before it forks ranks: in each rank they would take seconds."""
 
 
 def run_ranks(

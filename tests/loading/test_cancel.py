@@ -9,6 +9,7 @@ import weakref
 import anyio
 import pytest
 import torch
+from loops import on_all
 from support import (
     Gate,
     HookedRoot,
@@ -120,6 +121,7 @@ def make(request, directory, tensors):
     }[request.param]  # fmt: skip
 
 
+@on_all
 async def test_cancel_at_every_await(make):
     assert await cancelled_at_every_await(make) > 0
 
@@ -132,6 +134,7 @@ async def test_native_cancel_at_every_await(make, at_resume):
     assert await cancelled_natively_at_every_await(make, at_resume=at_resume) > 0
 
 
+@on_all
 async def test_cancel_after_every_round_of_the_loop(make):
     assert await cancelled_after_every_round(make) > 3
 

@@ -208,7 +208,7 @@ STAGES = (
         "device-1.5ms", "tests on the simulated device, copies delayed by 1.5 ms", 150, device("0.0015"), on_disk=True
     ),
     Stage("long-counts", "tests with random or repeated work, more of it", 150, long_counts, on_disk=True),
-    Stage("slow", "tests with the mark slow", 200, slow, on_disk=True),
+    Stage("slow", "tests with the mark slow", 300, slow, on_disk=True),
     Stage("cancels-asyncio", "random cancels on asyncio", 120, cancels("asyncio")),
     Stage("cancels-uvloop", "random cancels on uvloop", 120, cancels("uvloop")),
     Stage("cancels-trio", "random cancels on trio", 120, cancels("trio")),

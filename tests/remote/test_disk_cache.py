@@ -7,8 +7,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ import torch
 from counts import count
 from safetensors.torch import save
 from servers import Fault, HttpServer, Request
+from support import run_python
 from torch import nn
 
 import stio
@@ -378,42 +377,25 @@ def test_files_of_others_stay(server: HttpServer, cache: stio.DiskCache) -> None
 
 CHILD = """
 import sys
-import stio, torch
-cache = stio.DiskCache(sys.argv[2], max_bytes=1 << 30)
-print("ready", flush=True)
-sys.stdin.readline()
-found = stio.sync.load(sys.argv[1], cache=cache)
-print(sum(float(tensor.double().sum()) for tensor in found.values()), flush=True)
+import stio
+stio.sync.load(sys.argv[1], cache=stio.DiskCache(sys.argv[2], max_bytes=int(sys.argv[3])))
 """
 
 
-def start(place: str, cache: stio.DiskCache, code: str = CHILD) -> subprocess.Popen[str]:
-    words = [sys.executable, "-c", textwrap.dedent(code), place, cache.path]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+def start(zygote: Any, server: HttpServer, cache: stio.DiskCache) -> Any:
+    """Start a process that loads the object "m"."""
+    return zygote.start(CHILD, url(server), cache.path, cache.max_bytes, NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
 
 
-def go(child: subprocess.Popen[str]) -> None:
-    assert child.stdin is not None
-    child.stdin.write("\n")
-    child.stdin.flush()
-
-
-def line(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
-    return child.stdout.readline().strip()
-
-
-def test_twenty_processes_read_the_store_once(server: HttpServer, cache: stio.DiskCache) -> None:
+def test_twenty_processes_read_the_store_once(server: HttpServer, cache: stio.DiskCache, zygote: Any) -> None:
     tensors = put(server, nbytes=LARGE_BYTES)
     server.latency_seconds = 0.01
     code = f"""
 import os, sys, traceback
-import stio, torch
+import stio
 from stio.loading import api
 cache = stio.DiskCache({cache.path!r}, max_bytes=1 << 30)
 children = []
-torch.set_num_threads(1)
 for _ in range(20):
     child = os.fork()
     if not child:
@@ -428,7 +410,8 @@ for _ in range(20):
     children.append(child)
 print([os.waitpid(child, 0)[1] for child in children])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    done = run_python(code, python=zygote.python)
+    assert done.returncode == 0, done.stderr
     *sums, statuses = done.stdout.splitlines()
     assert statuses == str([0] * 20), done.stderr
     assert set(map(float, sums)) == {sum(float(tensor.double().sum()) for tensor in tensors.values())}
@@ -460,23 +443,18 @@ def marks(cache: stio.DiskCache, nbytes: int) -> int:
     return 0
 
 
-def kill(child: subprocess.Popen[str]) -> None:
+def kill(child: Any) -> None:
     os.kill(child.pid, signal.SIGKILL)
-    child.wait()
-    for pipe in (child.stdin, child.stdout):
-        assert pipe is not None
-        pipe.close()
+    assert child.wait().returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("done", [1, pytest.param(NUM_BLOCKS, marks=pytest.mark.slow)])
-def test_a_killed_process_is_taken_over(server: HttpServer, cache: stio.DiskCache, done: int) -> None:
+def test_a_killed_process_is_taken_over(server: HttpServer, cache: stio.DiskCache, zygote: Any, done: int) -> None:
     tensors = put(server, nbytes=LARGE_BYTES)
     nbytes = len(server.objects["/m.safetensors"])
     go_on = stop_after(server, 1 + done)  # the first request opens the object, the last one asks for its state
-    child = start(url(server), cache)
+    child = start(zygote, server, cache)
     try:
-        assert line(child) == "ready"
-        go(child)
         wait_for(lambda: len(server.requests) > 1 + done and marks(cache, nbytes) == done)
     finally:
         kill(child)
@@ -491,15 +469,13 @@ def test_a_killed_process_is_taken_over(server: HttpServer, cache: stio.DiskCach
 
 
 @pytest.mark.slow
-def test_what_a_killed_process_left_is_removed_for_others(server: HttpServer, tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_removed_for_others(server: HttpServer, tmp_path: Path, zygote: Any) -> None:
     cache = stio.DiskCache(tmp_path, max_bytes=LARGE_BYTES + NBYTES)
     put(server, nbytes=LARGE_BYTES)
     put(server, "b", nbytes=LARGE_BYTES, seed=1)
     go_on = stop_after(server, 2)
-    child = start(url(server), cache, CHILD.replace("1 << 30", str(cache.max_bytes)))
+    child = start(zygote, server, cache)
     try:
-        assert line(child) == "ready"
-        go(child)
         wait_for(lambda: ".part" in suffixes(cache))
         go_on.set()
         kill(child)
@@ -511,15 +487,14 @@ def test_what_a_killed_process_left_is_removed_for_others(server: HttpServer, tm
 
 
 @pytest.mark.slow
-def test_kills_at_any_time(server: HttpServer, cache: stio.DiskCache) -> None:
+def test_kills_at_any_time(server: HttpServer, cache: stio.DiskCache, zygote: Any) -> None:
     tensors = put(server, nbytes=LARGE_BYTES)
     server.bytes_per_second = 400e6
     expected = sum(float(tensor.double().sum()) for tensor in tensors.values())
     # Each child ends itself after a time; all others must get the right tensors.
     code = f"""
 import os, random, signal, sys, threading, time
-import stio, torch
-torch.set_num_threads(1)
+import stio
 random.seed(5)
 cache = stio.DiskCache({cache.path!r}, max_bytes=1 << 30)
 for k in range({count(6, 200)}):
@@ -539,7 +514,7 @@ for k in range({count(6, 200)}):
     status = os.waitpid(child, 0)[1]
     assert status in (0, signal.SIGKILL), status
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = run_python(code, python=zygote.python, timeout=100)
     assert done.returncode == 0, done.stderr
     assert same(stio.sync.load(url(server), cache=cache), tensors)
     assert set(suffixes(cache)) == {".safetensors"}
@@ -549,14 +524,13 @@ for k in range({count(6, 200)}):
 @pytest.mark.anyio
 @pytest.mark.parametrize(("anyio_backend", "who"), [("asyncio", "owner"), ("trio", "owner"), ("trio", "waiter")])
 async def test_a_cancel_is_heard_within_a_second(
-    server: HttpServer, cache: stio.DiskCache, anyio_backend: str, who: str
+    server: HttpServer, cache: stio.DiskCache, zygote: Any, anyio_backend: str, who: str
 ) -> None:
     tensors = put(server, nbytes=LARGE_BYTES)
     go_on = stop_after(server, 2)
-    child = start(url(server), cache) if who == "waiter" else None
+    child = start(zygote, server, cache) if who == "waiter" else None
     try:
         if child is not None:
-            go(child)
             await anyio.to_thread.run_sync(wait_for, lambda: len(server.requests) > NUM_BLOCKS)
             server.fault = lambda number, request: None  # what is asked from now on is answered
         with anyio.CancelScope() as scope:
@@ -586,13 +560,13 @@ def test_a_process_that_makes_no_progress_is_not_waited_for(
     cache: stio.DiskCache,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    zygote: Any,
 ) -> None:
     tensors = put(server, nbytes=LARGE_BYTES)
     monkeypatch.setattr(disk_cache, "STALL_SECONDS", 0.3)
     go_on = stop_after(server, 2)
-    child = start(url(server), cache)
+    child = start(zygote, server, cache)
     try:
-        go(child)
         wait_for(lambda: len(server.requests) > NUM_BLOCKS)
         server.fault = lambda number, request: None
         assert same(stio.sync.load(url(server), cache=cache), tensors)

@@ -22,6 +22,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from fake_hub import SIGNATURE, TOKEN, FakeHub, Repository, fake_hub, go_offline, use
+from loops import on_all
 from torch import nn
 
 import stio
@@ -131,6 +132,7 @@ def test_a_folder_of_a_commit_that_is_in_the_cache(
 
 
 @pytest.mark.anyio
+@on_all
 async def test_every_function_on_every_loop(repository: Repository, tensors: dict[str, torch.Tensor]) -> None:
     assert same(await stio.load(MODEL, memory="map"), tensors)
     async with stio.open(MODEL) as checkpoint:

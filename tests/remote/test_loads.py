@@ -14,6 +14,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from loops import on_all
 from servers import Fault, HttpServer, Request
 from torch import nn
 
@@ -70,6 +71,7 @@ def test_every_kind_of_url(place: str, kind: str, tensors: dict[str, torch.Tenso
 
 
 @pytest.mark.anyio
+@on_all
 async def test_every_function_on_every_loop(place: str, tensors: dict[str, torch.Tensor]) -> None:
     url = f"{place}/sharded"
     assert same(await stio.load(url), tensors)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +16,7 @@ import torch
 from click.testing import CliRunner
 from counts import count
 from servers import Fault, HttpServer, Request
+from support import run_python
 
 import stio
 from stio.cli.main import main
@@ -109,18 +108,24 @@ def test_s3_has_the_files_beside_the_weights(s3: Any, model: str, server: HttpSe
     assert same(stio.sync.load(tmp_path / "m"), stio.sync.load(model))
 
 
-def killed_child(url: str, target: Path, ready: Callable[[], object]) -> None:
-    child = subprocess.Popen([sys.executable, "-m", "stio", "pull", url, str(target)], stderr=subprocess.PIPE)
+def killed_child(program_zygote: Any, url: str, target: Path, ready: Callable[[], object]) -> None:
+    code = f"import sys; sys.argv[1:] = ['pull', {url!r}, {str(target)!r}]; from stio.__main__ import main; main()"
+    child = program_zygote.start(code, NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
     try:
         wait_for(ready)
     finally:
         os.kill(child.pid, signal.SIGKILL)
-        child.communicate()
+        assert child.wait().returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("num_shards", [0, 1, 2])
 def test_it_continues_after_a_kill(
-    model: str, server: HttpServer, tensors: dict[str, torch.Tensor], tmp_path: Path, num_shards: int
+    model: str,
+    server: HttpServer,
+    tensors: dict[str, torch.Tensor],
+    tmp_path: Path,
+    program_zygote: Any,
+    num_shards: int,
 ) -> None:
     go_on = threading.Event()
     blocked: list[str] = []
@@ -133,7 +138,7 @@ def test_it_continues_after_a_kill(
     server.fault = fault
     target = tmp_path / "new" / "m"
     try:
-        killed_child(model, target, lambda: blocked)
+        killed_child(program_zygote, model, target, lambda: blocked)
     finally:
         go_on.set()
     assert not target.exists()
@@ -155,7 +160,7 @@ def before(name: str, num_shards: int) -> bool:
     )
 
 
-def test_kills_at_any_time(model: str, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_kills_at_any_time(model: str, tensors: dict[str, torch.Tensor], tmp_path: Path, program_zygote: Any) -> None:
     target = tmp_path / "new" / "m"
     code = f"""
 import os, random, signal, threading, time
@@ -177,7 +182,7 @@ for k in range({count(15, 200)}):
     if os.path.exists({str(target)!r}):
         os.rename({str(target)!r}, {str(target)!r} + str(k))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = run_python(code, python=program_zygote.python, timeout=100)
     assert done.returncode == 0, done.stderr
     complete = sorted(path for path in target.parent.iterdir() if not path.name.startswith("."))
     for path in complete:

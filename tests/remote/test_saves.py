@@ -16,6 +16,7 @@ import anyio
 import pytest
 import torch
 from click.testing import CliRunner
+from loops import on_all
 from proxy import Broken, Proxy
 from save_helpers import IMPATIENT, generation, keys, same, uploads
 from support import eventually
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("_honours_conditions", "_no_uploads")
 
 
 @pytest.mark.anyio
+@on_all
 async def test_every_function_on_every_loop(s3: Any) -> None:
     result = await stio.save(generation(1), "s3://bucket/m/", max_shard_size=9000, hash="sha256")
     assert (result.path, len(result.files)) == ("s3://bucket/m", 2)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from counts import count
 
 from stio.errors import CheckpointNotFoundError
 from stio.storage.commit import recovery
@@ -67,7 +68,8 @@ def staged_in(directory: Path) -> list[Path]:
 # The end of the process at every call.
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+# After a call the disk is as before the next one: the second form shows that no step depends on more than the disk.
+@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["before", "after"])
 @changes
 def test_c108_killed_at_every_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, after: bool
@@ -95,10 +97,12 @@ def test_c108_recovery_killed_at_every_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, every: int
 ) -> None:
     """The one who cleans may die as well, after any death of the one before."""
-    num_calls = 0
-    while die(monkeypatch, change, change.prepare(tmp_path / f"count-{num_calls}"), num_calls + 1) is not None:
-        num_calls += 1
-    for n in range(num_calls // 2, num_calls + 1, every):
+    destination = change.prepare(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        counting = System(patch, kill_at=10_000)
+        change.carry_out(destination)
+    assert 0 < counting.num_calls < 10_000
+    for n in range(counting.num_calls // 2, counting.num_calls + 1, every):
         for k in range(1, 100):
             destination = change.prepare(tmp_path / f"{n}-{k}")
             die(monkeypatch, change, destination, n)
@@ -298,7 +302,7 @@ def lucks(seed: int) -> Iterator[Callable[[], float]]:
     yield lambda: 0.0
     yield lambda: 0.9999
     yield lambda: 1.0
-    for k in range(3):
+    for k in range(count(1, 3)):
         yield random.Random(1000 * seed + k).random
 
 
@@ -320,13 +324,23 @@ def cut_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: Chan
                 assert (place / name / OTHER).exists()
 
 
+CONTROLS = ("fresh_many", "file_over", "one_to_many", "many_to_one", "hub_over_hub")
+"""One change of each kind of commit."""
+
+
 @changes
 def test_c109_power_cut_after_every_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
     cut_everywhere(monkeypatch, tmp_path, change)
 
 
 @pytest.mark.parametrize("drop", ["fsync", "sync_directory"])
-@changes
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(change, id=change.name, marks=() if change.name in CONTROLS else pytest.mark.slow)
+        for change in ALL_CHANGES
+    ],
+)
 def test_c109_the_model_would_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, drop: str
 ) -> None:

@@ -724,8 +724,15 @@ def outcome_of(change: Change, destination: Path) -> str:
     return "saved"
 
 
-@pytest.mark.parametrize("persistent", [False, True], ids=["once", "from then on"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    ("number", "persistent"),
+    [
+        pytest.param(errno.EIO, False, id="EIO-once"),
+        pytest.param(errno.ENOSPC, True, id="ENOSPC-from then on"),
+        pytest.param(errno.EIO, True, id="EIO-from then on", marks=pytest.mark.slow),
+        pytest.param(errno.ENOSPC, False, id="ENOSPC-once", marks=pytest.mark.slow),
+    ],
+)
 @changes
 def test_c105_c107_each_call_fails(
     tmp_path: Path,
