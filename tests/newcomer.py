@@ -102,7 +102,7 @@ def run_installed(python: str, where: Path, env: dict[str, str]) -> None:
     command = [str(Path(python).parent / "stio")]
     for arguments, shown in (
         (["--version"], version),
-        (["inspect", "model/"], "embed.weight"),
+        (["inspect", "model/"], "0.weight"),
         (["verify", "model/"], ""),
     ):
         done = subprocess.run([*command, *arguments], cwd=where, env=env, check=True, capture_output=True, text=True)

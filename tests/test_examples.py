@@ -11,7 +11,6 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -78,42 +77,38 @@ def test_code_can_be_pasted_at_a_prompt(page: str) -> None:
 
 def test_readme_code_that_cannot_run_here_uses_names_that_exist() -> None:
     left_out = [block for block in FENCES if not block.runs]
-    assert any('warm_start(model, "model/", device="cuda")' in block.text for block in left_out)
+    assert any('device="cuda"' in block.text for block in left_out)
     for block in left_out:
         assert "GPU" in block.title
         pages.check_unrun(block)
 
 
-def test_readme_starts_with_code_a_picture_and_a_table() -> None:
-    """Three lines of code that run, one picture, one table."""
+def test_readme_starts_with_code_a_picture_and_two_tables() -> None:
+    """An installation, five lines of code that run, one picture, what others do, and figures."""
     first = README.split("\n## ")[0]
     (code,) = re.findall(r"^```python\n(.*?)^```$", first, re.DOTALL | re.MULTILINE)
     imports, lines = code.split("\n\n")
     assert imports == "import stio\nimport torch"
     assert len(lines.splitlines()) == 3
+    assert len(re.findall(r"^    pip install ", first, re.MULTILINE)) == 1
     assert len(re.findall(r"^!\[", first, re.MULTILINE)) == 1
-    assert len(re.findall(r"^\|[-|: ]+\|$", first, re.MULTILINE)) == 1
-    assert len(first.splitlines()) < 46
+    assert len(re.findall(r"^\|[-|: ]+\|$", first, re.MULTILINE)) == 2
+    assert len(first.splitlines()) < 50
 
 
-def test_readme_shows_all_public_names_and_keywords() -> None:
-    section = README.split("## Public names")[1].split("\n## ")[0]
-    names, loads, saves = re.split(r"^Keywords of", section, flags=re.MULTILINE)
-    assert set(re.findall(r"`(\w+)`", names)) == set(stio.__all__) - {"__version__"}
-    shared = keywords(stio.load) & keywords(stio.load_into) & keywords(stio.open)
-    assert in_table(loads) == shared
-    shared = keywords(stio.save) & keywords(stio.Saver.save)
-    assert in_table(saves) == shared - {"budget_bytes"}
-    assert keywords(stio.Saver) | keywords(stio.save) <= set(re.findall(r"`(\w+)`", saves))
+def test_readme_is_short() -> None:
+    """At most 1,000 words outside code, and lines of prose of less than 160 characters."""
+    lines = re.sub(r"^```.*?^```$", "", README, flags=re.DOTALL | re.MULTILINE).splitlines()
+    prose = [line for line in lines if not line.startswith("    ")]
+    assert len(" ".join(prose).split()) <= 1000
+    assert [line for line in prose if len(line) >= 160 and not line.startswith("|")] == []
 
 
-def keywords(function: Callable[..., object]) -> set[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return {parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
-
-
-def in_table(text: str) -> set[str]:
-    return set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+def test_the_reference_names_all_public_names() -> None:
+    names = (ROOT / "docs" / "reference" / "index.md").read_text().split("## Terms")[0]
+    errors = {name for name in stio.__all__ if name.endswith("Error")}
+    assert set(stio.__all__) - errors - {"__version__"} <= set(re.findall(r"`(\w+)`", names.replace("stio.", "")))
+    assert errors <= set(re.findall(r"::: stio\.(\w+)", (ROOT / "docs" / "reference" / "errors.md").read_text()))
 
 
 def test_readme_commands_exist() -> None:
