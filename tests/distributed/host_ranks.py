@@ -134,44 +134,42 @@ def cut_off(path: str) -> tuple[float, tuple[str, str, str, float], tuple[str, s
             lambda: sync.distributed.save(model, path, max_shard_size=SHARD_BYTES, rank_timeout=RANK_TIMEOUT)
         )
     begin = time.monotonic()
-    kind, cause, text, end = outcome(lambda: sync.distributed.load_into(model, path, rank_timeout=RANK_TIMEOUT))
+    kind, cause, text, end = outcome(lambda: sync.distributed.load_into(model, path, rank_timeout=1.0))
     return times[0], save, (kind, cause, text, end - begin)
 
 
-def killed(path: str, victim: int, folder: str) -> dict[str, Any]:
-    """Save over a checkpoint; one rank is killed meanwhile, and a process of the first host saves there too."""
-    rank, found = dist.get_rank(), dict[str, Any]()
+def killed(path: str, victim: int, sign: str) -> tuple[str, str, str, float]:
+    """Save over a checkpoint; one rank is killed meanwhile, at the time that it writes into a file."""
     model = _new_model()
     sync.distributed.load_into(model, path)
     model.fill(100)
-    if rank == 0:
-        subprocess.Popen([sys.executable, "-c", _LIVE, path, folder])
-        assert eventually(Path(folder, "held").exists)
-    dist.barrier()
 
     def die() -> None:
-        Path(folder, "killed").write_text(str(time.monotonic()))
+        Path(sign).write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with _at_the_first_write(rank == victim, die):
-        found["save"] = outcome(
+    with _at_the_first_write(dist.get_rank() == victim, die):
+        return outcome(
             lambda: sync.distributed.save(model, path, max_shard_size=SHARD_BYTES, rank_timeout=RANK_TIMEOUT)
         )
-    begin = time.monotonic()
-    if victim == 0:
-        kind, cause, text, end = outcome(lambda: sync.distributed.load_into(model, path, rank_timeout=60.0))
-        found["load"] = kind, cause, text, end - begin
-    if rank == (0 if victim else dist.get_world_size() - 1):
-        found |= _collect(path, Path(folder))
-    return found
 
 
-def _collect(path: str, folder: Path) -> dict[str, Any]:
-    """Clean up on this host while a process of the first host saves; return what was found."""
-    found: dict[str, Any] = {"no locks": _without_locks(path), "gc": _gc(path)}
-    folder.joinpath("go").touch()
-    assert eventually(folder.joinpath("done").exists), "the save that was under way"
-    found["after"] = _gc(path)
+def first_killed(path: str, signs: str) -> dict[str, Any]:
+    """The same of the first rank, on whose host another process saves; what the others do after that."""
+    folder = Path(signs)
+    if dist.get_rank() == 0:
+        subprocess.Popen([sys.executable, "-c", _LIVE, path, signs])
+        assert eventually(folder.joinpath("held").exists, 60)
+    dist.barrier()
+    found: dict[str, Any] = {"save": killed(path, 0, f"{signs}/killed")}
+    begin, model = time.monotonic(), _new_model()
+    kind, cause, text, end = outcome(lambda: sync.distributed.load_into(model, path, rank_timeout=60.0))
+    found["load"] = kind, cause, text, end - begin
+    if dist.get_rank() == dist.get_world_size() - 1:
+        found["no locks"], found["gc"] = _without_locks(path), _gc(path)
+        folder.joinpath("go").touch()
+        assert eventually(folder.joinpath("done").exists, 60), "the save that was under way"
+        found["after"] = recovery.collect_garbage(path)
     return found
 
 
