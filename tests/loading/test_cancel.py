@@ -134,7 +134,6 @@ async def test_native_cancel_at_every_await(make, at_resume):
     assert await cancelled_natively_at_every_await(make, at_resume=at_resume) > 0
 
 
-@on_all
 async def test_cancel_after_every_round_of_the_loop(make):
     assert await cancelled_after_every_round(make) > 3
 

@@ -91,7 +91,7 @@ def test_c108_killed_at_every_call(
     assert set(found[:turn]) == {change.old} and set(found[turn:]) == {"new"}
 
 
-@pytest.mark.parametrize("every", [6, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [10, pytest.param(3, marks=pytest.mark.slow)])
 @changes
 def test_c108_recovery_killed_at_every_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, every: int
