@@ -82,7 +82,7 @@ def test_it_is_what_load_weights_takes(directory):
         ({"colour": "red"}, TypeError, "colour"),
         ({"memory": "none"}, ValueError, "memory="),
         ({"budget_bytes": 0}, ValueError, "budget_bytes"),
-        ({"dtype": "bfloat16"}, TypeError, "torch.dtype"),
+        ({"dtype": 16}, TypeError, "torch.dtype"),
         ({"progress": 3}, TypeError, "progress="),
     ],
 )

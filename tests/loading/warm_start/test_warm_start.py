@@ -444,7 +444,8 @@ async def test_it_is_entered_once(directory):
     [
         (({},), {}, TypeError),
         ((nn.Linear(1, 1), "x"), {"memory": "none"}, ValueError),
-        ((nn.Linear(1, 1), "x"), {"dtype": "bf16"}, TypeError),
+        ((nn.Linear(1, 1), "x"), {"dtype": 16}, TypeError),
+        ((nn.Linear(1, 1), "x"), {"dtype": "bf61"}, ValueError),
         ((nn.Linear(1, 1), "x"), {"slices": {}}, TypeError),
     ],
 )
