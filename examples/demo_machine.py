@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -100,6 +101,7 @@ def child(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[BasePr
         ours.close()
 
 
+@cache
 def import_ahead() -> None:
     """Start the process that all others are forked from. It imports for seconds, beside the work of the caller.
 

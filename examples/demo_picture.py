@@ -13,7 +13,7 @@ from itertools import pairwise
 from demo_kills import Killed
 from demo_server import PACE_SECONDS, Round
 
-WIDTH, LEFT, RIGHT = 900, 292, 884
+WIDTH, LEFT, RIGHT = 900, 304, 884
 ROW, STRIP = 92, 50
 SHORTEST, LONGEST = 0.0002, 5.0
 """The scale of waiting times, logarithmic, in seconds."""
@@ -29,7 +29,7 @@ STYLE = """
 .demo .stio{stroke:#1f6fb4}.demo .other{stroke:#a8702a}
 .demo .dots{fill:none;stroke-width:3.4;stroke-linecap:round}
 .demo .old{fill:none;stroke:#59636e;stroke-width:1.6}.demo .new{fill:#0f8f68}
-.demo .broken{fill:none;stroke:#cf222e;stroke-width:2.4}.demo text.bad{fill:#cf222e;font-weight:600}
+.demo .broken{fill:none;stroke:#cf222e;stroke-width:2.4}.demo text.bad{fill:#cf222e}
 @media(prefers-color-scheme:dark){
 .demo text{fill:#e6edf3}.demo .soft{fill:#9198a1}.demo .paper{fill:#0d1117}.demo .row{fill:#161b22}
 .demo .load{fill:#262d37}.demo .grid{stroke:#30363d}.demo .stio{stroke:#4a9be0}.demo .other{stroke:#d29c52}
