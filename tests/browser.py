@@ -133,6 +133,8 @@ class Page:
         result = self.command("Page.navigate", url=url)
         if "errorText" in result:
             raise BrowserError(f"{url}: {result['errorText']}")
+        if "loaderId" not in result:  # another place of the same page
+            return
         deadline = time.monotonic() + PATIENCE
         while "Page.loadEventFired" not in self._take_events():
             self._browser.events.append(self._browser.receive(deadline))
@@ -171,7 +173,7 @@ class Page:
             " else if (performance.now() > end) failed(new Error('waited too long'));"
             " else setTimeout(look, 10); }; look(); })"
         )
-        return self.evaluate(script % (PATIENCE * 1000 / 2, expression))
+        return self.evaluate(script % (PATIENCE * 1000, expression))
 
     def resize(self, width: int, height: int = 800) -> None:
         """Give the page a width and a height in CSS pixels."""

@@ -156,7 +156,7 @@ SEARCHED = {
     "InstantTensor": "comparison.html",
     "DiskCache": "reference/loading.html",
     "SGLANG_PLUGINS": "frameworks/sglang.html",
-    "TruncatedError": "faq.html",
+    "TruncatedError": "reference/errors.html",
 }
 """What is typed, and a page that must be among the first three pages that are found."""
 
