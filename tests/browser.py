@@ -25,6 +25,7 @@ _OPTIONS = (
     "--remote-debugging-pipe",
     "--disable-background-networking",
     "--disable-component-update",
+    "--disable-dev-shm-usage",
     "--disable-extensions",
     "--disable-gpu",
     "--hide-scrollbars",
@@ -133,8 +134,17 @@ class Page:
         result = self.command("Page.navigate", url=url)
         if "errorText" in result:
             raise BrowserError(f"{url}: {result['errorText']}")
-        if "loaderId" not in result:  # another place of the same page
-            return
+        if "loaderId" in result:  # else another place of the same page
+            self._wait_until_loaded()
+
+    def follow(self, link: str) -> None:
+        """Click the first element that a selector finds, and wait until the page that it opens is loaded."""
+        self._take_events()
+        self.requested.clear()
+        self.evaluate(f"document.querySelector({link!r}).click()")
+        self._wait_until_loaded()
+
+    def _wait_until_loaded(self) -> None:
         deadline = time.monotonic() + PATIENCE
         while "Page.loadEventFired" not in self._take_events():
             self._browser.events.append(self._browser.receive(deadline))
