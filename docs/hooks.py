@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: files of the benchmarks beside the page that includes benchmarks/README.md, and boxes for charts."""
+"""Hooks of mkdocs: files of the benchmarks beside the page that includes their README.md, boxes for charts, search."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+_LOOKED_UP = ("reference/", "faults.md", "benchmarks.md", "threat-model.md")
+"""Pages to look something up. The search shows those first that explain."""
 _CHART = re.compile(r'<img alt="[^"]*" src="[^"]*\.svg"\s*/?>')
 
 
@@ -22,6 +24,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     listing = f"# Raw figures of the [benchmarks](../benchmarks.md)\n\n{links}"
     files.append(File.generated(config, "results/index.md", content=listing, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Give the pages of tables and names half the weight in the search; the text stays."""
+    if page.file.src_uri.startswith(_LOOKED_UP):
+        page.meta.setdefault("search", {"boost": 0.5})
+    return markdown
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

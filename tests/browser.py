@@ -25,6 +25,7 @@ _OPTIONS = (
     "--remote-debugging-pipe",
     "--disable-background-networking",
     "--disable-component-update",
+    "--disable-dev-shm-usage",
     "--disable-extensions",
     "--disable-gpu",
     "--hide-scrollbars",
@@ -133,6 +134,17 @@ class Page:
         result = self.command("Page.navigate", url=url)
         if "errorText" in result:
             raise BrowserError(f"{url}: {result['errorText']}")
+        if "loaderId" in result:  # else another place of the same page
+            self._wait_until_loaded()
+
+    def follow(self, link: str) -> None:
+        """Click the first element that a selector finds, and wait until the page that it opens is loaded."""
+        self._take_events()
+        self.requested.clear()
+        self.evaluate(f"document.querySelector({link!r}).click()")
+        self._wait_until_loaded()
+
+    def _wait_until_loaded(self) -> None:
         deadline = time.monotonic() + PATIENCE
         while "Page.loadEventFired" not in self._take_events():
             self._browser.events.append(self._browser.receive(deadline))
@@ -171,7 +183,7 @@ class Page:
             " else if (performance.now() > end) failed(new Error('waited too long'));"
             " else setTimeout(look, 10); }; look(); })"
         )
-        return self.evaluate(script % (PATIENCE * 1000 / 2, expression))
+        return self.evaluate(script % (PATIENCE * 1000, expression))
 
     def resize(self, width: int, height: int = 800) -> None:
         """Give the page a width and a height in CSS pixels."""

@@ -15,7 +15,7 @@ from stio.errors import one_line
 from stio.runtime import svg
 from stio.runtime.units import show_bytes
 
-_LEFT, _RIGHT = 230, 110
+_LEFT, _RIGHT = 280, 110
 _PLOT = svg.WIDTH - _LEFT - _RIGHT
 _ROW, _BAR = 28, 16
 
@@ -93,7 +93,7 @@ def _row(rate: Rate, y: int, most: float) -> str:
     middle, end = y + _ROW // 2, _at(rate.median, most)
     low, high, wide = _at(rate.low, most), _at(rate.high, most), round(end - _LEFT, 1)
     return (
-        f'<text x="{_LEFT - 10}" y="{middle + 4}" text-anchor="end">{svg.text(rate.label, 34)}</text>'
+        f'<text x="{_LEFT - 10}" y="{middle + 4}" text-anchor="end">{svg.text(rate.label, 38)}</text>'
         f'<rect class="{rate.kind}" x="{_LEFT}" y="{middle - _BAR // 2}" width="{wide}" height="{_BAR}">'
         f"<title>{show_bytes(rate.low)}/s to {show_bytes(rate.high)}/s</title></rect>"
         f'<path class="spread" d="M{low} {middle}H{high}M{low} {middle - 4}v8M{high} {middle - 4}v8"/>'
