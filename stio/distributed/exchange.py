@@ -276,7 +276,7 @@ class _Stream:
         self._unpacked = {packet.window for packet in plan.packets}
         self._packed: dict[int, _Bytes] = {}  # messages, by window
         self._held_bytes = 0
-        self._at = 0  # bytes that were taken from the writers, who come in any order
+        self._at = 0  # bytes that were taken from the writers, which come in any order
         self._message: _Bytes = np.empty(0, np.uint8)  # of the first packet, from its first byte on
         self._error: BaseException | None = None
 

@@ -6,7 +6,9 @@ import asyncio
 import errno
 import json
 import os
+import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -453,3 +455,58 @@ def test_a_killed_rank_leaves_the_old_checkpoint(
     assert sync.load(f"s3://bucket/{prefix}")["old"].tolist() == [1, 1, 1]
     assert len(keys(client, prefix)) == 3
     assert uploads(client) == []
+
+
+def killed_at_some_time(endpoint: str, death: str, victim: int, moment: float, path: str) -> tuple[str, float]:
+    """Save over an old checkpoint; one rank ends at a moment, a multiple of the time that such a save takes."""
+    os.environ |= environment(endpoint)
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    spread = {f"w{k}": spread_of(torch.full((2500, 1024), 7.0), mesh, [Shard(0)]) for k in range(4)}
+    if dist.get_rank() == 0:
+        sync.save({"old": torch.ones(3), "older": torch.zeros(2)}, path, max_shard_size=12)
+    dist.barrier()
+    begin = time.monotonic()
+    sync.distributed.save(spread, f"{path}-first", max_shard_size=11_000_000)
+    seconds = moment * (time.monotonic() - begin)
+    dist.barrier()
+    if dist.get_rank() == victim:
+        threading.Timer(seconds, end_here, [death]).start()
+    outcome = "saved"
+    try:
+        sync.distributed.save(spread, path, max_shard_size=11_000_000, rank_timeout=2.0)
+    except RankError as error:
+        outcome = str(error)
+    ended = time.time()
+    if dist.get_rank() == victim:
+        threading.Event().wait()
+    while not os.path.exists(death):
+        time.sleep(0.01)
+    return outcome, ended - float(Path(death).read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kills_at_random_moments(s3: tuple[Any, str], tmp_path: Path) -> None:
+    """The old or the new checkpoint is there, whole; the new one if a rank was told so. `stio gc` removes the rest."""
+    client, endpoint = s3
+    chance = random.Random(5)
+    outcomes = []
+    for number in range(10):
+        victim, moment = chance.randrange(3), chance.uniform(0, 1.6)
+        path, folder = f"s3://bucket/random-{number}", tmp_path / f"{number}"
+        folder.mkdir()
+        arguments = (endpoint, f"{folder}/death", victim, moment, path)
+        results = run_ranks(killed_at_some_time, 3, folder, *arguments, killed=[victim])
+        survivors = [result for result in results if result is not None]
+        assert max(late for _, late in survivors) < 4, (number, results)
+        loaded = sync.load(path)
+        is_new = loaded.keys() == {"w0", "w1", "w2", "w3"}
+        assert is_new or loaded["old"].tolist() == [1, 1, 1]
+        assert not is_new or all(bool((tensor == 7).all()) for tensor in loaded.values())
+        assert is_new or all(outcome != "saved" for outcome, _ in survivors), (number, results)
+        done = CliRunner().invoke(main, ["gc", path, "--max-age", "0"])
+        assert done.exit_code == 0, done.output
+        assert len(keys(client, f"random-{number}/")) == (5 if is_new else 3)
+        assert uploads(client) == []
+        outcomes.append((victim, moment, is_new, survivors))
+    assert {is_new for _, _, is_new, _ in outcomes} == {False, True}, outcomes
