@@ -44,7 +44,7 @@ def main(options: argparse.Namespace) -> int:
     places = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path("build").absolute()]
     place, is_disk = disk_directory([options.dir] if options.dir else places)
     if not is_disk:
-        print(f"files in {place} cannot be evicted from memory (a tmpfs?), so nothing is read from a disk")
+        print(f"files in {place} stay in memory (a tmpfs?): nothing is read from a disk")
     with tempfile.TemporaryDirectory(dir=place, prefix="stio-demo-") as name:
         home = Path(name)
         path = options.path or make_checkpoint(home, options.size_mb)
