@@ -17,17 +17,28 @@ import torch.multiprocessing as mp
 
 MOST_SECONDS = 120
 
-PRELOADED = ["stio.distributed", "stio.sync", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+PRELOADED = [
+    "stio.distributed",
+    "stio.sync",
+    "torch._dynamo",  # the first use of a `DTensor` imports it
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+]
 """Modules that the server imports once, before it forks ranks: an import of torch in each would take seconds."""
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, folder: Path, *arguments: Any, killed: Collection[int] = ()
+    function: Callable[..., Any],
+    num_ranks: int,
+    folder: Path,
+    *arguments: Any,
+    killed: Collection[int] = (),
+    over_tcp: bool = False,
 ) -> list[Any]:
     """Call a function in processes of their own, which can send to each other; return what it returned in each.
 
     Ranks in `killed` end by SIGKILL, at the latest when all others have ended; their result is None. The store is a
-    file, or with `killed` on the first rank.
+    file, or with `killed` and `over_tcp` on the first rank.
 
     Raises:
         AssertionError: It raised in one of them; the text has all tracebacks.
@@ -36,7 +47,7 @@ def run_ranks(
     results.mkdir()
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    meeting = f"tcp://127.0.0.1:{free_port()}" if killed else f"file://{results}/meeting"
+    meeting = f"tcp://127.0.0.1:{free_port()}" if killed or over_tcp else f"file://{results}/meeting"
     processes = [
         context.Process(target=_run, args=(function, rank, num_ranks, meeting, str(results), arguments))
         for rank in range(num_ranks)

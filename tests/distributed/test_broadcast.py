@@ -437,7 +437,8 @@ def killed_rank(url: str, victim: int) -> tuple[str, str, tuple[int, ...], float
 
     with pytest.raises(RankError) as raised:
         sync.distributed.load_into(Large(), f"{url}/slow.safetensors", budget_bytes=8 << 20, progress=on_progress)
-    return type(raised.value).__name__, str(raised.value), raised.value.ranks, time.monotonic() - begin[0]
+    seconds = time.monotonic() - begin[0] if begin[0] else 0.0  # the victim may have been faster
+    return type(raised.value).__name__, str(raised.value), raised.value.ranks, seconds
 
 
 @pytest.mark.parametrize("victim", [2, pytest.param(0, marks=pytest.mark.slow)])
