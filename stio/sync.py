@@ -127,8 +127,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module("stio.distributed")
     found = {name: getattr(module, name) for name in module.__all__}
-    globals()[name] = SimpleNamespace(**{name: _public_twin(one) for name, one in found.items()})
-    return globals()[name]
+    twins = SimpleNamespace(**{name: _public_twin(one) for name, one in found.items()})
+    return globals().setdefault(name, twins)  # of several threads one makes the classes that all get
 
 
 def _public_twin(public: Any) -> Any:

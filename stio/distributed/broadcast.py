@@ -44,7 +44,7 @@ from stio.format.broadcast_plan import (
 )
 from stio.format.gil_slices import row_slices
 from stio.format.header import Header
-from stio.loading.body import carry_out
+from stio.loading.body import Target, carry_out
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
@@ -129,7 +129,7 @@ class _Decision(msgspec.Struct, array_like=True):
 def fill_shared(
     operation: Operation[Any],
     opened: OpenCheckpoint,
-    target: ModuleTarget,
+    target: Target,
     names: list[str],
     *,
     ranks: Ranks,
@@ -143,7 +143,7 @@ def fill_shared(
     Args:
         operation: The operation of the load, on whose thread this runs.
         opened: The checkpoint.
-        target: The module, compared with the checkpoint.
+        target: The module, compared with the checkpoint. Of another target nothing is filled.
         names: Names to load.
         ranks: The ranks.
         options: Options of the load.
@@ -157,7 +157,7 @@ def fill_shared(
     operation.on_cancel(ranks.wake)
     with traced(options.trace, "agree"):
         plan = agree(operation, opened, target, names, ranks=ranks, options=options, broadcast=broadcast)
-    if plan is None:
+    if plan is None or not isinstance(target, ModuleTarget):
         return names
     sent = plan.names
     with closing(_Reading(opened, plan.chunks, ranks.rank, options)) as read:
@@ -174,7 +174,7 @@ def fill_shared(
 def agree(
     operation: Operation[Any],
     opened: OpenCheckpoint,
-    target: ModuleTarget,
+    target: Target,
     names: Sequence[str],
     *,
     ranks: Ranks,
@@ -192,7 +192,7 @@ def agree(
     if broadcast is True and not dist.is_gloo_available():
         raise ValueError("broadcast=True needs a torch with Gloo, and this one has none; pass broadcast=False")
     takes_part = broadcast is True or (broadcast == "auto" and _may_pay(opened, options))
-    if ranks.num_ranks == 1 or not takes_part:
+    if ranks.num_ranks == 1 or not takes_part or not isinstance(target, ModuleTarget):
         ranks.share("need", b"")
         if ranks.rank == 0:
             ranks.share("decision", b"")

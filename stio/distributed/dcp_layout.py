@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from stio.device.describe import LazyTensor, describe_tensors
-from stio.distributed.torch_private import NamePath, nested_state
+from stio.distributed.torch_private import NamePath, local_memory, nested_state
 from stio.errors import MismatchError, printable
 from stio.format.header_build import LATE_BYTES, with_late_tensor
 from stio.format.placements import ByteRange, byte_ranges
@@ -205,7 +205,7 @@ def resolved(name: str, item: WriteItem, resolve: Callable[[WriteItem], Any]) ->
         MismatchError: It is another one than the item says.
     """
     assert item.tensor_data is not None
-    tensor: torch.Tensor = resolve(item).detach()
+    tensor = local_memory(resolve(item)).detach()
     expected = f"{str(item.tensor_data.properties.dtype).removeprefix('torch.')} {list(item.tensor_data.chunk.sizes)}"
     found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     if found != expected:

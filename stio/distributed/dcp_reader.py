@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +34,7 @@ from torch.futures import Future
 
 from stio.device.tensors import TORCH_DTYPES, require_dtypes, torch_shape
 from stio.distributed.parts import part_of
+from stio.distributed.same_checkpoint import describe_opened, require_same
 from stio.errors import ClosedError, MismatchError, StioError, printable
 from stio.format.state_tree import STATE_KEY, Reference
 from stio.loading.api import fill_from
@@ -165,11 +166,18 @@ class StioStorageReader(StorageReader):
             raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
-        return plan
+        """Return the plan, with what the coordinator compares."""
+        opened = self._opened
+        return plan if opened is None else replace(plan, storage_data=describe_opened(opened.checkpoint, self._path))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans as they are.
+
+        Raises:
+            ChangedDuringReadError: The checkpoint was replaced while ranks opened it.
+        """
+        found = [plan.storage_data if isinstance(plan.storage_data, bytes) else b"" for plan in plans]
+        require_same(found, path=self.checkpoint_id)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from stio.device.copy_out import Readiness, copy_out
 from stio.device.describe import describe_tensors
 from stio.device.tensors import tensors_in
-from stio.distributed.torch_private import with_local
+from stio.distributed.torch_private import local_memory, with_local
 from stio.format.sharding import TensorSource
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation
@@ -58,7 +58,7 @@ class StioStager(AsyncStager):
             DeviceError: A copy failed.
         """
         tensors = {id(tensor): tensor for tensor in _tensors_of(state_dict)}
-        locals_of = {key: _local_of(tensor) for key, tensor in tensors.items()}
+        locals_of = {key: local_memory(tensor) for key, tensor in tensors.items()}
         by_text = {str(key): tensor for key, tensor in locals_of.items()}
         ready = Readiness.now(by_text)
         copied = Operation(partial(self._copy, by_text, ready), name="stage").result()
@@ -150,8 +150,3 @@ def _tensors_of(state: object) -> Iterator[torch.Tensor]:
         elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
             seen.add(id(value))
             ahead += value.values() if isinstance(value, Mapping) else value
-
-
-def _local_of(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor

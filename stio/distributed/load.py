@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -11,12 +11,15 @@ from torch.distributed.fsdp import FSDPModule
 from stio.distributed.broadcast import Broadcast, fill_shared
 from stio.distributed.parts import part_of
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
+from stio.distributed.same_checkpoint import describe_opened, require_same
 from stio.loading.api import fill_from
 from stio.loading.body import Target
 from stio.loading.module import LoadReport, ModuleTarget
 from stio.loading.nested import StateTarget
+from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
 from stio.runtime.limits import Limits
+from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
 
@@ -73,7 +76,7 @@ async def load_into(
         broadcast: Whether of tensors that several ranks need each rank reads a part and sends it to the others, so that
             no byte is read twice: replicated tensors, copies of HSDP, parts of inner dimensions. `"auto"`: if the
             source is behind a network and most ranks need most of these tensors; not with a `DiskCache`. Files of this
-            machine are read faster by each rank. All ranks must pass the same.
+            machine are read faster by each rank. All ranks must pass the same. Has no effect on a nested state.
         process_group: The ranks that call this. None: all ranks of the default group.
         rank_timeout: Seconds without a sign of life of a rank, after which the load fails on all others.
 
@@ -85,6 +88,7 @@ async def load_into(
         ValueError: An argument has a wrong value, or `broadcast` differs between ranks.
         MismatchError: Target and checkpoint differ, a tensor is on `meta`, or a placement cannot be loaded.
         FormatError: The nested state in the checkpoint is malformed.
+        ChangedDuringReadError: The checkpoint was replaced while ranks opened it.
         RankError: The load failed on another rank, whose error is `__cause__`.
         StioError: See `stio.load`.
     """
@@ -103,9 +107,17 @@ async def load_into(
         )
         if not (isinstance(broadcast, bool) or broadcast == "auto"):
             raise ValueError(f"broadcast= takes True, False or 'auto', not {broadcast!r}")
-        shared = partial(fill_shared, ranks=ranks, options=options, broadcast=broadcast)
-        report = await fill_from(source, _filled(target), options, on_begin=ranks.on_failure, fill_first=shared)
-        await ranks.arrive("loaded")
+        opened_as = b""
+
+        def fill_first(
+            operation: Operation[Any], opened: OpenCheckpoint, target: Target, names: list[str]
+        ) -> list[str]:
+            nonlocal opened_as
+            opened_as = describe_opened(opened, source)
+            return fill_shared(operation, opened, target, names, ranks=ranks, options=options, broadcast=broadcast)
+
+        report = await fill_from(source, _filled(target), options, on_begin=ranks.on_failure, fill_first=fill_first)
+        require_same(await ranks.arrive("loaded", opened_as), path=report.path)
         return report
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from stio.distributed.torch_private import local_memory
 from stio.errors import MismatchError, printable
 from stio.format.placements import Cut, local_part
 from stio.loading.module import Part
@@ -22,9 +23,7 @@ def part_of(name: str, tensor: torch.Tensor) -> Part | None:
     """
     if not isinstance(tensor, DTensor):
         return None
-    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    with torch.no_grad():
-        local = tensor.to_local()
+    mesh, shape, local = tensor.device_mesh, tuple(tensor.shape), local_memory(tensor)
     if mesh.get_coordinate() is None:  # this rank is not in the mesh, and holds nothing
         return Part(local.new_empty([0] * len(shape)), shape, tuple(slice(0, 0) for _ in shape))
     try:

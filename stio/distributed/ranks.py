@@ -12,16 +12,17 @@ has the store, its end closes the store, which all notice at once.
 Ranks make their objects in the same order: the number of an object is a part of its keys. It counts from the start of
 the group, and a count of such starts is in the store: after all groups were destroyed, a rank may go on in a new group
 with one that has just begun. Objects that are made on threads of others, in any order, have a key that one rank has
-chosen.
+chosen. So each call on all ranks has to be the same one; a load beside a save is an error on all of them.
 """
 
 from __future__ import annotations
 
 import base64
+import itertools
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -57,6 +58,12 @@ a store that has ended."""
 
 _KEPT_ROUNDS = 8
 """Number of objects whose keys are kept: a rank that is late still finds the failure of an older one."""
+
+MOST_VALUE_BYTES = 4 << 20
+"""Longest value to share: torch's store closes a connection over which a value of more than 8 MiB comes."""
+
+_MOST_CHARACTERS, _MOST_PICKLED_BYTES = 4096, 1 << 20
+"""What is sent of an error."""
 
 
 @dataclass(slots=True)
@@ -95,8 +102,8 @@ class _Connection:
 class _Group:
     """What this process knows of a process group as long as that exists."""
 
-    num_objects: int = 0
-    """How many objects were made."""
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    """The numbers of the objects that are made; each comes once, also on several threads."""
     start: int = 0
     """How many groups of these ranks and of this name had begun in the store, with this one; 0: not known yet."""
     lock: Any = field(default_factory=new_lock)
@@ -123,9 +130,8 @@ class Ranks:
         exit_patience: Seconds that the interpreter's exit waits for the end of what they do.
 
     Raises:
-        TypeError: The timeout is no number.
-        ValueError: The timeout is not positive, or longer than a thread can wait; or this process is not a member of
-            the group.
+        ValueError: This process is not a member of the group. A wrong timeout is refused by `require_valid`, and when
+            the object is entered: the other ranks have to learn of it.
     """
 
     def __init__(
@@ -137,11 +143,8 @@ class Ranks:
         key: str | None = None,
         exit_patience: float = 0.0,
     ) -> None:
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-            raise TypeError(f"rank_timeout= takes a number of seconds, not {timeout!r}")
-        if not 0 < timeout <= TIMEOUT_MAX:  # also False for NaN
-            raise ValueError(f"rank_timeout= takes a positive number of seconds, at most {TIMEOUT_MAX:.0f}")
-        self._about, self._timeout = about, timeout
+        self._refused = _why_refused(timeout)
+        self._about, self._timeout = about, RANK_TIMEOUT_SECONDS if self._refused else timeout
         self.rank, self.num_ranks = 0, 1
         self._store: Store | None = None
         self._prefix = "" if key is None else f"stio/{key}"
@@ -152,9 +155,7 @@ class Ranks:
         if self.num_ranks > 1:
             self._store, group = store_of(process_group)
             self._group = _groups.setdefault(group, _Group())
-            if key is None:
-                self._group.num_objects += 1
-            self._number = self._group.num_objects
+            self._number = next(self._group.numbers) if key is None else -1
         self.process_group = process_group
         """The ranks; None: those of the default group."""
         self.failure: RankError | None = None
@@ -174,12 +175,22 @@ class Ranks:
             self._watch, name="ranks", about=about, notifier=self._notifier, exit_patience=exit_patience
         )
         self._signs = {other: _Sign() for other in (range(1, self.num_ranks) if self.rank == 0 else (0,))}
-        self.sign_seconds = min(0.5, timeout / 8) * max(1.0, self.num_ranks / 250)
+        self.sign_seconds = min(0.5, self._timeout / 8) * max(1.0, self.num_ranks / 250)
         """Seconds between two signs of life of a rank, which are its values of the name "sign"."""
         self._next_sign, self._num_signs = 0.0, 0
         self._looked = time.monotonic()  # when the store has answered last
         self._is_connected = False
         self._served = False  # whether the thread of the requests has ended
+
+    def require_valid(self) -> None:
+        """Require that the arguments were valid.
+
+        Raises:
+            TypeError: The timeout is no number.
+            ValueError: The timeout is not positive, or longer than a thread can wait.
+        """
+        if self._refused is not None:
+            raise self._refused
 
     def on_failure(self, cancel: Callable[[], None]) -> None:
         """Call a function when another rank has failed; at once if one has. It must take no lock.
@@ -295,8 +306,13 @@ class Ranks:
 
     async def __aenter__(self) -> Self:
         if self._store is not None:
-            self._looked = time.monotonic()
+            self._looked = now = time.monotonic()
+            for sign in self._signs.values():  # this object may have been made long ago
+                sign.seen = now
             self._watcher.start()
+        if self._refused is not None:
+            await self.__aexit__(type(self._refused), self._refused, None)
+            raise self._refused
         return self
 
     async def __aexit__(
@@ -355,7 +371,7 @@ class Ranks:
                         self._changed.wait(pause if self._requests else _LONGEST_PAUSE)
             self._leave(store)
             self._forget_old_keys(connection)
-        except RuntimeError as error:  # DistError and its subclasses
+        except Exception as error:  # DistError and its subclasses; nothing may be raised on this thread
             self._fail_without_store(error)
         finally:
             self._served = True
@@ -371,7 +387,7 @@ class Ranks:
                 self._fail_without_store(error)
                 self._changed.wake()
 
-    def _fail_without_store(self, error: RuntimeError) -> None:
+    def _fail_without_store(self, error: Exception) -> None:
         reason = printable(str(error).partition("\n")[0])
         failure = RankError(
             f"the store of the process group does not answer: the rank that holds it may have ended ({reason})"
@@ -407,18 +423,29 @@ class Ranks:
         now = time.monotonic()
         self._next_sign = now + self.sign_seconds
         self._num_signs += 1
-        self._set(store, f"sign/{self.rank}", str(self._num_signs).encode())
+        self._set(store, f"sign/{self.rank}", f"{self._num_signs} {self._about}".encode())
         silent = []
         for other, sign in self._signs.items():
             key = f"sign/{other}"
             value = store.get(key) if store.check([key]) else b""
             if value != sign.value:
+                if not sign.value:
+                    self._require_same_call(store, other, value.partition(b" ")[2].decode())
                 sign.value, sign.seen = value, now
             elif now - sign.seen > self._timeout and not store.check([f"left/{other}"]):
                 silent.append(other)
         if silent and self.failure is None:
             never = [other for other in silent if not self._signs[other].value]
             self._tell(store, _Failure(self.rank, tuple(silent), self._why_silent(silent, never)))
+
+    def _require_same_call(self, store: Store, other: int, about: str) -> None:
+        """Tell a failure if another rank has begun something else: each would wait for the other one for ever."""
+        if about != self._about:
+            text = (
+                f"rank {self.rank} has begun a {self._about}, and rank {other} a {about}; all ranks of a process group "
+                "must make the same calls in the same order"
+            )
+            self._tell(store, _Failure(self.rank, tuple(sorted((self.rank, other))), text))
 
     def _why_silent(self, silent: list[int], never: list[int]) -> str:
         if never == silent:
@@ -438,11 +465,9 @@ class Ranks:
             return
         cause: BaseException | None = None
         if failure.pickled is not None:
-            try:
+            with suppress(Exception):  # its class is not known here; the text says what it was
                 cause = pickle.loads(base64.b64decode(failure.pickled))
-            except Exception:  # its class is not known here; the text says what it was
-                cause = None
-        self._fail(RankError(failure.text, ranks=failure.ranks), cause)
+        self._fail(RankError(failure.text, ranks=failure.ranks), cause if isinstance(cause, BaseException) else None)
 
     def _fail(self, failure: RankError, cause: BaseException | None = None) -> None:
         if self._served or self.failure is not None:
@@ -504,17 +529,39 @@ def _own_connection(store: Store) -> Store:
     return store if clone is None else clone()
 
 
+def _why_refused(timeout: object) -> Exception | None:
+    """Return the error for a timeout, None if it can be used."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        return TypeError(f"rank_timeout= takes a number of seconds, not {timeout!r}")
+    if not 0 < timeout <= TIMEOUT_MAX:  # also False for NaN
+        return ValueError(f"rank_timeout= takes a positive number of seconds, at most {TIMEOUT_MAX:.0f}")
+    return None
+
+
 def _described(rank: int, about: str, error: BaseException) -> _Failure:
     kind = type(error).__name__
     if isinstance(error, Exception):
-        text = f"the {about} failed on rank {rank}: {kind}: {error}"
+        text = f"the {about} failed on rank {rank}: {kind}: {_text_of(error)}"
     else:
         text = f"the {about} was cancelled on rank {rank} ({kind})"
-    try:
-        pickled = base64.b64encode(pickle.dumps(error)).decode() if isinstance(error, Exception) else None
-    except Exception:  # a class of the program's own may not pickle
+    pickled = None
+    if isinstance(error, Exception):
+        with suppress(Exception):  # a class of the program's own may not pickle
+            pickled = base64.b64encode(pickle.dumps(error)).decode()
+    if pickled is not None and len(pickled) > _MOST_PICKLED_BYTES:
         pickled = None
     return _Failure(rank, (rank,), text, pickled)
+
+
+def _text_of(error: Exception) -> str:
+    """Return the text of an error in a form that can be sent."""
+    try:
+        text = str(error)
+    except Exception as own:  # the class may be the program's own
+        text = f"its text cannot be made ({type(own).__name__})"
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[:_MOST_CHARACTERS]}... ({len(text):,} characters)"
+    return text.encode(errors="backslashreplace").decode()  # paths may have surrogates
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ from stio.runtime.hashing import HashName
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
 from stio.saving import api
-from stio.saving.api import WhenFull
+from stio.saving.api import MakeOptions, WhenFull
 from stio.saving.nested import flatten
 from stio.saving.options import (
     DEFAULT_PATTERN,
@@ -106,6 +106,7 @@ async def save(
     """
     ranks = _ranks(process_group, rank_timeout)
     try:
+        ranks.require_valid()
         options = SaveOptions(
             max_shard_size=max_shard_size,
             metadata=metadata,
@@ -201,14 +202,14 @@ class Saver(api.Saver):
         )
         self._process_group, self._rank_timeout = process_group, rank_timeout
 
-    async def _save(self, tensors: object, destination: DestinationLike, options: SaveOptions) -> PendingSave:
-        return await self._begin_on_ranks(tensors, destination, options, nested=None)
+    async def _save(self, tensors: object, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:
+        return await self._begin_on_ranks(tensors, destination, make_options, nested=None)
 
-    async def _save_state(self, state: object, destination: DestinationLike, options: SaveOptions) -> PendingSave:
-        return await self._begin_on_ranks(state, destination, options, nested=True)
+    async def _save_state(self, state: object, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:
+        return await self._begin_on_ranks(state, destination, make_options, nested=True)
 
     async def _begin_on_ranks(
-        self, state: object, destination: DestinationLike, options: SaveOptions, *, nested: bool | None
+        self, state: object, destination: DestinationLike, make_options: MakeOptions, *, nested: bool | None
     ) -> PendingSave:
         ranks = _ranks(self._process_group, self._rank_timeout)
         made: list[ShardedSave] = []
@@ -227,7 +228,9 @@ class Saver(api.Saver):
             made[:] = [save]
             return save
 
-        try:
+        try:  # the other ranks learn of wrong options too
+            ranks.require_valid()
+            options = make_options()
             return await self._begin(make, destination, options)
         except BaseException:
             if not any(save.told for save in made):

@@ -21,7 +21,7 @@ import torch
 
 from stio.device.describe import LazyTensor
 from stio.distributed.layout import Layout, Share, difference, merged
-from stio.distributed.ranks import Ranks
+from stio.distributed.ranks import MOST_VALUE_BYTES, Ranks
 from stio.errors import MismatchError, printable
 from stio.format.sharding import TensorSource
 from stio.format.shared import resolve_shared
@@ -156,7 +156,7 @@ class ShardedSave(PendingSave):
         }
         found["the option max_shard_size"] = repr(self._max_shard_bytes)
         found["the destination"] = str(self._absolute_destination)
-        for key, text in (options.metadata or {}).items():
+        for key, text in sorted((options.metadata or {}).items()):
             what = "what is no tensor" if key == STATE_KEY else f"the metadata under {printable(key)!r}"
             found[what] = self._tree_digest or text if key == STATE_KEY else text
         return found
@@ -188,14 +188,15 @@ class ShardedSave(PendingSave):
     def _raise_difference(self, layout: Layout, others: Sequence[int]) -> None:
         rank = self._ranks.rank
         if rank == 0:
-            self._ranks.share("described", zlib.compress(json.dumps(list(layout.described().items())).encode()))
+            described = zlib.compress(json.dumps(list(layout.described().items())).encode())
+            self._ranks.share("described", described if len(described) <= MOST_VALUE_BYTES else b"")
         if rank != others[0]:
             run_blocking(self._ranks.fetch("difference", of=others[0]))  # raises what that rank raises
-        theirs = dict(json.loads(zlib.decompress(run_blocking(self._ranks.fetch("described")))))
-        raise MismatchError(
-            f"the ranks do not save the same: {difference(layout.described(), theirs, rank)}",
-            path=str(self.destination),
-        )
+        described = run_blocking(self._ranks.fetch("described"))
+        text = f"names, shapes, options or metadata of rank {rank} differ from those of rank 0"
+        if described:
+            text = difference(layout.described(), dict(json.loads(zlib.decompress(described))), rank)
+        raise MismatchError(f"the ranks do not save the same: {text}", path=str(self.destination))
 
     # The transaction.
 

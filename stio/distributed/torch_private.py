@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint import _nested_dict
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.tensor import DTensor
@@ -48,3 +49,10 @@ def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """
     made: Callable[..., DTensor] = DTensor
     return made(local, tensor._spec, requires_grad=False)
+
+
+def local_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, without a gradient; waits for the collective call that makes it."""
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local

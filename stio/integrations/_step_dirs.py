@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -57,7 +58,8 @@ def _checkpoints(directory: str | os.PathLike[str], *, until: int | None = None)
     for name in os.listdir(directory) if os.path.isdir(directory) else []:
         match, path = _NAME.fullmatch(name), os.path.join(directory, name)
         if match is not None and (until is None or int(match[1]) <= until) and os.path.isdir(path):
-            found.append((int(match[1]), path, set(os.listdir(path))))
+            with suppress(FileNotFoundError, PermissionError):  # removed meanwhile, or another user's
+                found.append((int(match[1]), path, set(os.listdir(path))))
     # Trainer writes its state last: a checkpoint without it is incomplete.
     return [(path, names) for _, path, names in sorted(found, key=lambda one: one[0]) if TRAINER_STATE in names]
 
@@ -149,8 +151,11 @@ class PublishedSave(JoinedSave):
         def publish(operation: Operation[None]) -> None:
             self._publish(operation)
             when_durable(os.path.join(self._all, f"checkpoint-{self._step}"))
-            if keep_last:
-                self._delete_old(keep_last, protected())
+            if keep_last is not None:
+                try:
+                    self._delete_old(keep_last, protected())
+                except OSError as error:  # the new checkpoint is durable
+                    log(logging.WARNING, "old checkpoints could not be deleted: %s", error)
 
         operation = Operation(publish, name="publish", exit_patience=EXIT_PATIENCE_SECONDS)
         self._operation = operation.start()

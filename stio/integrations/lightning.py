@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -34,9 +35,12 @@ import torch
 from stio import sync
 from stio.errors import FormatError, StioError, install_command
 from stio.format.state_tree import STATE_KEY
+from stio.integrations._processes import exchange
 from stio.integrations._random import random_states, set_random_states
 from stio.integrations._tagged import from_plain, to_plain
+from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Operation
+from stio.saving.nested import flatten
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
 from stio.storage.commit.retention import WrittenFiles, describe_file, remove_checkpoint
 from stio.storage.commit.target import OneFile
@@ -141,7 +145,25 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         """
         if storage_options is not None:
             raise TypeError("StioCheckpointIO takes no storage_options; give keywords of stio.save to the class")
+        self._save(checkpoint, path, on_ranks=False)
+
+    def save_on_ranks(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        """Save a checkpoint whose tensors are sharded over ranks; all of them call this. See `save_checkpoint`."""
+        self._save(checkpoint, path, on_ranks=True)
+
+    def collect(self) -> None:
+        """Wait for saves under way.
+
+        Raises:
+            StioError: A save failed, and its error was not raised yet.
+        """
+        self._collect(wait=True)
+
+    def _save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], *, on_ranks: bool) -> None:
         file = _local(path)
+        if on_ranks != self._on_ranks:  # the savers of both are not the same
+            self.teardown()
+            self._on_ranks = on_ranks
         self._collect(wait=self._on_ranks)
         self._keep(file)
         self._require_random_states(checkpoint)
@@ -157,8 +179,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
                 self._saver = self._new_saver()
             self._under_way.append(_Save(self._saver.save_state(state, OneFile(file)), file))
         except TypeError as error:
-            if "hyper_parameters" in str(error):
-                error.add_note("save_hyperparameters(ignore=[...]) leaves it out of the checkpoint")
+            _advise(error)
             raise
 
     def load_checkpoint(
@@ -221,11 +242,6 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             saver, self._saver = self._saver, None
             if saver is not None:
                 saver.close()
-
-    def save_on_ranks(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        """Save a checkpoint whose tensors are sharded over ranks; all of them call this. See `save_checkpoint`."""
-        self._on_ranks = True
-        self.save_checkpoint(checkpoint, path)
 
     def _new_saver(self) -> sync.Saver:
         saver = sync.distributed.Saver if self._on_ranks else sync.Saver
@@ -290,6 +306,9 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
     def _remove(self, file: str) -> None:
         """Delete a checkpoint of this object, or of an earlier process."""
         written = self._written.pop(file, None)
+        if os.path.isdir(file):
+            logger.warning("%s stays: it is a directory, and StioCheckpointIO saves files", file)
+            return
         if written is None:
             written = describe_file(file)
             if written.files and not _is_checkpoint(file):
@@ -310,12 +329,30 @@ class StioModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]  #
     Args:
         *arguments: See `lightning.pytorch.strategies.ModelParallelStrategy`.
         checkpoint_io: Saves; by default `StioCheckpointIO()`. One among the plugins of the trainer has priority.
-        **keywords: See `lightning.pytorch.strategies.ModelParallelStrategy`.
+        **keywords: See `lightning.pytorch.strategies.ModelParallelStrategy`. `save_distributed_checkpoint` has no
+            effect: a checkpoint is one file, and is not gathered.
     """
 
     def __init__(self, *arguments: Any, checkpoint_io: StioCheckpointIO | None = None, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        self._save_distributed_checkpoint = True  # each rank has what it holds, and not the first one all
         self.checkpoint_io = StioCheckpointIO() if checkpoint_io is None else checkpoint_io
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up as Lightning does.
+
+        Raises:
+            TypeError: The trainer has another plugin for checkpoints than `StioCheckpointIO`.
+        """
+        self._plugin()
+        super().setup(trainer)
+
+    def _plugin(self) -> StioCheckpointIO:
+        found = _unwrapped(self.checkpoint_io)
+        if found is None:
+            kind = type(self.checkpoint_io).__name__
+            raise TypeError(f"StioModelParallelStrategy saves by StioCheckpointIO, and not by the plugin {kind}")
+        return found
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
@@ -323,9 +360,21 @@ class StioModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]  #
         """Save a checkpoint; all ranks call this. See `StioCheckpointIO.save_checkpoint`."""
         if storage_options is not None:
             raise TypeError("StioModelParallelStrategy takes no storage_options")
-        sharded = {key: checkpoint.pop(key) for key in _SHARDED if key in checkpoint}
-        path, rest = self.broadcast((os.fspath(filepath), checkpoint))
-        self.checkpoint_io.save_on_ranks({**rest, **sharded}, path)
+        plugin = self._plugin()
+        sharded = {key: value for key, value in checkpoint.items() if key in _SHARDED}
+        rest = {key: value for key, value in checkpoint.items() if key not in _SHARDED}
+        failed: Exception | None = None
+        sent = b""
+        try:
+            plugin.collect()
+            if self.global_rank == 0:
+                run_blocking(flatten(to_plain(rest), None))  # names what cannot be saved
+                sent = pickle.dumps((os.fspath(filepath), rest))
+        except Exception as error:  # raised on all ranks
+            _advise(error)
+            failed = error
+        path, of_first = pickle.loads(exchange(self.world_size, failed, sent)[0])
+        plugin.save_on_ranks({**of_first, **sharded}, path)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -338,7 +387,13 @@ class StioModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]  #
         state_dict = import_module("torch.distributed.checkpoint.state_dict")
         # Each rank copies its part out of mapped files.
         whole = state_dict.StateDictOptions(full_state_dict=True, strict=self.lightning_module.strict_loading)
-        checkpoint: dict[str, Any] = self.checkpoint_io.load_checkpoint(path)
+        failed: Exception | None = None
+        checkpoint: dict[str, Any] = {}
+        try:
+            checkpoint = self._plugin().load_checkpoint(path)
+        except Exception as error:  # raised on all ranks
+            failed = error
+        exchange(self.world_size, failed)
         state_dict.set_model_state_dict(self.model, checkpoint.pop("state_dict"), options=whole)
         for optimizer, saved in zip(self.optimizers, checkpoint.pop("optimizer_states", ()), strict=False):
             state_dict.set_optimizer_state_dict(self.model, optimizer, saved, options=whole)
@@ -366,10 +421,7 @@ class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the states of all ranks."""
-        plugin = trainer.strategy.checkpoint_io
-        while not isinstance(plugin, StioCheckpointIO) and hasattr(plugin, "checkpoint_io"):
-            plugin = plugin.checkpoint_io  # it is wrapped
-        if not isinstance(plugin, StioCheckpointIO) or _RANDOM in checkpoint:
+        if _unwrapped(trainer.strategy.checkpoint_io) is None or _RANDOM in checkpoint:
             return
         states = [random_states()]
         if trainer.world_size > 1 and torch.distributed.is_initialized():
@@ -419,6 +471,18 @@ class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed
             set_random_states(self._restored)
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise FormatError(f"the checkpoint holds random generators of another form: {error}") from error
+
+
+def _unwrapped(plugin: Any) -> StioCheckpointIO | None:
+    """Return stio's plugin, which may be inside others; None if it is another one."""
+    while not isinstance(plugin, StioCheckpointIO) and hasattr(plugin, "checkpoint_io"):
+        plugin = plugin.checkpoint_io
+    return plugin if isinstance(plugin, StioCheckpointIO) else None
+
+
+def _advise(error: Exception) -> None:
+    if isinstance(error, TypeError) and "hyper_parameters" in str(error):
+        error.add_note("save_hyperparameters(ignore=[...]) leaves it out of the checkpoint")
 
 
 def _load(file: str, map_location: Any) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import pickle
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -38,6 +37,7 @@ from torch import nn
 from stio import sync
 from stio.errors import CheckpointNotFoundError, MismatchError, StioError, install_command
 from stio.integrations._hub_pushes import HubPushes
+from stio.integrations._processes import exchange
 from stio.integrations._random import random_states, set_random_states
 from stio.integrations._step_dirs import (
     STATE_NAME,
@@ -76,6 +76,8 @@ _BATCHES = "get_batch_samples"
 
 _LOAD_CHECKPOINT, _LOAD_BEST = "_load_from_checkpoint", "_load_best_model"
 """Methods of Trainer that load weights; under FSDP they read files of accelerate only."""
+
+_REPLACED = (_BATCHES, _LOAD_CHECKPOINT, _LOAD_BEST)
 
 _STATE_KEY = "stio"
 """Key among the states of callbacks in `trainer_state.json`: the optimizer is in `STATE_NAME`."""
@@ -181,6 +183,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             trainer.add_callback(self)
         found = self._newest(trainer.args) if checkpoint is None else os.fspath(checkpoint)
         self._trainer, self._resume_from = trainer, found
+        own = {name: vars(trainer)[name] for name in _REPLACED if name in vars(trainer)}
         if getattr(trainer, "is_fsdp_enabled", False):
             _load_weights_by_stio(trainer)
         try:
@@ -193,22 +196,29 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             raise
         finally:
             self._trainer = self._resume_from = self._random = None
-            for name in (_BATCHES, _LOAD_CHECKPOINT, _LOAD_BEST):
+            for name in _REPLACED:
                 vars(trainer).pop(name, None)
+            vars(trainer).update(own)
         return result
 
     def _newest(self, args: TrainingArguments) -> str | None:
         """Return the newest checkpoint that all processes see. All processes must call it."""
         directory = self._directory(args)
-        seen = [set(one) for one in _gather(args, resumable_checkpoints(directory))]
-        common = set.intersection(*seen)
+        found: list[str] = []
+        failed: Exception | None = None
+        try:
+            found = resumable_checkpoints(directory)
+        except Exception as error:  # raised on all processes
+            failed = error
+        seen = exchange(args.world_size, failed, found)
+        common = set.intersection(*map(set, seen))
         if not common and any(seen):
             raise MismatchError(
                 "some processes see a checkpoint and others do not; all of them need the same directory",
                 path=directory,
                 found=[len(one) for one in seen],
             )
-        return next((path for path in reversed(resumable_checkpoints(directory)) if path in common), None)
+        return next((path for path in reversed(found) if path in common), None)
 
     def wait(self) -> None:
         """Wait until the save under way is durable.
@@ -226,6 +236,20 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> TrainerControl:
         """Check for unsupported features; restore the optimizer if Trainer restored the model from our checkpoint."""
+        self._due, self._random = False, None
+        control = _plain(control)
+        failed: Exception | None = None
+        try:
+            self._begin_training(args, state, now)
+        except Exception as error:  # raised on all processes
+            failed = error
+        exchange(args.world_size, failed)
+        if self._complete and self._trainer is not None:
+            # Trainer would take a step before it checks for the end: it gets no batches.
+            setattr(self._trainer, _BATCHES, lambda *arguments, **keywords: ([], None))
+        return control
+
+    def _begin_training(self, args: TrainingArguments, state: TrainerState, now: Mapping[str, Any]) -> None:
         reason = (
             _unsupported_reason(args, state, now["model"])
             or self._unsupported_sharding(args, now["model"])
@@ -233,8 +257,6 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         )
         if reason:
             raise ValueError(f"StioCallback: {reason}")
-        self._due, self._random = False, None
-        control = _plain(control)
         self._savers = self._make_savers(sharded=_is_sharded(now["model"]))
         pushes = args.push_to_hub and state.is_world_process_zero and args.hub_strategy != "end"
         self._pushes = HubPushes(args) if pushes else None
@@ -242,10 +264,6 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._complete = 0 < state.max_steps <= state.global_step
         if state.stateful_callbacks.pop(_STATE_KEY, None) is not None:
             self._restore(args, state, now)
-        if self._complete and self._trainer is not None:
-            # Trainer would take a step before it checks for the end: it gets no batches.
-            setattr(self._trainer, _BATCHES, lambda *arguments, **keywords: ([], None))
-        return control
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
@@ -332,7 +350,10 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         try:
             if self._due:
                 self._save(args, state, control, now, at_epoch=float(state.epoch or 0).is_integer())
-            _exchange(args, self._failed())
+            failed = self._failed()
+            if self._pushes is not None and args.save_total_limit == 1:
+                self._pushes.wait()  # after this event Trainer itself deletes all checkpoints but the best one
+            exchange(args.world_size, failed)
         finally:
             self._savers.close()
         self._record_best(args, state)
@@ -379,7 +400,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """Start to save a checkpoint; return when its snapshot is complete. All processes must call it."""
         self._record_best(args, state)
         self._due = False
-        of_ranks = _exchange(args, self._failed(), random_states())
+        of_ranks = exchange(args.world_size, self._failed(), random_states())
         training = {"global_step": state.global_step, "at_epoch": at_epoch, "random": of_ranks}
         if self._trainer is not None:
             self._trainer.store_flos()  # gathers from all processes too
@@ -395,7 +416,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                     raise
                 failed = error
         if args.world_size > 1:
-            _exchange(args, failed)
+            exchange(args.world_size, failed)
 
     def _start(
         self,
@@ -429,14 +450,14 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                     published = stack.enter_context(self._begin(args, state, control, now))
             except Exception as error:  # raised on all processes
                 failed = error
-            path = _exchange(args, failed, published and published.path)[0]
+            path = exchange(args.world_size, failed, published and published.path)[0]
             save = published or stack.enter_context(JoinedSave(path))
             for start in starts:  # all of them: the other processes wait for this one in each
                 try:
                     save.add(start(path))
                 except Exception as error:
                     failed = failed or error
-            _exchange(args, failed)
+            exchange(args.world_size, failed)
         if published is None:
             self._publishing = save
         else:
@@ -487,7 +508,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         def protected() -> Collection[str]:
             return [*(pushes.under_way() if pushes is not None else ()), *([best] if best else ())]
 
-        keep_last = self._keep_last if self._keep_last is not None else args.save_total_limit
+        limit = self._keep_last if self._keep_last is not None else args.save_total_limit
+        keep_last = limit if limit is not None and limit > 0 else None  # Trainer: -1 and 0 keep all
         save.start(keep_last=keep_last, when_durable=push, protected=protected)
         self._publishing = save
 
@@ -512,7 +534,13 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if getattr(model, "is_distributed_loading_by_transformers", False):
             return "a model that transformers has sharded (DistributedConfig) needs Trainer's own saving"
         if not _is_sharded(model):
-            return "FSDP1, and FSDP of XLA, need Trainer's own saving" if getattr(args, "fsdp", None) else None
+            if getattr(args, "fsdp", None):
+                return "FSDP1, and FSDP of XLA, need Trainer's own saving"
+            return (
+                "a model with DTensors that FSDP2 has not made needs Trainer's own saving"
+                if _has_parts(model)
+                else None
+            )
         if _has_adapters(model):
             return "adapters under FSDP2 need Trainer's own saving"
         if args.save_on_each_node:
@@ -634,6 +662,11 @@ def _is_sharded(model: nn.Module) -> bool:
     return fsdp is not None and any(isinstance(one, fsdp.FSDPModule) for one in model.modules())
 
 
+def _has_parts(model: nn.Module) -> bool:
+    tensor = sys.modules.get("torch.distributed.tensor")  # whoever has sharded a model has imported it
+    return tensor is not None and any(isinstance(one, tensor.DTensor) for one in model.parameters())
+
+
 def _load_weights_by_stio(trainer: Trainer) -> None:
     """Let a trainer under FSDP load the weights of checkpoints in the hub's layout too."""
 
@@ -685,44 +718,3 @@ def _states_of(now: Mapping[str, Any]) -> dict[str, Any]:
 def _scaler_of(now: Mapping[str, Any]) -> Any:
     """Return the gradient scaler that accelerate attached to the optimizer, None if there is none."""
     return getattr(now["optimizer"], "scaler", None)
-
-
-def _gather(args: TrainingArguments, value: Any) -> list[Any]:
-    """Return the values of all processes, in order. All processes must call it."""
-    if args.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * args.world_size
-    torch.distributed.all_gather_object(values, value)
-    return values
-
-
-def _exchange(args: TrainingArguments, failed: Exception | None, value: Any = None) -> list[Any]:
-    """Return the values of all processes, in order. All processes must call it.
-
-    Args:
-        args: Those of the training.
-        failed: The error of this process.
-        value: The value of this process.
-
-    Raises:
-        Exception: The error of this process, or else the first error of another one.
-    """
-    found = _gather(args, (None if failed is None else _sendable(failed, args), value))
-    if failed is not None:
-        raise failed
-    for process, (error, _) in enumerate(found):
-        if error is not None:
-            error.add_note(f"process {process} raised it")
-            raise error
-    return [one for _, one in found]
-
-
-def _sendable(error: Exception, args: TrainingArguments) -> Exception:
-    """Return the error, or what describes it if another process cannot receive it."""
-    if args.world_size == 1:
-        return error
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # any class may be here
-        return StioError(f"{type(error).__name__}: {error}")
-    return error

@@ -40,8 +40,8 @@ T = TypeVar("T")
 Target: TypeAlias = ModuleTarget | StateTarget | PartsTarget
 """What a load fills: the tensors of a module, of a nested state, or other memory."""
 
-FillSome: TypeAlias = Callable[[Operation[Any], OpenCheckpoint, ModuleTarget, list[str]], list[str]]
-"""Fills some of a module's tensors by other means than a load of their own. Called on the operation's thread with the
+FillSome: TypeAlias = Callable[[Operation[Any], OpenCheckpoint, Target, list[str]], list[str]]
+"""Fills some of a target's tensors by other means than a load of their own. Called on the operation's thread with the
 names to load; returns those that remain."""
 
 
@@ -220,7 +220,7 @@ def _fill_module(
             names, _ = target.match(opened.dtypes_and_shapes(), opened.aliases, strict=options.strict, path=opened.path)
     if not verified:
         verify(operation, opened, options)
-    if fill_first is not None and isinstance(target, ModuleTarget):
+    if fill_first is not None:
         names = fill_first(operation, opened, target, names)
         if not names:
             return

@@ -34,6 +34,11 @@ _REFUSED = {
 }
 """Python modules whose classes are refused, with the reason in the error."""
 
+_WRAPPED = "_checkpoint_wrapped_module"
+_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_WRAPPER_HOOK = f"{_WRAPPERS}.ActivationWrapper._pre_load_state_dict_hook"
+"""The modules of `checkpoint_wrapper`, which private names of torch identify; see `_only_wraps`."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
@@ -194,10 +199,25 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     stack = [("", module)]
     while stack:
         prefix, part = stack.pop()
+        if _only_wraps(part):
+            stack.append((prefix, part._modules[_WRAPPED]))  # type: ignore[arg-type]  # it is there
+            continue
         yield prefix, part
         if part._modules:
             children = [(f"{prefix}{name}.", child) for name, child in part._modules.items() if child is not None]
             stack.extend(reversed(children))
+
+
+def _only_wraps(part: nn.Module) -> bool:
+    """Return whether this is a wrapper of activation checkpointing, whose hooks do nothing but leave it out of names.
+
+    Without this, the modules inside it would count as hooked, and could not be loaded when they are sharded.
+    """
+    if part._modules.keys() != {_WRAPPED} or part._parameters or part._buffers or len(part._state_dict_hooks) != 1:
+        return False
+    hooks = [*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values()]
+    strange = [hook for hook in hooks if not _is_of_fsdp(hook)]
+    return _is_from(type(part), _WRAPPERS) and [_origin(hook) for hook in strange] == [_WRAPPER_HOOK]
 
 
 def _is_from(kind: type[nn.Module], package: str) -> bool:
@@ -206,9 +226,13 @@ def _is_from(kind: type[nn.Module], package: str) -> bool:
 
 def _is_for_old_names(hook: object) -> bool:
     """Return whether a hook does nothing but accept names of `torch.nn.utils.weight_norm`."""
+    return _origin(hook) == "torch.nn.utils.parametrizations.weight_norm.<locals>._weight_norm_compat_hook"
+
+
+def _origin(hook: object) -> str:
+    """Return module and name of a hook's function."""
     function = getattr(hook, "hook", hook)
-    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-    return name == "torch.nn.utils.parametrizations.weight_norm.<locals>._weight_norm_compat_hook"
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
 
 
 def _is_of_fsdp(hook: object) -> bool:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 from weakref import WeakSet
@@ -47,6 +48,9 @@ from stio.saving.staging_pool import StagingPool
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 WhenFull: TypeAlias = Literal["wait", "error"]
+
+MakeOptions: TypeAlias = Callable[[], SaveOptions]
+"""Returns the options of a save; raises for wrong ones."""
 
 
 async def save(
@@ -270,7 +274,8 @@ class Saver:
             SaveInProgressError: As many saves as allowed are under way, and `when_full="error"`.
             StioError: This save failed before its snapshot was complete, or an earlier one failed and was not awaited.
         """
-        options = self._options.with_changes(
+        make_options = partial(
+            self._options.with_changes,
             max_shard_size=max_shard_size,
             metadata=metadata,
             filename_pattern=filename_pattern,
@@ -284,7 +289,7 @@ class Saver:
             trace=trace,
             switch_interval=switch_interval,
         )
-        return await self._save(tensors, destination, options)
+        return await self._save(tensors, destination, make_options)
 
     async def save_state(
         self,
@@ -325,7 +330,8 @@ class Saver:
         Raises:
             StioError: See `save`.
         """
-        options = self._options.with_changes(
+        make_options = partial(
+            self._options.with_changes,
             max_shard_size=max_shard_size,
             metadata=metadata,
             filename_pattern=filename_pattern,
@@ -339,7 +345,7 @@ class Saver:
             trace=trace,
             switch_interval=switch_interval,
         )
-        return await self._save_state(state, destination, options)
+        return await self._save_state(state, destination, make_options)
 
     async def aclose(self) -> None:
         """Wait for the saves that are under way; raise the first failure that was not awaited. Idempotent.
@@ -369,7 +375,9 @@ class Saver:
         else:  # the exception that left the block is raised; failures were logged
             await self._close(self._drain if isinstance(error, Exception | SystemExit) else self._roll_back)
 
-    async def _save(self, tensors: TensorsLike, destination: DestinationLike, options: SaveOptions) -> PendingSave:
+    async def _save(self, tensors: TensorsLike, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:
+        options = make_options()
+
         async def make() -> PendingSave:
             return PendingSave(
                 tensors,
@@ -382,9 +390,10 @@ class Saver:
 
         return await self._begin(make, destination, options)
 
-    async def _save_state(self, state: object, destination: DestinationLike, options: SaveOptions) -> PendingSave:
+    async def _save_state(self, state: object, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:
+        options = make_options()
         tensors, with_tree = await flatten(state, options.metadata)
-        return await self._save(tensors, destination, replace(options, metadata=with_tree))
+        return await self._save(tensors, destination, lambda: replace(options, metadata=with_tree))
 
     async def _begin(
         self, make: Callable[[], Awaitable[PendingSave]], destination: DestinationLike, options: SaveOptions

@@ -26,12 +26,17 @@ PRELOADED = [
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, folder: Path, *arguments: Any, killed: Collection[int] = ()
+    function: Callable[..., Any],
+    num_ranks: int,
+    folder: Path,
+    *arguments: Any,
+    killed: Collection[int] = (),
+    over_tcp: bool = False,
 ) -> list[Any]:
     """Call a function in processes of their own, which can send to each other; return what it returned in each.
 
     Ranks in `killed` end by SIGKILL, at the latest when all others have ended; their result is None. The store is a
-    file, or with `killed` on the first rank.
+    file, or with `killed` and `over_tcp` on the first rank.
 
     Raises:
         AssertionError: It raised in one of them; the text has all tracebacks.
@@ -40,7 +45,7 @@ def run_ranks(
     results.mkdir()
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    meeting = f"tcp://127.0.0.1:{free_port()}" if killed else f"file://{results}/meeting"
+    meeting = f"tcp://127.0.0.1:{free_port()}" if killed or over_tcp else f"file://{results}/meeting"
     run_some(context, range(num_ranks), function, num_ranks, meeting, results, arguments, killed)
     return results_of(num_ranks, results)
 

@@ -37,10 +37,14 @@ def test_one_process_is_one_rank():
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])
 def test_timeouts_that_are_refused(timeout: float):
+    async def enter(ranks: Ranks) -> None:
+        async with ranks:
+            raise AssertionError("it is entered")
+
     with pytest.raises(ValueError, match="rank_timeout= takes a positive number"):
-        Ranks(about="load", timeout=timeout)
+        run_blocking(enter(Ranks(about="load", timeout=timeout)))
     with pytest.raises(TypeError, match="rank_timeout= takes a number of seconds, not '5'"):
-        Ranks(about="load", timeout="5")  # type: ignore[arg-type]
+        run_blocking(enter(Ranks(about="load", timeout="5")))  # type: ignore[arg-type]
 
 
 class OwnError(Exception):

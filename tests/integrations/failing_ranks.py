@@ -96,6 +96,11 @@ def run(directory: Path, rank: int) -> None:
     except stio.MismatchError as error:
         assert "some processes see a checkpoint" in str(error)
 
+    # One process cannot list the directory, or cannot read the state: all of them raise it.
+    for function in ("resumable_checkpoints", "load_state"):
+        with on_first(rank, mock.patch.object(ours, function, no_disk)):
+            expect(rank, OSError, lambda: resume("good", StioCallback()))
+
     # All load the best one, and the same.
     trainer = resume(
         "best",

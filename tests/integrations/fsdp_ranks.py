@@ -52,8 +52,7 @@ def make(
         max_steps=NUM_STEPS,
         per_device_train_batch_size=ROWS // num_ranks,
         dataloader_drop_last=True,  # so each step has the same rows in any number of processes
-        **together,
-        **arguments,
+        **{**together, **arguments},
     )
 
 
@@ -103,6 +102,18 @@ def in_two(directory: Path, rank: int) -> None:
         torch.distributed.barrier()
         assert latest_checkpoint(where) == str(where / "checkpoint-2")
         assert [path.name for path in where.iterdir()] == ["checkpoint-2"]
+
+    # Activation checkpointing wraps the layers that are sharded.
+    config = {"fsdp_config": {"version": 2, "activation_checkpointing": True}}
+    wrapped = make(directory / "wrapped", 2, **config)
+    StioCallback().resume(wrapped)
+    assert any(type(module).__name__.endswith("CheckpointWrapper") for module in wrapped.model.modules())
+    raised(partial(StioCallback().resume, make(directory / "wrapped-parts", 2, stop, **config)), Stop)
+    torch.distributed.barrier()
+    resumed = make(directory / "wrapped-parts", 2, **config)
+    StioCallback().resume(resumed)
+    expected = whole_of(wrapped)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in whole_of(resumed).items())
 
     # The best one is loaded at the end, and no limit deletes it.
     trainer = make(

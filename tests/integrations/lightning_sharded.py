@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import stio
+from stio.integrations import lightning
 from stio.integrations.lightning import StioModelParallelStrategy
 from stio.storage.commit import syscalls as calls
 
@@ -64,24 +65,33 @@ class AtEpoch(Callback):
         self._act(trainer.current_epoch)
 
 
+def quiet(directory: Path, strategy: StioModelParallelStrategy, **arguments: Any) -> Trainer:
+    arguments = {"devices": 2, "enable_checkpointing": "callbacks" in arguments} | arguments
+    return Trainer(
+        default_root_dir=directory,
+        accelerator="cpu",
+        strategy=strategy,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+
+
 def train(
     directory: Path, num_ranks: int, epochs: int, begun: Path | None = None, act: Callable[[int], object] = abs
 ) -> dict[str, torch.Tensor]:
     module = Sharded()
     data: DataLoader[Any] = DataLoader(loader().dataset, batch_size=ROWS // num_ranks)
-    trainer = Trainer(
-        default_root_dir=directory,
-        accelerator="cpu",
+    trainer = quiet(
+        directory,
+        StioModelParallelStrategy(data_parallel_size=num_ranks, tensor_parallel_size=1),
         devices=num_ranks,
-        strategy=StioModelParallelStrategy(data_parallel_size=num_ranks, tensor_parallel_size=1),
         max_epochs=epochs,
         callbacks=[
             AtEpoch(act),
             ModelCheckpoint(directory, "{epoch}", every_n_epochs=1, save_top_k=2, monitor="epoch", mode="max"),
         ],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, data, ckpt_path=begun)
     found = {}
@@ -124,6 +134,51 @@ def in_two(directory: Path, rank: int) -> None:
     assert sorted(os.listdir(directory / "failed")) == ["epoch=0.ckpt", "epoch=1.ckpt"]
 
 
+def strange(directory: Path, rank: int) -> None:
+    """What one process cannot send, cannot read, or cannot delete, is an error on both; the caller's dict is its own."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    strategy = StioModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False
+    )
+    trainer = quiet(directory / "strange", strategy, max_epochs=1)
+    trainer.fit(Sharded(), DataLoader(loader().dataset, batch_size=4))
+    sharded, path = strategy.lightning_module_state_dict(), str(directory / "strange.ckpt")
+    checkpoint = {"state_dict": sharded, "hyper_parameters": {"f": print if rank == 0 else None}}
+    error = raised(lambda: strategy.save_checkpoint(checkpoint, path), TypeError)
+    assert "state['hyper_parameters']['f'] is a builtin_function_or_method" in str(error), error
+    checkpoint["hyper_parameters"] = {"f": rank}
+    strategy.save_checkpoint(checkpoint, path)
+    assert checkpoint["state_dict"] is sharded
+    strategy.checkpoint_io.collect()
+    saved = stio.sync.load_state(path)
+    assert saved["hyper_parameters"] == {"f": 0}
+    assert all(torch.equal(saved["state_dict"][name], tensor.full_tensor()) for name, tensor in sharded.items())
+
+    plain = lightning.remove_checkpoint
+    lightning.remove_checkpoint = no_disk
+    strategy.save_checkpoint(checkpoint, path + "-next")
+    if rank == 0:
+        strategy.remove_checkpoint(path)
+    raised(lambda: strategy.save_checkpoint(checkpoint, path + "-last"), OSError)
+    lightning.remove_checkpoint = plain
+    strategy.save_checkpoint(checkpoint, path + "-last")
+    strategy.checkpoint_io.collect()
+
+    if rank == 1:
+        lightning.load_state = no_disk
+    raised(lambda: strategy.load_checkpoint(path + "-last"), OSError)
+    strategy.teardown()
+
+
+def raised(act: Callable[[], object], kind: type[Exception]) -> Exception:
+    try:
+        act()
+    except kind as error:
+        return error
+    raise AssertionError("no error")
+
+
 def goes_on(directory: Path, num_ranks: int, rank: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -133,7 +188,7 @@ def goes_on(directory: Path, num_ranks: int, rank: int) -> None:
 
 
 def main(directory: Path) -> int:
-    failed = fork_ranks(partial(in_two, directory), 2)
+    failed = fork_ranks(partial(in_two, directory), 2) or fork_ranks(partial(strange, directory), 2)
     if not failed:
         os.link(directory / "failed" / "epoch=1.ckpt", directory / "begun.ckpt")
         failed = fork_ranks(partial(goes_on, directory, 4), 4)

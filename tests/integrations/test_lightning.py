@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 import stio
 from stio import sync
 from stio.integrations._random import random_states
-from stio.integrations.lightning import RandomStates, StioCheckpointIO
+from stio.integrations.lightning import RandomStates, StioCheckpointIO, StioModelParallelStrategy
 from stio.storage.commit import syscalls as calls
 
 pytestmark = pytest.mark.filterwarnings(
@@ -82,6 +82,34 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(calls, "fsync", fsync)
+
+
+def test_a_plugin_that_has_saved_on_many_ranks_saves_alone(tmp_path: Path) -> None:
+    """The plugin of one training may be that of the next one, with another strategy."""
+    plugin = StioCheckpointIO()
+    checkpoint = {"state_dict": {"w": torch.ones(2)}}
+    for number, save in enumerate([plugin.save_on_ranks, plugin.save_checkpoint, plugin.save_on_ranks]):
+        save(checkpoint, tmp_path / f"{number}.ckpt")
+        kind: Any = sync.Saver if save == plugin.save_checkpoint else sync.distributed.Saver
+        assert type(plugin._saver) is kind
+    plugin.teardown()
+    assert names_in(tmp_path) == ["0.ckpt", "1.ckpt", "2.ckpt"]
+
+
+def test_a_strategy_needs_the_plugin_of_stio() -> None:
+    strategy = StioModelParallelStrategy()
+    assert strategy._plugin() is strategy.checkpoint_io
+    strategy.checkpoint_io = AsyncCheckpointIO(own := StioCheckpointIO())
+    assert strategy._plugin() is own
+    strategy.checkpoint_io = TorchCheckpointIO()
+    with pytest.raises(TypeError, match="saves by StioCheckpointIO, and not by the plugin TorchCheckpointIO"):
+        strategy.setup(Trainer(logger=False, accelerator="cpu"))
+
+
+def test_a_directory_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "of-lightning.ckpt").mkdir()
+    StioCheckpointIO().remove_checkpoint(tmp_path / "of-lightning.ckpt")
+    assert "stays: it is a directory" in caplog.text
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

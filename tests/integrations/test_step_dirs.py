@@ -57,6 +57,32 @@ def test_an_old_one_that_stays_is_a_warning(
     assert "could not be deleted: it stays" in caplog.text
 
 
+def test_directories_that_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another user's, or one that another program removes at this moment: they are no checkpoints to resume from."""
+    plain, refused = os.listdir, {"checkpoint-1": PermissionError, "checkpoint-2": FileNotFoundError}
+
+    def listdir(path: Any = ".") -> list[str]:
+        error = refused.get(os.path.basename(path) if isinstance(path, str | os.PathLike) else "")
+        if error is not None:
+            raise error(path)
+        return plain(path)
+
+    for name in refused:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(os, "listdir", listdir)
+    with Saver(max_pending=2) as saver:
+        for step in (3, 4):
+            begin(tmp_path, step, saver, keep_last=1).result()
+        assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+        assert not caplog.text
+        refused[tmp_path.name] = OSError
+        begin(tmp_path, 5, saver, keep_last=1).result()  # it is durable, and that counts
+    assert "old checkpoints could not be deleted" in caplog.text
+    assert sorted(plain(tmp_path)) == ["checkpoint-1", "checkpoint-2", "checkpoint-4", "checkpoint-5"]
+
+
 def test_what_cannot_be_saved_leaves_nothing(tmp_path: Path) -> None:
     with Saver(max_pending=2) as saver:
         with pytest.raises(TypeError):

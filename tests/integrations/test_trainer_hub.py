@@ -171,6 +171,35 @@ def test_the_training_goes_on_while_a_checkpoint_is_pushed(tmp_path: Path, hub: 
     assert [name for name in os.listdir(tmp_path / "out") if name.startswith("checkpoint")] == ["checkpoint-10"]
 
 
+def test_the_last_checkpoint_is_pushed_before_trainer_deletes_it(tmp_path: Path, hub: FakeHub) -> None:
+    """At the end of a training with `save_total_limit=1` Trainer deletes all but the best one."""
+    plain = hub.upload_folder
+
+    def upload_folder(*, folder_path: str, **keywords: Any) -> Any:
+        if folder_path.endswith("checkpoint-10"):
+            hub.go_on.clear()
+            threading.Timer(0.5, hub.go_on.set).start()
+        return plain(folder_path=folder_path, **keywords)
+
+    hub.upload_folder = upload_folder  # type: ignore[method-assign]
+    trainer = pushing(
+        tmp_path,
+        [StioCallback()],
+        "every_save",
+        save_steps=5,
+        eval_strategy="steps",
+        eval_steps=5,
+        metric_for_best_model="score",
+        load_best_model_at_end=True,
+        save_total_limit=1,
+    )
+    trainer.compute_metrics = lambda _: {"score": -float(trainer.state.global_step)}
+    trainer.train()
+    assert [message for message, _, _ in hub.commits] == [f"Training in progress, step {step}" for step in (5, 10)]
+    assert WEIGHTS in os.listdir(hub.commits[1][2])
+    assert [name for name in os.listdir(tmp_path / "out") if name.startswith("checkpoint")] == ["checkpoint-5"]
+
+
 def test_a_failed_push_is_logged(tmp_path: Path, hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
     hub.error = OSError("no network")
     trainer = pushing(tmp_path, [StioCallback(keep_last=2)], "every_save")

@@ -77,6 +77,29 @@ def test_a_resumed_training_ends_with_the_same_weights(tmp_path: Path, undisturb
     assert names_in(tmp_path) == [f"checkpoint-{NUM_STEPS}"]
 
 
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_that_is_none_keeps_all(tmp_path: Path, limit: int) -> None:
+    """As Trainer's own rotation reads it."""
+    make_trainer(tmp_path, [StioCallback()], save_steps=5, save_total_limit=limit).train()
+    assert names_in(tmp_path) == ["checkpoint-10", "checkpoint-5"]
+
+
+def test_methods_that_the_caller_has_replaced_are_kept(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, [], save_steps=5)
+    plain, num_calls = trainer.get_batch_samples, []
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        num_calls.append(1)
+        return plain(*arguments, **keywords)
+
+    trainer.get_batch_samples = counted
+    StioCallback().resume(trainer)
+    assert len(num_calls) == NUM_STEPS
+    StioCallback().resume(trainer)  # complete: it takes no further step
+    assert len(num_calls) == NUM_STEPS
+    assert trainer.get_batch_samples is counted
+
+
 def test_forgotten_generators_are_noticed(
     tmp_path: Path, undisturbed: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:

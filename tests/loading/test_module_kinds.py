@@ -301,7 +301,6 @@ ROWS = {
         lambda: around(checkpoint_wrapper(nn.Linear(3, 3))),
         lambda module: values_for(around(nn.Linear(3, 3))),
         refuses="warm",
-        runs_hooks=True,
     ),
     "`state_dict` returns copies": Row(copying),
     "`state_dict` renames, and no load hook renames back": Row(renaming, refuses="copied assigned warm"),
