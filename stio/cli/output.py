@@ -257,19 +257,22 @@ def shortened(name: str, width: int) -> str:
 
     A name whose last part is too long keeps its end. No number is cut, unless it fills the width.
     """
-    if _cells(name) <= width:
+    length = _cells(name)
+    if length <= width:
         return name
     dots = "…" if is_encodable("…") else "..."
     parts = name.split(".") if len(name) <= _MAX_SEARCHED else [name]
     before_last = range(1, len(parts) - 1)
     order = [k for k in before_last if not parts[k].isdecimal()]
     order += [0, *(k for k in before_last if parts[k].isdecimal())] if len(parts) > 1 else []
+    left_out: set[int] = set()
     for k in order:
-        parts[k] = ""
-        # What is left out together is one gap. An empty part of the name itself is not shown either.
-        kept = ".".join(part or dots for part in _without_repeats(parts))
-        if _cells(kept) <= width:
-            return kept
+        num_joined = (k - 1 in left_out) + (k + 1 in left_out)  # gaps side by side become one
+        length += len(dots) - _cells(parts[k]) - num_joined * (len(dots) + 1)
+        left_out.add(k)
+        if length <= width:
+            joined = {one for one in left_out if one - 1 in left_out}
+            return ".".join(dots if one in left_out else parts[one] for one in range(len(parts)) if one not in joined)
     start = len(name) - max(0, width - len(dots))
     while _cells(name[start:]) + len(dots) > width and start < len(name):
         start += 1
@@ -279,17 +282,8 @@ def shortened(name: str, width: int) -> str:
     return dots + (name[whole:] or name[start:])
 
 
-def _without_repeats(parts: Sequence[str]) -> Iterator[str]:
-    """Yield parts, and of several empty ones in a row one."""
-    before = "-"
-    for part in parts:
-        if part or before:
-            yield part
-        before = part
-
-
 _MAX_SEARCHED = 400
-"""Characters of the longest name whose parts are looked at: the time grows with the square of their number."""
+"""Characters of the longest name whose parts are looked at; one in a hostile file has any number of them."""
 
 
 def _cells(text: str) -> int:

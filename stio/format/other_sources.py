@@ -91,7 +91,7 @@ def advice_for_names(names: Iterable[str], path: str) -> str:
     names = list(names)
     if DCP_METADATA in names and any(name.endswith(_DCP_SUFFIX) for name in names):
         return (
-            "; it holds a checkpoint of torch.distributed.checkpoint: torch's dcp_to_torch_save (`python -m "
+            "; torch.distributed.checkpoint wrote this one: torch's dcp_to_torch_save (`python -m "
             "torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY FILE.pt`) makes a file of torch.save of "
             f"it, and then {_CONVERT}; saves with stio.distributed.StioStorageWriter are safetensors from the start"
         )

@@ -25,7 +25,7 @@ SENTENCE = "shard 1/2, m.safetensors: 76 of 1,024 tensors, 29.5 MB in 0.123 s, 1
         ("model.layers.12.mlp.experts.103.down_proj.weight", 28, "model.….12.….103.….weight"),
         ("model.layers.12.mlp.experts.103.down_proj.weight", 22, "….12.….103.….weight"),
         ("model.layers.12.mlp.experts.103.down_proj.weight", 18, "….103.….weight"),
-        ("..a..b.c..d", 8, "….c.….d"),
+        ("..a..b.c..d", 8, ".….c..d"),
         ("model.language_model.layers.12.self_attn.q_proj.weight", 40, "model.….12.self_attn.q_proj.weight"),
         ("model.language_model.layers.12.self_attn.q_proj.weight", 31, "model.….12.….q_proj.weight"),
         ("encoder.12345", 10, "….12345"),
