@@ -156,7 +156,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 def measure_loads(home: Path, path: Path, num_rounds: int) -> list[dict[str, Round]]:
     """Measure the contestants in turn, each with a new server; the file is evicted before each load.
 
-    Another one is the first in each round: what a disk has just read it may read faster the next time.
+    Another contestant is first in each round, because a disk may read the same data faster the second time.
     """
     tiny = home / "tiny.safetensors"
     stio.sync.save({"w": torch.zeros(4)}, tiny)

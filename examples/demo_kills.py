@@ -1,7 +1,7 @@
 """Part two of the demo: a process that saves over its old checkpoint again and again is killed at random moments.
 
-A checkpoint has one number in all its tensors, its generation. So a look at what is left shows whether it is the old
-checkpoint, the new one, or neither. The look is that of safetensors, for all contestants.
+A checkpoint has one number in all its tensors, its generation. So the files that are left show whether they are the old
+checkpoint, the new one, or neither. safetensors reads them, for all contestants.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Kill:
     seconds: float
     """Time from the begin of the killed save."""
     left: str
-    """What was left: "old", "new", "mixed", "unreadable", or "lost": an older one than the save before had returned."""
+    """What was left: "old", "new", "mixed", "unreadable", or "lost": older than the last save that had returned."""
 
 
 @dataclass(slots=True)

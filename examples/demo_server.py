@@ -97,7 +97,7 @@ async def serve(connection: Connection, load: Callable[[Path], Awaitable[Tensors
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One load. Times are in seconds since the client asked for it."""
+    """One load. Times are in seconds since the client requested it."""
 
     load_seconds: float
     answers: list[tuple[float, float]]
@@ -115,7 +115,7 @@ def measure(contestant: str, path: Path, tiny: Path) -> Round:
     with child(run_server, contestant, path, tiny) as (_, connection):
         port = receive(connection)
         gc.collect()
-        gc.disable()  # a pause of the client would be taken for one of the server
+        gc.disable()  # a pause of the client would count as one of the server
         try:
             return asyncio.run(asyncio.wait_for(_measure(port), PATIENCE_SECONDS))
         finally:

@@ -37,7 +37,7 @@ def main(directory: Path, *, num_steps: int, save_every: int) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
-        torch.set_rng_state(state["random"])  # dropout draws from it
+        torch.set_rng_state(state["random"])  # dropout uses it
         done = state["done"]
         print(f"resumed after step {done}", flush=True)
     for old in checkpoints[:-1]:

@@ -15,7 +15,8 @@ load returns or raises, no thread and no copy engine touches its buffers.
 
 A cancel calls `LoadScheduler.stop`, which notifies the scheduler's condition: workers that wait for budget wake.
 Workers that wait for a slot of staging memory check `stopped` during the wait; workers that read check it after each
-piece of about 20 ms. An error in a worker stops the others in the same manner, and `run` raises it.
+piece of 0.04 to 0.25 s (`stio.runtime.pacing`). An error in a worker stops the others in the same manner, and `run`
+raises it.
 
 Which file counts as cold is decided in `page_cache.py`; how many workers read, in blocks of what size, in `sizes.py`.
 `representation.py` shows an open checkpoint at a prompt and in notebooks. `integrity.py` compares files with a
