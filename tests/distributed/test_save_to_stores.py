@@ -411,7 +411,8 @@ def killed(endpoint: str, death: str, victim: int, moment: str) -> tuple[str, st
 
     def put_and_end(uploads_of_rank: Any, window: Window, image: Any) -> None:
         if window.begin:
-            while not uploads(client):  # the first part is on its way
+            name = uploads_of_rank._writers[window.file].name
+            while not any(key.endswith(name) for key in uploads(client)):  # the first part is on its way
                 time.sleep(0.01)
             end_here(death, signal.SIGSTOP if moment == "stop" else signal.SIGKILL)
         put(uploads_of_rank, window, image)
