@@ -120,6 +120,7 @@ class Page:
         self._browser, self._session = browser, session
         self.requested: list[str] = []
         """URLs that the page has requested since `open`."""
+        self._width, self._scheme = 0, ""
         for domain in ("Page", "Network", "Runtime"):
             self.command(f"{domain}.enable")
 
@@ -185,14 +186,18 @@ class Page:
         )
         return self.evaluate(script % (PATIENCE * 1000, expression))
 
-    def resize(self, width: int, height: int = 800) -> None:
-        """Give the page a width and a height in CSS pixels."""
-        self.command(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-        )
+    def resize(self, width: int) -> None:
+        """Give the page a width in CSS pixels."""
+        if width != self._width:
+            self._width = width
+            size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+            self.command("Emulation.setDeviceMetricsOverride", **size)
 
     def prefer(self, scheme: str) -> None:
         """Let the page know that its reader prefers `light` or `dark`."""
+        if scheme == self._scheme:
+            return
+        self._scheme = scheme
         features = [
             {"name": "prefers-color-scheme", "value": scheme},
             {"name": "prefers-reduced-motion", "value": "reduce"},

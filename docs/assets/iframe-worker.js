@@ -6,25 +6,31 @@ if (location.protocol === "file:") {
   window.IFrameWorker = class extends EventTarget {
     constructor(url) {
       super();
+      this.url = url;
       this.waiting = []; // messages that came before the script was loaded
+    }
+
+    postMessage(data) {
+      if (!this.waiting) return this.deliver(data);
+      this.waiting.push(data);
+      if (!this.frame) this.load(); // with the first message: a page on which nothing is searched loads no frame
+    }
+
+    load() {
       this.frame = document.createElement("iframe");
       this.frame.hidden = true;
       this.frame.title = "search";
       this.frame.addEventListener("load", () => this.start(), { once: true });
-      this.frame.srcdoc = `<script src="${url}"></script>`;
+      this.frame.srcdoc = `<script src="${this.url}"></script>`;
       document.body.append(this.frame);
     }
 
     start() {
       // The script calls postMessage to answer. A window's own function would send the answer to the script itself.
       this.frame.contentWindow.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
-      for (const data of this.waiting.splice(0)) this.deliver(data);
+      const waiting = this.waiting;
       this.waiting = null;
-    }
-
-    postMessage(data) {
-      if (this.waiting) this.waiting.push(data);
-      else this.deliver(data);
+      for (const data of waiting) this.deliver(data);
     }
 
     deliver(data) {
@@ -33,7 +39,7 @@ if (location.protocol === "file:") {
     }
 
     terminate() {
-      this.frame.remove();
+      this.frame?.remove();
     }
   };
   window.Worker = window.IFrameWorker;
