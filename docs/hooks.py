@@ -27,10 +27,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Give the pages of tables and names half the weight in the search; the text stays."""
+    """Let the output of Python wrap, and give pages of tables and names half the weight in the search.
+
+    Output has long messages of errors. Indented blocks have the same language, but their columns must stay.
+    """
     if page.file.src_uri.startswith(_LOOKED_UP):
         page.meta.setdefault("search", {"boost": 0.5})
-    return markdown
+    return re.sub(r"^```text$", "``` {.text .wrapped}", markdown, flags=re.MULTILINE)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
