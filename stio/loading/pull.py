@@ -224,9 +224,13 @@ def _require_plain(name: str, path: str, *, in_index: bool) -> None:
     is_plain = len(parts) == 1 or (in_index and name.endswith(FILE_SUFFIX))
     is_own = parts[0].startswith(".stio-") or name == RECORD_NAME
     if not is_plain or "\0" in name or os.sep in parts[-1] or is_own:
-        raise UnsafePathError("this name of a file is not allowed", path=path, found=name)
+        raise UnsafePathError(
+            "this name of a file is not allowed: it has a folder, or is one of stio's own",
+            path=path,
+            found=name,
+        )
     if any(part in ("", ".", "..") for part in parts):
-        raise UnsafePathError("this name leads out of the directory", path=path, found=name)
+        raise UnsafePathError("the name of a file of the checkpoint leads out of the directory", path=path, found=name)
 
 
 @contextmanager
@@ -272,7 +276,7 @@ class _Pull:
         if os.path.lexists(self.target):
             if not os.path.isdir(self.target) or os.path.islink(self.target) or os.listdir(self.target):
                 raise StorageError(
-                    "something else is there, or an earlier state of the checkpoint; give a new directory",
+                    "the destination holds something else, or an earlier state of the checkpoint; give a new directory",
                     path=self.target,
                     errno=errno.EEXIST,
                 )

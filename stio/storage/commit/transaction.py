@@ -325,7 +325,7 @@ class LocalTransaction:
         for name in names:
             if len(os.fsencode(name)) > limit:
                 raise StorageError(
-                    "the name of a file of the checkpoint is too long for the filesystem",
+                    "the name of a file is too long for the filesystem; choose a shorter one",
                     path=os.path.join(self._target.home, name),
                     errno=errno.ENAMETOOLONG,
                     expected=f"at most {limit} bytes",
@@ -646,7 +646,12 @@ class LocalTransaction:
     def _stamp(self, name: str) -> Stamp:
         stamp = stamp_of(self._staging.files_fd, name)
         if stamp is None:
-            raise StorageError("a staged file has vanished", path=self._target.path, errno=errno.ENOENT, expected=name)
+            raise StorageError(
+                "a new file was removed from the staging directory during the save; save again",
+                path=self._target.path,
+                errno=errno.ENOENT,
+                expected=name,
+            )
         return stamp
 
     def _rename_files(self, record: JournalRecord) -> None:

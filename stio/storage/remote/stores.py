@@ -67,7 +67,12 @@ def locate(url: str) -> Location:
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     if scheme not in ("http", "https", "s3", "gs", "az"):
-        raise CheckpointNotFoundError("no store has URLs of this scheme", path=without_secrets(url))
+        raise CheckpointNotFoundError(
+            "stio knows no store with URLs of this scheme",
+            path=without_secrets(url),
+            expected="s3, gs, az, http, https or hf",
+            found=scheme,
+        )
     if scheme in ("http", "https"):
         try:
             parts = urlsplit(url)
