@@ -3,8 +3,8 @@
 The files are fetched into a directory beside the new one, which later takes its name. A record there names the state of
 each file in the store. So another call fetches only what is missing, as long as the store has the same states; a call
 that finds the new directory complete fetches nothing. Files of the Hugging Face hub come by the hub's own cache. Before
-the rename, headers and index are checked, files are compared with the manifest if there is one, and the store is asked
-whether it still has the same states.
+the rename, headers and index are checked, files are compared with the manifest if there is one, and the states in the
+store are compared once more.
 """
 
 from __future__ import annotations
@@ -359,7 +359,7 @@ class _Pull:
             part.publish(name, read_only=False)
 
     def _linked(self, name: str, source: Source, fd: int) -> bool:
-        """Give a file of this machine its name here too, if it is one of those that nobody edits; or return False."""
+        """Give a file of this machine its name here too, if it is one of those that are not edited; or return False."""
         if not isinstance(source, LocalFile) or not name.endswith(FILE_SUFFIX):
             return False
         with suppress(OSError):  # another filesystem, or one without hard links

@@ -250,8 +250,8 @@ def test_nested_state_of_tensors_is_joined_by_dots(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "match"),
     [
-        ({"a": ramp(5), "lr": 0.1}, r"no tensors, which plain.*\['lr'\]"),
-        ({"a": {"b": ramp(5)}, "a.b": ramp(5)}, r"one name.*a\.b"),
+        ({"a": ramp(5), "lr": 0.1}, r"not tensors, which plain.*\['lr'\]"),
+        ({"a": {"b": ramp(5)}, "a.b": ramp(5)}, r"the same name.*a\.b"),
     ],
 )
 def test_other_nested_state_is_refused(tmp_path: Path, state: dict[str, Any], match: str) -> None:

@@ -95,7 +95,7 @@ def test_what_says_it_by_name_and_what_does_not() -> None:
         (["model.*"], "model.w", "instead of 'model.*' write 'model'"),
         (["layers.0"], "model.layers.0.w", "'layers.0' is in the name, but not at its begin"),
         (["model.layers"], "layers.0.w", "the entry 'model.layers' has a prefix that the name lacks"),
-        (["other"], "w", "have none of their own (expected"),
+        (["other"], "w", "all other tensors (expected"),
     ],
 )
 def test_a_mapping_that_nearly_covers_a_name(keys: list[str], name: str, advice: str) -> None:

@@ -5,7 +5,7 @@ the store still has the index that the save found (If-Match, If-None-Match), and
 multipart upload, whose completion is the commit. There are no renames, no locks and no journal: whatever happens before
 the commit, readers have the old checkpoint, and what was uploaded by then is unused (`stio.storage.remote.unused`).
 
-The answer to a commit may be lost. Then the store is asked what it has; as long as it cannot say, nothing is removed.
+The answer to a commit may be lost. Then the object in the store is read; as long as that fails, nothing is removed.
 """
 
 from __future__ import annotations
