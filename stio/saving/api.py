@@ -104,7 +104,7 @@ async def save(
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: An argument has a wrong value, or two of them contradict each other.
-        NoSpaceError: It does not fit; raised before the first byte is written.
+        NoSpaceError: It does not fit; raised before the first byte is written, where space can be reserved.
         ConcurrentSaveError: Another save changed the destination at the same time, or held its lock for too long.
         CommitUncertainError: It is in place, but the system did not confirm that it is durable.
         StioError: See `stio.errors`. After any other exception the old checkpoint remains; after a cancel too, unless
