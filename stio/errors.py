@@ -5,27 +5,27 @@
     │   ├── TruncatedError                   fewer bytes than the header describes
     │   └── LimitError                       a limit of the caller or of the format is exceeded
     ├── IndexFormatError (ValueError)        the shard index is wrong, or does not fit its shards
-    ├── UnsafePathError (ValueError)         a shard name leads out of the checkpoint's root
+    ├── UnsafePathError (ValueError)         a shard name or a link leads out of the checkpoint's root
     ├── CheckpointNotFoundError (FileNotFoundError)    nothing to load at this path
     ├── AmbiguousCheckpointError (ValueError)          several candidates and no index
     ├── TensorNotFoundError (KeyError)       the checkpoint has no tensor of the requested name
     ├── SliceError (IndexError)              an index does not fit the shape of the tensor
-    ├── MismatchError (ValueError)           a module and a checkpoint do not match
-    ├── UnsupportedDtypeError (TypeError)    a dtype that torch (or this version of it) does not have
-    ├── ClosedError (RuntimeError)           the checkpoint or stream was closed
+    ├── MismatchError (ValueError)           the target and the checkpoint, or what the ranks save, do not match
+    ├── UnsupportedDtypeError (TypeError)    a dtype that this version of torch, or the format, does not have
+    ├── ClosedError (RuntimeError)           the object was closed, or its operation was cancelled
     ├── WarmStartError (RuntimeError)        a warm start does not support this module, or this use of it
-    ├── IntegrityError (ValueError)          the bytes differ from the manifest
+    ├── IntegrityError (ValueError)          the bytes differ from the manifest, or there is no manifest
     ├── SharedTensorsError (RuntimeError)    tensors to be saved share memory, and shared="error"
-    ├── SaveInProgressError (RuntimeError)   a saver already has `max_pending` saves under way
+    ├── SaveInProgressError (RuntimeError)   a save under way does not allow this call
     ├── ConcurrentSaveError (RuntimeError)   another save changed the destination at the same time
     ├── RankError (RuntimeError)             another rank failed, was cancelled or is silent; has its number
     ├── HostMemoryError (MemoryError)        the host has too little memory; has needed and free bytes
-    ├── StorageError (OSError)               the operating system reported an error; has errno
+    ├── StorageError (OSError)               the operating system or a store reported an error; has errno
     │   ├── ChangedDuringReadError           the file was changed or replaced during the read
     │   ├── StallTimeoutError (TimeoutError) a remote store sent no bytes for too long
     │   ├── NoSpaceError                     too little space at the destination; has needed and free bytes
     │   └── CommitUncertainError             the new checkpoint is in place, but may not be durable
-    └── DeviceError (RuntimeError)           the device refused an allocation or a copy
+    └── DeviceError (RuntimeError)           there is no such device, or it refused an allocation or a copy
         └── DeviceMemoryError                the device is out of memory; has needed and free bytes
 
 A wrong call and a wrong file never share a class. Each error has the attributes path, offset, expected and found, as
@@ -159,7 +159,7 @@ class TruncatedError(FormatError):
 
 
 class LimitError(FormatError):
-    """The file exceeds a limit: header size, number of tensors, rank."""
+    """A file, or what is saved, exceeds a limit: size of the header, number of tensors, rank, size of a state."""
 
 
 class IndexFormatError(StioError, ValueError):
@@ -175,7 +175,7 @@ class CheckpointNotFoundError(StioError, FileNotFoundError):
 
 
 class AmbiguousCheckpointError(StioError, ValueError):
-    """A directory holds several checkpoints, and no index selects one."""
+    """A directory, or a file of `torch.save`, holds several candidates, and nothing selects one."""
 
 
 class TensorNotFoundError(StioError, KeyError):
@@ -187,15 +187,18 @@ class SliceError(StioError, IndexError):
 
 
 class MismatchError(StioError, ValueError):
-    """A module and a checkpoint differ in names or shapes, or the module has tensors that cannot be filled."""
+    """The target of a load and the checkpoint, or what the ranks save, do not match.
+
+    They differ in names or shapes, or the target has tensors that cannot be filled.
+    """
 
 
 class UnsupportedDtypeError(StioError, TypeError):
-    """This version of torch does not have the dtype."""
+    """This version of torch, or the safetensors format, does not have the dtype or the cast."""
 
 
 class ClosedError(StioError, RuntimeError):
-    """The object was closed before this call."""
+    """The object was closed before or during this call, or its operation was cancelled."""
 
 
 class WarmStartError(StioError, RuntimeError):
@@ -219,7 +222,7 @@ class HostMemoryError(StioError, MemoryError):
 
 
 class StorageError(StioError, OSError):
-    """The operating system reported an error; `errno` is its number."""
+    """The operating system or a remote store reported an error; `errno` is its number, or the nearest one."""
 
     def __init__(self, message: str, *, errno: int | None = None, **fields: Any) -> None:
         super().__init__(message, **fields)
@@ -252,7 +255,7 @@ class CommitUncertainError(StorageError):
 
 
 class IntegrityError(StioError, ValueError):
-    """The bytes of a file differ from the manifest of the checkpoint."""
+    """The bytes of a file differ from the manifest of the checkpoint, or there is no manifest to compare them with."""
 
 
 class SharedTensorsError(StioError, RuntimeError):
@@ -260,17 +263,18 @@ class SharedTensorsError(StioError, RuntimeError):
 
 
 class SaveInProgressError(StioError, RuntimeError):
-    """A saver already has `max_pending` saves under way."""
+    """A saver has `max_pending` saves under way, or a thread of a save would wait for that save."""
 
 
 class ConcurrentSaveError(StioError, RuntimeError):
-    """Another save changed the destination while this save was under way; this save was rolled back."""
+    """Another save changed the destination, or held its lock for too long; this save was rolled back."""
 
 
 class RankError(StioError, RuntimeError):
-    """What many ranks do together has failed on another rank: `ranks`, empty if that is not known.
+    """An operation of many ranks has failed on another rank.
 
-    `__cause__` is the error of that rank, if it could be sent.
+    `ranks` has the numbers of the ranks that failed; it is empty if they are not known. `__cause__` is the error of
+    such a rank, if it could be sent.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = (), **fields: Any) -> None:
@@ -280,7 +284,7 @@ class RankError(StioError, RuntimeError):
 
 
 class DeviceError(StioError, RuntimeError):
-    """The device refused an allocation or a copy."""
+    """There is no such device, `device=` has none for a tensor, or the device refused an allocation or a copy."""
 
 
 class DeviceMemoryError(DeviceError):

@@ -136,7 +136,7 @@ def foreign(page: Page) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_page(name: str, site: Path, page: Page) -> None:
+def test_c246_page(name: str, site: Path, page: Page) -> None:
     found = []
     views = [(DESK, "light"), (PHONE, "dark")]
     if PAGES.index(name) % 2:  # the first view is the last one of the page before, so nothing is laid out twice
@@ -167,7 +167,7 @@ SEARCHED = {
 
 
 @pytest.mark.parametrize(("start", "width"), [("index.html", PHONE), ("reference/errors.html", DESK)])
-def test_search_finds(start: str, width: int, site: Path, page: Page) -> None:
+def test_c244_search_finds(start: str, width: int, site: Path, page: Page) -> None:
     """By typing into the field, on pages at different depths."""
     page.prefer("light")
     page.resize(width)
@@ -190,7 +190,7 @@ _FOUND = """[...new Set(
 )]"""
 
 
-def test_search_says_that_it_finds_nothing(site: Path, page: Page) -> None:
+def test_c244_search_says_that_it_finds_nothing(site: Path, page: Page) -> None:
     page.open((site / "index.html").as_uri())
     page.evaluate("document.querySelector('.md-search__input').focus()")
     page.type("zyzzyva")
@@ -277,7 +277,7 @@ def test_a_bad_page_is_found(body: str, style: str, said: list[str], tmp_path: P
     assert [text.partition(":")[0].partition(" of ")[0] for text in found] == said
 
 
-def test_a_request_to_elsewhere_is_found(tmp_path: Path, page: Page) -> None:
+def test_c244_a_request_to_elsewhere_is_found(tmp_path: Path, page: Page) -> None:
     page.open(bad_page(tmp_path, "<img src='http://127.0.0.1:9/x.png'>"))
     assert foreign(page) == ["http://127.0.0.1:9/x.png"]
 

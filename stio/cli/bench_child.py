@@ -99,7 +99,7 @@ def _limit(paths: list[str]) -> tuple[Callable[[], None], bool]:
                 return
             k, start = block
             if os.preadv(fds[k], [buffer], start) < min(_BLOCK_BYTES, sizes[k] - start):
-                raise OSError(f"a short read at {start}")
+                raise OSError(f"{paths[k]} ends early: a read at byte {start:,} returned fewer bytes than the file had")
 
     def read() -> None:
         list(pool.map(work, [region.owner for region in regions]))

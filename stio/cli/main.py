@@ -124,7 +124,7 @@ Completion: add the line for your shell to its startup file.
 
 
 _HELP = """\
-Inspect, check, compare, load and convert safetensors checkpoints, and measure this machine.
+Inspect, check, compare, load, copy and convert safetensors checkpoints, and measure this machine.
 
 Exit status: 0 done; 1 damage or a difference was found; 2 an error; 3 nothing matches --filter; 130 interrupted; 141
 the output pipe was closed.

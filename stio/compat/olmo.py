@@ -230,7 +230,7 @@ def _load(path: str, map_location: str | int | torch.device | None, trust_pickle
     tensors = take()
     if tensors and not looks_encoded(tensors):
         raise FormatError(
-            "no nested state, of OLMo's or of stio's; stio.load reads plain checkpoints",
+            "the file holds neither OLMo's nor stio's nested state; load its tensors by stio.load",
             path=path,
             found=f"the tensor {printable(next(name for name in tensors if not looks_encoded([name])))!r}",
         )

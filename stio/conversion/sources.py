@@ -106,7 +106,7 @@ def open_source(
         check()
         part = _flat(file, read_pickle(file, trust_pickle=trust_pickle, mapped=True), key)
         if doubled := sorted(part.keys() & tensors.keys()):
-            raise IndexFormatError("two files hold one name", path=file, found=doubled[0])
+            raise IndexFormatError("two files hold a tensor of the same name", path=file, found=doubled[0])
         tensors |= part
     return OpenSource(**_cast(tensors, dtype), files=pickles)
 
@@ -144,7 +144,9 @@ def _pickles_in(directory: str) -> list[str] | None:
     if not indices and not files:
         return None  # opening it as safetensors raises the clearest error
     raise AmbiguousCheckpointError(
-        "several candidates; give the path of the one you mean", path=directory, found=", ".join(indices or files)
+        "the directory holds several checkpoints; give the path of the one you mean",
+        path=directory,
+        found=", ".join(indices or files),
     )
 
 
@@ -303,14 +305,14 @@ def _plain_names(opened: OpenCheckpoint) -> dict[str, str]:
                 continue
             joined = ".".join(map(str, keys))
             if joined in names:
-                raise FormatError("two key paths give one name", path=opened.path, found=joined)
+                raise FormatError("two key paths give the same name", path=opened.path, found=joined)
             names[joined] = name
     except PickleRefused as error:
         raise FormatError(f"a name of OLMo's cannot be read: {error}", path=opened.path, found=name) from error
     if others:
         raise FormatError(
-            "a file of OLMo's nested state with values that are no tensors, which plain safetensors cannot hold; "
-            "stio.compat.olmo loads it",
+            "the file holds OLMo's nested state with values that are not tensors, which plain safetensors cannot hold; "
+            "load it by stio.compat.olmo",
             path=opened.path,
             found=", ".join(others[:_SHOWN_NAMES])
             + (f" and {len(others) - _SHOWN_NAMES} others" if len(others) > _SHOWN_NAMES else ""),

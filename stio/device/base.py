@@ -161,7 +161,7 @@ def resolve_device(device: Any) -> torch.device:
         parsed = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         advice = "; `memory='lazy'` leaves tensors on the CPU in their files" if device == "disk" else ""
-        raise DeviceError(f"torch knows no such device{advice}", found=device, expected=_devices_here()) from error
+        raise DeviceError(f"torch has no such device{advice}", found=device, expected=_devices_here()) from error
     if parsed.type in ("cpu", "meta"):
         if parsed.type == "meta":
             raise DeviceError("tensors on 'meta' have no data to load", found=device, expected="cpu or an accelerator")

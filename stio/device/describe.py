@@ -111,7 +111,7 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
     if not traits.is_dense:
         what = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         hint = "save its parts" if tensor.is_nested else "call to_dense() first, or save its parts"
-        raise ValueError(f"tensor {printable(name)!r} is {what}, and the format knows dense ones only: {hint}")
+        raise ValueError(f"tensor {printable(name)!r} is {what}, and the format has dense ones only: {hint}")
     dtype, item = _KINDS.get(tensor.dtype) or (_format_dtype(name, tensor.dtype), 0)
     sizes, nbytes = tuple(tensor.shape), tensor.nbytes
     shape = _format_shape(name, sizes) if dtype == "F4" else sizes

@@ -88,7 +88,7 @@ def _by_prefix(devices: Mapping[str, Any], name: str) -> Any:
     while prefix not in devices:
         if not prefix:
             raise DeviceError(
-                "device= says nothing of a tensor; an entry for '' stands for all that have none of their own"
+                "device= has no entry for a tensor; add one, or an entry for '', which stands for all other tensors"
                 + _advice_on_keys(devices, name),
                 expected="an entry for its name, or for a prefix of it that ends at a dot",
                 found=name,

@@ -338,7 +338,7 @@ def _pickled(name: str, opened: _Opened) -> io.BytesIO:
     """Return a value of the state as DCP wants it, for its own `torch.load`."""
     path = opened.checkpoint.path
     if name not in opened.values:
-        raise MismatchError("the checkpoint has no such value that is no tensor", path=path, found=name)
+        raise MismatchError("the checkpoint has no plain value of this name", path=path, found=name)
     value = opened.values[name]
     if _has_references(value):
         raise MismatchError(

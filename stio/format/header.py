@@ -271,7 +271,7 @@ class _Columns:
                 values[key] = offsets = scanner.integers(at_most=2)
                 if len(offsets) != 2:
                     found = "more" if len(offsets) > 2 else len(offsets)
-                    scanner.fail("data_offsets of a wrong length", at=value_at, expected="2 integers", found=found)
+                    scanner.fail("data_offsets has a wrong length", at=value_at, expected="2 integers", found=found)
             else:
                 scanner.skip_value(depth=2)
         if len(values) < 3:

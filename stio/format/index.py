@@ -89,7 +89,7 @@ def parse_index(raw: bytes, *, path: str, limits: Limits = _DEFAULT_LIMITS, suff
             scanner.skip_value(depth=1)
     scanner.finish()
     if weight_map is None:
-        scanner.fail("no weight_map", at=0, expected="a map from tensor to shard", found="none")
+        scanner.fail("there is no weight_map", at=0, expected="a map from tensor to shard", found="none")
     for shard in shards:
         check_shard_name(shard, path=path, suffix=suffix)
     return ShardIndex(metadata, weight_map, _total_size(metadata), tuple(shards))

@@ -114,7 +114,7 @@ def path_of_name(value: object) -> tuple[KeyPath, bool]:
     try:
         hash(path)
     except TypeError:
-        raise PickleRefused("the name holds keys that cannot be ones") from None
+        raise PickleRefused("the name holds values that cannot be keys") from None
     return path, is_pickled
 
 

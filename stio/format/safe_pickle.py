@@ -100,7 +100,7 @@ class PlainPickles:
         if isinstance(key, int) and key in _DISTINCT_INTEGERS:
             return
         if not isinstance(key, int | float | tuple | frozenset):
-            raise PickleRefused(f"a {type(key).__name__} is no key")
+            raise PickleRefused(f"a {type(key).__name__} cannot be a key")
         if weight > 1000:
             raise PickleRefused("a key is larger than plain ones are")
         if not self._odd_keys_left:
@@ -160,7 +160,7 @@ class _Machine:
     def result(self) -> Any:
         """Return the value, once the pickle has ended."""
         if len(self._stack) != 1 or self.at + 1 != self._num_bytes or self._stack[0] is _MARK:
-            raise PickleRefused("the pickle leaves more than its value")
+            raise PickleRefused("the pickle does not end with exactly one value")
         return self._stack[0]
 
     def refusal(self, name: str, argument: Any) -> str:
@@ -200,7 +200,7 @@ class _Machine:
         try:
             hash(key)
         except TypeError:
-            raise PickleRefused("a key holds what cannot be one") from None
+            raise PickleRefused("a key holds a value that cannot be a key") from None
         return key
 
     def _target(self, kind: type[Any]) -> Any:
@@ -241,7 +241,7 @@ class _Machine:
 
     def put(self, slot: int) -> None:
         if slot != len(self._memo):
-            raise PickleRefused("the pickle remembers a value out of turn")
+            raise PickleRefused("the pickle fills its memo out of order")
         self.memoize()
 
     def get(self, slot: int) -> None:

@@ -194,11 +194,11 @@ def _one_list(terms: list[_Term], index: Index, shape: tuple[int, ...]) -> list[
         return terms
     longer = [k for k in lists if len(terms[k].rows) != 1]
     if len(longer) > 1:
-        _refuse("more than one list with another length than 1", index, shape)
+        _refuse("more than one list has a length other than 1", index, shape)
     kept = longer[0] if longer else lists[0]
     plain = [k for k, term in enumerate(terms) if term.kind not in ("int", "list")]
     if any(k < kept for k in plain) and any(lists[0] < k < lists[-1] for k in plain):
-        _refuse("lists around a slice put their dimension first (index by the lists in turn)", index, shape)
+        _refuse("lists around a slice put their dimension first (index by one list after the other)", index, shape)
     num_dims = max(len(terms[k].list_shape) for k in lists)
     for k in lists:
         term, own = terms[k], terms[k].list_shape
@@ -216,7 +216,7 @@ def _term(item: Any, dim: int, index: Index, shape: tuple[int, ...]) -> _Term:
     if isinstance(item, (list, tuple)) and item and all(isinstance(part, slice) for part in item):
         intervals = [_range(part, length, index, shape) for part in item]
         if any(rows.step != 1 for rows in intervals):
-            _refuse("the slices of a list have a step of 1", index, shape)
+            _refuse("the slices in a list must have a step of 1", index, shape)
         intervals = [rows for rows in intervals if rows]
         if len(intervals) < 2:
             return _Term(dim, intervals[0] if intervals else range(0), "slice")
@@ -224,7 +224,7 @@ def _term(item: Any, dim: int, index: Index, shape: tuple[int, ...]) -> _Term:
     dtype = str(getattr(item, "dtype", "int"))
     # uint8 is a mask in torch and not in numpy. A bool is no index, though `operator.index` takes torch's.
     if "int" not in dtype or dtype == "torch.uint8" or isinstance(item, (bool, str, bytes)):
-        _refuse("neither masks nor floats nor text can be indices", index, shape)
+        _refuse("masks, floats and text cannot be indices", index, shape)
     if getattr(item, "ndim", 0) == 0:  # torch's arrays of one element have `__index__`, whatever their dimensions
         try:
             return _Term(dim, range(_row(operator.index(item), length, index, shape), length)[:1], "int")
@@ -235,17 +235,17 @@ def _term(item: Any, dim: int, index: Index, shape: tuple[int, ...]) -> _Term:
         list_shape = tuple(getattr(item, "shape", ()))
         values = item.reshape(-1).tolist() if len(list_shape) > 1 else item.tolist()
     if not isinstance(values, (list, tuple, range)):
-        _refuse(f"an index of type {type(item).__name__}", index, shape)
+        _refuse(f"a {type(item).__name__} cannot be an index", index, shape)
     rows = []
     for value in values:
         if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", 0) != 0:
-            _refuse("a list may hold nothing but integers", index, shape)
+            _refuse("a list of indices may hold integers only", index, shape)
         if item is index and str(getattr(value, "dtype", "")).startswith("torch."):
-            _refuse("torch takes a list of tensors for a tuple, numpy for one index: pass one of these", index, shape)
+            _refuse("torch reads a list of tensors as a tuple, numpy as an array: pass one of these", index, shape)
         try:
             rows.append(_row(operator.index(value), length, index, shape))
         except TypeError:
-            _refuse("a list may hold nothing but integers", index, shape)
+            _refuse("a list of indices may hold integers only", index, shape)
     return _Term(dim, rows, "list", list_shape or (len(rows),))
 
 

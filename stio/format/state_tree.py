@@ -310,7 +310,7 @@ class _Builder:
         tag, value = row
         in_key = frame.in_key or (frame.is_mapping and len(frame.items) % 2 == 0)
         if in_key and tag not in _IN_KEYS:
-            self._fail("no key of a mapping", expected=sorted(_IN_KEYS), found=tag)
+            self._fail("this tag cannot be a key of a mapping", expected=sorted(_IN_KEYS), found=tag)
         if tag in _CONTAINERS:
             self._open(tag, value, in_key=in_key)
             return
@@ -319,7 +319,7 @@ class _Builder:
         if tag in _SCALARS:
             item = self._scalar(tag, value)
             if in_key and item != item:
-                self._fail("NaN is no key: no look-up could find it again")
+                self._fail("a key is NaN, which no look-up could find again")
             frame.items.append(item)
         elif tag in _FOREIGN:
             frame.items.append(self._made_by_caller(tag, value))
@@ -396,7 +396,7 @@ class _Builder:
 
     def _mapping(self, tag: str, keys: list[Any], values: list[Any]) -> Any:
         if not _KEY_TYPES.issuperset(map(type, keys)):
-            self._fail("no key of a mapping")
+            self._fail("a value of this type cannot be a key of a mapping")
         try:
             check_keys(keys)
         except ValueError as error:

@@ -71,10 +71,11 @@ async def load(
     A cancel ends the load. It is raised when no thread writes to the load's memory any more.
 
     Args:
-        source: A `.safetensors` file, a directory (its `model.safetensors.index.json`, or its only `*.safetensors`),
-            an index file, or a storage of your own (`stio.testing`). A URL of one of these with `s3://`, `gs://`,
-            `az://`, `http://` or `https://` needs the extra `remote`; its bytes are streamed, never mapped.
-            `hf://owner/name@revision` needs the extra `hub`; its files are in the hub's cache before the load begins.
+        source: A `.safetensors` file, a directory (its `model.safetensors.index.json`, its only other index, or its
+            only `*.safetensors`), an index file, or a storage of your own (`stio.testing`). A URL of one of these with
+            `s3://`, `gs://`, `az://`, `http://` or `https://` needs the extra `remote`; its bytes are streamed, never
+            mapped. `hf://owner/name@revision` needs the extra `hub`; its files are in the hub's cache before the load
+            begins.
         names: What to load: one name, several names, or a predicate that gets a name. None: everything. Only the shards
             that hold these names by the index are opened; the others may be missing, and are not checked.
         slices: By name, an index as `numpy.s_[...]` gives it; only the bytes of that part are read, and short gaps
@@ -92,7 +93,7 @@ async def load(
             and `"copy"` by the filesystem. `"gds"` reads from the disk into an accelerator's memory by GPUDirect
             Storage (needs kvikio), and falls back to staged reads with a warning.
         budget_bytes: Most bytes between storage and the consumer at one time. None: 512 MiB, or
-            1 GiB if tensors go to an accelerator.
+            1 GiB if tensors go to an accelerator; less where memory is short.
         strict: Index and shards must hold the same names.
         limits: Bounds on the numbers in a file, as a `stio.Limits`.
         verify: Compare every file with the checkpoint's manifest before any tensor is returned.
@@ -293,6 +294,14 @@ def open(
         cache: See `stio.load`.
         trace: See `stio.load`.
         switch_interval: See `stio.load`.
+
+    Returns:
+        The checkpoint; it can be entered once.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: An argument has a wrong value, or two of them contradict each other.
+        StioError: On entering the block; see `stio.load`.
     """
     options = LoadOptions(
         device=device,
@@ -484,6 +493,13 @@ class Checkpoint:
             module: See `stio.load_into`.
             strict: See `stio.load_into`. None: the value of `stio.open`.
             assign: See `stio.load_into`.
+
+        Returns:
+            See `stio.load_into`.
+
+        Raises:
+            ClosedError: The checkpoint is not open, or was closed during the load.
+            StioError: See `stio.load_into`.
         """
         options = self._options if strict is None else replace(self._options, strict=strict)
         opened, target = self._now, ModuleTarget(module, assign=assign)

@@ -74,7 +74,7 @@ def _tree_text(opened: OpenCheckpoint, limits: Limits) -> tuple[bytes, set[str]]
     text = opened.metadata.get(STATE_KEY)
     if text is None:
         raise FormatError(
-            "a checkpoint without a nested state: its tensors are loaded by `stio.load`",
+            "the checkpoint has no nested state; load its tensors by `stio.load`",
             path=opened.path,
             expected=f"{STATE_KEY!r} in the metadata, as `stio.save_state` writes it",
         )

@@ -233,7 +233,7 @@ class _Opening:
         if isinstance(source, Root):
             return self._in_root(source, None)
         if not isinstance(source, str | bytes | os.PathLike):
-            raise TypeError(f"a source is a path or a storage.base.Root, not {type(source).__name__}")
+            raise TypeError(f"a source must be a path, a URL or a Root (see stio.testing), not {type(source).__name__}")
         path = os.fsdecode(source)
         if is_url(path):
             return self._at_url(path)
@@ -461,7 +461,7 @@ def choose(root: Root) -> tuple[str | None, str]:
             found=shown or "an empty directory",
         )
     raise AmbiguousCheckpointError(
-        f"several candidates and no {INDEX_NAME} that chooses; give the path of the one you mean",
+        f"the directory holds several checkpoints, and no {INDEX_NAME} selects one; give the path of the one you mean",
         path=root.path,
         found=", ".join(indices or files),
     )

@@ -104,7 +104,7 @@ def place(
     }
     if names is None and strict and (unused := placements.unused(stored.keys() | aliases.keys())):
         raise TensorNotFoundError(
-            "a rule of placements= fits no tensor of the checkpoint; strict=False allows that",
+            "a rule of placements= matches no tensor of the checkpoint; strict=False allows that",
             path=path,
             found=", ".join(map(printable, unused)),
         )

@@ -3,8 +3,8 @@
 The files are fetched into a directory beside the new one, which later takes its name. A record there names the state of
 each file in the store. So another call fetches only what is missing, as long as the store has the same states; a call
 that finds the new directory complete fetches nothing. Files of the Hugging Face hub come by the hub's own cache. Before
-the rename, headers and index are checked, files are compared with the manifest if there is one, and the store is asked
-whether it still has the same states.
+the rename, headers and index are checked, files are compared with the manifest if there is one, and the states in the
+store are compared once more.
 """
 
 from __future__ import annotations
@@ -224,9 +224,13 @@ def _require_plain(name: str, path: str, *, in_index: bool) -> None:
     is_plain = len(parts) == 1 or (in_index and name.endswith(FILE_SUFFIX))
     is_own = parts[0].startswith(".stio-") or name == RECORD_NAME
     if not is_plain or "\0" in name or os.sep in parts[-1] or is_own:
-        raise UnsafePathError("this name of a file is not allowed", path=path, found=name)
+        raise UnsafePathError(
+            "this name of a file is not allowed: it has a folder, or is one of stio's own",
+            path=path,
+            found=name,
+        )
     if any(part in ("", ".", "..") for part in parts):
-        raise UnsafePathError("this name leads out of the directory", path=path, found=name)
+        raise UnsafePathError("the name of a file of the checkpoint leads out of the directory", path=path, found=name)
 
 
 @contextmanager
@@ -272,7 +276,7 @@ class _Pull:
         if os.path.lexists(self.target):
             if not os.path.isdir(self.target) or os.path.islink(self.target) or os.listdir(self.target):
                 raise StorageError(
-                    "something else is there, or an earlier state of the checkpoint; give a new directory",
+                    "the destination holds something else, or an earlier state of the checkpoint; give a new directory",
                     path=self.target,
                     errno=errno.EEXIST,
                 )
@@ -355,7 +359,7 @@ class _Pull:
             part.publish(name, read_only=False)
 
     def _linked(self, name: str, source: Source, fd: int) -> bool:
-        """Give a file of this machine its name here too, if it is one of those that nobody edits; or return False."""
+        """Give a file of this machine its name here too, if it is one of those that are not edited; or return False."""
         if not isinstance(source, LocalFile) or not name.endswith(FILE_SUFFIX):
             return False
         with suppress(OSError):  # another filesystem, or one without hard links

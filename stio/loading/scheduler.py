@@ -199,7 +199,7 @@ class LoadScheduler:
         self._free(group)
 
     def _free(self, group: Group) -> None:
-        """Free the budget of a group that nobody uses any more."""
+        """Free the budget of a group that is not used any more."""
         if group.index in self._read_groups and (not self._hold or group.index in self._consumed_groups):
             self.budget.release(group.index)
             self._changed.wake()

@@ -94,12 +94,12 @@ def plain_names(names: str | Iterable[str]) -> set[str]:
 
 def _plain(names: str | Iterable[str]) -> list[str]:
     if not any(hasattr(type(names), method) for method in ("__iter__", "__getitem__")):
-        raise TypeError(f"names are a str or several, not {type(names).__name__}")
+        raise TypeError(f"names must be a str or several of them, not {type(names).__name__}")
     found = [names] if isinstance(names, str) else list(names)
     kinds = set(map(type, found))
     for kind in kinds:
         if not issubclass(kind, str):
-            raise TypeError(f"a name is a str, not {kind.__name__}")
+            raise TypeError(f"a name must be a str, not {kind.__name__}")
     return found if kinds <= {str} else list(map(str.__str__, found))
 
 

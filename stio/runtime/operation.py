@@ -238,7 +238,7 @@ class Operation(Generic[T]):
             StioError: This is a thread of the operation itself.
         """
         if current_operation() is self and not (self._done or ready()):
-            raise StioError(f"the {self._name} would wait for its own end: it calls the code that waits")
+            raise StioError(f"the {self._name} cannot wait for its own end on its own thread; wait in another thread")
         try:
             if not self._started:
                 self.start()

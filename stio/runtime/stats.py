@@ -25,8 +25,8 @@ Outcome = Literal["done", "failed", "cancelled"]
 class Stats:
     """Counters of the process since its start, and what is under way now.
 
-    Streams and loads into modules count as loads, conversions as saves. The drop-in for safetensors starts no
-    operations, so its work is not counted.
+    Streams and loads into modules count as loads, conversions as saves. Of the drop-in for safetensors, a prefetch
+    counts as a load; its other work is not counted.
     """
 
     num_loads_running: int

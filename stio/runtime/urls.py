@@ -18,7 +18,7 @@ def is_url(place: object) -> bool:
 def without_secrets(text: str) -> str:
     """Return a URL as it may be shown and logged: without user, password, query and fragment; other text unchanged.
 
-    A query may hold a signature, which gives whoever reads it access to the data.
+    A query may hold a signature, which gives access to the data.
     """
     found = _URL.fullmatch(text)
     if found is None:

@@ -1,8 +1,8 @@
 """The public functions that save: `save`, and a `Saver` whose saves run in the background.
 
 Each is one coroutine that begins a save (`stio.saving.pending`) and waits for it, on asyncio, uvloop or trio;
-`stio.sync` runs the same coroutines in a thread without a loop. No task group and no cancel scope of the caller is held
-while the caller's code runs.
+`stio.sync` runs the same coroutines in a thread without a loop. No task group and no cancel scope of stio is open while
+the caller's code runs.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ async def save(
         switch_interval: The interpreter's switch interval during the save, in seconds. None: unchanged.
 
     Returns:
-        What was saved, once it survives a power cut.
+        What was saved, once it survives a power cut; with `durability="none"`, once it is published.
 
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: An argument has a wrong value, or two of them contradict each other.
-        NoSpaceError: It does not fit; raised before the first byte is written.
+        NoSpaceError: It does not fit; raised before the first byte is written, where space can be reserved.
         ConcurrentSaveError: Another save changed the destination at the same time, or held its lock for too long.
         CommitUncertainError: It is in place, but the system did not confirm that it is durable.
         StioError: See `stio.errors`. After any other exception the old checkpoint remains; after a cancel too, unless
@@ -271,7 +271,9 @@ class Saver:
             switch_interval: See `stio.save`; by default the saver's own.
 
         Raises:
-            SaveInProgressError: As many saves as allowed are under way, and `when_full="error"`.
+            SaveInProgressError: As many saves as allowed are under way, and `when_full="error"`; or a thread of a save
+                under way calls this.
+            ClosedError: The saver was closed.
             StioError: This save failed before its snapshot was complete, or an earlier one failed and was not awaited.
         """
         make_options = partial(
@@ -431,7 +433,7 @@ class Saver:
         if self._when_full == "error":
             message = "a save is under way; await it, or let this one wait by when_full='wait'"
         elif self._is_own_thread():
-            message = "a save is under way, and this is its own thread, which cannot wait for it"
+            message = "a save is under way, and its own thread cannot wait for it; save in another thread"
         if message:
             raise SaveInProgressError(
                 message, path=str(destination), expected=f"at most {self._max_pending}", found=len(self.pending)
@@ -502,7 +504,9 @@ class Saver:
     async def _close(self, end_saves: Callable[[], Awaitable[None]]) -> BaseException | None:
         """Refuse further saves, end those under way, release the memory; return the first failure not awaited."""
         if self._is_own_thread():
-            raise SaveInProgressError("a save of this saver is under way, and its own thread cannot wait for its end")
+            raise SaveInProgressError(
+                "a save of this saver is under way, and its own thread cannot wait for its end; use another thread"
+            )
         with self._lock:
             self._closed = True
         try:

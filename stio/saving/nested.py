@@ -256,7 +256,7 @@ class _Walk:
 
     def _enter(self, container: Any, prefix: str) -> None:
         if id(container) in self._open_ids:
-            raise ValueError(f"{self._path()} is a container that it stands in itself; a cycle cannot be saved")
+            raise ValueError(f"{self._path()} is a container that contains itself; a cycle cannot be saved")
         if len(self._stack) >= MAX_DEPTH:
             message = f"{self._path()}: the state is nested too deeply"
             raise LimitError(message, expected=f"at most {MAX_DEPTH} levels")
@@ -275,7 +275,7 @@ class _Walk:
         kind = type(key)
         if kind is str or kind is float:
             if key != key:
-                raise ValueError(f"{self._path()}: NaN is no key that could be found again")
+                raise ValueError(f"{self._path()}: a key is NaN, which no look-up finds again; use another key")
             self._nodes.append(scalar_node(key))  # type: ignore[arg-type]
         elif key is None or kind is bool:
             self._nodes.append(key)  # type: ignore[arg-type]

@@ -231,7 +231,7 @@ class SaveResult:
     """Report of a save."""
 
     path: str
-    """The destination, links resolved."""
+    """The destination: a path with links resolved, or a URL without secrets."""
     files: tuple[str, ...]
     """Names of the files that hold tensors, in order; the index is not among them."""
     total_bytes: int

@@ -401,7 +401,7 @@ class PendingSave:
         while mine is not None and save is not None and not passed(save):
             if save.operation is mine:
                 raise SaveInProgressError(
-                    "a thread of a save cannot wait for it, nor for a later one of the same saver",
+                    "a thread of a save cannot wait for that save or a later one of its saver; wait in another thread",
                     path=str(self.destination),
                 )
             save = save._order.get("previous") or save._previous

@@ -82,7 +82,7 @@ class Requests:
     num_in_flight: int
     """Reads that should be under way at one time."""
     gap_bytes: int
-    """Longest run of bytes that nobody wants that costs less to read than another request."""
+    """Longest run of bytes of no use that costs less to read than another request."""
 
     @property
     def buffer_bytes(self) -> int:
@@ -297,7 +297,7 @@ class Published(Protocol):
         """Paths or URLs of its files."""
 
     def remove(self, *, spare: Set[str] = frozenset()) -> None:
-        """Delete it, as far as nobody has changed it. What does not exist any more is no error.
+        """Delete it, as far as it is unchanged. What does not exist any more is no error.
 
         Args:
             spare: Files that newer checkpoints consist of.

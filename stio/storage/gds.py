@@ -79,7 +79,9 @@ class GdsFile:
         except (ImportError, AttributeError, RuntimeError, OSError, ValueError) as error:
             raise _refused("opening", file.path, error) from error
         if self._handle is None:
-            raise StorageError("it is not set up on this machine", path=file.path, errno=errno.EOPNOTSUPP)
+            raise StorageError(
+                "GPUDirect Storage is not set up on this machine", path=file.path, errno=errno.EOPNOTSUPP
+            )
 
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         """Fill the device's regions, one after the other, with the bytes from `offset` on. Blocks, without the GIL.

@@ -53,7 +53,7 @@ _MAX_SAID = 300
 
 
 class _UnreachableError(Exception):
-    """The hub did not answer, or may not be asked; the cache may have what is needed."""
+    """The hub did not answer, or may not be contacted; the cache may have what is needed."""
 
     def __init__(self, error: StioError, reason: str, *, is_offline: bool = False) -> None:
         super().__init__(str(error))
@@ -62,7 +62,7 @@ class _UnreachableError(Exception):
         self.error = error
         """What to raise if the cache does not have it."""
         self.is_offline = is_offline
-        """Whether the user does not want it to be asked."""
+        """Whether the user has forbidden requests to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class HubRoot:
         self._files: frozenset[str] | None = None
         """All files of the commit; None as long as the hub was not asked for them."""
         self._unreachable: _UnreachableError | None = None
-        """Why it could not be asked."""
+        """Why it could not be contacted."""
         self._ahead: dict[str, str | StioError] = {}
 
     def listdir(self) -> list[str]:
@@ -231,7 +231,7 @@ class HubRoot:
         Raises:
             CheckpointNotFoundError: The repository has no such file.
             StorageError: The hub refuses, or cannot be reached, or the cache cannot be written; ENOENT: the cache does
-                not have the file, and the hub is not asked.
+                not have the file, and the hub is not contacted.
         """
         self._resolve()
         found = self._ahead.pop(name, None)
@@ -389,7 +389,7 @@ class HubRoot:
         if "RevisionNotFoundError" in kinds:
             return CheckpointNotFoundError("the repository has no such revision; check the name after the @", path=path)
         if "OfflineModeIsEnabled" in kinds or ("LocalEntryNotFoundError" in kinds and self._is_offline):
-            words, remedy = "the hub is not asked (HF_HUB_OFFLINE is set)", "; load it once with the hub"
+            words, remedy = "the hub is not contacted (HF_HUB_OFFLINE is set)", "; load it once with the hub"
             if name:
                 return StorageError(f"{words}, and its cache does not have the file{remedy}", path=path, errno=ENOENT)
             missing = CheckpointNotFoundError(f"{words}, and its cache does not have this revision{remedy}", path=path)
@@ -412,6 +412,6 @@ class HubRoot:
             )
         if isinstance(error, OSError | RuntimeError):  # its parts that are no Python raise the latter
             what = "the file could not be downloaded; check space and permissions of the hub's cache (HF_HOME)"
-            what = what if name else "the hub could not be asked; check HF_ENDPOINT"
+            what = what if name else "the hub could not be contacted; check HF_ENDPOINT"
             return StorageError(f"{what}: {said}", path=path, errno=getattr(error, "errno", None) or EIO)
         raise error

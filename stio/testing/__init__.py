@@ -2,7 +2,8 @@
 
 A fake replaces a path or a device: `stio.load(FaultyRoot(...))`, `stio.load(MemoryRoot(files))`,
 `stio.save(tensors, MemoryDestination())`, `device=FakeDevice()`. Each counts its calls, fails on request, and reports
-each call that breaks its contract. No fake sleeps: a test waits for conditions (`gate.py`).
+each call that breaks its contract. They are in `faulty_root.py`, `memory_destination.py` and `fake_device.py`; start
+with `faulty_root.py`. No fake sleeps: a test waits for conditions (`gate.py`).
 
 A test class for a storage inherits from `SourceContract` (`contract.py`). `checkpoint_files` and its relatives make the
 bytes of small checkpoints. The package needs pytest. Nothing in stio outside this package imports it.

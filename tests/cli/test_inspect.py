@@ -139,7 +139,7 @@ def large(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_a_table_fits_the_terminal(tmp_path: Path, width: int) -> None:
+def test_c246_a_table_fits_the_terminal(tmp_path: Path, width: int) -> None:
     shown = terminal("inspect", large(tmp_path / "m"), NO_COLOR="1", COLUMNS=str(width))
     lines = shown.splitlines()
     start = next(k for k, line in enumerate(lines) if line.startswith("name "))  # the path above may take several

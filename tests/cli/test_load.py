@@ -117,7 +117,7 @@ def test_a_timeline_that_could_not_be_written_is_refused_first(model: Path, tmp_
 
 
 def test_devices_that_are_not_there(model: Path) -> None:
-    assert "torch knows no such device" in refused("load", model, "--device", "gpu-of-mine")
+    assert "torch has no such device" in refused("load", model, "--device", "gpu-of-mine")
     assert "no data to load" in refused("load", model, "--device", "meta")
     if not torch.accelerator.is_available():
         assert refused("load", model, "--device", "cuda").endswith(

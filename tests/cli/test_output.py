@@ -52,7 +52,7 @@ def test_hostile_names_are_shortened_at_once() -> None:
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 79])
-def test_lines_are_broken_between_words(width: int) -> None:
+def test_c246_lines_are_broken_between_words(width: int) -> None:
     lines = _broken(SENTENCE, width).split("\n")
     assert " ".join(line.strip() for line in lines) == SENTENCE
     assert max(map(len, lines)) <= width

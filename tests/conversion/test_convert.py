@@ -170,7 +170,7 @@ def test_the_only_pickle_of_a_directory(tmp_path: Path) -> None:
 def test_two_files_with_one_name(tmp_path: Path) -> None:
     pickled_shards(tmp_path / "m")
     torch.save({"a": ramp(1)}, tmp_path / "m" / "pytorch_model-b.bin")
-    with pytest.raises(stio.IndexFormatError, match="two files hold one name"):
+    with pytest.raises(stio.IndexFormatError, match="two files hold a tensor of the same name"):
         stio.sync.convert(tmp_path / "m", tmp_path / "d")
 
 
@@ -250,8 +250,8 @@ def test_nested_state_of_tensors_is_joined_by_dots(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "match"),
     [
-        ({"a": ramp(5), "lr": 0.1}, r"no tensors, which plain.*\['lr'\]"),
-        ({"a": {"b": ramp(5)}, "a.b": ramp(5)}, r"one name.*a\.b"),
+        ({"a": ramp(5), "lr": 0.1}, r"not tensors, which plain.*\['lr'\]"),
+        ({"a": {"b": ramp(5)}, "a.b": ramp(5)}, r"the same name.*a\.b"),
     ],
 )
 def test_other_nested_state_is_refused(tmp_path: Path, state: dict[str, Any], match: str) -> None:

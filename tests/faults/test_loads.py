@@ -1760,7 +1760,8 @@ def test_c217_a_hub_id_as_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("names", "message"), [([1], "a name is a str, not int"), (5, "names are a str or several, not int")]
+    ("names", "message"),
+    [([1], "a name must be a str, not int"), (5, "names must be a str or several of them, not int")],
 )
 def test_c217_what_is_no_name(names: Any, message: str) -> None:
     root = MemoryRoot(checkpoint_files({"w": MATRIX, "v": MATRIX}, 2))

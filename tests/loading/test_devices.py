@@ -238,7 +238,7 @@ def test_a_module_that_is_copied_into_decides_itself(tied: Path) -> None:
 
 def test_a_name_that_goes_nowhere_is_named_before_anything_is_read(files: dict[str, bytes]) -> None:
     root, device = FaultyRoot(MemoryRoot(files)), Known()
-    with pytest.raises(DeviceError, match="says nothing of a tensor") as caught:
+    with pytest.raises(DeviceError, match="has no entry for a tensor") as caught:
         stio.sync.load(root, device={"layers": device, "flag": "cpu", "e": "cpu"})
     assert caught.value.found == "embed.w"
     assert root.num_reads == 3  # the index and two headers

@@ -90,7 +90,7 @@ def test_slices_and_parts(path: Path) -> None:
 
 def test_rules_that_fit_nothing(tmp_path: Path) -> None:
     sync.save({"v": torch.zeros(2)}, tmp_path / "v.safetensors")
-    with pytest.raises(stio.TensorNotFoundError, match=r"a rule of placements= fits no tensor.*strict=False"):
+    with pytest.raises(stio.TensorNotFoundError, match=r"a rule of placements= matches no tensor.*strict=False"):
         sync.load(tmp_path / "v.safetensors", placements=LowerRows())
     assert list(sync.load(tmp_path / "v.safetensors", placements=LowerRows(), strict=False)) == ["v"]
 

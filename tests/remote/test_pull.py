@@ -213,7 +213,7 @@ def test_another_state_is_fetched_again(
     server.objects.clear()
     for path in (tmp_path / "third").iterdir():
         server.put(f"/model/{path.name}", path.read_bytes())
-    assert "something else is there" in run(model, tmp_path / "m", status=2)
+    assert "holds something else" in run(model, tmp_path / "m", status=2)
     assert same(stio.sync.load(tmp_path / "m", verify=True), tensors)
 
 
@@ -288,7 +288,7 @@ def test_what_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "is none" in run("model", tmp_path / "m", status=2)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("")
-    assert "something else is there" in run(model, tmp_path / "full", status=2)
+    assert "holds something else" in run(model, tmp_path / "full", status=2)
     (tmp_path / "empty").mkdir()
     run(model, tmp_path / "empty")
     assert "mount point" in run(model, "/proc", status=2)

@@ -193,14 +193,14 @@ def test_keys_in_too_many_tuples():
 
 @pytest.mark.parametrize("key", [float("nan"), (1, float("nan"))])
 def test_nan_is_no_key(key):
-    with pytest.raises(ValueError, match=r"^state\['a'\]\[.*nan.*NaN is no key"):
+    with pytest.raises(ValueError, match=r"^state\['a'\]\[.*nan.*a key is NaN"):
         flattened({"a": {key: 1}})
 
 
 def test_cycles_are_named():
     state = {"a": [1, {}]}
     state["a"][1]["back"] = state["a"]
-    with pytest.raises(ValueError, match=r"^state\['a'\]\[1\]\['back'\] is a container that it stands in itself"):
+    with pytest.raises(ValueError, match=r"^state\['a'\]\[1\]\['back'\] is a container that contains itself"):
         flattened(state)
     own = []
     own.append(own)

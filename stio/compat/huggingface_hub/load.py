@@ -188,7 +188,7 @@ def _device(map_location: MapLocation) -> torch.device:
         raise TypeError("map_location is a device or a mapping of devices for safetensors files, not a function")
     device = torch.device(map_location)
     if device.type == "meta":
-        logger.warning("there are no tensors without data in a safetensors file; they are loaded to the CPU")
+        logger.warning("map_location='meta' is not possible for a safetensors file; its tensors are loaded to the CPU")
         return torch.device("cpu")
     return device
 

@@ -3,7 +3,7 @@
 The interface is that of safetensors 0.9.0rc1: `prefetch` returns a `PrefetchLoader`, which returns each tensor once, by
 `take` or by iteration, and the file object itself is unchanged. In an earlier state of the interface `prefetch`
 returned None, and `get_tensor` of the file object returned the tensors. That is not done here: `get_tensor` would take
-a tensor from a loader without its holder's knowledge, and its `take` would fail. Code for that state gets the right
+a tensor from a loader that other code holds, and the `take` of that code would fail. Code for that state gets the right
 tensors, each read when it is asked for, as the loader that it drops reads no more. Such code should call `take`.
 
 Beyond the original: it loads to the CPU too, and to every device of torch; a plan may have any index that `stio.load`
@@ -11,8 +11,8 @@ takes in `slices=`, with several intervals along a dimension; and `budget_bytes`
 
 A loader is a load of stio (`stio.loading`). Its workers stop reading when the budget is full of groups of which some
 tensor was not taken. A tensor that is asked for is read before all others (`LoadScheduler.promote`). If it would have
-to wait for budget, it is read on its own at once (`LoadScheduler.is_blocked`): the one that asks for it may be the only
-one who could make room, by taking other tensors. It needs no budget, as it is taken when it is read. So no order of
+to wait for budget, it is read on its own at once (`LoadScheduler.is_blocked`): the caller that waits may be the only
+one that could make room, by taking other tensors. It needs no budget, as it is taken when it is read. So no order of
 `take` can make a loader wait for ever, and what was read and not taken is at most the budget, or one group that is
 larger than it. If the tensor's group is read later, this tensor is read with it once more, and dropped; a group of
 which nothing is wanted any more is not read.

@@ -5,11 +5,11 @@ of change) that the store gives. So a load asks the store for the state of each 
 a file of that state from the cache (`DiskCache.replacement`). A file that is not there, and of which a load reads at
 least half, is fetched before the load is planned (`DiskCache.fetch`). From there on it is a local file to the load.
 
-The cache is a directory that processes share. Whoever fetches an object holds the lock file of it; others wait for the
-file, and fetch other objects in the meantime. A process that was killed leaves its lock free, and its part of the
-object, which the next one completes. A process that uses a file holds a shared lock on it, and mapped tensors hold that
-lock too; only files that can be locked exclusively are evicted. All changes of the directory are renames and removals
-of whole files, so no reader sees a part of one.
+The cache is a directory that processes share. The process that fetches an object holds the lock file of it; others wait
+for the file, and fetch other objects in the meantime. A process that was killed leaves its lock free, and its part of
+the object, which the next one completes. A process that uses a file holds a shared lock on it, and mapped tensors hold
+that lock too; only files that can be locked exclusively are evicted. All changes of the directory are renames and
+removals of whole files, so no reader sees a part of one.
 
 An error of the disk never fails a load: it reads from the store, and a line is logged.
 """
@@ -77,7 +77,7 @@ class DiskCache:
     removes the file; the next one fetches it again.
 
     Processes of one machine may share the directory: each object is read from the store once. It may be removed when no
-    process uses it. Do not let users write to it whom you would not let write your models.
+    process uses it. A user who may write to it can replace your models.
 
     An object that does not fit, a full disk or a directory that cannot be written means that the load reads from the
     store; a warning is logged under "stio".

@@ -85,7 +85,7 @@ class GarbageReport:
     unused: tuple[str, ...] = ()
     """Shards in a store that no index names, and that were deleted."""
     aborted: tuple[str, ...] = ()
-    """Objects of a store to which an upload was begun that nobody completed, and that was aborted."""
+    """Objects of a store with an upload that was begun and not completed, and that was aborted."""
 
     def __add__(self, other: GarbageReport) -> GarbageReport:
         return GarbageReport(*map(add, astuple(self), astuple(other)))

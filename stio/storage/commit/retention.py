@@ -105,7 +105,7 @@ def describe_file(path: str) -> WrittenFiles:
 
 
 def remove_checkpoint(written: WrittenFiles, *, spare: Set[str] = frozenset()) -> None:
-    """Delete what a save published, as far as nobody has changed it. What does not exist any more is no error.
+    """Delete what a save published, as far as it is unchanged. What does not exist any more is no error.
 
     Args:
         written: What it published.
@@ -122,7 +122,7 @@ def remove_checkpoint(written: WrittenFiles, *, spare: Set[str] = frozenset()) -
 
 
 def remove_unchanged(dir_fd: int, name: str, path: str, written: WrittenFiles) -> bool:
-    """Delete what a save published in a directory, as far as nobody has changed it; and the directory, if it is empty.
+    """Delete what a save published in a directory, as far as it is unchanged; and the directory, if it is empty.
 
     Args:
         dir_fd: The directory that holds it.

@@ -159,7 +159,7 @@ def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTran
     one is set aside shortly before: if the process dies between these two steps, there is no directory at `path` until
     the next save there, or `collect_garbage`, puts the old one back.
 
-    Of the old directory only that is deleted which its list (`written_list.py`) names and nobody has changed. What
+    Of the old directory only that is deleted which its list (`written_list.py`) names and that is unchanged. What
     others have added is moved into the new directory if no new file has its name; what else is left is kept beside it
     as `.stio-kept-<id>`, with a warning. Without a list that is all of the old directory.
 
@@ -325,7 +325,7 @@ class LocalTransaction:
         for name in names:
             if len(os.fsencode(name)) > limit:
                 raise StorageError(
-                    "the name of a file of the checkpoint is too long for the filesystem",
+                    "the name of a file is too long for the filesystem; choose a shorter one",
                     path=os.path.join(self._target.home, name),
                     errno=errno.ENAMETOOLONG,
                     expected=f"at most {limit} bytes",
@@ -646,7 +646,12 @@ class LocalTransaction:
     def _stamp(self, name: str) -> Stamp:
         stamp = stamp_of(self._staging.files_fd, name)
         if stamp is None:
-            raise StorageError("a staged file has vanished", path=self._target.path, errno=errno.ENOENT, expected=name)
+            raise StorageError(
+                "a new file was removed from the staging directory during the save; save again",
+                path=self._target.path,
+                errno=errno.ENOENT,
+                expected=name,
+            )
         return stamp
 
     def _rename_files(self, record: JournalRecord) -> None:

@@ -4,6 +4,10 @@ A `RemoteRoot` (`source.py`; start there) is a place in a store, and opens `Remo
 reads files. `stores.py` takes a URL apart and makes a store with credentials and endpoint by the conventions of each
 provider. `requests.py` makes requests that a cancel leaves within a second, and repeats those that failed.
 `failures.py` decides which failures are worth another attempt, and turns the others into errors of stio.
+`plain_http.py` reads ranges without TLS from the socket into the caller's memory.
+
+For saves: `save.py` has the transaction, which one put commits; `upload.py` sends the bytes, `folder.py` has the
+objects below a URL, and `unused.py` deletes what interrupted saves have left.
 
 Invariants: before any byte of an answer reaches the caller's memory, the answer is known to belong to the state in
 which the object was opened (its ETag), and to have exactly the bytes that were requested. An error, a log line and a

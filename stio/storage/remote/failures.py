@@ -149,7 +149,7 @@ _MESSAGES: dict[Kind, tuple[str, str, int]] = {
         errno.EACCES,
     ),
     "no bucket": ("there is no such bucket or container", "make it, or check the URL and the endpoint", errno.ENOENT),
-    "no name": ("obstore takes no such name of an object", "use another one", errno.EINVAL),
+    "no name": ("the name of the object is not allowed", "use another one", errno.EINVAL),
     "denied": ("the store refuses access", "check the credentials, and what they allow", errno.EACCES),
     "unranged": (
         "the server sends no parts of files (it ignores Range), so it cannot be streamed",

@@ -5,7 +5,7 @@ the store still has the index that the save found (If-Match, If-None-Match), and
 multipart upload, whose completion is the commit. There are no renames, no locks and no journal: whatever happens before
 the commit, readers have the old checkpoint, and what was uploaded by then is unused (`stio.storage.remote.unused`).
 
-The answer to a commit may be lost. Then the store is asked what it has; as long as it cannot say, nothing is removed.
+The answer to a commit may be lost. Then the object in the store is read; as long as that fails, nothing is removed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from stio.errors import CommitUncertainError, ConcurrentSaveError, StioError
+from stio.errors import CommitUncertainError, ConcurrentSaveError, StioError, printable
 from stio.format.naming import (
     FILE_SUFFIX,
     index_name,
@@ -28,6 +28,7 @@ from stio.format.naming import (
 )
 from stio.runtime.log import log
 from stio.runtime.operation import Cancelled
+from stio.runtime.urls import without_secrets
 from stio.storage.base import Note, Transaction
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
 from stio.storage.remote.failures import Failure, failure_of
@@ -107,7 +108,10 @@ def open_destination(url: str) -> RemoteDestination:
     folder, _, name = location.key.rpartition("/")
     suffix = suffix_of_other_kind(name)
     if suffix is not None and not url.endswith("/"):
-        raise ValueError(f"the destination looks like a file of another kind ({suffix}), and a save writes safetensors")
+        raise ValueError(
+            f"the destination {printable(without_secrets(url))!r} looks like a file of another kind ({suffix}), and a "
+            "save writes safetensors only; end it in .safetensors for one file, or in a slash for a directory"
+        )
     if not location.key.endswith(FILE_SUFFIX) or url.endswith("/"):
         return RemoteDestination(RemoteRoot(location))
     return RemoteDestination(RemoteRoot(replace(location, key=folder)), name)

@@ -67,7 +67,12 @@ def locate(url: str) -> Location:
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     if scheme not in ("http", "https", "s3", "gs", "az"):
-        raise CheckpointNotFoundError("no store has URLs of this scheme", path=without_secrets(url))
+        raise CheckpointNotFoundError(
+            "stio does not read or write URLs of this scheme",
+            path=without_secrets(url),
+            expected="s3, gs, az, http, https or hf",
+            found=scheme,
+        )
     if scheme in ("http", "https"):
         try:
             parts = urlsplit(url)
@@ -352,7 +357,7 @@ def signed_url(
 def link_to(store: Any, location: Location) -> tuple[str, float]:
     """Return a URL of http at which an object can be read, and the time of `time.monotonic` until when to use it.
 
-    For objects of S3 it is signed; whoever has it can read the object.
+    For objects of S3 it is signed, and gives access to the object.
 
     Raises:
         Exception: obstore cannot sign it.

@@ -1,4 +1,4 @@
-"""What interrupted saves have left in a store: shards that no index names, and uploads that nobody completes.
+"""What interrupted saves have left in a store: shards that no index names, and uploads that were not completed.
 
 obstore lists no uploads. Those of S3 are listed and aborted by requests of this module's own, which obstore signs.
 Azure deletes the blocks of uploads itself after a week; other stores need a rule (`AbortIncompleteMultipartUpload`).
