@@ -1,15 +1,20 @@
 """Loads and saves of many ranks: each reads and writes only the bytes that it holds.
 
-It is built on torch.distributed, which the caller has initialised, and on its `DTensor`s; start ranks by torchrun.
-`parts.py` says which part of the checkpoint each `DTensor` is, by `stio.format.placements`. The engine below gets
-slices, parts of files and ranges, and knows nothing of ranks. A load into a sharded module or state (`load.py`) is
-one load for each rank, of its own parts into its own memory; before that, `broadcast.py` fills what several ranks
-need: it is read once and sent. `same_checkpoint.py` compares what ranks have opened. A load without a module makes
-`DTensor`s (`placed.py`). A save (`save.py`, `shared_save.py`) is one save for each rank, of its own parts into files
-that all write: `layout.py` is what they must agree on first, and the first rank commits. `dcp_reader.py` and
-`dcp_writer.py` do both for `torch.distributed.checkpoint`, whose planner decides what each rank reads and writes.
-`ranks.py` is how ranks learn of each other's failures, and exchange small values: one that fails, is cancelled or
-killed is an error on all of them, within a bounded time.
+It is built on torch.distributed, which the caller has initialised, and on its `DTensor`s; start ranks by torchrun. The
+engine below gets slices, ranges and parts of files, and does not import torch.distributed. Start with `parts.py`: which
+part of the checkpoint's tensor a `DTensor` is.
+
+- `ranks.py`: failures of other ranks, and small values that ranks exchange. A rank that fails, is cancelled or killed
+  is an error on all, within a bounded time. `steps.py`: work over a Gloo group of its own, which ranks leave together.
+- Loads: `load.py` fills a sharded module or state, one load for each rank. Before that, `broadcast.py` fills what
+  several ranks need: it is read once and sent. `same_checkpoint.py` compares what ranks have opened. `placed.py` makes
+  `DTensor`s without a module.
+- Saves: `save.py` and `shared_save.py` are one save for each rank; `layout.py` is what ranks agree on first, and the
+  first rank commits. `shared_files.py`: all write into the same files. `shared_objects.py`: in a store each file has an
+  owner, to which the others send their bytes (`windows.py`, `exchange.py`).
+- `torch.distributed.checkpoint`, whose planner decides what each rank reads and writes: `dcp_reader.py`,
+  `dcp_writer.py` (with `dcp_layout.py` and `dcp_part.py`), `dcp_stager.py`.
+- `torch_private.py`: all that is used of torch's private names.
 """
 
 from __future__ import annotations

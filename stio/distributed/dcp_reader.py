@@ -157,7 +157,7 @@ class StioStorageReader(StorageReader):
         return described
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Do nothing: `read_metadata` has opened the checkpoint.
+        """Raise the error of `read_metadata`, which opens the checkpoint.
 
         Raises:
             StioError: The checkpoint could not be opened; see `stio.load`.

@@ -97,7 +97,7 @@ async def save(
         rank_timeout: Seconds without a sign of life of a rank, after which the save fails on all others.
 
     Returns:
-        What was saved, once it survives a power cut; the same on all ranks but for the times.
+        What was saved; the same on all ranks but for the times. With `durability="full"` it survives a power cut.
 
     Raises:
         MismatchError: The ranks do not save the same, or a placement cannot be saved.
