@@ -200,7 +200,7 @@ def test_c116_what_is_neither(tmp_path, name):
 def test_c116_what_is_no_file_under_a_name_that_is_needed(tmp_path, make, keywords, taken):
     """Neither destroyed nor called a concurrent save."""
     make(tmp_path / f"{taken}.safetensors")
-    with pytest.raises(StorageError, match="not by a file"):
+    with pytest.raises(StorageError, match="what has it is not a file"):
         stio.sync.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path, **keywords)
     assert not (tmp_path / f"{taken}.safetensors").is_file()
     assert os.listdir(tmp_path) == [f"{taken}.safetensors"]

@@ -327,7 +327,7 @@ def require_replaceable(home_fd: int, target: SaveTarget, names: tuple[str, ...]
         found = status_at(home_fd, name)
         if found is not None and not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
             raise StorageError(
-                "the save needs this name, which something that is not a file has; move that, or save elsewhere",
+                "the save needs this name, and what has it is not a file; move it, or save elsewhere",
                 path=os.path.join(target.path, name),
                 errno=errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EEXIST,
                 found=stat.filemode(found.st_mode),

@@ -14,6 +14,7 @@ import stat
 import struct
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -470,6 +471,8 @@ def test_members_of_the_group_exclude_each_other_and_readers_do_not(shared: Path
                 os.seteuid(0)
                 os.write(target, json.dumps(inside()).encode())
                 os.seteuid(MAKER)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
     os.close(target)
