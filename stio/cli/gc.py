@@ -10,13 +10,15 @@ from collections.abc import Iterator
 import click
 
 from stio.cli.output import JSON_OPTION, PATH, CommandError, say
-from stio.errors import CheckpointNotFoundError, one_line
+from stio.errors import one_line
 from stio.runtime.urls import is_url
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport, collect_garbage
 from stio.storage.open import open_destination
 
 _KEPT = "left alone, its process runs or may run, or it cannot be removed"
 _KEPT_IN_STORE = "left alone, no index names it, but it is younger than --max-age, and its save may be under way"
+
+_NO_DESTINATION = "there is no such destination, and no save to it was interrupted; check the path"
 
 
 @click.command()
@@ -37,8 +39,8 @@ def gc(path: str, dry_run: bool, max_age_hours: float, as_json: bool) -> None:
 
     PATH is the destination of those saves: a path, or a URL of s3, gs or az. A save that had published its checkpoint
     is completed, any other is rolled back. Saves under way are left alone. Each save also cleans up its own destination
-    on this machine, so this command is for stores, and for destinations without further saves. A local path that does
-    not exist is an error, unless a first save to it was interrupted.
+    on this machine, so this command is for stores, and for destinations without further saves. If there is no
+    such destination yet, there is nothing to do; its directory must exist.
     """
     max_age_seconds = max_age_hours * 3600
     if is_url(path):
@@ -49,8 +51,6 @@ def gc(path: str, dry_run: bool, max_age_hours: float, as_json: bool) -> None:
         report: GarbageReport = destination.collect_unused(max_age_seconds=max_age_seconds, dry_run=dry_run)
     else:
         report = collect_garbage(path, max_age_seconds=max_age_seconds, dry_run=dry_run)
-        if report == GarbageReport() and not os.path.lexists(path):
-            raise CheckpointNotFoundError("there is no such destination, and no save to it was interrupted", path=path)
     if as_json:
         click.echo(json.dumps({"path": path, "dry_run": dry_run, **dataclasses.asdict(report)}, indent=2))
     else:
@@ -69,4 +69,5 @@ def _lines(path: str, report: GarbageReport, dry_run: bool) -> Iterator[str]:
     ):
         yield from (f"{one_line(directory)}: {text}" for directory in directories)
     if report == GarbageReport():
-        yield f"{one_line(path)}: no save was interrupted here"
+        exists = is_url(path) or os.path.lexists(path)
+        yield f"{one_line(path)}: {'no save was interrupted here' if exists else _NO_DESTINATION}"
