@@ -110,6 +110,9 @@ class _Group:
     """Held while `start` is made."""
     old_keys: deque[list[str]] = field(default_factory=deque)
     """The keys that this rank has set for each object that has ended."""
+    idle: list[Store] = field(default_factory=list)
+    """Connections to the store that were used, and are used again: torch looks up a name for each, which may take
+    seconds."""
 
 
 _groups: MutableMapping[dist.ProcessGroup, _Group] = WeakKeyDictionary()
@@ -262,12 +265,15 @@ class Ranks:
             RuntimeError: The others do not call this, or there is no connection to them.
             RankError: A rank has failed, or there is no connection to the store.
         """
-        store = PrefixStore(f"{self._prefix}/gloo", run_blocking(self._connected()))
+        connection = run_blocking(self._connected())
+        store = PrefixStore(f"{self._prefix}/gloo", connection)
         # Not by `dist.new_group`, which would add it to the groups of the process: that is not safe on another thread.
-        return dist.ProcessGroupGloo(store, self.rank, self.num_ranks, timedelta(seconds=self._timeout))
+        group = dist.ProcessGroupGloo(store, self.rank, self.num_ranks, timedelta(seconds=self._timeout))
+        self._group.idle.append(connection)
+        return group
 
     async def _connected(self) -> Store:
-        """Return a new connection to the store. Torch may wait for it for minutes, so the other thread makes it."""
+        """Return a connection to the store. Torch may wait for it for minutes, so the other thread makes it."""
         made = _Connection()
         self._to_connect.append(made)
         self._changed.wake()
@@ -356,7 +362,7 @@ class Ranks:
     def _serve(self, operation: Operation[None]) -> None:
         assert self._store is not None
         try:
-            connection = _own_connection(self._store)
+            connection = self._connect()
             self._is_connected = True
             self._changed.wake()
             self._prefix = self._prefix or f"stio/{self._group_start(connection)}/{self._number}"
@@ -371,11 +377,21 @@ class Ranks:
                         self._changed.wait(pause if self._requests else _LONGEST_PAUSE)
             self._leave(store)
             self._forget_old_keys(connection)
+            self._group.idle.append(connection)
         except Exception as error:  # DistError and its subclasses; nothing may be raised on this thread
             self._fail_without_store(error)
         finally:
             self._served = True
             self._changed.wake()
+
+    def _connect(self) -> Store:
+        """Return a connection that no other object of this process uses."""
+        assert self._store is not None
+        with suppress(IndexError, RuntimeError):  # none is there, or it is broken
+            connection = self._group.idle.pop()
+            connection.check([self._prefix])
+            return connection
+        return _own_connection(self._store)
 
     def _try_old_connection(self) -> None:
         """Find out by the connection of the group, which breaks when the store ends, whether there is a store."""
@@ -404,8 +420,7 @@ class Ranks:
         while self._to_tell:
             self._tell(store, self._to_tell.popleft())
         while self._to_connect:
-            assert self._store is not None
-            self._to_connect.popleft().store = _own_connection(self._store)
+            self._to_connect.popleft().store = self._connect()
             self._notifier.notify()
         if self.failure is None and store.check(["failed"]):
             self._read_failure(store.get("failed"))

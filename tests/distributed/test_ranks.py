@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import stio
 from stio import sync
+from stio.distributed import ranks as module_of_ranks
 from stio.distributed.ranks import Ranks
 from stio.errors import CheckpointNotFoundError, ClosedError, MismatchError, RankError
 from stio.runtime.blocking import run_blocking
@@ -68,10 +70,20 @@ def exchange() -> Any:
             ranks.share("rank", str(ranks.rank).encode())
             return await ranks.arrive("all", bytes([ranks.rank]) * 3), await ranks.fetch("rank", of=1)
 
-    # Often: keys of an object must not be those of the one before.
-    found = {asyncio.run(body())[1] for _ in range(12)} | {run_blocking(body())[1]}
-    assert found == {b"1"}
-    return run_blocking(body())
+    # Often: keys of an object must not be those of the one before. The connection is the same one.
+    with patch.object(module_of_ranks, "_own_connection", wraps=module_of_ranks._own_connection) as connect:
+        found = {asyncio.run(body())[1] for _ in range(12)} | {run_blocking(body())[1]}
+        assert found == {b"1"} and connect.call_count == 1
+        (group,) = module_of_ranks._groups.values()
+        group.idle[:] = [BrokenStore()]  # a network may end a connection that is not used for hours
+        found = run_blocking(body())
+        assert connect.call_count == 2 and not any(isinstance(one, BrokenStore) for one in group.idle)
+    return found
+
+
+class BrokenStore:
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
 
 
 async def failing(rank: int, error: BaseException) -> None:
