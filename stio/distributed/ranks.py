@@ -508,7 +508,7 @@ class Ranks:
         self._set(store, f"left/{self.rank}", b"")
         if self.rank == 0:
             now = time.monotonic()
-            end = now + min(_LEAVE_SECONDS, self._timeout)
+            end = now + min(_LEAVE_SECONDS, self._timeout / 4)
             dead = () if self.failure is None else self.failure.ranks
             others = [  # of a host that is cut off, one rank counts as failed first
                 f"left/{other}"
