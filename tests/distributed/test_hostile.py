@@ -201,6 +201,8 @@ def no_connection(folder: str) -> tuple[str, str, str, float]:
         return plain(store)
 
     module = new_module()
+    for group in ranks._groups.values():
+        group.idle.clear()
     with patched(ranks, "_own_connection", own_connection if dist.get_rank() == 2 else plain):
         return outcome(lambda: sync.distributed.load_into(module, f"{folder}/model", broadcast=True, rank_timeout=2.0))
 
