@@ -248,12 +248,13 @@ class RemoteTransaction(Uploads):
             CommitUncertainError: The store does not say whether it has it.
             StioError: The store refuses it.
         """
-        patience, attempt = self._folder.patience, 1
+        patience, attempt, may_arrive = self._folder.patience, 1, False
         while True:
             try:
                 return self._folder.put_once(name, data, state or "create")
             except Exception as error:
                 failure = failure_of(error)
+            may_arrive |= failure.may_have_worked  # also if a later attempt is refused
             try:
                 now, new_state = self._folder.read(name) or (None, {})
             except StioError as error:
@@ -264,7 +265,7 @@ class RemoteTransaction(Uploads):
                 raise self._conflict()
             if not failure.may_succeed or attempt >= patience.num_attempts:
                 # If it may have worked, the put may be on its way still.
-                raise self._uncertain(failure) if failure.may_have_worked else self._error(failure)
+                raise self._uncertain(failure) if may_arrive else self._error(failure)
             time.sleep(patience.pause_seconds(attempt))
             attempt += 1
 
