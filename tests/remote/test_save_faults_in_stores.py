@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -215,6 +216,23 @@ def test_a_commit_that_the_store_has_not_tried_is_repeated(s3: Any, proxy: Proxy
     faults = iter([fault])
     proxy.fault = lambda k, method, path: next(faults, None) if method == "PUT" and path.endswith(INDEX) else None
     stio.sync.save(generation(1), impatient("s3://bucket/m"))
+    assert same(stio.sync.load("s3://bucket/m"), generation(1))
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_commit_without_an_answer_whose_repetition_is_refused(
+    s3: Any, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    """The first put may arrive later, so nothing is rolled back; also if that put was the first one to this store."""
+    stio.sync.save(generation(1), "s3://bucket/m")
+    if is_first:
+        monkeypatch.setattr(remote_save, "_honours_conditions", set())
+    faults: Iterator[Broken] = iter(["cut before"])
+    before = keys(s3)
+    proxy.fault = lambda k, method, path: next(faults, "expired") if method == "PUT" and path.endswith(INDEX) else None
+    with pytest.raises(CommitUncertainError, match="does not say whether"):
+        stio.sync.save(generation(2), impatient("s3://bucket/m"))
+    assert len(keys(s3)) == len(before) + 1
     assert same(stio.sync.load("s3://bucket/m"), generation(1))
 
 

@@ -240,21 +240,27 @@ class RemoteTransaction(Uploads):
             self._folder.delete([name])
         return {}
 
-    def _put(self, name: str, data: bytes, state: State) -> State:
+    def _put(self, name: str, data: bytes, state: State, *, may_arrive: bool = False) -> State:
         """Put a small object in place of one in a state ({}: none), and return its state.
+
+        Args:
+            name: Its name.
+            data: Its content.
+            state: The state of what it replaces.
+            may_arrive: Whether an attempt before this call may be on its way still.
 
         Raises:
             ConcurrentSaveError: It is in another state.
             CommitUncertainError: The store does not say whether it has it.
             StioError: The store refuses it.
         """
-        patience, attempt, may_arrive = self._folder.patience, 1, False
+        patience, attempt = self._folder.patience, 1
         while True:
             try:
                 return self._folder.put_once(name, data, state or "create")
             except Exception as error:
                 failure = failure_of(error)
-            may_arrive |= failure.may_have_worked  # also if a later attempt is refused
+            may_arrive |= failure.may_have_worked
             try:
                 now, new_state = self._folder.read(name) or (None, {})
             except StioError as error:
@@ -264,7 +270,7 @@ class RemoteTransaction(Uploads):
             if failure.kind in ("changed", "missing"):
                 raise self._conflict()
             if not failure.may_succeed or attempt >= patience.num_attempts:
-                # If it may have worked, the put may be on its way still.
+                # If an attempt may have worked, that put may be on its way still.
                 raise self._uncertain(failure) if may_arrive else self._error(failure)
             time.sleep(patience.pause_seconds(attempt))
             attempt += 1
@@ -315,29 +321,31 @@ class _Directory(RemoteTransaction):
         self.shard_names = tuple(shard_name(pattern, k, num_shards, save_id=self._id) for k in range(num_shards))
 
     def _publish(self, index: bytes) -> None:
-        if not self._put_unconditionally(index):
-            self._state = self._put(self._last, index, self._found)
+        failure = self._put_unconditionally(index)
+        if failure is not None:
+            self._state = self._put(self._last, index, self._found, may_arrive=failure.may_have_worked)
 
-    def _put_unconditionally(self, index: bytes) -> bool:
-        """Put the index in place of a state that no object has; return whether the store has done it.
+    def _put_unconditionally(self, index: bytes) -> Failure | None:
+        """Put the index in place of a state that no object has; return why the store has not done it, None if it has.
 
         Such a store ignores conditions, and that was the commit. The first save of a process to a store tries it.
         """
         store = self._folder.root.location.scheme, self._folder.root.location.store
         if store in _honours_conditions:
-            return False
+            return Failure("changed", "")
         try:
             self._state = self._folder.put_once(self._last, index, _NEVER)
         except Exception as error:
-            if failure_of(error).kind in ("changed", "missing"):
+            failure = failure_of(error)
+            if failure.kind in ("changed", "missing"):
                 _honours_conditions.add(store)
-            return False
+            return failure
         log(
             logging.WARNING,
             "%s: the store ignores If-Match: of two saves at one time to one place, the one that ends last remains",
             self.path,
         )
-        return True
+        return None
 
     def _delete_old(self) -> None:
         if self._old:
