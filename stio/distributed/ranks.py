@@ -56,6 +56,9 @@ _CONNECT_SECONDS = 1.0
 """After this time without a new connection to the store, the one of the group is tried: torch connects for minutes to
 a store that has ended."""
 
+_MOST_IDLE_SECONDS = 60.0
+"""After which a connection is not used again: a firewall may have ended it, and the first request would wait."""
+
 _KEPT_ROUNDS = 8
 """Number of objects whose keys are kept: a rank that is late still finds the failure of an older one."""
 
@@ -110,9 +113,9 @@ class _Group:
     """Held while `start` is made."""
     old_keys: deque[list[str]] = field(default_factory=deque)
     """The keys that this rank has set for each object that has ended."""
-    idle: list[Store] = field(default_factory=list)
-    """Connections to the store that were used, and are used again: torch looks up a name for each, which may take
-    seconds."""
+    idle: list[tuple[float, Store]] = field(default_factory=list)
+    """Connections to the store that are not in use, and when their last use ended. They are used again: torch looks up
+    the name of a host for each, which may take seconds."""
 
 
 _groups: MutableMapping[dist.ProcessGroup, _Group] = WeakKeyDictionary()
@@ -269,7 +272,7 @@ class Ranks:
         store = PrefixStore(f"{self._prefix}/gloo", connection)
         # Not by `dist.new_group`, which would add it to the groups of the process: that is not safe on another thread.
         group = dist.ProcessGroupGloo(store, self.rank, self.num_ranks, timedelta(seconds=self._timeout))
-        self._group.idle.append(connection)
+        self._give_back(connection)
         return group
 
     async def _connected(self) -> Store:
@@ -377,7 +380,7 @@ class Ranks:
                         self._changed.wait(pause if self._requests else _LONGEST_PAUSE)
             self._leave(store)
             self._forget_old_keys(connection)
-            self._group.idle.append(connection)
+            self._give_back(connection)
         except Exception as error:  # DistError and its subclasses; nothing may be raised on this thread
             self._fail_without_store(error)
         finally:
@@ -388,10 +391,14 @@ class Ranks:
         """Return a connection that no other object of this process uses."""
         assert self._store is not None
         with suppress(IndexError, RuntimeError):  # none is there, or it is broken
-            connection = self._group.idle.pop()
-            connection.check([self._prefix])
-            return connection
+            since, connection = self._group.idle.pop()
+            if time.monotonic() - since < _MOST_IDLE_SECONDS:
+                connection.check([self._prefix])
+                return connection
         return _own_connection(self._store)
+
+    def _give_back(self, connection: Store) -> None:
+        self._group.idle.append((time.monotonic(), connection))
 
     def _try_old_connection(self) -> None:
         """Find out by the connection of the group, which breaks when the store ends, whether there is a store."""

@@ -75,15 +75,24 @@ def exchange() -> Any:
         found = {asyncio.run(body())[1] for _ in range(12)} | {run_blocking(body())[1]}
         assert found == {b"1"} and connect.call_count == 1
         (group,) = module_of_ranks._groups.values()
-        group.idle[:] = [BrokenStore()]  # a network may end a connection that is not used for hours
-        found = run_blocking(body())
-        assert connect.call_count == 2 and not any(isinstance(one, BrokenStore) for one in group.idle)
+        for k, lost in enumerate([(time.monotonic(), BrokenStore()), (time.monotonic() - 61, SilentStore())]):
+            group.idle[:] = [lost]
+            found = run_blocking(body())
+            assert connect.call_count == 2 + k and lost not in group.idle
     return found
 
 
 class BrokenStore:
     def check(self, keys: list[str]) -> bool:
         raise RuntimeError("Connection reset by peer")
+
+
+class SilentStore:
+    """Over a connection that a firewall has ended."""
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(1000)
+        return False
 
 
 async def failing(rank: int, error: BaseException) -> None:
