@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 
 from stio.distributed.ranks import Ranks
@@ -56,17 +55,13 @@ class _Files:
         self._files, self._ranks, self._own_bytes = files, ranks, own_bytes
         self.shard_names, self.path = shard_names, path
 
-    def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> list[str]:
-        """Return the digest of each file. Each rank reads some of the files, when all have written."""
+    def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> dict[int, str]:
+        """Return digests of the files that this rank reads for that, when all have written."""
         ranks, names = self._ranks, self.shard_names
         run_blocking(ranks.arrive("written"))
-        own = {
+        return {
             k: self._files.digest(names[k], new_hasher(), check) for k in range(ranks.rank, len(names), ranks.num_ranks)
         }
-        found: dict[int, str] = {}
-        for one in run_blocking(ranks.arrive("hashed", json.dumps(list(own.items())).encode())):
-            found.update(json.loads(one))
-        return [found[k] for k in range(len(names))]
 
 
 class _OwnedFiles(_Files):

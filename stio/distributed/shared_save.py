@@ -240,8 +240,8 @@ class OwnPart(Protocol):
     def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
         """Return what the blocks of this rank are written with: see `Transaction.create`, for this rank's plan."""
 
-    def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> list[str]:
-        """Return the digest of each file; see `SharedTransaction`."""
+    def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> dict[int, str]:
+        """Return the digests of some of the files, by number; all ranks together have all. See `SharedTransaction`."""
 
     def finish(self, check: Callable[[], None]) -> None:
         """Wait until all that this rank writes is durable; nothing is written after that."""
@@ -262,7 +262,15 @@ class _SharedTransaction:
     def __init__(self, part: OwnPart, ranks: Ranks) -> None:
         self._part, self._ranks = part, ranks
         self.path, self.shard_names = part.path, part.shard_names
-        self.create, self.digests, self.roll_back = part.create, part.digests, part.roll_back
+        self.create, self.roll_back = part.create, part.roll_back
+
+    def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> list[str]:
+        """Return the digest of each file; see `SharedTransaction`."""
+        own = list(self._part.digests(new_hasher, check).items())
+        found: dict[int, str] = {}
+        for one in run_blocking(self._ranks.arrive("hashed", json.dumps(own).encode())):
+            found.update(json.loads(one))
+        return [found[k] for k in range(len(self.shard_names))]
 
     def require_names(self, *names: str) -> None:
         """Nothing to do: the first rank has."""

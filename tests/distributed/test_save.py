@@ -232,16 +232,10 @@ def optimizer_state(place: Place) -> None:
 
 def within_budget(place: Place) -> None:
     """Staging memory of a rank is at most its budget."""
-    made: list[StagingPool] = []
-
-    def recorded(budget: int | None) -> StagingPool:
-        made.append(StagingPool(budget))
-        return made[-1]
-
     whole = {f"w{k}": tensor_of((1000, 1024), torch.float32, k) for k in range(8)}
     mesh = place.mesh()
     spread = {name: spread_of(one.clone(), mesh, [Shard(k % 2)]) for k, (name, one) in enumerate(whole.items())}
-    with patched(pending, "StagingPool", recorded):
+    with recorded_pools() as made:
         place.same_files(spread, whole, budget_bytes=4 << 20)
     peaks = [pool.peak_bytes for pool in made if pool.block_bytes]
     assert 0 < peaks[0] <= 4 << 20
@@ -299,6 +293,19 @@ async def with_a_saver(place: Place) -> None:
 
 
 # Failures.
+
+
+@contextmanager
+def recorded_pools() -> Iterator[list[StagingPool]]:
+    """Yield a list of the pools that saves make in the block."""
+    made: list[StagingPool] = []
+
+    def recorded(budget: int | None) -> StagingPool:
+        made.append(StagingPool(budget))
+        return made[-1]
+
+    with patched(pending, "StagingPool", recorded):
+        yield made
 
 
 @contextmanager

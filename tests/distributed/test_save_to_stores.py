@@ -22,7 +22,7 @@ from ranks import run_ranks
 from save_helpers import keys, uploads
 from servers import s3_server
 from test_load import new_model
-from test_save import Failing, odd_tensors, patched, random_states, spread_of, tensor_of
+from test_save import Failing, odd_tensors, patched, random_states, recorded_pools, spread_of, tensor_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -33,9 +33,8 @@ from stio.cli.main import main
 from stio.device.describe import LazyTensor
 from stio.distributed import exchange, shared_objects
 from stio.errors import CommitUncertainError, RankError
-from stio.saving import pending, scheduler
+from stio.saving import scheduler
 from stio.saving.plan import Window
-from stio.saving.staging_pool import StagingPool
 from stio.storage.remote.folder import Folder
 from stio.storage.remote.save import RemoteTransaction
 from stio.storage.remote.source import RemoteRoot
@@ -172,15 +171,9 @@ def other_states(place: Place) -> None:
 
 def large(place: Place) -> None:
     """Uploads of several parts, within the budget."""
-    made: list[StagingPool] = []
-
-    def recorded(budget: int | None) -> StagingPool:
-        made.append(StagingPool(budget))
-        return made[-1]
-
     whole = {f"w{k}": tensor_of((1500, 1024), torch.float32, k) for k in range(4)}
     spread = {name: spread_of(one.clone(), place.mesh(), [Shard(k % 2)]) for k, (name, one) in enumerate(whole.items())}
-    with patched(pending, "StagingPool", recorded):
+    with recorded_pools() as made:
         place.same_objects(spread, whole, budget_bytes=16 << 20, max_shard_size=15_000_000)
     assert 0 < made[0].peak_bytes <= 8 << 20
 
