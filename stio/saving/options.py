@@ -254,14 +254,14 @@ class SaveResult:
 
     def _headline(self) -> str:
         size = f"{counted(len(self.files), 'file')}, {show_bytes(self.total_bytes)}"
-        return f"{printable(self.path)!r}: {size}, durable after {show_seconds(self.committed_seconds)}"
+        return f"{printable(self.path)!r}: {size}, published after {show_seconds(self.committed_seconds)}"
 
     def _repr_html_(self) -> str:
         """Return a table of the files for notebooks; of many, the first ones."""
         num_files = len(self.files)
         facts = [
             ("snapshot complete after", show_seconds(self.staged_seconds)),
-            ("files durable after", show_seconds(self.written_seconds)),
+            ("files written after", show_seconds(self.written_seconds)),
             ("bytes in files", f"{self.file_bytes:,}"),
             *([("tied names", f"{len(self.aliases):,}")] if self.aliases else []),
         ]

@@ -410,7 +410,7 @@ def test_sync_warns_under_a_loop_like_load(tmp_path, monkeypatch):
 async def test_a_result_at_a_prompt_and_in_a_notebook(tmp_path):
     model = Model()
     result = await stio.save(model, tmp_path / "m", max_shard_size=1200, hash="sha256")
-    assert repr(result).startswith(f"<SaveResult '{tmp_path}/m': {len(result.files)} files, 5.31 kB, durable after ")
+    assert repr(result).startswith(f"<SaveResult '{tmp_path}/m': {len(result.files)} files, 5.31 kB, published after ")
     html = result._repr_html_()
     for number, name in enumerate(result.files, 1):
         assert f"file {number}/{len(result.files)}" in html
