@@ -658,12 +658,12 @@ def _has_adapters(model: nn.Module) -> bool:
 
 def _is_sharded(model: nn.Module) -> bool:
     """Return whether FSDP2 shards a module of the model. After an evaluation its parameters may be whole."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has sharded a model has imported it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a program that has sharded a model has imported it
     return fsdp is not None and any(isinstance(one, fsdp.FSDPModule) for one in model.modules())
 
 
 def _has_parts(model: nn.Module) -> bool:
-    tensor = sys.modules.get("torch.distributed.tensor")  # whoever has sharded a model has imported it
+    tensor = sys.modules.get("torch.distributed.tensor")  # a program that has sharded a model has imported it
     return tensor is not None and any(isinstance(one, tensor.DTensor) for one in model.parameters())
 
 
