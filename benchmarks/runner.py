@@ -169,7 +169,7 @@ def _run(suite: Suite, cases: list[Case], settings: Settings, out: Path) -> list
 def _directory(parent: Path, keep: bool) -> Iterator[Path]:
     if keep:
         stays = parent / "stio-bench"
-        stays.mkdir(exist_ok=True)
+        stays.mkdir(parents=True, exist_ok=True)
         yield stays
         return
     with tempfile.TemporaryDirectory(prefix="stio-bench-", dir=parent) as name:
