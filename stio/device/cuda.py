@@ -200,7 +200,7 @@ class TorchAccelerator:
                     foreach_copy([target for target, _ in pairs], sources, non_blocking=True)
                 return TorchEvent(self._module, self.device, self._stream)
         except RuntimeError as error:
-            with suppress(RuntimeError):  # a device that is lost says so a second time
+            with suppress(RuntimeError):  # a lost device raises its error again
                 self._stream.synchronize()
             raise DeviceError(f"copying to {self.device} failed: {error}") from error
 

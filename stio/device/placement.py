@@ -78,7 +78,7 @@ def _advice_on_keys(devices: Mapping[str, Any], name: str) -> str:
             return f"; instead of {printable(key)!r} write {printable(plain)!r}: a prefix has no dot or star at its end"
     below = [key for key in devices if key and f".{name}".find(f".{key}.") > 0]
     if below:
-        return f"; {printable(below[0])!r} is in the name, but not at its begin"
+        return f"; {printable(below[0])!r} is in the name, but not at its start"
     above = [key for key in devices if key.endswith((f".{name}", f".{name.partition('.')[0]}"))]
     return f"; the entry {printable(above[0])!r} has a prefix that the name lacks" if above else ""
 

@@ -93,7 +93,7 @@ def test_what_says_it_by_name_and_what_does_not() -> None:
     [
         (["model.layers."], "model.layers.0.w", "instead of 'model.layers.' write 'model.layers'"),
         (["model.*"], "model.w", "instead of 'model.*' write 'model'"),
-        (["layers.0"], "model.layers.0.w", "'layers.0' is in the name, but not at its begin"),
+        (["layers.0"], "model.layers.0.w", "'layers.0' is in the name, but not at its start"),
         (["model.layers"], "layers.0.w", "the entry 'model.layers' has a prefix that the name lacks"),
         (["other"], "w", "all other tensors (expected"),
     ],
