@@ -4,7 +4,7 @@ The result is that of `module.load_state_dict`. Names and shapes are compared be
 copied into those of the module when their group is loaded. With `assign`, groups are collected, and replace all of the
 module's tensors together at the end. Submodules whose class or hooks take part in a load are *hooked*: their tensors
 are collected too, and torch's own `load_state_dict` runs at the end. It finds the tensors of all other submodules in
-their place already, so it copies only what is collected. `module_tree.py` tells which submodules are hooked.
+their place already, so it copies only what is collected. `module_tree.py` determines which submodules are hooked.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class ModuleTarget:
         if not self._keys:
             self._keys = memory_keys(self._targets)
             for name, part in self._parts.items():
-                if not part.local.numel():  # no address tells that two names have one tensor
+                if not part.local.numel():  # without an address, two names of one tensor are found by the object
                     self._keys[name] = -id(self._tree.tensors[name])
             if len(set(self._keys.values())) < len(self._keys):
                 for name, key in self._keys.items():
@@ -321,7 +321,7 @@ class ModuleTarget:
         for name in present:
             self._chosen[self._keys[name]] = name
         for key, names in self._ties.items() if self.assigns else ():
-            if key in self._chosen:  # of the names with the same data in the file, the first says the device
+            if key in self._chosen:  # of the names with the same data in the file, the first determines the device
                 source = self._source_of(self._chosen[key])
                 self._chosen[key] = next(name for name in names if self._source_of(name) == source)
 

@@ -79,7 +79,7 @@ class _Memory:
                 device = resolve_device(self._device)
                 if device.type != "cpu" and (self._device != "auto" or has_streams(device)):
                     self._accelerator = device
-            # A new object for each use: one that was refused once does not ask again.
+            # A new object for each use: an allocator that was refused once does not try to pin again.
             self._make = memory.allocate if self._accelerator is None else TorchAccelerator(self._accelerator).staging
 
     def allocate(self, nbytes: int) -> Region:
