@@ -134,7 +134,7 @@ MUTANTS = (
         "a slot is given back while the copies before the refused one still read it",
         CUDA,
         (
-            "            with suppress(RuntimeError):  # a device that is lost says so a second time\n"
+            "            with suppress(RuntimeError):  # a lost device raises its error again\n"
             "                self._stream.synchronize()\n",
             "",
         ),
@@ -572,7 +572,7 @@ MUTANTS = (
         "staging memory is given back while copies before the refused one still write to it",
         COPYING,
         (
-            "        with suppress(RuntimeError):  # a device that is lost says so a second time\n"
+            "        with suppress(RuntimeError):  # a lost device raises its error again\n"
             "            stream.synchronize()\n",
             "",
         ),
