@@ -548,7 +548,7 @@ MUTANTS = (
         "the first save takes whatever stream torch gives out next, which may be the one of loads",
         CUDA,
         (
-            "        return torch.Stream(device=device) if stream == others.get(device, (None, None))[1] else stream\n",
+            "        return make(device=device) if stream == others.get(device, (None, None))[1] else stream\n",
             "        return stream\n",
         ),
         tests=f"{FAULTS}test_fault_2_whichever_stream_is_made_first",
