@@ -33,7 +33,7 @@ from stio.runtime import memory
 from stio.runtime.locks import new_lock
 from stio.runtime.log import log
 from stio.runtime.operation import Operation
-from stio.runtime.process import thread_name
+from stio.runtime.process import after_fork_in_child, thread_name
 from stio.runtime.units import show_bytes
 from stio.storage.base import Identity, RequestedSource, Source
 from stio.storage.checks import OPEN_FLAGS, identity_of, stat_of
@@ -102,7 +102,6 @@ class DiskCache:
             raise ValueError(f"max_bytes must be positive, not {max_bytes}")
         self.max_bytes = max_bytes
         """Most bytes of files in it."""
-        self._lock = new_lock()
         self._counts = CacheStats()
 
     def __repr__(self) -> str:
@@ -360,7 +359,7 @@ class DiskCache:
         return []
 
     def _count(self, hits: int = 0, misses: int = 0, evictions: int = 0) -> None:
-        with self._lock:
+        with _counting:
             counts = self._counts
             self._counts = replace(
                 counts,
@@ -372,6 +371,16 @@ class DiskCache:
 
 def _make(path: str, max_bytes: int) -> DiskCache:
     return DiskCache(path, max_bytes=max_bytes)
+
+
+_counting = new_lock()  # for the counters of all caches
+
+
+@after_fork_in_child
+def _forget_parent() -> None:
+    """Make a new lock in a forked child: a thread of the parent may hold the old one."""
+    global _counting
+    _counting = new_lock()
 
 
 class _EntryFile(LocalFile):
