@@ -145,6 +145,9 @@ def recorded(stream: torch.Stream, *, sleeps: bool = False) -> Any:
     """Give an event behind what a stream has to do; where only CUDA has the choice, the host that waits sleeps."""
     if sleeps:
         cuda_runtime()
+        # `torch.cuda.Event` of torch 2.10 and older accepts no generic stream.
+        numbers = {"stream_id": stream.stream_id, "device_index": stream.device_index}
+        stream = torch.cuda.Stream(**numbers, device_type=stream.device_type)
     event = torch.cuda.Event(blocking=True) if sleeps else torch.Event(device=_device)
     event.record(stream)
     return event

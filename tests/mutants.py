@@ -134,7 +134,7 @@ MUTANTS = (
         "a slot is given back while the copies before the refused one still read it",
         CUDA,
         (
-            "            with suppress(RuntimeError):  # a device that is lost says so a second time\n"
+            "            with suppress(RuntimeError):  # a lost device raises its error again\n"
             "                self._stream.synchronize()\n",
             "",
         ),
@@ -548,7 +548,7 @@ MUTANTS = (
         "the first save takes whatever stream torch gives out next, which may be the one of loads",
         CUDA,
         (
-            "        return torch.Stream(device=device) if stream == others.get(device, (None, None))[1] else stream\n",
+            "        return make(device=device) if stream == others.get(device, (None, None))[1] else stream\n",
             "        return stream\n",
         ),
         tests=f"{FAULTS}test_fault_2_whichever_stream_is_made_first",
@@ -572,7 +572,7 @@ MUTANTS = (
         "staging memory is given back while copies before the refused one still write to it",
         COPYING,
         (
-            "        with suppress(RuntimeError):  # a device that is lost says so a second time\n"
+            "        with suppress(RuntimeError):  # a lost device raises its error again\n"
             "            stream.synchronize()\n",
             "",
         ),

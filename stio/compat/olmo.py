@@ -4,6 +4,7 @@
 
 These functions read and write OLMo's own files: names hold pickled key paths, and a value that is not a tensor is a
 pickle in a tensor.
+
 Reading runs no code of a file. Pickles of plain values (numbers, text, bytes, tuples, lists, dicts, sets) are read by a
 machine that cannot call anything (`stio.format.safe_pickle`). Others are refused, or unpickled with
 `trust_pickle=True`, which warns. `format="stio"` writes nested state without any pickle; the same functions read it.

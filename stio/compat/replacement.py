@@ -237,7 +237,7 @@ def _parameters(function: Any) -> set[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return set()  # a function of another language that does not tell
+        return set()  # a function of another language without a signature
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {parameter.name for parameter in parameters if parameter.kind not in variable}
 

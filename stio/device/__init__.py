@@ -1,7 +1,7 @@
 """Tensors, devices, and copies between host memory and devices, in both directions. Nothing here opens a file.
 
-Start with `base.py`: `Accelerator` is the interface that loads need from a device, `LoadedGroup` is what a load gives
-to its consumer. `cuda.py` implements the interface by torch. Loads use `copy_queue.py` (slots of staging memory,
+Start with `base.py`: `Accelerator` is the interface that loads need from a device, a `LoadedGroup` is delivered to
+the consumer of a load. `cuda.py` implements the interface by torch. Loads use `copy_queue.py` (slots of staging memory,
 submission, events), `group_memory.py` (the memory of a group on the device) and `tensors.py` (tensors over memory,
 dtypes, casts). Saves use `describe.py` (what can be saved of a tensor) and `copy_out.py` (its bytes into host memory).
 `pinned.py` allocates pinned memory. `placement.py` finds the device of each tensor. `torch_private.py` has torch's
@@ -21,10 +21,10 @@ that no Python code uses any more. These rules keep that memory valid:
    way: a cancelled load returns when no copy touches its buffers (P4).
 3. The consumer uses another stream. `Accelerator.hand_over` lets that stream wait for the group's events. It also calls
    `record_stream`: without it the allocator would return freed memory to the copy stream, and the next load would write
-   there, while the consumer's stream still reads. It runs on the consumer's thread, because it uses
-   the thread's current stream.
+   there, while the consumer's stream still reads. It runs on the consumer's thread, because it uses the thread's
+   current stream.
 4. Small tensors. Neighbouring ones are copied into one buffer, and cloned from there behind the copies: each tensor has
-   an allocation of its own, so a user's `record_stream` counts on it. The buffer is freed under the copy stream.
+   an allocation of its own, so a user's `record_stream` protects it. The buffer is freed under the copy stream.
 5. Saves. A thread of the save waits for an event on the caller's stream (`Readiness`) and then queues copies out of the
    tensors, on the stream that all saves of the device share. That stream never waits for another one, so no save waits
    for what another one waits for. The save holds a tensor until the event behind its copy has passed.

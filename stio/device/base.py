@@ -59,14 +59,14 @@ class Accelerator(Protocol):
     def clone(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Copy device tensors, each into an allocation of its own, in one call; return the new ones.
 
-        Called `on_queue`, which reports a device that is full.
+        Called in the context of `on_queue`, which reports a device that is full.
         """
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
         """Queue copies of regions into uint8 device tensors `[region.nbytes]`; return an event behind them.
 
-        Does not wait. All regions are host memory, or all are device memory (parts of what `empty` returned). They must
-        stay unchanged until the event has passed.
+        Does not wait. All regions are host memory, or all are device memory (parts of what `allocate` returned). They
+        must stay unchanged until the event has passed.
 
         Raises:
             DeviceError: The device refused; none of the regions is being read any more.
@@ -145,7 +145,7 @@ def with_current_index(device: Any, current: torch.device | None) -> Any:
     try:
         parsed = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
-        return device  # `resolve_device` will refuse it
+        return device  # `resolve_device` raises for it
     return current if str(parsed) == current.type else device  # without an index
 
 

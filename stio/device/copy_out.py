@@ -2,8 +2,8 @@
 
 No temporary is as large as a tensor. Contiguous memory is copied by address, other layouts part by part, each part
 directly to its target. Copies from a device run on the stream of all saves, and are waited for once. Two saves at the
-same time share it: the copies of both run in the order of their submission. So what a save must wait for first is
-waited for by its threads and not by the stream, where the copies of the other save would wait too.
+same time share that stream: the copies of both run in the order of their submission. A save whose tensors are not ready
+yet waits on its own threads. If the stream waited, the copies of the other save would wait too.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def copy_pieces(
     """Copy bytes of many tensors into one block of host memory, as `copy_out` does.
 
     The copies of short, contiguous tensors need no objects of their own: for 60,000 tensors these cost more than the
-    copies, and start the garbage collector. Those on devices are copied by a few calls, since each call drops the GIL.
+    copies, and start the garbage collector. Those on devices are copied by a few calls, since each call releases the
+    GIL.
 
     Args:
         sources: The tensors.
@@ -288,7 +289,7 @@ def _queue_copies(
                 foreach_copy(targets, parts, non_blocking=True)
             return TorchEvent(module, device, stream)
     except BaseException as error:
-        with suppress(RuntimeError):  # a device that is lost says so a second time
+        with suppress(RuntimeError):  # a lost device raises its error again
             stream.synchronize()
         if not isinstance(error, RuntimeError) or isinstance(error, StioError):
             raise

@@ -4,7 +4,7 @@ A worker takes a slot, fills it and puts its copies in the queue. One worker at 
 that are in the queue, also those of other workers, with one call of the device and one event. A slot is free again when
 the event behind its copies has passed; the host waits for copies only when it needs a slot, and at the end.
 
-The queue reports blocks, not the read path that put them there: a submission contains blocks of any file of the load.
+A submission contains blocks of any file of the load, so `submit` reports blocks and not read paths.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class CopyQueue(Generic[B]):
         """Size of all slots that are allocated, or being allocated."""
         self._allocate_slot = allocate or accelerator.staging
         self._trace = trace
-        # One lock for slots and submissions: a worker without a slot waits for a slot that is released or for a
-        # submission with an event to wait for, for the first of the two.
+        # One lock for slots and submissions: a worker without a slot waits until a slot is released, or until there is
+        # a submission whose event it can wait for.
         self._changed = Condition()
         self._num_unallocated = num_slots
         self._is_allocating_ahead = False
@@ -330,7 +330,7 @@ class CopyQueue(Generic[B]):
                     self._count_allocated(1)
                 self.release(self._allocate())
                 with self._changed:
-                    self._changed.notify_all()  # workers that got no slot look whether a copy has ended
+                    self._changed.notify_all()  # workers without a slot check whether a copy has ended
         except BaseException as error:
             failure = error
         self._end_allocating_ahead(failure)

@@ -50,7 +50,7 @@ class TorchEvent:
     Args:
         module: torch's module of the device's kind.
         device: The device, its index resolved.
-        stream: The event is behind all work that is queued there now.
+        stream: The event is behind all work that is queued there now. For CUDA a `torch.cuda.Stream`.
     """
 
     def __init__(self, module: Any, device: torch.device, stream: Any) -> None:
@@ -132,9 +132,11 @@ def save_stream(module: Any, device: torch.device) -> Any:
 
 def _new_stream(module: Any, device: torch.device, others: dict[torch.device, tuple[Any, Any]]) -> Any:
     """Return a stream of torch's pool that is not the one that `others` has for the device."""
+    # `torch.cuda.Event` of torch 2.10 and older accepts no generic stream: it reads past the end of that object.
+    make: Any = module.Stream if device.type == "cuda" else torch.Stream
     with module.device(device):  # to create a stream elsewhere creates a context of the current device
-        stream = torch.Stream(device=device)
-        return torch.Stream(device=device) if stream == others.get(device, (None, None))[1] else stream
+        stream = make(device=device)
+        return make(device=device) if stream == others.get(device, (None, None))[1] else stream
 
 
 @after_fork_in_child
@@ -200,7 +202,7 @@ class TorchAccelerator:
                     foreach_copy([target for target, _ in pairs], sources, non_blocking=True)
                 return TorchEvent(self._module, self.device, self._stream)
         except RuntimeError as error:
-            with suppress(RuntimeError):  # a device that is lost says so a second time
+            with suppress(RuntimeError):  # a lost device raises its error again
                 self._stream.synchronize()
             raise DeviceError(f"copying to {self.device} failed: {error}") from error
 

@@ -2,7 +2,7 @@
 
 A large tensor is copied into an allocation of its own. Neighbouring small tensors are copied into one buffer, and
 cloned from there: a call of torch for each tensor may wait for the GIL, and two calls make all of them (`separate`). So
-every tensor has an allocation of its own, which the device's allocator knows: a user's `record_stream` counts on each.
+every tensor has an allocation of its own in the device's allocator, and a user's `record_stream` protects it.
 """
 
 from __future__ import annotations

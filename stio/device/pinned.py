@@ -1,9 +1,9 @@
 """Pinned memory of the host, for copies from and to a device: allocated near the device, and returned to the system.
 
-torch's allocator pins it. It rounds up to powers of two, keeps what is freed for the next allocation, and does not give
-out memory again while a copy that torch knows of reads or writes it. What it keeps can be used by nothing else, so
-`give_back` returns the memory of a `Saver` or a `HostCache` that is closed to the system. torch has one call for that,
-which releases all that is free, and it holds the GIL meanwhile. So regions are freed one at a time.
+torch's allocator pins it. It rounds sizes up to powers of two and keeps freed memory for the next allocation. It does
+not reuse memory while a copy that torch has recorded reads or writes it. Nothing else can use the memory that it keeps.
+So `give_back` returns the memory of a closed `Saver` or `HostCache` to the system. torch has one call for that, which
+releases all free memory and holds the GIL meanwhile. So regions are freed one at a time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from stio.runtime.operation import Operation
 
 logger = logging.getLogger("stio")
 
-_LOOK_SECONDS = 0.02
-_NUM_LOOKS = 25
+_POLL_SECONDS = 0.02
+_NUM_POLLS = 25
 
 
 def pin(nbytes: int, device: torch.device) -> Region:
     """Return new pinned memory, on the node of the host that the device is on.
 
-    torch takes a region that it has kept, if there is one of this size; that one may be on another node.
+    torch reuses a region of this size if it has kept one; that region may be on another node.
 
     Args:
         nbytes: Size; torch takes the next power of two.
@@ -55,8 +55,9 @@ def is_pinned(region: Region) -> bool:
 class PinnedAllocator:
     """Allocates pinned memory for one load, one save or one use of a cache; plain memory once it was refused.
 
-    A low limit of locked memory refuses, or a host that is short of memory. The next use asks again. Two allocators are
-    equal if memory of one serves for the other: they are for one device, and neither was refused.
+    Pinning is refused if the limit of locked memory is low, or the host is short of memory. Another allocator tries
+    again. Two allocators are equal if memory of one may be used for the other: they are for one device, and neither was
+    refused.
 
     Args:
         device: The device, its index resolved.
@@ -113,17 +114,17 @@ def _return_to_system(regions: list[Region], operation: Operation[None]) -> None
     while regions and not operation.cancelled:
         in_use.append(weakref.ref(regions.pop().owner))
         empty_host_cache()  # it holds the GIL for some milliseconds for each 64 MiB
-    for _ in range(_NUM_LOOKS):
+    for _ in range(_NUM_POLLS):
         in_use = [owner for owner in in_use if owner() is not None]
         if not in_use or operation.cancelled:
             break
-        time.sleep(_LOOK_SECONDS)  # a thread that is ending refers to them
+        time.sleep(_POLL_SECONDS)  # a thread that is ending refers to them
     empty_host_cache()
 
 
 @cache
 def _node_of(device: torch.device) -> int | None:
-    """Return the node of the host that a device is on, None if torch or the system does not say."""
+    """Return the node of the host that a device is on, None if torch or the system does not report it."""
     try:
         found: Any = torch.get_device_module(device).get_device_properties(device)
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"

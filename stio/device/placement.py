@@ -27,7 +27,7 @@ class Placement:
 
     def __init__(self, where: Callable[[str], Any] | Mapping[str, Any]) -> None:
         self._where = partial(_by_prefix, where) if isinstance(where, Mapping) else where
-        self._known: dict[object, Target] = {}
+        self._known: dict[str | int | torch.device, Target] = {}
         self._devices: dict[torch.device, torch.device] = {}
 
     def __call__(self, name: str) -> Target:
@@ -37,10 +37,11 @@ class Placement:
             DeviceError: No device is given for it, or this machine does not have it.
         """
         device = self._where(name)
-        key = device if isinstance(device, str | int | torch.device) else id(device)
-        target = self._known.get(key)
+        if not isinstance(device, str | int | torch.device):
+            return self._resolved(device, name)
+        target = self._known.get(device)
         if target is None:
-            target = self._known[key] = self._resolved(device, name)
+            target = self._known[device] = self._resolved(device, name)
         return target
 
     def _resolved(self, device: Any, name: str) -> Target:
@@ -60,7 +61,7 @@ def resolve_placement(device: Any) -> Target | Placement:
     Raises:
         DeviceError: torch has no such device, or this machine does not.
     """
-    # First, because a torch.device is callable (it decorates functions), and because a check of a protocol takes 10 us.
+    # First, because the check of a protocol takes 10 us.
     if device is None or isinstance(device, str | int | torch.device):
         return resolve_device(device)
     if isinstance(device, Accelerator):
@@ -78,7 +79,7 @@ def _advice_on_keys(devices: Mapping[str, Any], name: str) -> str:
             return f"; instead of {printable(key)!r} write {printable(plain)!r}: a prefix has no dot or star at its end"
     below = [key for key in devices if key and f".{name}".find(f".{key}.") > 0]
     if below:
-        return f"; {printable(below[0])!r} is in the name, but not at its begin"
+        return f"; {printable(below[0])!r} is in the name, but not at its start"
     above = [key for key in devices if key.endswith((f".{name}", f".{name.partition('.')[0]}"))]
     return f"; the entry {printable(above[0])!r} has a prefix that the name lacks" if above else ""
 

@@ -15,10 +15,10 @@ from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
 """Makes a tensor from a capsule; `torch.from_dlpack` would have the object make a capsule of its own."""
 
 foreach_copy: Callable[..., None] = torch._foreach_copy_
-"""Copies a list of tensors into another list in one call, which drops the GIL once."""
+"""Copies a list of tensors into another list in one call, which releases the GIL once."""
 
 foreach_clone: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = torch._foreach_clone
-"""Clones a list of tensors in one call, which drops the GIL once."""
+"""Clones a list of tensors in one call, which releases the GIL once."""
 
 without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """Context in which a subclass of `torch.Tensor` does not override torch's functions."""
@@ -46,17 +46,17 @@ def unflatten(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tor
 
 
 def new_bytes(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-    """Return new uint8 tensors `[size]` on a device, allocated under the current stream; keeps the GIL."""
+    """Return new uint8 tensors `[size]` on a device, allocated under the current stream; holds the GIL."""
     make: Any = torch.UntypedStorage
     return [_empty(torch.uint8, device).new(make(size, device=device)) for size in sizes]
 
 
 def over_storages(wanted: Iterable[tuple[torch.UntypedStorage, torch.dtype, Sequence[int]]]) -> list[torch.Tensor]:
-    """Return a tensor over each storage, of this dtype and shape, contiguous and from its first byte; keeps the GIL.
+    """Return a tensor over each storage, of this dtype and shape, contiguous and from its first byte; holds the GIL.
 
-    `torch.empty` and `Tensor.set_` drop the GIL, and so does the end of a tensor. Beside a busy Python thread 212
-    tensors took 0.3 to 0.7 s by those, 20 to 50 ms if a temporary ends between two of them, and 1.2 ms as here
-    (two cores).
+    `torch.empty` and `Tensor.set_` release the GIL, and so does the deallocation of a tensor. Beside a busy Python
+    thread 212 tensors took 0.3 to 0.7 s by those, 20 to 50 ms if a temporary tensor is freed between two of them, and
+    1.2 ms as here (two cores).
     """
     flats = []
     shapes = []
@@ -105,9 +105,9 @@ _known_traits: dict[int, Traits] = {}
 
 
 def traits_of(tensor: torch.Tensor) -> Traits:
-    """Return the traits of a tensor by one call, which keeps the GIL.
+    """Return the traits of a tensor by one call, which holds the GIL.
 
-    Some of the public calls drop it, and together they take twice as long. There are few different sets of keys.
+    Some of the public calls release it, and together they take twice as long. There are few different sets of keys.
     """
     keys = torch._C._dispatch_keys(tensor).raw_repr()
     found = _known_traits.get(keys)

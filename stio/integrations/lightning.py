@@ -64,7 +64,6 @@ logger = logging.getLogger("stio")
 _RANDOM = "stio.random"
 """Key of a checkpoint: the states of the random generators, by rank."""
 
-
 _SHARDED = ("state_dict", "optimizer_states")
 """Keys of a checkpoint whose tensors may be sharded over ranks."""
 
@@ -99,8 +98,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
     loader has a state. `validate`, `test` and `predict` do not restore the generators.
 
     It supports strategies that write one file from one process: a single device, DDP. For modules that are sharded over
-    ranks use `StioModelParallelStrategy`. It needs no `AsyncCheckpointIO`
-    around it. Paths are local. It does not read
+    ranks use `StioModelParallelStrategy`. It needs no `AsyncCheckpointIO` around it. Paths are local. It does not read
     files of `torch.save`. After an import of this module, `load_from_checkpoint` of a LightningModule reads these
     checkpoints too: to the CPU, or to the device that `map_location` names.
 
@@ -449,19 +447,19 @@ class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed
         self._restore(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore them again: an epoch that had only its end left has used them for batches that nobody takes."""
+        """Restore them again: an epoch of which only the end was left has used them for batches that are dropped."""
         self._restore(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Forget them: the training goes on."""
+        """Drop them: the training goes on."""
         self._restored = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Forget them: they are not for a later training."""
+        """Drop them: they are not for a later training."""
         self._restored = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget them: they are not for a later training."""
+        """Drop them: they are not for a later training."""
         self._restored = None
 
     def _restore(self, trainer: Trainer) -> None:

@@ -21,8 +21,8 @@ _NAME = "stio"
 def register() -> None:
     """Put stio in the place of safetensors, if the variable `SGLANG_PLUGINS` names it. SGLang calls this.
 
-    SGLang calls all plugins that are installed when the variable is not set. Nothing happens then: an installed stio
-    does not mean that its user wants SGLang to load by it.
+    SGLang calls all plugins that are installed when the variable is not set. Nothing happens then: stio may be
+    installed for another purpose.
 
     Raises:
         ImportError: The package safetensors is not installed.

@@ -8,11 +8,12 @@ The callback uses the public events of Trainer only. Trainer decides to save at 
 evaluates, and would save after that. So the callback takes over the request, and saves at the next event: random
 numbers that are drawn in between belong to the steps before. A resume sets the random generators at the same event.
 
-At the end Trainer logs its summary, and loads the best model after that. So the callback ends the last save at that
-log event: before it the model has the weights of the last step, after it all checkpoints are durable on all processes.
+At the end Trainer logs its summary, and loads the best model after that. So the callback completes the last save at
+that log event: before it the model has the weights of the last step, after it all checkpoints are durable on all
+processes.
 
-Processes that train together get the same events in the same order. At each save, and at the end, they tell each other
-their errors: an error of one process is raised on all of them. If the model is sharded (FSDP2), all of them write what
+Processes that train together get the same events in the same order. At each save, and at the end, they exchange their
+errors: an error of one process is raised on all of them. If the model is sharded (FSDP2), all of them write what
 they hold into one staging directory, and the first one publishes it. Otherwise one process saves.
 
 Three methods of a trainer are replaced while it resumes: `get_batch_samples` of a training that is complete, and under
@@ -652,7 +653,7 @@ def _unsupported_reason(args: TrainingArguments, state: TrainerState, model: nn.
 
 
 def _has_adapters(model: nn.Module) -> bool:
-    peft = sys.modules.get("peft")  # whoever has such a model has imported it
+    peft = sys.modules.get("peft")  # a program with such a model has imported it
     return peft is not None and isinstance(model, (peft.PeftModel, peft.PeftMixedModel))
 
 
@@ -689,7 +690,7 @@ def _write_model_files(model: Any, directory: str) -> None:
     """Write all files for `from_pretrained` except the weights; of adapters the weights too."""
     model = getattr(model, "_orig_mod", model)  # the model inside a compiled one
     if _has_adapters(model):
-        # Its weights are small, and PEFT alone knows which belong to an adapter.
+        # Its weights are small, and only PEFT determines which belong to an adapter.
         model.save_pretrained(directory)
     elif isinstance(model, PreTrainedModel):
         model.save_pretrained(directory, state_dict={})  # config, generation config, its code

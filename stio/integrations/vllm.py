@@ -128,7 +128,7 @@ class _Loading:
             _require_all(model, loaded)
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Return the tensors of the checkpoint. vLLM asks for them when an engine that runs reloads its weights.
+        """Return the tensors of the checkpoint. vLLM calls this when a running engine reloads its weights.
 
         They are on the CPU, unless the extra configuration has a `device`: the memory of the model's device is in use.
 

@@ -335,7 +335,8 @@ class Checkpoint:
         self._source = source
         self._options = options
         self._opened: OpenCheckpoint | None = None
-        self._operations: weakref.WeakSet[Operation[Any]] = weakref.WeakSet()
+        # By id: a `WeakSet` cannot be listed while another thread adds to it.
+        self._operations: weakref.WeakValueDictionary[int, Operation[Any]] = weakref.WeakValueDictionary()
 
     @property
     def _now(self) -> OpenCheckpoint:
@@ -415,7 +416,8 @@ class Checkpoint:
 
     async def _close(self, *, may_wait: bool = True) -> None:
         opened, self._opened = self._opened, None
-        operations = list(self._operations)  # `_own` registers an operation first, and looks at `_opened` then
+        # After the assignment: `_own` registers an operation first, and looks at `_opened` then.
+        operations = [one for known in self._operations.valuerefs() if (one := known()) is not None]
         await close_all(operations, (lambda: None) if opened is None else opened.discard, may_wait=may_wait)
 
     async def load(
@@ -520,9 +522,9 @@ class Checkpoint:
 
     def _own(self, operation: Operation[Any]) -> Operation[Any]:
         """Register an operation, which is cancelled when the checkpoint is closed."""
-        self._operations.add(operation)
+        self._operations[id(operation)] = operation
         if self._opened is None:
-            raise ClosedError("the checkpoint was closed", path=str(self._source))
+            raise ClosedError("the checkpoint was closed", path=shown(self._source))
         return operation
 
 

@@ -67,13 +67,13 @@ def open_source(
             check=operation.check,
         )
         if cache is not None and options.verify and not opened.openers:
-            _fetch_all(opened, cache, options)  # or the verification would read the store, and the load once more
+            _fetch_all(opened, cache, options)  # otherwise verification and load would each read the store
         return opened
 
 
 @contextmanager
 def _damage_discarded(cache: ObjectCache | None) -> Iterator[None]:
-    """Let a cache remove a file that a block finds damaged: each load would fail by it, and the store has it whole."""
+    """Remove a cached file that turns out to be damaged inside the block: otherwise each later load would fail too."""
     try:
         yield
     except (FormatError, IntegrityError) as error:

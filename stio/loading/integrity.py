@@ -147,7 +147,7 @@ class _Comparison:
     def run(self, budget_bytes: int) -> None:
         """Compare all files, or until the first error."""
         for k, file in enumerate(self.files):
-            self._judge_size(k, file.identity.nbytes)
+            self._compare_size(k, file.identity.nbytes)
         self.waiting.extend(k for k in range(len(self.files)) if k not in self.wrong)
         total_bytes = sum(self.files[k].identity.nbytes for k in self.waiting)
         budget_bytes = min(budget_bytes, default_budget_bytes(total_bytes))
@@ -162,29 +162,29 @@ class _Comparison:
                 k = self.waiting.popleft()
             except IndexError:
                 return
-            self._judge_digest(k, memory)
+            self._compare_digest(k, memory)
 
-    def _judge_size(self, k: int, nbytes: int) -> None:
+    def _compare_size(self, k: int, nbytes: int) -> None:
         states, path = self.states[k], self.files[k].path
         if not states:
-            self._blame(k, IntegrityError("the manifest does not name this file", path=path, found=self.manifest_path))
+            self._record(k, IntegrityError("the manifest does not name this file", path=path, found=self.manifest_path))
         elif all(state.nbytes != nbytes for state in states):
             message = "the file has another size than in the manifest"
             expected = _either(state.nbytes for state in states)
-            self._blame(k, IntegrityError(message, path=path, expected=expected, found=nbytes))
+            self._record(k, IntegrityError(message, path=path, expected=expected, found=nbytes))
 
-    def _judge_digest(self, k: int, memory: Region) -> None:
+    def _compare_digest(self, k: int, memory: Region) -> None:
         file = self.files[k]
         try:
             with ExitStack() as owned:
                 found = self._digest(self.opened.open_files([k], owned)[k], memory)
         except StioError as error:
-            self._blame(k, error)
+            self._record(k, error)
             return
         expected = [state.digest for state in self.states[k] if state.nbytes == file.identity.nbytes]
         if found is not None and found not in expected:
             message = f"the file is damaged or another one: its {self.algorithm} differs from the manifest"
-            self._blame(k, IntegrityError(message, path=file.path, expected=_either(expected), found=found))
+            self._record(k, IntegrityError(message, path=file.path, expected=_either(expected), found=found))
 
     def _digest(self, file: Source, memory: Region) -> str | None:
         """Return the digest of a file as it was opened; None if the comparison has ended."""
@@ -200,7 +200,7 @@ class _Comparison:
         file.check_unchanged()  # a file that was rewritten during the read is not damaged
         return hasher.hexdigest()
 
-    def _blame(self, k: int, error: StioError) -> None:
+    def _record(self, k: int, error: StioError) -> None:
         if not self.to_the_end:
             raise error
         self.wrong[k] = error

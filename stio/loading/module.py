@@ -4,7 +4,7 @@ The result is that of `module.load_state_dict`. Names and shapes are compared be
 copied into those of the module when their group is loaded. With `assign`, groups are collected, and replace all of the
 module's tensors together at the end. Submodules whose class or hooks take part in a load are *hooked*: their tensors
 are collected too, and torch's own `load_state_dict` runs at the end. It finds the tensors of all other submodules in
-their place already, so it copies only what is collected. `module_tree.py` tells which submodules are hooked.
+their place already, so it copies only what is collected. `module_tree.py` determines which submodules are hooked.
 """
 
 from __future__ import annotations
@@ -123,8 +123,7 @@ class ModuleTarget:
         self._aliases: Mapping[str, str] = {}
         self._names: dict[str, None] = {}  # all names of the checkpoint
         self._chosen: dict[object, str] = {}  # of the names of one tensor, the one whose data is loaded
-        self._copies: dict[str, str] = {}  # the name to copy to, by the name that is read
-        self._more_copies: dict[str, list[str]] = {}  # others
+        self._copies: dict[str, tuple[str, ...]] = {}  # the names to copy to, by the name that is read
         self._kept_names: dict[str, None] = {}  # names that are read for hooks and extra state
         self._strict = True
         self._path = ""
@@ -154,7 +153,7 @@ class ModuleTarget:
         if not self._keys:
             self._keys = memory_keys(self._targets)
             for name, part in self._parts.items():
-                if not part.local.numel():  # no address tells that two names have one tensor
+                if not part.local.numel():  # without an address, two names of one tensor are found by the object
                     self._keys[name] = -id(self._tree.tensors[name])
             if len(set(self._keys.values())) < len(self._keys):
                 for name, key in self._keys.items():
@@ -321,7 +320,7 @@ class ModuleTarget:
         for name in present:
             self._chosen[self._keys[name]] = name
         for key, names in self._ties.items() if self.assigns else ():
-            if key in self._chosen:  # of the names with the same data in the file, the first says the device
+            if key in self._chosen:  # of the names with the same data in the file, the first determines the device
                 source = self._source_of(self._chosen[key])
                 self._chosen[key] = next(name for name in names if self._source_of(name) == source)
 
@@ -336,8 +335,7 @@ class ModuleTarget:
         for name in self._chosen.values():
             if not tree.is_hooked(name):
                 source = name if self.assigns else self._source_of(name)
-                if self._copies.setdefault(source, name) != name:
-                    self._more_copies.setdefault(source, []).append(name)
+                self._copies[source] = (*self._copies.get(source, ()), name)
         return [name for name in self._names if name in self._copies or name in self._kept_names]
 
     @property
@@ -361,17 +359,19 @@ class ModuleTarget:
             MismatchError: Two of the module's tensors are different parts of one of the checkpoint.
         """
         found: dict[str, tuple[slice, ...]] = {}
-        for source, name in [*self._copies.items(), *((s, n) for s, more in self._more_copies.items() for n in more)]:
-            part = self._parts.get(name)
-            index = tuple(slice(0, size) for size in self._targets[name].shape) if part is None else part.index
-            if found.setdefault(source, index) != index:
-                raise MismatchError(
-                    "two tensors of the module are different parts of one tensor of the checkpoint",
-                    path=self._path,
-                    found=name,
-                )
-        parts = {source: self._parts.get(self._copies[source]) for source in found}
-        return {source: part.index for source, part in parts.items() if part is not None and not part.is_whole}
+        for source, names in self._copies.items() if self._parts else ():
+            parts = [self._parts.get(name) for name in names]
+            indexes = [None if part is None or part.is_whole else part.index for part in parts]
+            if indexes[0] is not None:
+                found[source] = indexes[0]
+            for name, index in zip(names, indexes, strict=True):
+                if index != indexes[0]:
+                    raise MismatchError(
+                        "two tensors of the module are different parts of one tensor of the checkpoint",
+                        path=self._path,
+                        found=name,
+                    )
+        return found
 
     @property
     def on_cpu(self) -> bool:
@@ -403,8 +403,7 @@ class ModuleTarget:
         for source, tensor in loaded.items():
             if source in self._kept_names:
                 self._loaded[source] = tensor
-            names = self._more_copies.get(source, ())
-            for name in (self._copies[source], *names) if source in self._copies else names:
+            for name in self._copies.get(source, ()):
                 targets.append(self._targets[name])
                 sources.append(tensor)
         with torch.inference_mode() if self._inference else torch.no_grad():
@@ -434,8 +433,7 @@ class ModuleTarget:
                 if kept is None:
                     kept = self._loaded[source] = torch.empty(whole, dtype=rows.dtype)
                 _copy_common(kept, tuple(slice(0, size) for size in whole), rows, dim, begin)
-            names = self._more_copies.get(source, ())
-            for name in (self._copies[source], *names) if source in self._copies else names:
+            for name in self._copies.get(source, ()):
                 part = self._parts.get(name)
                 index = tuple(slice(0, size) for size in whole) if part is None else part.index
                 _copy_common(self._targets[name], index, rows, dim, begin)
@@ -456,10 +454,10 @@ class ModuleTarget:
             A tensor of uint8; None if there is no such memory: it is on another device, has gaps or another dtype, is
             in several places, or has not all of the rows.
         """
-        name = self._copies.get(source)
-        if name is None or source in self._kept_names or self._more_copies.get(source) or not whole:
+        names = self._copies.get(source, ())
+        if len(names) != 1 or source in self._kept_names or not whole:
             return None
-        target, part = self._targets[name].detach(), self._parts.get(name)
+        target, part = self._targets[names[0]].detach(), self._parts.get(names[0])
         held = tuple(slice(0, size) for size in whole) if part is None else part.index
         if target.device.type != "cpu" or target.dtype != dtype or not target.is_contiguous():
             return None

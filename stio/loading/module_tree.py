@@ -238,8 +238,8 @@ def _origin(hook: object) -> str:
 def _is_of_fsdp(hook: object) -> bool:
     """Return whether a hook is one of `fully_shard`.
 
-    One looks for replaced parameters; here they are filled. One, from the first forward on, drops what was gathered;
-    `stio.distributed.load_into` does that.
+    One of them searches for parameters that were replaced; a load fills parameters instead. The other one, added by the
+    first forward, frees what was gathered; `stio.distributed.load_into` does that.
     """
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard.")
 

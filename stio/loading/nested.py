@@ -24,7 +24,7 @@ from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, Reference, T
 from stio.loading.module import LoadReport, PartOf, listed, no_part
 from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused
 from stio.loading.open import OpenCheckpoint
-from stio.loading.options import DevicesLike, LoadOptions
+from stio.loading.options import DeviceLike, DevicesLike, LoadOptions
 from stio.runtime.limits import Limits
 from stio.runtime.memory import allocate
 from stio.runtime.process import collection_paused
@@ -316,8 +316,14 @@ class StateTarget:
 
     @property
     def device(self) -> DevicesLike:
-        """Where tensors are loaded to, by the name in the checkpoint."""
-        devices = {name: places[0].memory.device for name, places in self._places.items()}
+        """Where tensors are loaded to, by the name in the checkpoint: to the device of the memory, if it is on one.
+
+        Otherwise to the CPU. A copy from a device to pinned memory could be under way when the load returns.
+        """
+        devices: dict[str, DeviceLike] = {}
+        for name, places in self._places.items():
+            first, *others = {place.memory.device for place in places}
+            devices[name] = "cpu" if others else first
         return next(iter(devices.values()), "cpu") if len(set(devices.values())) < 2 else devices
 
     def copy(self, group: LoadedGroup) -> None:

@@ -196,12 +196,12 @@ def open_checkpoint(
         strict: Tensors that the index does not name are an error; with False, a warning.
         follow_symlinks: Allow shards that are links to a place outside the checkpoint's root.
         with_manifest: Read the manifest beside the checkpoint too (`stio.format.manifest` parses it).
-        shards_of: Returns the shards of an index to open, None for all; the others are not looked at. With a manifest
-            all are opened.
+        shards_of: Returns the shards of an index to open, None for all; the others are not opened. With a manifest all
+            are.
         replacement: Called with each shard that was opened; returns it, or another file with the same content and the
             same identity, and has closed the shard then.
         check: Called between files; may raise to end the call.
-        warn: Called with each fact that is no error, but may surprise a reader; a sentence. By default it is logged.
+        warn: Called with a sentence for each difference that is no error. By default it is logged.
 
     Raises:
         CheckpointNotFoundError: There is no file at this path, or no checkpoint in the directory.

@@ -79,7 +79,7 @@ class LoadOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", _from_here(self.device))
         progress_callback(self.progress)  # raises for a wrong value, before the load starts
-        if self.switch_interval is not None and self.switch_interval <= 0:
+        if self.switch_interval is not None and not self.switch_interval > 0:
             raise ValueError(f"switch_interval must be positive, not {self.switch_interval}")
         if self.memory not in get_args(Memory):
             raise ValueError(f"memory= takes one of {', '.join(map(repr, get_args(Memory)))}, not {self.memory!r}")
@@ -88,8 +88,13 @@ class LoadOptions:
         if self.host_cache is not None and self.memory in ("map", "lazy", "gds"):
             does = "does not use host memory" if self.memory == "gds" else "maps them"
             raise ValueError(f"cache= copies its files, memory={self.memory!r} {does}: choose one of the two")
-        if not isinstance(self.verify, bool):
-            raise TypeError(f"verify= takes True or False, not {self.verify!r}")
+        for name in ("strict", "verify", "follow_symlinks"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}= takes True or False, not {getattr(self, name)!r}")
+        if self.limits is not None and not isinstance(self.limits, Limits):
+            raise TypeError(f"limits= takes a stio.Limits, not {self.limits!r}")
+        if self.trace is not None and not isinstance(self.trace, Trace):
+            raise TypeError(f"trace= takes a stio.Trace, not {self.trace!r}")
         if self.dtype is not None:
             object.__setattr__(self, "dtype", checked_dtype(self.dtype))
         if self.budget_bytes is not None:

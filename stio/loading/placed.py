@@ -1,7 +1,7 @@
 """Loads in which this process gets a part of each tensor: the interface behind `placements=`.
 
-The engine knows neither ranks nor meshes. An object of the caller (`stio.distributed.Placements`) tells for a name, a
-shape and a device which part is read, and makes the result from it.
+Nothing here depends on ranks or meshes. An object of the caller (`stio.distributed.Placements`) returns, for a name, a
+shape and a device, which part is read, and how the result is made from it.
 """
 
 from __future__ import annotations

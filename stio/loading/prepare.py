@@ -19,9 +19,9 @@ from stio.device.copy_queue import CopyQueue
 from stio.device.cuda import TorchAccelerator
 from stio.device.placement import resolve_placement
 from stio.device.tensors import Casts, require_dtypes
-from stio.errors import DeviceError, TensorNotFoundError
+from stio.errors import DeviceError, TensorNotFoundError, printable
 from stio.format.header import Header
-from stio.loading.cache.file_image import CachedFile
+from stio.loading.cache.file_image import CachedFile, FileCache, ObjectCache
 from stio.loading.gds_path import GdsDevice, GdsPath
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
@@ -124,16 +124,7 @@ def prepare(
             owned = undo.enter_context(ExitStack())
             files = opened.open_files(wanted, owned)
             if options.disk_cache is not None:
-                with traced(options.trace, "fetch"):
-                    files = options.disk_cache.fetch(
-                        files,
-                        [
-                            sum(_selected_bytes(header, chosen[shard], by_stored_name) for _, chosen, _ in selections)
-                            for shard, header in enumerate(opened.headers)
-                        ],
-                        budget_bytes=options.budget_bytes or DEFAULT_BUDGET_BYTES,
-                        owned=owned,
-                    )
+                files = _fetched(options.disk_cache, opened, files, selections, by_stored_name, options, owned)
             loads = _device_loads(
                 opened, files, selections, options, casts or options.cast_dtype, views=views, prompt=prompt
             )
@@ -157,6 +148,24 @@ def prepare(
             )
             undo.pop_all()  # the scheduler closes them
             return scheduler
+
+
+def _fetched(
+    cache: ObjectCache,
+    opened: OpenCheckpoint,
+    files: Sequence[Source],
+    selections: Sequence[Selected],
+    sliced: Collection[str],
+    options: LoadOptions,
+    owned: ExitStack,
+) -> Sequence[Source]:
+    """Return the files of a load, those in a cache on disk in place of objects."""
+    nbytes = [
+        sum(_selected_bytes(header, chosen[shard], sliced) for _, chosen, _ in selections)
+        for shard, header in enumerate(opened.headers)
+    ]
+    with traced(options.trace, "fetch"):
+        return cache.fetch(files, nbytes, budget_bytes=options.budget_bytes or DEFAULT_BUDGET_BYTES, owned=owned)
 
 
 def _deliver_made(
@@ -448,33 +457,18 @@ def _scheduler(
         dtypes = selection.header.dtypes
         require_dtypes(dtypes if selection.is_whole else [dtypes[k] for k in selection.positions], path=opened.path)
     plan = plan_reads([selection for _, _, selection in reads], slices)
-    files = {id(file): file for file, _, _ in reads}
-    nbytes = {id(file): selection.header.data_start for file, _, selection in reads}  # of a whole file: its header too
-    for group in plan.groups:
-        nbytes[id(reads[group.selection][0])] += group.payload_bytes
-    cached = (
-        options.host_cache.hold([(files[key], nbytes[key]) for key in files]) if options.host_cache is not None else ()
-    )
-    cached_of = dict(zip(files, cached, strict=False))
-    held = [one for one in cached if one is not None]
+    cached = {} if options.host_cache is None else _held_images(options.host_cache, reads, plan)
     try:
         groups_of: list[list[Group]] = [[] for _ in reads]
         for group in plan.groups:
             groups_of[group.selection].append(group)
         paths = [
-            load.read_path(file, cached_of.get(id(file)), groups, hold=hold)
+            load.read_path(file, cached.get(id(file)), groups, hold=hold)
             for (file, load, _), groups in zip(reads, groups_of, strict=True)
         ]
-        budget_bytes = loads[0].budget_bytes if loads else DEFAULT_BUDGET_BYTES
-        if kept is None or kept:
-            beside_bytes = _budget_beside(plan, paths, kept, path=opened.path)
-            if kept is None and not hold and all(load.reads_into_tensors for load in loads):
-                # All that is under way is the tensors' own memory. Large tensors, of which a few are in the budget,
-                # would leave connections idle; the answers that the source holds have been subtracted.
-                budget_bytes = beside_bytes
-            budget_bytes = min(budget_bytes, beside_bytes)
+        budget_bytes = _budget_bytes(plan, paths, loads, kept, hold=hold, path=opened.path)
     except BaseException:
-        for one in held:
+        for one in cached.values():
             one.release()
         raise
     return LoadScheduler(
@@ -485,12 +479,49 @@ def _scheduler(
         on_blocked=on_blocked,
         budget_bytes=budget_bytes,
         num_workers=min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize),
-        files=list(files.values()),
+        files=list({id(file): file for file, _, _ in reads}.values()),
         owned=owned,
-        cached_files=held,
+        cached_files=list(cached.values()),
         progress=progress_callback(options.progress),
         trace=options.trace,
     )
+
+
+def _held_images(
+    cache: FileCache, reads: Sequence[tuple[Source, DeviceLoad, FileSelection]], plan: ReadPlan
+) -> dict[int, CachedFile]:
+    """Return holds on the images of files in a cache in memory, by the identity of the file's object."""
+    files = {id(file): file for file, _, _ in reads}
+    nbytes = {id(file): selection.header.data_start for file, _, selection in reads}  # of a whole file: its header too
+    for group in plan.groups:
+        nbytes[id(reads[group.selection][0])] += group.payload_bytes
+    held = cache.hold([(file, nbytes[key]) for key, file in files.items()])
+    return {key: one for key, one in zip(files, held, strict=True) if one is not None}
+
+
+def _budget_bytes(
+    plan: ReadPlan,
+    paths: Sequence[ReadPath],
+    loads: Sequence[DeviceLoad],
+    kept: Collection[str] | None,
+    *,
+    hold: bool,
+    path: str,
+) -> int:
+    """Return the most bytes that may be under way.
+
+    Raises:
+        HostMemoryError: The tensors that the caller keeps do not fit into memory.
+    """
+    budget_bytes = loads[0].budget_bytes if loads else DEFAULT_BUDGET_BYTES
+    if kept is not None and not kept:
+        return budget_bytes
+    beside_bytes = _budget_beside(plan, paths, kept, path=path)
+    if kept is None and not hold and all(load.reads_into_tensors for load in loads):
+        # All that is under way is the tensors' own memory. Large tensors, of which a few are in the budget, would leave
+        # connections idle; the answers that the source holds have been subtracted.
+        return beside_bytes
+    return min(budget_bytes, beside_bytes)
 
 
 def _budget_beside(plan: ReadPlan, paths: Sequence[ReadPath], kept: Collection[str] | None, *, path: str) -> int:
@@ -521,12 +552,31 @@ def _requests(files: Sequence[Source]) -> Requests | None:
 
 
 def _by_stored_name(slices: Mapping[str, object], opened: OpenCheckpoint) -> dict[str, object]:
-    """Return slices by the names that have data, aliases resolved."""
-    stored = {opened.aliases.get(name, name): index for name, index in slices.items()}
-    for name in stored:
-        if not any(name in header for header in opened.headers):
-            raise TensorNotFoundError("slices= names a tensor that does not exist", path=opened.path, found=name)
+    """Return slices by the names that have data, aliases resolved.
+
+    Raises:
+        TensorNotFoundError: A name does not exist.
+        ValueError: Two names of one tensor have different slices.
+    """
+    stored: dict[str, object] = {}
+    for name, index in slices.items():
+        target = opened.aliases.get(name, name)
+        if not any(target in header for header in opened.headers):
+            raise TensorNotFoundError("slices= names a tensor that does not exist", path=opened.path, found=target)
+        if target in stored and not _is_same_index(stored[target], index):
+            raise ValueError(
+                f"slices= has two different parts of one tensor, {printable(name)} and another name of it; "
+                "load one of them after the other"
+            )
+        stored[target] = index
     return stored
+
+
+def _is_same_index(one: object, other: object) -> bool:
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):  # arrays of several elements
+        return False
 
 
 def _selected_bytes(header: Header, chosen: Sequence[int], without: Collection[str] = ()) -> int:

@@ -133,7 +133,7 @@ def pull(
             state = _State(root.resolve() if isinstance(root, HubRoot) else "", object_name)
         one = _Pull(state.url or url, target, staging, parent_fd, budget_bytes, progress)
         with _translated(target):
-            if state.url:  # what is wanted is known before it is opened
+            if state.url:  # the state of all files is known before one is opened
                 found = one.complete(lambda record: state.has(record) and record.keys() >= set(also))
                 if found is not None:
                     return found
@@ -163,7 +163,7 @@ class _State:
     url: str
     """URL that names one state of all files, such as one with a commit; "": each file has a state of its own."""
     name: str
-    """What the caller wants of it, "": the directory."""
+    """Name of the file or index that the URL names; "": the directory."""
 
     def of(self, name: str, source: Source) -> list[object]:
         """Return key and size of an object; "" is the key of one whose state the store does not identify."""

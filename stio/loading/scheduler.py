@@ -46,7 +46,7 @@ class ReadPath(Protocol):
         """
 
     def complete(self, block: Block, arrived: Callable[[Block], None]) -> None:
-        """Call `arrived` with a block that was read, when all that its group's events must be behind is submitted.
+        """Call `arrived` with a block that was read, when its copies are submitted.
 
         The thread may report blocks of other threads, and another thread may report this one.
         """

@@ -28,7 +28,7 @@ def select_by_device(
     *,
     path: str,
 ) -> list[Selected]:
-    """Return the selected tensors of each device; empty if no tensor is selected.
+    """Return the selected tensors of each device.
 
     Args:
         headers: Headers of all shards.
@@ -39,7 +39,8 @@ def select_by_device(
 
     Returns:
         For each device: the device; for each shard, the ascending positions of its tensors in the header; by the name
-        that has data, the names that were selected (empty: each tensor has one name, its own).
+        that has data, the names that were selected (empty: each tensor has one name, its own). A `Placement` gives only
+        devices that have a tensor; a single device is returned even if it has none.
 
     Raises:
         TensorNotFoundError: The checkpoint does not have a name.
@@ -61,7 +62,7 @@ def select_by_device(
 def shards_of(
     index: ShardIndex, *, names: Names | None, slices: Mapping[str, object] | None, strict: bool
 ) -> frozenset[str] | None:
-    """Return the shards that hold what is selected, by the index; None if it does not tell.
+    """Return the shards that hold what is selected, by the index; None if the index does not determine them.
 
     Args:
         index: The index.

@@ -18,7 +18,7 @@ from support import bits_of, require_equal, run_python
 import stio.sync
 from stio.device import cuda as cuda_module
 from stio.device.base import resolve_device
-from stio.device.cuda import STREAM_API, TorchAccelerator, has_streams
+from stio.device.cuda import STREAM_API, TorchAccelerator, TorchEvent, has_streams, save_stream
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.testing import MemoryRoot, checkpoint_files
 
@@ -92,6 +92,30 @@ def test_loads_at_once_share_a_copy_stream(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(accelerator._stream is made[0] for accelerator in accelerators)
     cuda_module._forget_parent()  # as a forked child does
     assert TorchAccelerator(device)._stream is made[1]
+    cuda_module._forget_parent()
+
+
+def test_events_of_cuda_get_streams_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.Event` of torch 2.10 and older reads behind the end of a generic stream (pytorch issue 173792)."""
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            self.blocking = blocking
+
+        def record(self, stream: object) -> None:
+            recorded.append(stream)
+
+    recorded: list[object] = []
+    module, device = kind_of_device(Stream=Stream, Event=Event), torch.device("cuda", 0)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    TorchAccelerator(device).copy([])
+    TorchEvent(module, device, save_stream(module, device))
+    assert [type(stream) for stream in recorded] == [Stream, Stream]
+    assert recorded[0] is not recorded[1]
     cuda_module._forget_parent()
 
 

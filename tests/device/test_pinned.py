@@ -96,8 +96,8 @@ def test_pinned_regions_are_returned_one_by_one(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("kept", [False, True])
 def test_what_a_thread_holds_a_moment_longer_is_returned_too(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
     """What is held for ever stays with torch."""
-    monkeypatch.setattr(pinning, "_LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(pinning, "_NUM_LOOKS", 20 if kept else 1_000_000)
+    monkeypatch.setattr(pinning, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(pinning, "_NUM_POLLS", 20 if kept else 1_000_000)
     tensor = torch.empty(8, dtype=torch.uint8)
     alive, regions = weakref.ref(tensor), [Region(tensor.data_ptr(), 8, tensor)]
     found: list[bool] = []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from stio.device import placement
 from stio.device.placement import Placement, resolve_placement
 from stio.errors import DeviceError
 from stio.testing import FakeDevice
@@ -50,6 +52,13 @@ def test_a_callable_gets_the_name() -> None:
     assert place("b") == CPU
 
 
+def test_a_callable_may_return_numbers_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is an object of its own, which ends at once; the next one may get its identity."""
+    monkeypatch.setattr(placement, "resolve_device", lambda device: torch.device("cuda", int(device)))
+    place = Placement(lambda name: np.int64(int(name) % 2))
+    assert [place(str(number)) for number in range(4)] == [torch.device("cuda", k) for k in (0, 1, 0, 1)]
+
+
 def test_equal_devices_are_one_object() -> None:
     """So that a load has as many targets as there are devices, however they are spelled."""
     spellings = {"a": "cpu", "b": torch.device("cpu"), "c": "cpu:0", "d": torch.device("cpu", 0)}
@@ -79,7 +88,7 @@ def test_what_says_it_by_name_and_what_does_not() -> None:
     fake = FakeDevice()
     assert resolve_placement(fake) is fake
     assert resolve_placement("cpu") == CPU
-    assert resolve_placement(CPU) == CPU  # it is callable, and meant as a device all the same
+    assert resolve_placement(CPU) == CPU
     for by_name in ({"": "cpu"}, lambda name: "cpu"):
         place = resolve_placement(by_name)
         assert isinstance(place, Placement)
@@ -93,7 +102,7 @@ def test_what_says_it_by_name_and_what_does_not() -> None:
     [
         (["model.layers."], "model.layers.0.w", "instead of 'model.layers.' write 'model.layers'"),
         (["model.*"], "model.w", "instead of 'model.*' write 'model'"),
-        (["layers.0"], "model.layers.0.w", "'layers.0' is in the name, but not at its begin"),
+        (["layers.0"], "model.layers.0.w", "'layers.0' is in the name, but not at its start"),
         (["model.layers"], "layers.0.w", "the entry 'model.layers' has a prefix that the name lacks"),
         (["other"], "w", "all other tensors (expected"),
     ],

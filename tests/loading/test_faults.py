@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 
 import anyio
@@ -331,6 +332,11 @@ async def test_a_path_that_is_not_utf8(tmp_path, tensors):
         ({"progress": "yes"}, TypeError),
         ({"switch_interval": 0}, ValueError),
         ({"switch_interval": -1.0}, ValueError),
+        ({"switch_interval": math.nan}, ValueError),
+        ({"strict": "no"}, TypeError),
+        ({"follow_symlinks": "false"}, TypeError),
+        ({"limits": 5}, TypeError),
+        ({"trace": True}, TypeError),
         ({"colour": "red"}, TypeError),
     ],
     ids=str,

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from contextlib import suppress
 
 import anyio
 import pytest
@@ -19,6 +20,7 @@ from support import (
     nothing_left,
     num_threads,
     oracle,
+    quick_switches,
     ramp,
     require_equal,
     save_file,
@@ -30,6 +32,7 @@ import stio
 from stio import sync
 from stio.errors import ClosedError, SliceError, TensorNotFoundError
 from stio.loading import scheduler as load_module
+from stio.runtime.operation import Operation
 
 pytestmark = pytest.mark.anyio
 
@@ -57,6 +60,41 @@ def _clean():
 
 class Mine(Exception):
     """Raised by the caller's code."""
+
+
+# Closes beside other threads.
+
+
+def test_a_close_beside_threads_that_begin_operations(directory):
+    """The close lists the operations of the checkpoint while another thread adds one."""
+    with sync.open(directory) as checkpoint:
+        own = checkpoint._twin._own
+
+        def begin_operation():
+            return own(Operation(lambda operation: None, name="load"))
+
+        operations = [begin_operation() for _ in range(10_000)]
+
+        def begin_operations():
+            with suppress(ClosedError):
+                while True:
+                    operations.append(begin_operation())
+
+        threads = [threading.Thread(target=begin_operations) for _ in range(8)]
+        with quick_switches():
+            for thread in threads:
+                thread.start()
+            checkpoint.close()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_closed_checkpoint_is_named_without_secrets():
+    checkpoint = stio.open("https://me:secret@host/model.safetensors")
+    with pytest.raises(ClosedError) as caught:
+        checkpoint._own(Operation(lambda operation: None, name="load"))
+    assert "host" in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 # The caller's own errors.

@@ -180,6 +180,17 @@ async def test_slices_of_a_load_and_of_a_stream(sharded):
         require_equal(await checkpoint.load(["large"], slices), {"large": expected["large"]})
 
 
+async def test_two_parts_of_one_tensor_are_refused(tmp_path):
+    w = torch.arange(12.0).reshape(4, 3)
+    await stio.save({"w": w, "tied": w}, tmp_path / "model")
+    found = await stio.load(tmp_path / "model", slices={"w": np.s_[:2], "tied": np.s_[:2]})
+    assert found["w"] is found["tied"]
+    assert torch.equal(found["w"], w[:2])
+    for part in (np.s_[2:], [slice(0, 1)], np.array([0, 1])):
+        with pytest.raises(ValueError, match="two different parts of one tensor"):
+            await stio.load(tmp_path / "model", slices={"w": np.s_[:2], "tied": part})
+
+
 @pytest.mark.parametrize("memory", MEMORY)
 async def test_names(source, memory):
     expected = oracle(source)

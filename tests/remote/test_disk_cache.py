@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -625,6 +626,18 @@ def test_a_forked_child_holds_no_lock(server: HttpServer, cache: stio.DiskCache)
         finally:
             os.close(writing)
             os.waitpid(child, 0)
+
+
+def test_a_forked_child_counts_beside_a_thread_of_the_parent(cache: stio.DiskCache) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(disk_cache._counting.acquire).result()
+        child = os.fork()
+        if not child:
+            signal.alarm(30)
+            cache._count(hits=1)
+            os._exit(0 if cache.stats().hits == 1 else 1)
+        pool.submit(disk_cache._counting.release).result()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("memory", ["auto", "map", "copy"])

@@ -1,8 +1,7 @@
 """numpy arrays over a file's bytes, without torch.
 
 Whole arrays are views of the mapping, or have memory of their own (`pread`). They are writable; writing never changes
-the file.
-numpy itself has no bfloat16 and no float8: these work once `ml_dtypes` has been imported.
+the file. numpy itself has no bfloat16 and no float8: these work once `ml_dtypes` has been imported.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ def checked(index: Any, shape: Sequence[int], *, negative_steps: bool) -> tuple[
     if len(terms) > len(shape):
         raise _out_of_range(terms, shape, "more slicing indexes than dimensions in tensor")
     for dim, (term, size) in enumerate(zip(terms, shape, strict=False)):
-        asked = _past_the_end(term, size)
-        if asked is not None:
-            reason = f"index {asked} out of bounds for tensor dimension #{dim} of size {size}"
+        wrong = _past_the_end(term, size)
+        if wrong is not None:
+            reason = f"index {wrong} out of bounds for tensor dimension #{dim} of size {size}"
             raise _out_of_range(terms, shape, reason)
     return tuple(terms)
 

@@ -1,8 +1,8 @@
 """The objects that `stio.compat.install` puts in the place of safetensors' own.
 
 Functions are the drop-in's, as objects of their own: so `uninstall` finds every module that has taken one of them, and
-changes no module that imports the drop-in itself. What is more than the drop-in: `safe_open` passes the frameworks that
-stio does not serve to the original, `isinstance` knows the original's objects, and `serialize` takes tensors in the
+changes no module that imports the drop-in itself. In addition to the drop-in, `safe_open` passes the frameworks that
+stio does not support to the original, `isinstance` accepts the original's objects, and `serialize` takes tensors in the
 forms of all supported releases.
 """
 

@@ -4,18 +4,17 @@ The interface is that of safetensors 0.9.0rc1: `prefetch` returns a `PrefetchLoa
 `take` or by iteration, and the file object itself is unchanged. In an earlier state of the interface `prefetch`
 returned None, and `get_tensor` of the file object returned the tensors. That is not done here: `get_tensor` would take
 a tensor from a loader that other code holds, and the `take` of that code would fail. Code for that state gets the right
-tensors, each read when it is asked for, as the loader that it drops reads no more. Such code should call `take`.
+tensors: it drops the loader, whose reading ends, and `get_tensor` reads each tensor. Such code should call `take`.
 
 Beyond the original: it loads to the CPU too, and to every device of torch; a plan may have any index that `stio.load`
 takes in `slices=`, with several intervals along a dimension; and `budget_bytes` bounds what was read and not taken.
 
 A loader is a load of stio (`stio.loading`). Its workers stop reading when the budget is full of groups of which some
-tensor was not taken. A tensor that is asked for is read before all others (`LoadScheduler.promote`). If it would have
-to wait for budget, it is read on its own at once (`LoadScheduler.is_blocked`): the caller that waits may be the only
-one that could make room, by taking other tensors. It needs no budget, as it is taken when it is read. So no order of
-`take` can make a loader wait for ever, and what was read and not taken is at most the budget, or one group that is
-larger than it. If the tensor's group is read later, this tensor is read with it once more, and dropped; a group of
-which nothing is wanted any more is not read.
+tensor was not taken. A requested tensor is read before all others (`LoadScheduler.promote`). If it would have to wait
+for budget, it is read alone at once (`LoadScheduler.is_blocked`): possibly only the waiting caller could release
+budget, by taking other tensors. It needs no budget, because it is taken when it is read. So no order of `take` makes a
+loader wait for ever. What was read and not taken is at most the budget, or one group that is larger. If the tensor's
+group is read later, this tensor is read again and dropped. A group whose tensors were all taken is not read.
 """
 
 from __future__ import annotations
@@ -202,7 +201,7 @@ class _Load:
         return self.finish(name)
 
     def claim_ready(self) -> str | None:
-        """Wait for a tensor that nobody has claimed, and claim it for `finish`; None if all are claimed."""
+        """Wait for a tensor that is not claimed yet, and claim it for `finish`; None if all are claimed."""
         while True:
             self._require_open()
             while self._ready:
@@ -269,7 +268,7 @@ class _Load:
             self._notifier.notify()
             carry_out(operation, scheduler)
         except BaseException:
-            self._delivered.clear()  # nobody takes them, and the error's frames refer to this object
+            self._delivered.clear()  # they are not taken any more, and the error's frames refer to this object
             raise
         finally:
             self._scheduler = None  # it refers to this object: without the cycle both are freed at once
@@ -380,8 +379,8 @@ def _checked(plan: Mapping[str, Any] | None, file: File) -> tuple[list[str], dic
         if header.dtypes[row] == "F4":
             shape = header.shapes[row]
             with reading(file.path):
-                got = select(index, torch_shape("F4", shape), 1).shape
-                require_whole_pairs(shape, select(index, shape, 1).shape, got)
+                by_pairs = select(index, torch_shape("F4", shape), 1).shape
+                require_whole_pairs(shape, select(index, shape, 1).shape, by_pairs)
     return [header.names[row] for row in rows], slices
 
 

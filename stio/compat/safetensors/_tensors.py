@@ -75,9 +75,9 @@ class Tensors(Framework):
 def _view(file: File, row: int, dtype: str, shape: Shape, index: Any) -> torch.Tensor:
     whole = tensors_in(file.region_of(slice(row, row + 1)), [""], [dtype], [shape], [0])[""]
     if dtype == "F4":
-        asked = torch.empty(shape, device="meta")[index].shape
-        got = torch.empty(whole.shape, device="meta")[index].shape
-        require_whole_pairs(shape, asked, got)
+        by_elements = torch.empty(shape, device="meta")[index].shape
+        by_pairs = torch.empty(whole.shape, device="meta")[index].shape
+        require_whole_pairs(shape, by_elements, by_pairs)
     # As integers: torch does not index tensors of every dtype, and no bit may change.
     item = whole.itemsize
     numbers = whole.view(INTEGERS[item])
@@ -110,13 +110,13 @@ def _format_shape(dtype: str, sizes: Shape) -> Shape:
     return (*sizes[:-1], sizes[-1] * 2) if dtype == "F4" else sizes
 
 
-def require_whole_pairs(shape: Shape, asked: Sequence[int], got: Sequence[int]) -> None:
+def require_whole_pairs(shape: Shape, by_elements: Sequence[int], by_pairs: Sequence[int]) -> None:
     """Refuse an index into packed pairs: it means different elements for the file's shape and for torch's.
 
     Args:
         shape: The tensor's shape in the file.
-        asked: Shape of the part, if the index counts elements.
-        got: Shape of the part, if it counts pairs.
+        by_elements: Shape of the part, if the index counts elements.
+        by_pairs: Shape of the part, if it counts pairs.
     """
-    if not (asked and got and asked[-1] == shape[-1] and got[-1] * 2 == shape[-1]):
+    if not (by_elements and by_pairs and by_elements[-1] == shape[-1] and by_pairs[-1] * 2 == shape[-1]):
         raise SafetensorError("F4 packs two elements into a byte: slice its other dimensions, not the last one")

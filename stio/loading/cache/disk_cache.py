@@ -1,9 +1,9 @@
 """`DiskCache`: objects of remote stores as files of this machine, so that the next start reads them from its disk.
 
 A file in the cache is one state of one object, whole: its name is made of the URL, the size and the ETag (or the time
-of change) that the store gives. So a load asks the store for the state of each object, with its first bytes, and takes
-a file of that state from the cache (`DiskCache.replacement`). A file that is not there, and of which a load reads at
-least half, is fetched before the load is planned (`DiskCache.fetch`). From there on it is a local file to the load.
+of change) that the store gives. So a load requests the state of each object, with its first bytes, from the store, and
+takes a file of that state from the cache (`DiskCache.replacement`). A file that is not there, and of which a load reads
+at least half, is fetched before the load is planned (`DiskCache.fetch`). From then on the load reads a local file.
 
 The cache is a directory that processes share. The process that fetches an object holds the lock file of it; others wait
 for the file, and fetch other objects in the meantime. A process that was killed leaves its lock free, and its part of
@@ -33,7 +33,7 @@ from stio.runtime import memory
 from stio.runtime.locks import new_lock
 from stio.runtime.log import log
 from stio.runtime.operation import Operation
-from stio.runtime.process import thread_name
+from stio.runtime.process import after_fork_in_child, thread_name
 from stio.runtime.units import show_bytes
 from stio.storage.base import Identity, RequestedSource, Source
 from stio.storage.checks import OPEN_FLAGS, identity_of, stat_of
@@ -102,7 +102,6 @@ class DiskCache:
             raise ValueError(f"max_bytes must be positive, not {max_bytes}")
         self.max_bytes = max_bytes
         """Most bytes of files in it."""
-        self._lock = new_lock()
         self._counts = CacheStats()
 
     def __repr__(self) -> str:
@@ -141,7 +140,7 @@ class DiskCache:
 
         return _on_own_thread(work)
 
-    # For loads: on threads of stio.
+    # Called by loads, on threads of stio.
 
     def replacement(self, source: Source) -> Source:
         """Return the file in the cache that has an object's content, and close the object; or the object itself."""
@@ -193,7 +192,7 @@ class DiskCache:
         return found
 
     def discard(self, error: StioError) -> None:
-        """Remove the file that an error names if it is one of the cache, and say so in the error."""
+        """Remove the file that an error names if it is one of the cache, and note that in the error."""
         folder, name = os.path.split(error.path or "")
         if folder != self.path or not _NAME.fullmatch(name):
             return
@@ -323,7 +322,7 @@ class DiskCache:
                 return None  # it is being evicted
             now, there = os.fstat(fd), status_at(dir_fd, name)
             if there is None or not os.path.samestat(now, there):
-                return None  # it was
+                return None  # it was evicted
             with suppress(OSError):  # another user's file, or a directory that is only read
                 os.utime(fd, ns=(time.time_ns(), now.st_mtime_ns))
             file = _EntryFile(fd, os.path.join(self.path, name), source.identity)
@@ -341,7 +340,7 @@ class DiskCache:
 
     @contextmanager
     def _without_cache(self, source: Source) -> Iterator[None]:
-        """Let a load go on without the cache if a block raises an error of the disk, and log it."""
+        """Log an error of the disk inside the block; the load goes on without the cache."""
         try:
             yield
         except StioError:
@@ -360,7 +359,7 @@ class DiskCache:
         return []
 
     def _count(self, hits: int = 0, misses: int = 0, evictions: int = 0) -> None:
-        with self._lock:
+        with _counting:
             counts = self._counts
             self._counts = replace(
                 counts,
@@ -372,6 +371,16 @@ class DiskCache:
 
 def _make(path: str, max_bytes: int) -> DiskCache:
     return DiskCache(path, max_bytes=max_bytes)
+
+
+_counting = new_lock()  # for the counters of all caches
+
+
+@after_fork_in_child
+def _forget_parent() -> None:
+    """Make a new lock in a forked child: a thread of the parent may hold the old one."""
+    global _counting
+    _counting = new_lock()
 
 
 class _EntryFile(LocalFile):
@@ -449,7 +458,7 @@ def _scan(dir_fd: int) -> list[_File]:
 
 @contextmanager
 def _abandoned(files: Sequence[_File], dir_fd: int) -> Iterator[list[_File]]:
-    """Give the parts whose process is dead, and keep others from them, until the block ends; remove free locks."""
+    """Yield the parts whose process is dead, locked until the block ends; remove free locks."""
     parts = {file.key: file for file in files if file.suffix == PART_SUFFIX}
     with ExitStack() as locked:
         abandoned = []
@@ -477,7 +486,7 @@ def _unused(files: Sequence[_File], dir_fd: int, locked: ExitStack) -> Iterator[
 
 
 class _Watch:
-    """Looks whether the process that fetches an object still writes."""
+    """Detects whether the process that fetches an object still writes."""
 
     def __init__(self, name: str, dir_fd: int) -> None:
         self._name, self._dir_fd = name, dir_fd

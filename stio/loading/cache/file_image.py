@@ -33,7 +33,7 @@ SEGMENT_BYTES = 64 << 20
 since a cancel cannot interrupt the pinning (0.1 s per GB)."""
 
 _MISSING, _CLAIMED, _PRESENT = 0, 1, 2
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 class FileImage:
@@ -93,7 +93,7 @@ class FileImage:
                         self._chunks[stop] = _CLAIMED
                         stop += 1
                     return range(at * CHUNK_BYTES, min(stop * CHUNK_BYTES, self.nbytes))
-                self._changed.wait(_LOOK_SECONDS)  # `stopped` does not notify
+                self._changed.wait(_POLL_SECONDS)  # `stopped` does not notify
         raise Cancelled
 
     def mark_present(self, begin: int, end: int) -> None:
@@ -227,4 +227,4 @@ class ObjectCache(Protocol):
         """
 
     def discard(self, error: StioError) -> None:
-        """Remove the local file that an error names, so that the next load has the object again; the error says it."""
+        """Remove the local file that an error names, and note that in the error: the next load fetches it again."""

@@ -79,7 +79,7 @@ class _Memory:
                 device = resolve_device(self._device)
                 if device.type != "cpu" and (self._device != "auto" or has_streams(device)):
                     self._accelerator = device
-            # A new object for each use: one that was refused once does not ask again.
+            # A new object for each use: an allocator that was refused once does not try to pin again.
             self._make = memory.allocate if self._accelerator is None else TorchAccelerator(self._accelerator).staging
 
     def allocate(self, nbytes: int) -> Region:
@@ -124,7 +124,8 @@ class HostCache:
     def _begin(self) -> None:
         self._memory = _Memory(self._device)
         self._entries = CacheEntries(self._budget_bytes, self._memory.allocate, give_back)
-        self._operations: weakref.WeakSet[Operation[None]] = weakref.WeakSet()
+        # By id: a `WeakSet` cannot be listed while another thread adds to it.
+        self._operations: weakref.WeakValueDictionary[int, Operation[None]] = weakref.WeakValueDictionary()
 
     async def prefetch(
         self,
@@ -181,8 +182,10 @@ class HostCache:
         Loads under way continue; the memory that they use is freed when they have ended.
         """
         _on_own_thread(lambda: _free(self._entries.close()))
-        for operation in list(self._operations):
-            operation.cancel()
+        for known in self._operations.valuerefs():
+            operation = known()
+            if operation is not None:
+                operation.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -218,7 +221,7 @@ class HostCache:
 
         self._entries.require_open()
         operation = Operation(body, name="prefetch")
-        self._operations.add(operation)
+        self._operations[id(operation)] = operation
         return operation
 
 

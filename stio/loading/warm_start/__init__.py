@@ -6,6 +6,6 @@ used. `parameter.py` has the class of a parameter until it is filled.
 
 Invariants: a parameter stays the same object; its shape, dtype and device are correct from the start; a use of it
 blocks the thread that uses it, and no other. If the load ends early, every use of an unfilled parameter raises an
-error: with a plain parameter on `meta` torch would compute garbage. The next warm start or `load_into(assign=True)`
-fills it. Start with `api.py`, and with `parameter.py` for the uses of a parameter in torch.
+error: with a plain parameter on `meta` torch would compute wrong values. The next warm start or
+`load_into(assign=True)` fills it. Start with `api.py`, and with `parameter.py` for the uses of a parameter in torch.
 """

@@ -3,7 +3,7 @@
 A parameter without data has the class `PlaceholderParameter`. torch calls its `__torch_function__` for every use from
 Python (functional, fused, tied), which blocks until the data is loaded; uses that need no data return at once. torch
 calls its `__torch_dispatch__` for uses from below Python (functorch, jit, C++), which raises an error: there the
-parameter cannot be replaced any more, and torch 2.13 computes garbage from meta operands on the CPU, without an error.
+parameter cannot be replaced any more, and torch 2.13 computes wrong values from meta operands, without an error.
 A fill swaps the tensor first and sets the class after that: a parameter of a plain class always has data.
 """
 
