@@ -1,8 +1,8 @@
-"""Calls of other libraries that cannot be interrupted, which a cancel leaves behind within a second.
+"""Calls of functions of other libraries that cannot be interrupted. A cancelled worker does not wait for their end.
 
-Such a call runs on a thread of its own. The worker that needs its result waits for it, and looks now and then whether
-it should end. A worker that ends leaves the call behind, and its result is dropped: so it must touch no buffer of the
-operation.
+Such a call runs on a thread of its own. The worker that needs its result waits for it, and checks now and then whether
+it should end. If so, it leaves the call behind within a second, and the result is dropped. So such a call must touch no
+buffer of the operation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from stio.runtime.workers import is_interrupted
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.5
-"""A worker looks so often whether it should end. Each look needs the interpreter, which 32 of them share."""
+"""Time between two checks of a waiting worker whether it should end. Each check needs the GIL, and 32 workers may
+wait."""
 _IDLE_SECONDS = 5.0
 _EXIT_SECONDS = 2.0
 

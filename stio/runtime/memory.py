@@ -131,7 +131,7 @@ class _Mapping(weakref.ref[_Pages]):
     free: Callable[[], object]
     """Unmaps, here or on a thread."""
     unmap: list[Callable[[], object]]
-    """The call that unmaps. Who takes it out of the list calls it, so it is called once."""
+    """The call that unmaps. The thread that takes it out of the list calls it, so it is called once."""
 
 
 _mappings: dict[int, _Mapping] = {}  # by `id`; those that are unmapped are dropped now and then
@@ -251,7 +251,7 @@ def populate(region: Region) -> int:
     return ctypes.get_errno()
 
 
-# How much there is.
+# How much memory there is.
 
 
 def fits(nbytes: int) -> bool:
@@ -289,7 +289,7 @@ def require(nbytes: int, *, path: str) -> int:
 def memory_error(
     nbytes: int | None, message: str, *, path: str | None = None, free_bytes: int | None = None
 ) -> HostMemoryError:
-    """Return the error of memory that could not be had; `free_bytes` is read from the system unless it is given."""
+    """Return the error of a refused allocation; `free_bytes` is read from the system unless it is given."""
     free = min(available_bytes(), address_space_left()) if free_bytes is None else free_bytes
     return HostMemoryError(
         message,
