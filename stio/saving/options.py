@@ -1,7 +1,7 @@
 """What a save takes and returns: tensors, destination, options and result.
 
-`SaveOptions` is checked once, when it is made, before any other step. The public functions have its fields
-as keywords.
+`SaveOptions` is checked once, when it is made, before any other step. The public functions have its fields as
+keywords.
 """
 
 from __future__ import annotations
