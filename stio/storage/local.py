@@ -232,7 +232,7 @@ class LocalFile:
             return stat_of(self.fd, self.path).st_size
         size = int(_lseek(self.fd, 0, os.SEEK_END))  # no read here uses the position of the descriptor
         if size < 0:
-            raise refused("looking at", self.path, OSError(ctypes.get_errno(), ""))
+            raise refused("reading the size", self.path, OSError(ctypes.get_errno(), ""))
         return size
 
     def resident_fraction(self) -> float | None:

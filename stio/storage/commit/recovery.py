@@ -119,7 +119,7 @@ def collect_garbage(
     except StorageError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise refused("looking at the destination", name, error) from error
+        raise refused("examining the destination", name, error) from error
     report, num_opened, timeout = GarbageReport(), 0, LockTimeout()
     for directory in (where, os.path.dirname(where)):
         try:

@@ -176,7 +176,7 @@ def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTran
     except StorageError:
         raise
     except OSError as error:
-        raise refused("looking at the destination", os.fspath(path), error) from error
+        raise refused("examining the destination", os.fspath(path), error) from error
     return _begin(target, lambda home_fd, save_id: CommitPlan("replacement", (), None), durable=durable)
 
 
@@ -257,7 +257,7 @@ class LocalTransaction:
         self._ended = False
         self._needs_recovery = False  # if True, the staging directory stays: recovery reads it
         self._timeout = LockTimeout(lock_timeout)
-        self._left_by: OSError | None = None  # why cleaning up failed; logged when the lock is released
+        self._cleanup_error: OSError | None = None  # why cleaning up failed; logged when the lock is released
         self._lock: ExitStack | None = None  # holds the lock of the directory, where the commit needs it
         try:
             recover(home_fd, target.home, self._timeout.part(_RECOVERY_SECONDS), check)
@@ -515,7 +515,7 @@ class LocalTransaction:
             calls.rename_new(FILES_NAME, name, source_fd=self._staging.fd, target_fd=self._home_fd, is_directory=True)
         except OSError as error:
             if error.errno in _TAKEN:
-                raise self._overtaken() from error
+                raise self._conflict() from error
             if is_same(self._home_fd, name, files_fd):
                 raise self._uncertain("the system reported an error for a rename that it did", error) from error
             raise
@@ -551,7 +551,7 @@ class LocalTransaction:
         try:
             put_back(home_fd, home, aside, lambda name: merge_replaced(where, aside.fd, home_fd, name))
         except OSError as error:
-            self._left_by = error
+            self._cleanup_error = error
 
     def _publish_files(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Publish files in a directory that exists, under its lock."""
@@ -576,7 +576,7 @@ class LocalTransaction:
         except OSError as error:
             if has_old_index(self._home_fd, record):
                 raise self._uncertain(_SHADOWED, error) from error
-            self._left_by = error
+            self._cleanup_error = error
         with suppress(OSError):  # retention does not delete what is not described
             self._published = self._written(files, notes)
 
@@ -586,10 +586,10 @@ class LocalTransaction:
         if existing.index is not None:
             index = read_small(self._home_fd, existing.index, MAX_INDEX_BYTES)
             if digest_of(index) != existing.index_sha256:
-                raise self._overtaken()
+                raise self._conflict()
         for name in dict.fromkeys((*existing.files, *self._plan.shards)):
             if identity_at(self._home_fd, name) != existing.files.get(name):
-                raise self._overtaken()
+                raise self._conflict()
 
     def _record(self, index: bytes | None, notes: Sequence[Note]) -> JournalRecord:
         """Write index and notes into the staging directory, and the journal's record of the commit."""
@@ -663,7 +663,7 @@ class LocalTransaction:
                 try:
                     calls.rename_new(name, name, source_fd=files_fd, target_fd=home_fd)
                 except FileExistsError as error:
-                    raise self._overtaken() from error
+                    raise self._conflict() from error
             if record.moves or record.notes:
                 self._sync(home_fd)
             calls.rename(record.last, record.last, source_fd=files_fd, target_fd=home_fd)
@@ -694,7 +694,7 @@ class LocalTransaction:
                 roll_back(self._home_fd, self._staging.fd, record, durable=self._durable)
                 self._needs_recovery = False
         except OSError as error:
-            self._left_by = error
+            self._cleanup_error = error
             return
         if committed:
             raise self._uncertain("the system reported an error for a rename that it did")
@@ -745,7 +745,7 @@ class LocalTransaction:
         else:
             self._staging.remove()
         calls.close(self._home_fd)
-        self._log_left()
+        self._log_cleanup_error()
 
     # Errors.
 
@@ -757,15 +757,15 @@ class LocalTransaction:
         reason = f": {os.strerror(error.errno)}" if error is not None and error.errno else ""
         return CommitUncertainError(message + reason, path=self._target.path, errno=error.errno if error else None)
 
-    def _overtaken(self) -> ConcurrentSaveError:
+    def _conflict(self) -> ConcurrentSaveError:
         return ConcurrentSaveError(
             "another save, or another program, changed the destination while this save was under way; this one was "
             "rolled back",
             path=self._target.path,
         )
 
-    def _log_left(self) -> None:
-        error, self._left_by = self._left_by, None
+    def _log_cleanup_error(self) -> None:
+        error, self._cleanup_error = self._cleanup_error, None
         if error is not None:
             message = "%s: cleaning up failed, the next save here or `stio gc` completes it: %s"
             log(logging.WARNING, message, self._target.path, error)

@@ -42,7 +42,7 @@ _NEVER: State = {"e_tag": '"00000000000000000000000000000000"', "version": "1"}
 """A state that no object has."""
 
 _honours_conditions: set[tuple[str, str]] = set()
-"""Stores of which this process knows it: scheme, and bucket or container."""
+"""Stores that were found to compare conditions, by scheme, and bucket or container."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ class RemoteTransaction(Uploads):
     def _uncertain(self, failure: Failure) -> CommitUncertainError:
         return CommitUncertainError(
             f"the store does not say whether the checkpoint is published ({failure.kind}: {failure.cause}); "
-            "look at it, or save again",
+            "check the destination, or save again",
             path=f"{self._folder.path}/{self._last}",
         )
 
@@ -313,7 +313,7 @@ class _Directory(RemoteTransaction):
         self.path = folder.path
         """The destination."""
         super().__init__(folder, buffer_bytes, index_name(pattern))
-        # After the look at the index: shards of a save that commits in between would not be deleted otherwise. Those of
+        # After the index was read: shards of a save that commits in between would not be deleted otherwise. Those of
         # one that commits later are in it too; it cannot commit any more once this one has.
         self._old = {
             name: one for name, one in folder.list().items() if name != self._last and is_checkpoint_file(name, pattern)

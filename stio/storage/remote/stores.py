@@ -1,9 +1,9 @@
 """Stores by URL: which object it names, and a connection with the credentials that the environment gives.
 
-Credentials and endpoints are found as the providers' own tools find them. obstore knows most of it: `AWS_*`, `AZURE_*`
-and `GOOGLE_*` variables, and the metadata service of a cloud machine. This module adds what it does not know: profiles
-of AWS, connection strings of Azure, the variables for certificates, users in URLs, and plain http where an endpoint
-says so.
+Credentials and endpoints are found as the providers' own tools find them. obstore supports most of that: `AWS_*`,
+`AZURE_*` and `GOOGLE_*` variables, and the metadata service of a cloud machine. This module adds the rest: profiles of
+AWS, connection strings of Azure, the variables for certificates, users in URLs, and plain http where an endpoint has
+it.
 """
 
 from __future__ import annotations

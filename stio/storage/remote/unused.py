@@ -23,7 +23,7 @@ from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, is_of_save
 from stio.runtime.log import log
 from stio.storage.commit.recovery import GarbageReport
-from stio.storage.remote.failures import said_by
+from stio.storage.remote.failures import summary_of
 from stio.storage.remote.folder import Folder
 from stio.storage.remote.stores import STALL_SECONDS, Query, added_authorities, signed_url
 
@@ -137,7 +137,7 @@ def _send(folder: Folder, method: str, name: str, query: Query) -> bytes:
         if error.code == 404 and method == "DELETE":
             return b""  # it was completed or aborted by now
         with error:
-            text = said_by(error.read().decode(errors="replace")) or error.reason
+            text = summary_of(error.read().decode(errors="replace")) or error.reason
         raise StorageError(f"the store refuses it (status {error.code}): {text}", path=path) from None
     except (OSError, HTTPException) as error:
         raise StorageError(f"the store cannot be reached: {getattr(error, 'reason', error)}", path=path) from None
