@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from stio.runtime.operation import Cancelled, current_operation
+from stio.runtime.operation import Cancelled, current_operation, end_all_at_exit
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.workers import is_interrupted
 
@@ -23,7 +23,9 @@ LOOK_SECONDS = 0.5
 """Time between two checks of a waiting worker whether it should end. Each check needs the GIL, and 32 workers may
 wait."""
 _IDLE_SECONDS = 5.0
+"""A thread without a call for so long ends."""
 _EXIT_SECONDS = 2.0
+"""Longest time that the interpreter's exit waits for calls that were left behind."""
 
 
 class Call(Generic[T]):
@@ -125,7 +127,8 @@ def _submit(call: Call[Any], *, here: bool) -> None:
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Give calls that were left behind some time: it must not return to an interpreter that is gone."""
+    """Wait for calls that were left behind: they must not return to an interpreter that has ended."""
+    end_all_at_exit()  # the operations leave their calls behind; until then each of them makes the next one
     until = time.monotonic() + _EXIT_SECONDS
     while _under_way and time.monotonic() < until:
         time.sleep(0.01)

@@ -454,8 +454,11 @@ _live: set[Operation[Any]] = set()
 
 
 @atexit.register
-def _end_all_at_exit() -> None:
-    """End the operations that still run: no thread may read into memory after the interpreter has freed it."""
+def end_all_at_exit() -> None:
+    """End the operations that still run: no thread may read into memory after the interpreter has freed it.
+
+    Also called by other functions of the exit whose work begins when all operations have ended.
+    """
     operations = list(_live)
     begin = time.monotonic()
     for operation in sorted(operations, key=lambda operation: operation.exit_patience):
