@@ -355,7 +355,10 @@ class Operation(Generic[T]):
         if self._error is None and self._decided.setdefault("value", "discarded") == "discarded":
             value, self._value = self._value, None
             if value is not None:
-                self._discard(value)
+                try:
+                    self._discard(value)
+                except Exception as error:  # those that wait for the end must be woken; a cancel raises nothing
+                    log(logging.ERROR, "%s: its result could not be released: %s", self._name, error)
 
     def _end_in_child(self) -> None:
         """Mark as ended in a forked child: its thread is not there."""
