@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.locks import new_lock
-from stio.runtime.memory import Region, libc, quick_libc
+from stio.runtime.memory import SYSTEM_PAGE_BYTES, Region, libc, quick_libc
 from stio.storage.base import Source
 from stio.storage.checks import (
     OPEN_FLAGS,
@@ -241,14 +241,14 @@ class LocalFile:
         if sys.platform != "linux" or not nbytes:
             return None
         # To count all pages of 1.7 GB in small folios takes the kernel 4 ms, more than the rest of the opening.
-        step = max(_SAMPLE_BYTES, nbytes // _MOST_SAMPLES // PAGE_BYTES * PAGE_BYTES)
+        step = max(_SAMPLE_BYTES, nbytes // _MOST_SAMPLES // SYSTEM_PAGE_BYTES * SYSTEM_PAGE_BYTES)
         span, counts = (ctypes.c_uint64 * 2)(), (ctypes.c_uint64 * 5)()
         looked = resident = 0
         for offset in range(0, nbytes, step):
             span[0], span[1] = offset, min(_SAMPLE_BYTES, nbytes - offset)
             if quick_libc.syscall(_SYS_CACHESTAT, self.fd, ctypes.byref(span), ctypes.byref(counts), 0) != 0:
                 return None
-            looked += -(-span[1] // PAGE_BYTES)
+            looked += -(-span[1] // SYSTEM_PAGE_BYTES)
             resident += counts[0]
         return min(1.0, resident / looked)
 
