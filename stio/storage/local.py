@@ -280,10 +280,11 @@ class LocalFile:
 
     def close(self) -> None:
         """Close the descriptors. Idempotent; no read may be under way."""
-        for fd in (self.fd, self._direct_fd):
+        # Reset first: after an interruption a second call must not close a descriptor that another file has by now.
+        fds, self.fd, self._direct_fd = (self.fd, self._direct_fd), -1, None
+        for fd in fds:
             if fd is not None and fd >= 0:
                 os.close(fd)
-        self.fd, self._direct_fd = -1, None
 
     def _read_direct(self, fd: int, offset: int, region: Region) -> int:
         """Read whole pages past the page cache; return how many bytes were read. The caller reads the rest buffered."""
