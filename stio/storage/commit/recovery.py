@@ -340,7 +340,7 @@ def _owner_runs_here(lock_fd: int) -> bool:
         os.kill(int(owner["pid"]), 0)  # signal 0 only checks whether there is such a process
     except PermissionError:
         return True  # as a process of another user
-    except (ProcessLookupError, ValueError, TypeError, KeyError, OverflowError):
+    except (ProcessLookupError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return False
     return True
 

@@ -85,6 +85,10 @@ _RECOVERY_SECONDS = 1.0
 _DEFAULT_NAME_BYTES = 255
 _INTERRUPTED = "replacing the files was interrupted; the next save here, or collect_garbage, completes it"
 _SHADOWED = "the old index could not be removed, so readers load the old checkpoint; the next save here removes it"
+_UNREADABLE = (
+    "publishing failed, and it cannot be read whether the new checkpoint is in place; check the destination, or save "
+    "again"
+)
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
 
 
@@ -170,12 +174,14 @@ def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTran
     Raises:
         StorageError: The operating system reported an error.
     """
-    home, name = os.path.split(os.path.abspath(path))
     try:
+        home, name = os.path.split(os.path.abspath(path))  # raises if there is no working directory
+        if "\0" in name:
+            raise ValueError("a path cannot contain NUL")
         target = SaveTarget(os.fspath(path), "fresh", resolve_links(home), name)
     except StorageError:
         raise
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise refused("examining the destination", os.fspath(path), error) from error
     return _begin(target, lambda home_fd, save_id: CommitPlan("replacement", (), None), durable=durable)
 
@@ -432,8 +438,6 @@ class LocalTransaction:
         except StorageError:
             raise
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
-                return None  # the name of its file may be as long as the system allows, and a note's name is longer
             raise refused(f"reading {name}", self.path, error) from error
 
     def prepare_commit(self, check: Callable[[], None] = lambda: None) -> None:
@@ -678,26 +682,39 @@ class LocalTransaction:
         try:
             replace_files(self._home_fd, staging.fd, staging.files_fd, record, durable=self._durable)
         except OSError as error:
-            if all(stamp_of(staging.files_fd, name) is not None for name in (*record.moves, record.last)):
+            if self._are_all_staged(record):
                 self._undo(record)  # nothing was replaced yet
                 if not self._needs_recovery:
                     self._withdraw(error)
                     raise
             raise self._uncertain(_INTERRUPTED, error) from error
 
+    def _are_all_staged(self, record: JournalRecord) -> bool:
+        """Return whether all new files are still in the staging directory; False if that cannot be read."""
+        files_fd = self._staging.files_fd
+        try:
+            return all(stamp_of(files_fd, name) is not None for name in (*record.moves, record.last))
+        except OSError:
+            return False
+
     def _undo(self, record: JournalRecord) -> None:
-        """Undo the visible changes; if that fails the record stays, for recovery."""
+        """Undo the visible changes; if that fails the record stays, for recovery.
+
+        Raises:
+            CommitUncertainError: The commit is in place, or that cannot be read.
+        """
         self._needs_recovery = True
         try:
             committed = record.commit != "files" and is_committed(self._home_fd, record)
-            if not committed:
-                roll_back(self._home_fd, self._staging.fd, record, durable=self._durable)
-                self._needs_recovery = False
         except OSError as error:
-            self._cleanup_error = error
-            return
+            raise self._uncertain(_UNREADABLE, error) from error
         if committed:
             raise self._uncertain("the system reported an error for a rename that it did")
+        try:
+            roll_back(self._home_fd, self._staging.fd, record, durable=self._durable)
+            self._needs_recovery = False
+        except OSError as error:
+            self._cleanup_error = error
 
     def _withdraw(self, error: OSError) -> None:
         """Remove a record that is the commit, so that no recovery completes a save that has failed."""
