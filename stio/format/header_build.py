@@ -119,7 +119,7 @@ def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Require that all names can be names; many in one step, since nearly all can."""
+    """Require that all names are valid. Many are checked in one step, since nearly all are."""
     for rows in row_slices(len(names)):
         part = names[rows]
         text = "\0".join(part)
@@ -132,7 +132,7 @@ def _check_name(name: str) -> None:
     if name == METADATA_KEY:
         raise ValueError(f"a tensor cannot have the name {METADATA_KEY!r}: the format keeps its metadata there")
     if "\0" in name:
-        raise ValueError(f"the tensor name {printable(name)!r} holds a NUL character, which many readers cannot take")
+        raise ValueError(f"the tensor name {printable(name)!r} holds a NUL character, which many readers refuse")
     if not is_encodable(name):
         raise ValueError(f"the tensor name {printable(name)!r} holds half of a surrogate pair")
 

@@ -23,7 +23,9 @@ MAX_STEPS = 4_000_000
 MAX_DEPTH = 100
 """Deepest nesting."""
 
-_MAX_ODD_KEYS = 10_000
+_MAX_FORGEABLE_KEYS = 10_000
+"""Most keys with hashes that a file can choose."""
+
 _DISTINCT_INTEGERS = range(-(2**61) + 2, 2**61 - 1)
 """Each of these is its own hash, so distinct integers have distinct hashes."""
 
@@ -50,7 +52,7 @@ class PlainPickles:
     def __init__(self, max_steps: int = MAX_STEPS) -> None:
         self.steps_left = max_steps
         """Instructions that may still be read."""
-        self._odd_keys_left = _MAX_ODD_KEYS
+        self._forgeable_keys_left = _MAX_FORGEABLE_KEYS
 
     def loads(self, data: bytes, *, max_nodes: int = MAX_STEPS) -> Any:
         """Return the value of a pickle.
@@ -103,9 +105,9 @@ class PlainPickles:
             raise PickleRefused(f"a {type(key).__name__} cannot be a key")
         if weight > 1000:
             raise PickleRefused("a key is larger than plain ones are")
-        if not self._odd_keys_left:
+        if not self._forgeable_keys_left:
             raise PickleRefused("there are too many keys that are tuples, floats or large integers")
-        self._odd_keys_left -= 1
+        self._forgeable_keys_left -= 1
 
 
 def _measure(value: object, max_nodes: int) -> None:
@@ -155,7 +157,7 @@ class _Machine:
         self._memo: list[Any] = []
         self._require_hashable = require_hashable
         self._sizes: dict[int, tuple[int, int]] = {}  # weight and depth of each tuple and frozenset
-        self._made: list[object] = []  # keeps these alive: the id of a freed object could be reused
+        self._made: list[object] = []  # keeps these allocated: the id of a freed object could be reused
 
     def result(self) -> Any:
         """Return the value, once the pickle has ended."""

@@ -1,8 +1,8 @@
-"""Calls of other libraries that cannot be interrupted, which a cancel leaves behind within a second.
+"""Calls of functions of other libraries that cannot be interrupted. A cancelled worker does not wait for their end.
 
-Such a call runs on a thread of its own. The worker that needs its result waits for it, and looks now and then whether
-it should end. A worker that ends leaves the call behind, and its result is dropped: so it must touch no buffer of the
-operation.
+Such a call runs on a thread of its own. The worker that needs its result waits for it, and checks now and then whether
+it should end. If so, it leaves the call behind within a second, and the result is dropped. So such a call must touch no
+buffer of the operation.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from stio.runtime.operation import Cancelled, current_operation
+from stio.runtime.operation import Cancelled, current_operation, end_all_at_exit
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.workers import is_interrupted
 
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.5
-"""A worker looks so often whether it should end. Each look needs the interpreter, which 32 of them share."""
+"""Time between two checks of a waiting worker whether it should end. Each check needs the GIL, and 32 workers may
+wait."""
 _IDLE_SECONDS = 5.0
+"""A thread without a call for so long ends."""
 _EXIT_SECONDS = 2.0
+"""Longest time that the interpreter's exit waits for calls that were left behind."""
 
 
 class Call(Generic[T]):
@@ -124,7 +127,8 @@ def _submit(call: Call[Any], *, here: bool) -> None:
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Give calls that were left behind some time: it must not return to an interpreter that is gone."""
+    """Wait for calls that were left behind: they must not return to an interpreter that has ended."""
+    end_all_at_exit()  # the operations leave their calls behind; until then each of them makes the next one
     until = time.monotonic() + _EXIT_SECONDS
     while _under_way and time.monotonic() < until:
         time.sleep(0.01)

@@ -7,11 +7,13 @@ until it has ended. The thread starts with the first coroutine and is shared by 
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+from stio.errors import StorageError
 from stio.runtime.locks import new_lock
 from stio.runtime.process import after_fork_in_child
 
@@ -26,17 +28,37 @@ class _LoopThread:
     def loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="stio-event-loop", daemon=True).start()
+                self._loop = _started_loop()
             return self._loop
+
+
+def _started_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    try:
+        threading.Thread(target=loop.run_forever, name="stio-event-loop", daemon=True).start()
+    except BaseException as error:
+        loop.close()  # not kept: what waits for a loop without a thread would wait for ever
+        if isinstance(error, RuntimeError):
+            raise StorageError(
+                "the system starts no thread for the event loop: a limit of threads or of memory is reached",
+                errno=errno.EAGAIN,
+            ) from error
+        raise
+    return loop
 
 
 _loop_thread = _LoopThread()
 
 
 def run_on_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run the coroutine that `make` returns on the loop; block the calling thread until it has ended."""
-    return asyncio.run_coroutine_threadsafe(make(), _loop_thread.loop()).result()
+    """Run the coroutine that `make` returns on the loop; block the calling thread until it has ended.
+
+    Raises:
+        StorageError: The system starts no thread for the loop.
+        BaseException: The error of the coroutine, as it was raised.
+    """
+    loop = _loop_thread.loop()  # first: a coroutine that is made must run
+    return asyncio.run_coroutine_threadsafe(make(), loop).result()
 
 
 class LoopTask(Generic[T]):
@@ -44,6 +66,9 @@ class LoopTask(Generic[T]):
 
     Args:
         make: Returns the coroutine; called on the loop.
+
+    Raises:
+        StorageError: The system starts no thread for the loop.
     """
 
     def __init__(self, make: Callable[[], Coroutine[Any, Any, T]]) -> None:

@@ -29,7 +29,7 @@ def coroutine_function(
 ) -> Callable[..., Any]:
     """Return a coroutine function that imports another one on a thread, and then calls it.
 
-    It is a plain function, because frameworks ask for the kind of a function before they call it.
+    It is a plain function, because frameworks check the kind of a function before they call it.
 
     Args:
         name: Its public name.
@@ -138,7 +138,7 @@ _own = object.__getattribute__
 def _real(stand_in: StandIn) -> Any:
     found = _own(stand_in, "_found")
     if not found:
-        found.setdefault("object", _own(stand_in, "_find")())  # in one step, if two threads come here
+        found.setdefault("object", _own(stand_in, "_find")())  # one step: two threads may do this
     return found["object"]
 
 

@@ -5,7 +5,7 @@ A limit is checked before memory is allocated, so a wrong number in a file costs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 DEFAULT_BUDGET_BYTES = 512 << 20
 """Memory that a load, a save or a conversion may use for bytes under way, unless `budget_bytes` is given."""
@@ -19,7 +19,12 @@ HUGE_PAGE_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds on what an untrusted file may request, checked before anything is allocated."""
+    """Bounds on what an untrusted file may request, checked before anything is allocated.
+
+    Raises:
+        TypeError: A bound is no whole number.
+        ValueError: A bound is negative.
+    """
 
     header_bytes: int = 100_000_000
     """Largest header. The default is the limit of the format itself."""
@@ -31,6 +36,14 @@ class Limits:
     """Longest description of the tree of a nested state, in bytes of text."""
     max_state_nodes: int = 4_000_000
     """Most values (containers, keys and leaves) of a nested state."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{one.name} takes a whole number, not {value!r}")
+            if value < 0:
+                raise ValueError(f"{one.name} must not be negative, not {value}")
 
 
 def advice_on_limit(field: str) -> str:

@@ -108,7 +108,7 @@ class Condition:
     def __enter__(self) -> None:
         is_nested = self._lock._is_owned()
         self._lock.acquire()
-        if not is_nested:  # a finaliser may enter it between a look at the state and the sleep
+        if not is_nested:  # a finaliser may enter it between a check of the state and the sleep
             self._seen = self._last_wake
 
     def __exit__(
@@ -124,14 +124,14 @@ class Condition:
     def wait(self, timeout: float | None = None) -> bool:
         """Sleep until `notify_all` or `wake` is called, or for a time (seconds). The caller holds the lock.
 
-        May return earlier, so the caller looks at the state again. Returns False if the time passed.
+        May return earlier, so the caller checks the state again. Returns False if the time passed.
         """
         woken = True
         mine = allocate_lock()
         mine.acquire()
         self._waiting.append(mine)
         try:
-            if self._seen is self._last_wake:  # else `wake` was called since this thread looked at the state
+            if self._seen is self._last_wake:  # else `wake` was called since this thread checked the state
                 depth = self._lock._release_save()
                 try:
                     woken = mine.acquire(True, -1 if timeout is None else max(0.0, timeout))

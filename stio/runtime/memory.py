@@ -12,6 +12,7 @@ import _thread
 import atexit
 import ctypes
 import errno
+import mmap
 import operator
 import os
 import re
@@ -25,7 +26,7 @@ from typing import Any
 
 from stio.errors import HostMemoryError
 from stio.runtime.control_groups import address_space_left, available_bytes, room_in_memory
-from stio.runtime.limits import DEFAULT_BUDGET_BYTES, HUGE_PAGE_BYTES, PAGE_BYTES
+from stio.runtime.limits import DEFAULT_BUDGET_BYTES, HUGE_PAGE_BYTES
 
 HOLD_BYTES = 1 << 20
 """A copy shorter than this keeps the GIL. The copy takes 80 microseconds at most; to acquire the GIL again takes up to
@@ -39,6 +40,9 @@ _LEAST_BUDGET_BYTES = 4 << 20
 
 _UNMAP_HERE_BYTES = 128 << 20
 """Larger mappings are unmapped by a thread of their own."""
+
+SYSTEM_PAGE_BYTES = mmap.PAGESIZE
+"""Size of a page of this machine: 4 KiB, on some with ARM or POWER processors 64 KiB."""
 
 _TORCH_SHORTAGE = re.compile(r"(?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes")
 
@@ -131,7 +135,7 @@ class _Mapping(weakref.ref[_Pages]):
     free: Callable[[], object]
     """Unmaps, here or on a thread."""
     unmap: list[Callable[[], object]]
-    """The call that unmaps. Who takes it out of the list calls it, so it is called once."""
+    """The call that unmaps. The thread that takes it out of the list calls it, so it is called once."""
 
 
 _mappings: dict[int, _Mapping] = {}  # by `id`; those that are unmapped are dropped now and then
@@ -244,14 +248,14 @@ def populate(region: Region) -> int:
     Returns:
         0, or an errno: EFAULT where an access would raise SIGBUS, EINVAL on kernels before 5.14.
     """
-    start = region.address // PAGE_BYTES * PAGE_BYTES
+    start = region.address // SYSTEM_PAGE_BYTES * SYSTEM_PAGE_BYTES  # otherwise EINVAL
     length = region.address + region.nbytes - start
     if length == 0 or libc.madvise(start, length, _MADV_POPULATE_READ) == 0:
         return 0
     return ctypes.get_errno()
 
 
-# How much there is.
+# How much memory there is.
 
 
 def fits(nbytes: int) -> bool:
@@ -289,7 +293,7 @@ def require(nbytes: int, *, path: str) -> int:
 def memory_error(
     nbytes: int | None, message: str, *, path: str | None = None, free_bytes: int | None = None
 ) -> HostMemoryError:
-    """Return the error of memory that could not be had; `free_bytes` is read from the system unless it is given."""
+    """Return the error of a refused allocation; `free_bytes` is read from the system unless it is given."""
     free = min(available_bytes(), address_space_left()) if free_bytes is None else free_bytes
     return HostMemoryError(
         message,

@@ -43,7 +43,7 @@ _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 _BEGIN_SECONDS = 1.0
-"""Longest time from the start of a thread to its first step, after which an interrupted start counts as none."""
+"""If the start of a thread is interrupted, and the thread takes no step within this time, it was not started."""
 
 EXIT_PATIENCE_SECONDS = 10.0
 """Seconds that the interpreter's exit waits for cancelled operations to release their buffers."""
@@ -113,9 +113,9 @@ class Operation(Generic[T]):
         self.about = about
         """See above."""
         self._log_detail = ""
-        self._decided: dict[
-            str, object
-        ] = {}  # by "thread", "end" and "value": which one runs it, ends it, has its value
+        # The first value of each key stays. "thread": the thread that runs the body; "end": how a cancel and the end
+        # of the body were ordered; "value": whether the value was taken or discarded.
+        self._decided: dict[str, object] = {}
         self._stops: list[Callable[[], None]] = []
         self._discard = discard
         self.exit_patience = exit_patience
@@ -355,7 +355,10 @@ class Operation(Generic[T]):
         if self._error is None and self._decided.setdefault("value", "discarded") == "discarded":
             value, self._value = self._value, None
             if value is not None:
-                self._discard(value)
+                try:
+                    self._discard(value)
+                except Exception as error:  # those that wait for the end must be woken; a cancel raises nothing
+                    log(logging.ERROR, "%s: its result could not be released: %s", self._name, error)
 
     def _end_in_child(self) -> None:
         """Mark as ended in a forked child: its thread is not there."""
@@ -454,8 +457,11 @@ _live: set[Operation[Any]] = set()
 
 
 @atexit.register
-def _end_all_at_exit() -> None:
-    """End the operations that still run: no thread may read into memory after the interpreter has freed it."""
+def end_all_at_exit() -> None:
+    """End the operations that still run: no thread may read into memory after the interpreter has freed it.
+
+    Also called by other functions of the exit whose work begins when all operations have ended.
+    """
     operations = list(_live)
     begin = time.monotonic()
     for operation in sorted(operations, key=lambda operation: operation.exit_patience):

@@ -37,10 +37,10 @@ class Pacer:
                 step = nbytes - at  # a small rest joins the last piece
             begin = perf_counter()
             yield at, step
-            self._learn(step, perf_counter() - begin)
+            self._adapt(step, perf_counter() - begin)
             at += step
 
-    def _learn(self, nbytes: int, seconds: float) -> None:
+    def _adapt(self, nbytes: int, seconds: float) -> None:
         if nbytes >= self.piece_bytes and seconds < _LEAST_SECONDS:
             self.piece_bytes *= 2
         elif seconds > _MOST_SECONDS and self.piece_bytes > _SMALLEST_PIECE_BYTES:

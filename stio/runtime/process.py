@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from stio.runtime.locks import forget_held, new_lock
 
@@ -118,12 +118,13 @@ def _paused() -> Iterator[None]:
         yield
         return
     pause = object()
-    _pauses.append(pause)
-    gc.disable()
     try:
+        _pauses.append(pause)
+        gc.disable()
         yield
     finally:
-        _pauses.remove(pause)
+        with suppress(ValueError):  # an interruption came before it was added
+            _pauses.remove(pause)
         if not _pauses:
             gc.enable()
 

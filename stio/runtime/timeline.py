@@ -48,7 +48,7 @@ _KNOWN = {
     "sync": ("#cc4b16", "#ef7a48"),
     "commit": ("#0f8f68", "#2fbf92"),
 }
-"""Colours on light and on dark paper. Within a load, and within a save, colour-blind readers can tell them apart."""
+"""Colours on light and on dark paper. Within a load, and within a save, colour-blind readers can distinguish them."""
 _FURTHER = [("#6b7f2a", "#a5bb5a"), ("#7a4fa3", "#b08ad6"), ("#3f7f7f", "#6fb5b5"), ("#a35a4f", "#d68e84")]
 
 _LIGHT = """\

@@ -39,7 +39,7 @@ class WorkerPool:
     Args:
         name: Name of the threads; a number follows it (`read-1`).
         changed: The condition that guards the queue; it is notified when the pool stops and when a worker ends.
-        on_stop: Called when the pool stops, for waits that do not look at `stopped`. It must take no lock, and may be
+        on_stop: Called when the pool stops, for waits that do not check `stopped`. It must take no lock, and may be
             called several times.
     """
 
@@ -122,7 +122,7 @@ class WorkerPool:
             del error  # its traceback holds this frame
 
     def is_stopped(self) -> bool:
-        """Return `stopped`, as a function for work that looks at it between its pieces."""
+        """Return `stopped`, as a function for work that checks it between its pieces."""
         return self.stopped
 
     def _run_on_thread(self, once: list[Callable[[], None]]) -> None:

@@ -1,8 +1,8 @@
 """Nested state split for a save: tensors by name, and a tree of all other values as text (`format/state_tree.py`).
 
 The walk has its own stack, so no depth exhausts the interpreter's. It advances in steps of about a millisecond: a small
-state is split at once, a large one on a thread of stio, where a cancel ends it. Only
-exact types are accepted; a value of another type is refused by its path in the state, before anything is written.
+state is split at once, a large one on a thread of stio, where a cancel ends it. Only exact types are accepted; a value
+of another type is refused by its path in the state, before anything is written.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Flattened: TypeAlias = tuple[dict[str, torch.Tensor | LazyTensor], dict[str, str
 
 _INLINE_BYTES = 64 << 10
 """Longest tree in the metadata, and longest `bytes` in the tree; longer ones become tensors. A reader must parse the
-whole header before anything else, and its first read takes 128 KiB; the hub refuses an index of more than
-10 MiB, and the tree of 100,000 leaves has 4 MiB."""
+whole header before anything else, and its first read takes 128 KiB; the hub refuses an index of more than 10 MiB, and
+the tree of 100,000 leaves has 4 MiB."""
 
 _STEP_NODES = 2000
 """Values visited in one step, about 1 ms: on the caller's thread, or between two checks for a cancel."""

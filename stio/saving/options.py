@@ -1,7 +1,7 @@
 """What a save takes and returns: tensors, destination, options and result.
 
-`SaveOptions` is checked once, when it is made, before any other step. The public functions have its fields
-as keywords.
+`SaveOptions` is checked once, when it is made, before any other step. The public functions have its fields as
+keywords.
 """
 
 from __future__ import annotations
@@ -104,6 +104,8 @@ def absolute_destination(destination: DestinationLike) -> str | OneFile | Destin
     if isinstance(destination, str) and is_url(destination):
         remote: Destination = open_destination(destination)
         return remote
+    if not isinstance(destination, str | os.PathLike):
+        raise TypeError(f"a destination is a path, a URL or a RemoteRoot, not {type(destination).__name__}")
     require_checkpoint_path(destination)
     path = os.fsdecode(destination)
     if path and not os.path.isabs(path):  # the transaction refuses an empty one
@@ -188,6 +190,8 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         progress_callback(self.progress)  # for its errors
+        if self.metadata is not None and not isinstance(self.metadata, Mapping):
+            raise TypeError(f"metadata= takes a mapping from text to text, not {printable(self.metadata)}")
         if self.max_shard_size is not None:
             parse_size(self.max_shard_size)
         check_pattern(self.filename_pattern)

@@ -1,8 +1,8 @@
 """One save, from the call to the durable checkpoint: plan, stage, write, commit.
 
 A save runs on its own thread (`PendingSave._run` shows its steps in order). A caller may wait for two moments: the
-snapshot is complete, so the tensors may change; and the checkpoint is durable. A save that fails or is
-cancelled before its commit leaves nothing behind.
+snapshot is complete, so the tensors may change; and the checkpoint is durable. A save that fails or is cancelled before
+its commit leaves nothing behind.
 """
 
 from __future__ import annotations

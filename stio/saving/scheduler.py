@@ -41,7 +41,7 @@ AHEAD_BLOCKS = 4
 """Most full blocks that wait for the disk, where no caller waits for the snapshot: one for each write that may end."""
 
 STRIDED_BYTES = 4 << 20
-"""Bytes of small ranges that are written between two looks whether the save goes on."""
+"""Bytes of small ranges that are written between two checks whether the save was stopped."""
 
 MANY_PIECES = 64
 """A block of more pieces is copied piece by piece in one loop."""
@@ -95,7 +95,7 @@ class SaveScheduler:
         )
         self._trace = trace
         self._pacer = Pacer(pool.block_bytes)
-        self._sinks: Sequence[FileWriter] | None = None
+        self._writers: Sequence[FileWriter] | None = None
         self._num_fills = self._num_filling = 0  # blocks that were begun; those that are being filled
         self._num_writes = self._num_writing = self._num_written = 0
         self._full: list[tuple[int, Region]] = []  # a heap: the lowest block is written first, and hashed in order
@@ -116,11 +116,11 @@ class SaveScheduler:
         if not self._blocks:  # of a plan of parts
             self._on_staged()
 
-    def write_to(self, sinks: Sequence[FileWriter]) -> None:
+    def write_to(self, writers: Sequence[FileWriter]) -> None:
         """Set the files to write to; before this call nothing is written."""
-        in_order = any(isinstance(sink, OrderedWriter) for sink in sinks)
+        in_order = any(isinstance(writer, OrderedWriter) for writer in writers)
         with self._changed:
-            self._sinks, self._in_order = sinks, self._in_order or in_order
+            self._writers, self._in_order = writers, self._in_order or in_order
             self._changed.notify_all()
 
     def complete(self) -> list[str] | None:
@@ -183,7 +183,7 @@ class SaveScheduler:
 
     def _may_write(self) -> bool:
         """Return whether a full block may be written now. The caller holds the condition."""
-        if not self._full or self._sinks is None or self._num_writing == WRITE_DEPTH:
+        if not self._full or self._writers is None or self._num_writing == WRITE_DEPTH:
             return False
         # Later blocks must not occupy all writers before the next one, for which they wait.
         return not self._in_order or self._full[0][0] == self._num_writes
@@ -240,17 +240,17 @@ class SaveScheduler:
 
     def _write_block(self, number: int, region: Region) -> None:
         block = self._blocks[number]
-        assert self._sinks is not None
-        sink = self._sinks[block.shard]
+        assert self._writers is not None
+        writer = self._writers[block.shard]
         start = perf_counter()
         try:
             if self._hashers is not None:
                 self._hash(self._hashers[block.shard], block, region)
             if block.runs:
-                self._write_runs(sink, block, region)
+                self._write_runs(writer, block, region)
             else:
                 for at, length in self._pacer.pieces(block.nbytes, self._workers.is_stopped):
-                    sink.write_from(block.offset + at, region.sub(at, length))
+                    writer.write_from(block.offset + at, region.sub(at, length))
         finally:
             with self._changed:
                 self._num_writing -= 1
@@ -264,7 +264,7 @@ class SaveScheduler:
             last = not self._left[block.shard]
         if last:
             start = perf_counter()
-            sink.finish()
+            writer.finish()
             if self._trace is not None:
                 self._trace.add("sync", start, perf_counter(), detail=f"shard {block.shard + 1}")
         with self._changed:
@@ -272,20 +272,20 @@ class SaveScheduler:
             self._changed.notify_all()
         self._progress.report(sum(piece.nbytes for piece in block.pieces), sum(piece.ends for piece in block.pieces))
 
-    def _write_runs(self, sink: FileWriter, block: WriteBlock, region: Region) -> None:
+    def _write_runs(self, writer: FileWriter, block: WriteBlock, region: Region) -> None:
         """Write a block of a plan of parts."""
-        assert isinstance(sink, PartWriter)
+        assert isinstance(writer, PartWriter)
         for run in block.runs:
             if run.num_ranges == 1:
                 for at, length in self._pacer.pieces(run.nbytes, self._workers.is_stopped):
-                    sink.write_from(run.offset + at, region.sub(run.at + at, length))
+                    writer.write_from(run.offset + at, region.sub(run.at + at, length))
                 continue
             step = max(1, STRIDED_BYTES // run.nbytes)
             for first in range(0, run.num_ranges, step):
                 if self._workers.stopped:
                     return
                 part = region.sub(run.at + first * run.nbytes, min(step, run.num_ranges - first) * run.nbytes)
-                sink.write_strided(run.offset + first * run.stride, part, run.nbytes, run.stride)
+                writer.write_strided(run.offset + first * run.stride, part, run.nbytes, run.stride)
 
     def _hash(self, hasher: Hasher, block: WriteBlock, region: Region) -> None:
         """Add a block to its file's digest, once all blocks before it were added."""

@@ -100,7 +100,7 @@ def stat_of(fd: int, path: str) -> os.stat_result:
     try:
         return os.fstat(fd)
     except OSError as error:
-        raise refused("looking at the file", path, error) from error
+        raise refused("reading the status", path, error) from error
 
 
 def identity_of(found: os.stat_result) -> Identity:

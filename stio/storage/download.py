@@ -12,6 +12,7 @@ The caller owns the file by a lock of its own (`FileLock`); nothing else here ex
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import time
@@ -25,7 +26,7 @@ from stio.runtime.workers import WorkerPool, is_interrupted
 from stio.storage.base import Identity, Requests, Source
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import boot_id
-from stio.storage.commit.small_files import status_at
+from stio.storage.commit.small_files import status_at, write_whole
 
 PART_SUFFIX = ".part"
 """End of the name of a file that is not complete."""
@@ -154,7 +155,7 @@ class Download:
             if is_new or not self._read_marks():
                 os.ftruncate(self._fd, 0)
                 calls.reserve(self._fd, self._nbytes + self._num_blocks + len(self._seal))
-                self._write_bytes(bytes(self._num_blocks) + self._seal, self._nbytes)
+                write_whole(self._fd, bytes(self._num_blocks) + self._seal, self._nbytes)
         except BaseException:
             self.close()
             with suppress(OSError):
@@ -239,17 +240,16 @@ class Download:
     def _write(self, region: Region, offset: int) -> None:
         done = 0
         while done < region.nbytes:
-            done += calls.write(self._fd, region.address + done, region.nbytes - done, offset + done)
+            with suppress(InterruptedError):
+                count = calls.write(self._fd, region.address + done, region.nbytes - done, offset + done)
+                if count <= 0:
+                    raise OSError(errno.EIO, "the system wrote no bytes")
+                done += count
 
     def _complete(self, begin: int, stop: int) -> None:
         self._done[begin // BLOCK_BYTES] = 1
         calls.start_writeback(self._fd, begin, stop - begin)  # or the `fsync` at the end would write all of it
-        self._write_bytes(b"\1", self._nbytes + begin // BLOCK_BYTES)
-
-    def _write_bytes(self, data: bytes, offset: int) -> None:
-        while data:
-            count = calls.write_bytes(self._fd, data, offset)
-            data, offset = data[count:], offset + count
+        write_whole(self._fd, b"\1", self._nbytes + begin // BLOCK_BYTES)
 
     def _read_marks(self) -> bool:
         """Read the marks of an earlier download; return whether there are any that hold."""

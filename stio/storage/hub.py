@@ -49,7 +49,7 @@ _UNREACHABLE = {
 }
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SECRET = re.compile(r"(https?://[^\s'\"<>]+)|hf_\w{8,}")
-_MAX_SAID = 300
+_MAX_TEXT = 300
 
 
 class _UnreachableError(Exception):
@@ -82,14 +82,14 @@ class HubLocation:
         return f"hf://{self.repository}{at}" + (f"/{self.folder}" if self.folder else "")
 
 
-def _what_it_says(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     """Return the text of an error on one line: without tokens, and without what a signed URL gives access to."""
 
     def shown(found: re.Match[str]) -> str:
         return without_secrets(found[1]) if found[1] else "hf_..."
 
-    said = one_line(_SECRET.sub(shown, " ".join(str(error).split())))
-    return said if len(said) <= _MAX_SAID else f"{said[:_MAX_SAID]}..."
+    text = one_line(_SECRET.sub(shown, " ".join(str(error).split())))
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
 
 def locate(url: str) -> tuple[HubLocation, str]:
@@ -150,9 +150,9 @@ class HubRoot:
         """The URL, with the commit as soon as that is known."""
         self._commit = ""
         self._has_ref = False
-        """Whether the cache says which commit the revision is: the hub's package writes that with a download."""
+        """Whether the cache records the commit of the revision: the hub's package writes that with a download."""
         self._files: frozenset[str] | None = None
-        """All files of the commit; None as long as the hub was not asked for them."""
+        """All files of the commit; None before the hub has listed them."""
         self._unreachable: _UnreachableError | None = None
         """Why it could not be contacted."""
         self._ahead: dict[str, str | StioError] = {}
@@ -161,11 +161,11 @@ class HubRoot:
         """Return the names of the files of the directory, sorted.
 
         Without the hub (`HF_HUB_OFFLINE`, or no connection), and for a commit that is in the cache, these may be the
-        files in the cache: if the one is among them that is the checkpoint whatever else the repository has.
+        files in the cache, if the file is among them that is the checkpoint whatever else the repository has.
 
         Raises:
             CheckpointNotFoundError: There is no such repository or revision, or it cannot be seen; or the hub is not
-                asked, and the cache does not tell which file is the checkpoint.
+                contacted, and the cache does not show which file is the checkpoint.
             StorageError: The hub refuses, or cannot be reached.
         """
         self._resolve()
@@ -187,7 +187,7 @@ class HubRoot:
         return self.path
 
     def list_all(self) -> list[str]:
-        """Return the names of all files of the directory, as the hub tells them, sorted; raises what `listdir` does."""
+        """Return the names of all files of the directory, as the hub lists them, sorted; raises what `listdir` does."""
         self._resolve()
         if self._files is None:
             self._list(())
@@ -253,7 +253,7 @@ class HubRoot:
             return
         cached = self._cached_commit()
         try:
-            self._commit, self._files = self._asked(location.revision)
+            self._commit, self._files = self._listed(location.revision)
         except _UnreachableError as error:
             if not cached:
                 raise error.error from error.__cause__
@@ -267,7 +267,7 @@ class HubRoot:
         """Get the files of the commit from the hub; `cached` are those of the directory that the cache has."""
         if self._unreachable is None:
             try:
-                _, self._files = self._asked(self._commit)
+                _, self._files = self._listed(self._commit)
                 return
             except _UnreachableError as error:
                 self._unreachable = error
@@ -276,19 +276,19 @@ class HubRoot:
             raise self._unreachable.error from self._unreachable.__cause__
         # A file that is alone in the cache may be one of several in the repository.
         raise CheckpointNotFoundError(
-            f"{self._unreachable.reason}, and its cache does not tell which file is the checkpoint; give the URL of "
+            f"{self._unreachable.reason}, and its cache does not show which file is the checkpoint; give the URL of "
             "the file",
             path=self.path,
             found=", ".join(found),
         ) from self._unreachable.__cause__
 
-    def _asked(self, revision: str | None) -> tuple[str, frozenset[str]]:
-        """Return the commit of a revision, and its files, as the hub tells them."""
+    def _listed(self, revision: str | None) -> tuple[str, frozenset[str]]:
+        """Return the commit of a revision, and its files, as the hub lists them."""
 
-        def ask() -> Any:
+        def request() -> Any:
             return self._hub.HfApi().model_info(self._location.repository, revision=revision)
 
-        info = self._call(ask)
+        info = self._call(request)
         return info.sha, frozenset(file.rfilename for file in info.siblings or ())
 
     def _inside(self, files: Iterable[str]) -> list[str]:
@@ -302,7 +302,7 @@ class HubRoot:
         return f"{self._location.folder}/{name}" if self._location.folder else name
 
     def _require(self, name: str) -> None:
-        """Refuse a file that the repository does not have, as far as the hub has told that."""
+        """Refuse a file that the repository does not have, if the hub has listed the files."""
         if self._files is not None and self._key(name) not in self._files:
             raise CheckpointNotFoundError("the repository has no such file", path=f"{self.path}/{name}")
 
@@ -372,7 +372,7 @@ class HubRoot:
         if "LocalEntryNotFoundError" in kinds and error.__cause__ is not None:
             reason = error.__cause__  # what happened; the error adds that the cache has no such file either
             kinds |= {kind.__name__ for kind in type(reason).__mro__}
-        said = _what_it_says(reason)
+        text = _text_of(reason)
         if "GatedRepoError" in kinds:
             page = f"{import_module('huggingface_hub.constants').ENDPOINT}/{repository}"
             return StorageError(
@@ -397,21 +397,21 @@ class HubRoot:
         if "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds:
             return CheckpointNotFoundError("the repository has no such file", path=path)
         if "HFValidationError" in kinds:
-            return CheckpointNotFoundError(f"the hub has no repositories of this name: {said}", path=path)
+            return CheckpointNotFoundError(f"the hub has no repositories of this name: {text}", path=path)
         status = getattr(getattr(reason, "response", None), "status_code", 0)
         if "HfHubHTTPError" in kinds and status < 500 and status not in (0, 408, 429):
             number = EACCES if status in (401, 403) else EIO
             return StorageError(
-                f"the hub refused the request; check HF_TOKEN and HF_ENDPOINT: {said}", path=path, errno=number
+                f"the hub refused the request; check HF_TOKEN and HF_ENDPOINT: {text}", path=path, errno=number
             )
         if kinds & _UNREACHABLE:
             words = "the hub cannot be reached, or did not answer"
             return _UnreachableError(
-                StorageError(f"{words}; check network, proxy and HF_ENDPOINT: {said}", path=path, errno=EHOSTUNREACH),
+                StorageError(f"{words}; check network, proxy and HF_ENDPOINT: {text}", path=path, errno=EHOSTUNREACH),
                 words,
             )
-        if isinstance(error, OSError | RuntimeError):  # its parts that are no Python raise the latter
+        if isinstance(error, OSError | RuntimeError):  # its parts that are not Python raise the latter
             what = "the file could not be downloaded; check space and permissions of the hub's cache (HF_HOME)"
             what = what if name else "the hub could not be contacted; check HF_ENDPOINT"
-            return StorageError(f"{what}: {said}", path=path, errno=getattr(error, "errno", None) or EIO)
+            return StorageError(f"{what}: {text}", path=path, errno=getattr(error, "errno", None) or EIO)
         raise error

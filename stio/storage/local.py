@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.locks import new_lock
-from stio.runtime.memory import Region, libc, quick_libc
+from stio.runtime.memory import SYSTEM_PAGE_BYTES, Region, libc, quick_libc
 from stio.storage.base import Source
 from stio.storage.checks import (
     OPEN_FLAGS,
@@ -232,7 +232,7 @@ class LocalFile:
             return stat_of(self.fd, self.path).st_size
         size = int(_lseek(self.fd, 0, os.SEEK_END))  # no read here uses the position of the descriptor
         if size < 0:
-            raise refused("looking at", self.path, OSError(ctypes.get_errno(), ""))
+            raise refused("reading the size", self.path, OSError(ctypes.get_errno(), ""))
         return size
 
     def resident_fraction(self) -> float | None:
@@ -241,14 +241,14 @@ class LocalFile:
         if sys.platform != "linux" or not nbytes:
             return None
         # To count all pages of 1.7 GB in small folios takes the kernel 4 ms, more than the rest of the opening.
-        step = max(_SAMPLE_BYTES, nbytes // _MOST_SAMPLES // PAGE_BYTES * PAGE_BYTES)
+        step = max(_SAMPLE_BYTES, nbytes // _MOST_SAMPLES // SYSTEM_PAGE_BYTES * SYSTEM_PAGE_BYTES)
         span, counts = (ctypes.c_uint64 * 2)(), (ctypes.c_uint64 * 5)()
         looked = resident = 0
         for offset in range(0, nbytes, step):
             span[0], span[1] = offset, min(_SAMPLE_BYTES, nbytes - offset)
             if quick_libc.syscall(_SYS_CACHESTAT, self.fd, ctypes.byref(span), ctypes.byref(counts), 0) != 0:
                 return None
-            looked += -(-span[1] // PAGE_BYTES)
+            looked += -(-span[1] // SYSTEM_PAGE_BYTES)
             resident += counts[0]
         return min(1.0, resident / looked)
 
@@ -280,10 +280,11 @@ class LocalFile:
 
     def close(self) -> None:
         """Close the descriptors. Idempotent; no read may be under way."""
-        for fd in (self.fd, self._direct_fd):
+        # Reset first: after an interruption a second call must not close a descriptor that another file has by now.
+        fds, self.fd, self._direct_fd = (self.fd, self._direct_fd), -1, None
+        for fd in fds:
             if fd is not None and fd >= 0:
                 os.close(fd)
-        self.fd, self._direct_fd = -1, None
 
     def _read_direct(self, fd: int, offset: int, region: Region) -> int:
         """Read whole pages past the page cache; return how many bytes were read. The caller reads the rest buffered."""

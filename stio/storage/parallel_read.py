@@ -141,7 +141,8 @@ def num_requests(nbytes: int, num_processors: int) -> int:
 
 
 def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+    # Not by `threading.current_thread()`, which adds a record of the thread that is never removed.
+    return threading.get_ident() == threading.main_thread().ident
 
 
 @cache

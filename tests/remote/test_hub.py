@@ -429,7 +429,7 @@ def test_secrets_in_a_url_are_refused_and_not_shown(url: str, hub: FakeHub) -> N
 
 def test_the_text_of_an_error_has_no_secrets() -> None:
     error = Exception("403 for https://me:pw@host/file?X-Amz-Signature=abc&x=1 with\n hf_abcdefghijkl")
-    assert storage_hub._what_it_says(error) == "403 for https://host/file with hf_..."
+    assert storage_hub._text_of(error) == "403 for https://host/file with hf_..."
 
 
 def test_a_signed_url_is_not_shown(hub: FakeHub, repository: Repository) -> None:

@@ -236,6 +236,19 @@ def test_a_commit_without_an_answer_whose_repetition_is_refused(
     assert same(stio.sync.load("s3://bucket/m"), generation(1))
 
 
+def test_a_manifest_without_an_answer_is_no_uncertain_commit(s3: Any, proxy: Proxy) -> None:
+    """The index was not put: the save has failed, and is rolled back."""
+    stio.sync.save(generation(1), "s3://bucket/m", hash="sha256")
+    before = keys(s3)
+    proxy.fault = lambda k, method, path: "cut before" if method == "PUT" and path.endswith(".manifest.json") else None
+    with pytest.raises(StorageError) as caught:
+        stio.sync.save(generation(2), impatient("s3://bucket/m"), hash="sha256")
+    assert not isinstance(caught.value, CommitUncertainError)
+    assert caught.value.path == "s3://bucket/m/model.safetensors.manifest.json"
+    assert keys(s3) == before
+    assert same(stio.sync.load("s3://bucket/m"), generation(1))
+
+
 @pytest.mark.parametrize("has_worked", [False, True])
 def test_a_completion_without_an_answer_whose_upload_cannot_be_aborted(
     s3: Any, proxy: Proxy, small_parts: int, has_worked: bool
@@ -349,6 +362,25 @@ def test_many_uploads_are_listed_in_pages(s3: Any, monkeypatch: pytest.MonkeyPat
     found = [*unused._listed_uploads(Folder(RemoteRoot("s3://bucket/m")))]
     assert [(one.name, one.id) for one in found] == [("a", "1"), ("b", "2")]
     assert queries[1] == {"uploads": "", "prefix": "m/", "key-marker": "m/a", "upload-id-marker": "1"}
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("<R><IsTruncated>true</IsTruncated></R>", "the same page"),
+        ("<R><IsTruncated>true</IsTruncated><NextKeyMarker>m/a</NextKeyMarker></R>", "the same page"),
+        ("<R><Upload><Key>m/a</Key></Upload></R>", "did not send a list"),
+        ("<R><Upload><Key>m/a</Key><Initiated>today</Initiated></Upload></R>", "did not send a list"),
+        ("no list", "did not send a list"),
+    ],
+)
+def test_a_list_of_uploads_that_is_none(
+    s3: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, page: str, message: str
+) -> None:
+    answers = iter([page] * 4)
+    monkeypatch.setattr(unused, "_send", lambda *request: next(answers).encode())
+    assert unused._uploads(Folder(RemoteRoot("s3://bucket/m"))) == []
+    assert message in caplog.text
 
 
 def test_uploads_that_may_not_be_listed(s3: Any, proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hmac
 import importlib
 import random
@@ -25,7 +26,7 @@ from stio.storage.base import Source
 from stio.storage.remote.requests import Patience
 from stio.storage.remote.save import RemoteDestination
 from stio.storage.remote.source import RemoteRoot, open_url
-from stio.storage.remote.stores import CLIENT_NAMES, CONFIG_NAMES, locate
+from stio.storage.remote.stores import CLIENT_NAMES, CONFIG_NAMES, locate, new_store
 from stio.testing.contract import SourceContract, read_guarded
 
 DATA = random.Random(5).randbytes(300_000)
@@ -369,3 +370,17 @@ def test_the_settings_that_are_named_exist() -> None:
             call()
         except Exception as error:  # obstore raises several classes
             assert not re.search("is not valid for store|Invalid key", str(error)), error
+
+
+def test_certificates_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "authority.pem"
+    path.touch()
+    monkeypatch.setenv("SSL_CERT_FILE", str(path))
+
+    def read_bytes(self: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "")
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(StorageError, match="reading the certificates of SSL_CERT_FILE failed") as caught:
+        new_store(locate("https://host/x"))
+    assert (caught.value.path, caught.value.errno) == (str(path), errno.EACCES)

@@ -256,3 +256,30 @@ def test_c121_patience_is_counted_together():
         """
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+def test_exit_waits_for_calls_that_cancelled_operations_leave_behind():
+    """The calls of an operation that still runs are no such calls: the operation would make the next one."""
+    done = run_python(
+        """
+        import time
+        from stio.runtime import calls
+        from stio.runtime.operation import Operation
+
+        calls.LOOK_SECONDS, calls._EXIT_SECONDS = 0.01, 2.0
+
+        def body(operation):
+            def call():
+                while not operation.cancelled:
+                    time.sleep(0.01)
+                time.sleep(0.5)
+                print("the call ended", flush=True)
+
+            calls.Call(call).result()
+
+        Operation(body, name="load").start()
+        while not calls._under_way:
+            time.sleep(0.01)
+        """
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the call ended\n", "")

@@ -183,3 +183,18 @@ def test_a_finaliser_may_map_memory_while_ended_mappings_are_dropped() -> None:
         gc.set_threshold(*threshold)
     gc.collect()
     assert len(kept) == 550
+
+
+def test_populating_begins_at_a_page_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some have pages of 64 KiB, and refuse any other address."""
+    found = []
+
+    class Libc:
+        def madvise(self, address: int, nbytes: int, advice: int) -> int:
+            found.append((address, nbytes))
+            return 0
+
+    monkeypatch.setattr(memory, "libc", Libc())
+    monkeypatch.setattr(memory, "SYSTEM_PAGE_BYTES", 1 << 16)
+    assert populate(Region((1 << 20) + PAGE_BYTES, 2 * PAGE_BYTES)) == 0
+    assert found == [(1 << 20, 3 * PAGE_BYTES)]

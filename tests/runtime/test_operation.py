@@ -732,3 +732,25 @@ def test_c100_a_child_does_not_wait_for_its_parents_threads():
         """
     )
     assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_a_value_that_cannot_be_discarded_wakes_all_that_wait(caplog):
+    entered, go = threading.Event(), threading.Event()
+
+    def body(operation):
+        entered.set()
+        assert go.wait(PATIENCE_SECONDS)
+        return "value"
+
+    def discard(value):
+        raise OSError("no")
+
+    operation = Operation(body, name="test", discard=discard).start()
+    assert entered.wait(PATIENCE_SECONDS)
+    operation.cancel()
+    go.set()
+    assert operation.join(PATIENCE_SECONDS)
+    late = Operation(lambda _: "value", name="late", discard=discard).start()
+    assert late.join(PATIENCE_SECONDS)
+    late.cancel()
+    assert caplog.text.count("its result could not be released: no") == 2

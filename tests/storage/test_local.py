@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -344,5 +345,39 @@ def test_the_size_is_that_of_the_moment(tmp_path: Path, monkeypatch: pytest.Monk
     file.read_into(0, [region.sub(0, 3)])  # the position is nobody's
     assert region.tobytes() == b"123"
     file.close()
-    with pytest.raises(StorageError, match="looking at"):
+    with pytest.raises(StorageError, match="reading the (size|status) failed"):
         file.nbytes_now()
+
+
+@linux
+def test_the_page_cache_is_counted_in_pages_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / NAME).write_bytes(bytes(3 << 16))
+    file = open_file(str(tmp_path / NAME))
+    assert isinstance(file, LocalFile)
+
+    class Libc:
+        def syscall(self, number: int, fd: int, span: Any, counts: Any, flags: int) -> int:
+            counts._obj[0] = -(-span._obj[1] // (1 << 16))
+            return 0
+
+    monkeypatch.setattr(local, "quick_libc", Libc())
+    monkeypatch.setattr(local, "SYSTEM_PAGE_BYTES", 1 << 16)
+    assert file.resident_fraction() == 1.0
+    file.close()
+
+
+@linux
+def test_an_interrupted_close_is_not_repeated(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then the number may be that of another file."""
+    file = open_file(str(place / NAME))
+    real = os.close
+
+    def close(fd: int) -> None:
+        real(fd)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close)
+        with pytest.raises(KeyboardInterrupt):
+            file.close()
+    file.close()

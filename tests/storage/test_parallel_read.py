@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import os
 import random
@@ -23,6 +24,7 @@ from stio.storage.parallel_read import num_requests, read_parallel
 
 MIB = 1 << 20
 SIZE = 80 * MIB + 12_345
+IS_MAIN_THREAD = parallel_read._is_main_thread
 
 pytestmark = pytest.mark.skipif(not parallel_read._is_supported(), reason="needs the GNU C library on 64 bits")
 
@@ -232,3 +234,18 @@ def test_a_handler_that_raises_leaves_no_descriptor(
         signal.signal(signal.SIGALRM, previous)
     assert descriptors() == before
     assert set(found) == (set() if main else {4})
+
+
+def test_a_worker_is_recognised_without_a_record_of_it() -> None:
+    """`threading` never removes the record of a thread that it has not started."""
+    found, ended = [], threading.Event()
+
+    def body() -> None:
+        threading._active.pop(threading.get_ident(), None)  # type: ignore[attr-defined]  # of an earlier thread
+        found.append((IS_MAIN_THREAD(), threading.get_ident() in threading._active))  # type: ignore[attr-defined]
+        ended.set()
+
+    _thread.start_new_thread(body, ())
+    assert ended.wait(60)
+    assert found == [(False, False)]
+    assert IS_MAIN_THREAD()

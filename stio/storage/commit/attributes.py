@@ -1,6 +1,6 @@
 """What a new file keeps of the file that it replaces: owner, mode, access control list, extended attributes.
 
-All of it is set before the new file is visible. What the system refuses is left out, and then nobody gets wider rights
+All of it is set before the new file is visible. What the system refuses is left out, and then no user gets wider rights
 than before: a mode shows the mask of an access control list as the rights of the group, so without its list the file
 gets only the rights that the list grants to all. The same holds for the group's rights if the group cannot be kept.
 
@@ -194,7 +194,7 @@ def _entries(access_list: bytes | None) -> list[tuple[int, int, int]]:
 
 
 def _rights_of_all(mode: int, entries: list[tuple[int, int, int]]) -> int:
-    """Return the rights that everybody except the owner has."""
+    """Return the rights that all users except the owner have."""
     rights = mode >> 3 & mode & 7
     for tag, allowed, _ in entries:
         if tag not in (_USER_OBJ, _MASK):

@@ -1,12 +1,12 @@
 """The lock of a directory that saves and recovery change: held while they change it, and only then.
 
 The lock is a `flock` on the file `.stio-lock` in the directory. Its mode, or its access control list, follows from the
-directory's: who may write the directory may open the file. So a user who may only read cannot hold the lock. In a
-sticky directory such as /tmp each user has a file of its own, `.stio-lock-<uid>`: there no user can replace files of
-another. The owner of the lock writes its process into the file, and removes the file before it releases the lock. A
+directory's: the users that may write the directory may open the file. Other users cannot hold the lock. In a sticky
+directory such as /tmp each user has a file of its own, `.stio-lock-<uid>`: there no user can replace files of another
+user. The owner of the lock writes its process into the file, and removes the file before it releases the lock. A
 file that a crash left is free: the next owner of the lock, or the next recovery, removes it.
 
-Older versions lock the directory itself instead. That lock is taken too, but nobody waits long for it: every user who
+Older versions lock the directory itself instead. That lock is taken too, but no save waits long for it: every user that
 may read the directory can hold it. Locks alone decide nothing: each change compares first what is in the directory.
 """
 
@@ -38,8 +38,8 @@ DIRECTORY_LOCK_NAME = ".stio-lock"
 """Name of the lock file of a directory that is not sticky."""
 
 _LOCK_FILE = re.compile(rf"{re.escape(DIRECTORY_LOCK_NAME)}(-\d+)?(\.[0-9a-f]{{10}})?")
-"""The name of a lock file. A new one has a suffix until its rights are set: all who may use the lock can open it, even
-if its maker dies."""
+"""The name of a lock file. A new one has a suffix until its rights are set: all users that may use the lock can open
+it, even if its maker dies."""
 
 _SHORT_SECONDS = 0.5
 """Longest wait for a lock that perhaps no save holds: the directory's own, or a lock file that cannot be opened. An
@@ -247,7 +247,7 @@ class _LockFile:
         return None
 
     def _create(self) -> int | None:
-        """Make the file; None if another one is faster."""
+        """Make the file; None if another process has made it meanwhile."""
         mode = 0o600 if self.is_sticky else _mode_for(self._home.st_mode)
         new = f"{self.name}.{secrets.token_hex(5)}"
         fd = calls.open_file(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=self._dir_fd, mode=mode)
@@ -295,7 +295,7 @@ class _LockFile:
 
 
 def _mode_for(directory_mode: int) -> int:
-    """Return the mode of a lock file: read and write for those who may write the directory, and for its maker."""
+    """Return the mode of a lock file: read and write for the users that may write the directory, and for its maker."""
     return 0o600 | sum(6 << shift for shift in (3, 0) if directory_mode >> shift & 2)
 
 

@@ -227,14 +227,13 @@ def clean_up(home_fd: int, staging_fd: int, record: JournalRecord, *, durable: b
 
 
 def has_old_index(home_fd: int, record: JournalRecord) -> bool:
-    """Return whether there still is an old index that `clean_up` removes: until then, readers load the old files.
-
-    Raises:
-        OSError: The operating system reported an error.
-    """
-    return any(
-        name.endswith(INDEX_SUFFIX) and stamp_of(home_fd, name) == stamp for name, stamp in record.unlink.items()
-    )
+    """Return whether there may be an old index that `clean_up` removes: until then, readers load the old files."""
+    try:
+        return any(
+            name.endswith(INDEX_SUFFIX) and stamp_of(home_fd, name) == stamp for name, stamp in record.unlink.items()
+        )
+    except OSError:
+        return True
 
 
 def roll_back(home_fd: int, staging_fd: int, record: JournalRecord, *, durable: bool) -> None:

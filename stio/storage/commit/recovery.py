@@ -119,7 +119,7 @@ def collect_garbage(
     except StorageError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise refused("looking at the destination", name, error) from error
+        raise refused("examining the destination", name, error) from error
     report, num_opened, timeout = GarbageReport(), 0, LockTimeout()
     for directory in (where, os.path.dirname(where)):
         try:
@@ -340,7 +340,7 @@ def _owner_runs_here(lock_fd: int) -> bool:
         os.kill(int(owner["pid"]), 0)  # signal 0 only checks whether there is such a process
     except PermissionError:
         return True  # as a process of another user
-    except (ProcessLookupError, ValueError, TypeError, KeyError, OverflowError):
+    except (ProcessLookupError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return False
     return True
 

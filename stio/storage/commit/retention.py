@@ -100,7 +100,7 @@ def describe_file(path: str) -> WrittenFiles:
     except OSError as error:
         if isinstance(error, StorageError):
             raise
-        raise refused("looking at the checkpoint", path, error) from error
+        raise refused("examining the checkpoint", path, error) from error
     return WrittenFiles(files, directories)
 
 
@@ -239,7 +239,7 @@ class _Removal:
         try:
             fd = calls.open_directory(name, dir_fd=dir_fd)
         except FileNotFoundError:
-            return True  # a recovery was faster
+            return True  # a recovery has deleted it
         except NotADirectoryError:
             return False
         with closing(fd):

@@ -20,6 +20,9 @@ from stio.storage.commit import syscalls as calls
 from stio.storage.commit.attributes import FileAttributes
 from stio.storage.paths import open_by_rule, stat_by_rule
 
+_ABSENT = {errno.ENOENT, errno.ENAMETOOLONG}
+"""Errors of a name that nothing has. With the second one nothing can have it; an index may hold such a name."""
+
 MAX_INDEX_BYTES = 256 << 20
 """Longest index that a save reads; a load has a smaller limit."""
 
@@ -59,16 +62,25 @@ def write_small(
         OSError: The operating system reported an error; part of the file may be there.
     """
     with closing(calls.open_file(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, dir_fd=dir_fd)) as fd:
-        done = 0
-        while done < len(data):
-            count = calls.write_bytes(fd, data[done:] if done else data, done)
-            if count <= 0:
-                raise OSError(errno.EIO, "the system wrote no bytes")
-            done += count
+        write_whole(fd, data, 0)
         if attributes is not None:
             attributes.apply(fd)
         if durable:
             calls.fsync(fd)
+
+
+def write_whole(fd: int, data: bytes, offset: int) -> None:
+    """Write all bytes at an offset of an open file.
+
+    Raises:
+        OSError: The operating system reported an error, or wrote nothing; some of the bytes may be there.
+    """
+    done = 0
+    while done < len(data):
+        count = calls.write_bytes(fd, data[done:] if done else data, offset + done)
+        if count <= 0:
+            raise OSError(errno.EIO, "the system wrote no bytes")
+        done += count
 
 
 def read_small(dir_fd: int, name: str, limit_bytes: int, *, where: str = "") -> bytes | None:
@@ -89,7 +101,9 @@ def read_small(dir_fd: int, name: str, limit_bytes: int, *, where: str = "") -> 
         # Checked before it is opened: to open a device may have an effect.
         require_regular(stat_by_rule(name, dir_fd=dir_fd), path)
         fd = open_by_rule(name, OPEN_FLAGS, dir_fd=dir_fd)
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
         return None
     with open(fd, "rb") as file:
         require_regular(os.fstat(fd), path)
@@ -124,7 +138,9 @@ def status_at(dir_fd: int, name: str, *, follow_symlinks: bool = False) -> os.st
         if follow_symlinks:
             return stat_by_rule(name, dir_fd=dir_fd)
         return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
         return None
 
 

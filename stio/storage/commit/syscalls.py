@@ -263,13 +263,12 @@ def try_lock(fd: int) -> bool | None:
     """Take the lock of an open file without waiting: True; False if another holds it; None if there are no locks."""
     if fcntl is None:
         return None
+    _locked.add(fd)  # before: a child that is forked in between would hold the lock too
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # ENOLCK, ENOTSUP; EBADF for a directory on NFS
-        return None
-    _locked.add(fd)
+    except OSError as error:  # ENOLCK, ENOTSUP; EBADF for a directory on NFS
+        _locked.discard(fd)
+        return False if isinstance(error, BlockingIOError) else None
     return True
 
 
@@ -282,7 +281,7 @@ def unlock(fd: int) -> None:
 
 
 _locked: set[int] = set()
-"""Descriptors whose lock this process holds."""
+"""Descriptors whose lock this process holds, or tries to take."""
 
 
 @after_fork_in_child

@@ -82,7 +82,7 @@ def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
     except StorageError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise refused("looking at the destination", path, error) from error
+        raise refused("examining the destination", path, error) from error
     parent, name = os.path.split(real)
     if mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise wrong(errno.EINVAL, f"the destination is neither a file nor a directory: {stat.filemode(mode)}")
@@ -234,7 +234,7 @@ def describe_existing(home_fd: int, target: SaveTarget, pattern: str) -> Existin
     shards: tuple[str, ...] = ()
     if raw is not None:
         with suppress(StioError):
-            # A broken checkpoint may be replaced; its files are recognised by their names
+            # A broken checkpoint may be replaced; its files are recognised by their names.
             shards = parse_index(raw, path=index, limits=Limits(header_bytes=MAX_INDEX_BYTES)).shards
     # Only files of this directory. A file below it that an index names stays: recovery would not find it there.
     names = [*shards, *(name for name in sorted(os.listdir(home_fd)) if is_checkpoint_file(name, pattern))]

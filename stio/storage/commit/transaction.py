@@ -85,6 +85,10 @@ _RECOVERY_SECONDS = 1.0
 _DEFAULT_NAME_BYTES = 255
 _INTERRUPTED = "replacing the files was interrupted; the next save here, or collect_garbage, completes it"
 _SHADOWED = "the old index could not be removed, so readers load the old checkpoint; the next save here removes it"
+_UNREADABLE = (
+    "publishing failed, and it cannot be read whether the new checkpoint is in place; check the destination, or save "
+    "again"
+)
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
 
 
@@ -170,13 +174,15 @@ def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTran
     Raises:
         StorageError: The operating system reported an error.
     """
-    home, name = os.path.split(os.path.abspath(path))
     try:
+        home, name = os.path.split(os.path.abspath(path))  # raises if there is no working directory
+        if "\0" in name:
+            raise ValueError("a path cannot contain NUL")
         target = SaveTarget(os.fspath(path), "fresh", resolve_links(home), name)
     except StorageError:
         raise
-    except OSError as error:
-        raise refused("looking at the destination", os.fspath(path), error) from error
+    except (OSError, ValueError) as error:
+        raise refused("examining the destination", os.fspath(path), error) from error
     return _begin(target, lambda home_fd, save_id: CommitPlan("replacement", (), None), durable=durable)
 
 
@@ -257,7 +263,7 @@ class LocalTransaction:
         self._ended = False
         self._needs_recovery = False  # if True, the staging directory stays: recovery reads it
         self._timeout = LockTimeout(lock_timeout)
-        self._left_by: OSError | None = None  # why cleaning up failed; logged when the lock is released
+        self._cleanup_error: OSError | None = None  # why cleaning up failed; logged when the lock is released
         self._lock: ExitStack | None = None  # holds the lock of the directory, where the commit needs it
         try:
             recover(home_fd, target.home, self._timeout.part(_RECOVERY_SECONDS), check)
@@ -432,8 +438,6 @@ class LocalTransaction:
         except StorageError:
             raise
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
-                return None  # the name of its file may be as long as the system allows, and a note's name is longer
             raise refused(f"reading {name}", self.path, error) from error
 
     def prepare_commit(self, check: Callable[[], None] = lambda: None) -> None:
@@ -515,7 +519,7 @@ class LocalTransaction:
             calls.rename_new(FILES_NAME, name, source_fd=self._staging.fd, target_fd=self._home_fd, is_directory=True)
         except OSError as error:
             if error.errno in _TAKEN:
-                raise self._overtaken() from error
+                raise self._conflict() from error
             if is_same(self._home_fd, name, files_fd):
                 raise self._uncertain("the system reported an error for a rename that it did", error) from error
             raise
@@ -551,7 +555,7 @@ class LocalTransaction:
         try:
             put_back(home_fd, home, aside, lambda name: merge_replaced(where, aside.fd, home_fd, name))
         except OSError as error:
-            self._left_by = error
+            self._cleanup_error = error
 
     def _publish_files(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Publish files in a directory that exists, under its lock."""
@@ -576,7 +580,7 @@ class LocalTransaction:
         except OSError as error:
             if has_old_index(self._home_fd, record):
                 raise self._uncertain(_SHADOWED, error) from error
-            self._left_by = error
+            self._cleanup_error = error
         with suppress(OSError):  # retention does not delete what is not described
             self._published = self._written(files, notes)
 
@@ -586,10 +590,10 @@ class LocalTransaction:
         if existing.index is not None:
             index = read_small(self._home_fd, existing.index, MAX_INDEX_BYTES)
             if digest_of(index) != existing.index_sha256:
-                raise self._overtaken()
+                raise self._conflict()
         for name in dict.fromkeys((*existing.files, *self._plan.shards)):
             if identity_at(self._home_fd, name) != existing.files.get(name):
-                raise self._overtaken()
+                raise self._conflict()
 
     def _record(self, index: bytes | None, notes: Sequence[Note]) -> JournalRecord:
         """Write index and notes into the staging directory, and the journal's record of the commit."""
@@ -663,7 +667,7 @@ class LocalTransaction:
                 try:
                     calls.rename_new(name, name, source_fd=files_fd, target_fd=home_fd)
                 except FileExistsError as error:
-                    raise self._overtaken() from error
+                    raise self._conflict() from error
             if record.moves or record.notes:
                 self._sync(home_fd)
             calls.rename(record.last, record.last, source_fd=files_fd, target_fd=home_fd)
@@ -678,26 +682,39 @@ class LocalTransaction:
         try:
             replace_files(self._home_fd, staging.fd, staging.files_fd, record, durable=self._durable)
         except OSError as error:
-            if all(stamp_of(staging.files_fd, name) is not None for name in (*record.moves, record.last)):
+            if self._are_all_staged(record):
                 self._undo(record)  # nothing was replaced yet
                 if not self._needs_recovery:
                     self._withdraw(error)
                     raise
             raise self._uncertain(_INTERRUPTED, error) from error
 
+    def _are_all_staged(self, record: JournalRecord) -> bool:
+        """Return whether all new files are still in the staging directory; False if that cannot be read."""
+        files_fd = self._staging.files_fd
+        try:
+            return all(stamp_of(files_fd, name) is not None for name in (*record.moves, record.last))
+        except OSError:
+            return False
+
     def _undo(self, record: JournalRecord) -> None:
-        """Undo the visible changes; if that fails the record stays, for recovery."""
+        """Undo the visible changes; if that fails the record stays, for recovery.
+
+        Raises:
+            CommitUncertainError: The commit is in place, or that cannot be read.
+        """
         self._needs_recovery = True
         try:
             committed = record.commit != "files" and is_committed(self._home_fd, record)
-            if not committed:
-                roll_back(self._home_fd, self._staging.fd, record, durable=self._durable)
-                self._needs_recovery = False
         except OSError as error:
-            self._left_by = error
-            return
+            raise self._uncertain(_UNREADABLE, error) from error
         if committed:
             raise self._uncertain("the system reported an error for a rename that it did")
+        try:
+            roll_back(self._home_fd, self._staging.fd, record, durable=self._durable)
+            self._needs_recovery = False
+        except OSError as error:
+            self._cleanup_error = error
 
     def _withdraw(self, error: OSError) -> None:
         """Remove a record that is the commit, so that no recovery completes a save that has failed."""
@@ -745,7 +762,7 @@ class LocalTransaction:
         else:
             self._staging.remove()
         calls.close(self._home_fd)
-        self._log_left()
+        self._log_cleanup_error()
 
     # Errors.
 
@@ -757,15 +774,15 @@ class LocalTransaction:
         reason = f": {os.strerror(error.errno)}" if error is not None and error.errno else ""
         return CommitUncertainError(message + reason, path=self._target.path, errno=error.errno if error else None)
 
-    def _overtaken(self) -> ConcurrentSaveError:
+    def _conflict(self) -> ConcurrentSaveError:
         return ConcurrentSaveError(
             "another save, or another program, changed the destination while this save was under way; this one was "
             "rolled back",
             path=self._target.path,
         )
 
-    def _log_left(self) -> None:
-        error, self._left_by = self._left_by, None
+    def _log_cleanup_error(self) -> None:
+        error, self._cleanup_error = self._cleanup_error, None
         if error is not None:
             message = "%s: cleaning up failed, the next save here or `stio gc` completes it: %s"
             log(logging.WARNING, message, self._target.path, error)

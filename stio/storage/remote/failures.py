@@ -1,8 +1,8 @@
 """Failed requests: what obstore's errors mean, whether another attempt may succeed, and the error that stio raises.
 
-obstore has a class for few failures. The others it tells in a text, which also holds the whole URL and everything the
-server said. `Failure` keeps the cause in one line without secrets; no error of obstore is chained to one of stio, since
-a traceback would show its text.
+obstore has a class for few failures. It describes the others by a text, which also holds the whole URL and the whole
+answer of the server. `Failure` keeps the cause in one line without secrets. No error of obstore is chained to one of
+stio, since a traceback would show its text.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Failure:
     kind: Kind
     """What went wrong."""
     cause: str
-    """What the server or the connection said, on one line, without secrets."""
+    """The message of the server or of the connection, on one line, without secrets."""
 
     @property
     def may_succeed(self) -> bool:
@@ -96,7 +96,7 @@ class Failure:
 
     @property
     def is_slow(self) -> bool:
-        """Whether it took long to notice, so that few attempts are made."""
+        """Whether a long time passed before it was known, so that few attempts are made."""
         return self.kind in _SLOW
 
     def error(
@@ -179,68 +179,68 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, WrongAnswerError):
         return Failure("wrong", str(error))
     if _BUCKET.search(str(error).partition("Debug source:")[0]):
-        return Failure("no bucket", _said(str(error)))
+        return Failure("no bucket", _summary(str(error)))
     if isinstance(error, FileNotFoundError):
-        return Failure("missing", _said(str(error)))
+        return Failure("missing", _summary(str(error)))
     if type(error).__module__.partition(".")[0] != "obstore" and not isinstance(error, OSError | ValueError):
         raise error
     text, _, details = str(error).partition("Debug source:")
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0
-    said = _said(text)
+    summary = _summary(text)
     if _METADATA.search(text):
-        return Failure("anonymous", f"the metadata service of the machine: {said}")
+        return Failure("anonymous", f"the metadata service of the machine: {summary}")
     if "Could not parse path" in text:
-        return Failure("no name", said)
+        return Failure("no name", summary)
     if "ConditionalRequestConflict" in text:  # S3 has not compared: another request to the object was under way
-        return Failure("busy", said)
+        return Failure("busy", summary)
     if name == "NotFoundError" or status in (404, 410):
-        return Failure("missing", said)
+        return Failure("missing", summary)
     if name in ("PreconditionError", "AlreadyExistsError") or status == 412:
-        return Failure("changed", said)
+        return Failure("changed", summary)
     if name == "NotSupportedError":
         return Failure("unranged", "")
     if status == 416:
-        return Failure("range", said)
+        return Failure("range", summary)
     if status in (400, 401, 403) and _EXPIRED.search(text):
-        return Failure("expired", said)
+        return Failure("expired", summary)
     if name in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
-        return Failure("denied", said)
+        return Failure("denied", summary)
     if status in (408, 409, 425, 429) or status >= 500 or "RequestTimeout" in text or "SlowDown" in text:
-        return Failure("busy", said)
+        return Failure("busy", summary)
     if 300 <= status < 400 or "PermanentRedirect" in text or "AuthorizationHeaderMalformed" in text:
-        return Failure("elsewhere", said)
+        return Failure("elsewhere", summary)
     if status:
-        return Failure("other", said)
-    return _without_status(said, text + details)
+        return Failure("other", summary)
+    return _without_status(summary, text + details)
 
 
-def _without_status(said: str, details: str) -> Failure:
+def _without_status(summary: str, details: str) -> Failure:
     """Return what an error means that came from the connection, or from obstore's own checks of an answer."""
     if "following redirect" in details:
-        return Failure("elsewhere", said)
+        return Failure("elsewhere", summary)
     if "UnexpectedRange" in details or "NoContentRange" in details or "ContentRange" in details:
-        return Failure("wrong", said)
+        return Failure("wrong", summary)
     for pattern, words in _TLS:
         if pattern.search(details):
-            return Failure("tls", words or said)
-    cause = next((words for pattern, words in _CAUSES if pattern.search(details)), said)
+            return Failure("tls", words or summary)
+    cause = next((words for pattern, words in _CAUSES if pattern.search(details)), summary)
     if "kind: Timeout" in details or "TimedOut" in details:
         return Failure("unreachable" if "kind: Connect" in details else "stalled", "")
     if "kind: Connect" in details or "ConnectError" in details:
         return Failure("unreachable", cause)
     if "HttpError" in details or "reqwest" in details or "hyper" in details:
         return Failure("broken", cause)
-    return Failure("other", said)
+    return Failure("other", summary)
 
 
-def said_by(answer: str) -> str:
-    """Return what the body of an answer says, as one short line without URLs; "": nothing."""
-    return _said(answer) if _CODE.search(answer) else ""
+def summary_of(answer: str) -> str:
+    """Return the message in the body of an answer, as one short line without URLs; "": there is none."""
+    return _summary(answer) if _CODE.search(answer) else ""
 
 
-def _said(text: str) -> str:
-    """Return what a server said, as one short line without URLs."""
+def _summary(text: str) -> str:
+    """Return the message of a server as one short line without URLs."""
     code, message = _CODE.search(text), _MESSAGE.search(text)
     if code is not None:
         text = f"{code[1]}: {message[1]}" if message is not None else code[1]

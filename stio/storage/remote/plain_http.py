@@ -3,7 +3,7 @@
 obstore collects an answer in memory of its own, on a thread of its own: the bytes are copied once more, and the worker
 takes five turns at the interpreter's lock a request. This takes two and copies nothing. It does one thing, a range of
 an object whose state is known. Whatever else a server does is a `NotServedError`, and the caller gets the range by
-obstore, which knows redirects, proxies and errors, and repeats what may succeed.
+obstore, which handles redirects, proxies and errors, and repeats what may succeed.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class PlainHttp:
             headers: Further lines of the request's head, each with its end.
 
         Raises:
-            Cancelled: The thread should end (`stio.runtime.workers.is_interrupted`); heard within half a second.
+            Cancelled: The thread should end (`stio.runtime.workers.is_interrupted`); raised within half a second.
             NotServedError: The server sent something else, or nothing.
         """
         parts = urlsplit(url)

@@ -42,7 +42,7 @@ _NEVER: State = {"e_tag": '"00000000000000000000000000000000"', "version": "1"}
 """A state that no object has."""
 
 _honours_conditions: set[tuple[str, str]] = set()
-"""Stores of which this process knows it: scheme, and bucket or container."""
+"""Stores that were found to compare conditions, by scheme, and bucket or container."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +251,8 @@ class RemoteTransaction(Uploads):
 
         Raises:
             ConcurrentSaveError: It is in another state.
-            CommitUncertainError: The store does not say whether it has it.
-            StioError: The store refuses it.
+            CommitUncertainError: The store does not say whether it has it, and its put is the commit.
+            StioError: The store refuses it, or does not say whether it has it.
         """
         patience, attempt = self._folder.patience, 1
         while True:
@@ -264,14 +264,14 @@ class RemoteTransaction(Uploads):
             try:
                 now, new_state = self._folder.read(name) or (None, {})
             except StioError as error:
-                raise self._uncertain(failure) from error
+                raise self._unknown(name, failure) from error
             if now == data:
                 return new_state  # the answer was lost
             if failure.kind in ("changed", "missing"):
                 raise self._conflict()
             if not failure.may_succeed or attempt >= patience.num_attempts:
                 # If an attempt may have worked, that put may be on its way still.
-                raise self._uncertain(failure) if may_arrive else self._error(failure)
+                raise self._unknown(name, failure) if may_arrive else self._error(failure, name)
             time.sleep(patience.pause_seconds(attempt))
             attempt += 1
 
@@ -284,15 +284,19 @@ class RemoteTransaction(Uploads):
     def _delete_old(self) -> None:
         """Delete what the new checkpoint has replaced."""
 
+    def _unknown(self, name: str, failure: Failure) -> StioError:
+        """Return the error where the store does not say whether it has an object."""
+        return self._uncertain(failure) if name == self._last else self._error(failure, name)
+
     def _uncertain(self, failure: Failure) -> CommitUncertainError:
         return CommitUncertainError(
             f"the store does not say whether the checkpoint is published ({failure.kind}: {failure.cause}); "
-            "look at it, or save again",
+            "check the destination, or save again",
             path=f"{self._folder.path}/{self._last}",
         )
 
-    def _error(self, failure: Failure) -> StioError:
-        path = f"{self._folder.path}/{self._last}"
+    def _error(self, failure: Failure, name: str) -> StioError:
+        path = f"{self._folder.path}/{name}"
         return failure.error(path, 1, stall_seconds=self._folder.patience.stall_seconds, work="save")
 
 
@@ -313,7 +317,7 @@ class _Directory(RemoteTransaction):
         self.path = folder.path
         """The destination."""
         super().__init__(folder, buffer_bytes, index_name(pattern))
-        # After the look at the index: shards of a save that commits in between would not be deleted otherwise. Those of
+        # After the index was read: shards of a save that commits in between would not be deleted otherwise. Those of
         # one that commits later are in it too; it cannot commit any more once this one has.
         self._old = {
             name: one for name, one in folder.list().items() if name != self._last and is_checkpoint_file(name, pattern)
@@ -395,7 +399,7 @@ class _OneObject(RemoteTransaction):
         except StioError as error:
             raise self._uncertain(failure) from error
         if save_id != self._id:
-            raise self._uncertain(failure) if upload.may_complete_yet else self._error(failure)
+            raise self._uncertain(failure) if upload.may_complete_yet else self._error(failure, self._last)
         self._state = state  # the answer was lost
 
     def published(self) -> RemoteFiles:

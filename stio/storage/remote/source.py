@@ -44,7 +44,7 @@ _HEAD_BYTES = 128 << 10
 _REMOTE_DEVICE = -1
 """`Identity.device` of all remote objects."""
 
-# What a server of http, which lists no directories, is asked for.
+# Names that are requested from a server of http, which lists no directories.
 _USUAL_NAMES = (f"model{FILE_SUFFIX}{INDEX_SUFFIX}", f"model{FILE_SUFFIX}")
 
 
@@ -328,7 +328,7 @@ class RemoteSource:
     def check_unchanged(self) -> None:
         """Raise `ChangedDuringReadError` if the store has another state of the object by now, or none.
 
-        It reads one byte: a URL that was signed for reading may not be asked for anything else.
+        It reads one byte: a URL that was signed for reading allows no other request.
         """
         if self.identity.nbytes:
             require_usable(self.path)

@@ -1,9 +1,9 @@
 """Stores by URL: which object it names, and a connection with the credentials that the environment gives.
 
-Credentials and endpoints are found as the providers' own tools find them. obstore knows most of it: `AWS_*`, `AZURE_*`
-and `GOOGLE_*` variables, and the metadata service of a cloud machine. This module adds what it does not know: profiles
-of AWS, connection strings of Azure, the variables for certificates, users in URLs, and plain http where an endpoint
-says so.
+Credentials and endpoints are found as the providers' own tools find them. obstore supports most of that: `AWS_*`,
+`AZURE_*` and `GOOGLE_*` variables, and the metadata service of a cloud machine. This module adds the rest: profiles of
+AWS, connection strings of Azure, the variables for certificates, users in URLs, and plain http where an endpoint has
+it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from urllib.parse import quote, unquote, urlencode, urlsplit, urlunsplit
 
 from stio.errors import CheckpointNotFoundError, StorageError, install_command, printable
 from stio.runtime.urls import without_secrets
+from stio.storage.checks import refused
 
 STALL_SECONDS = 30.0
 """Longest time without a byte before a request counts as failed."""
@@ -302,12 +303,19 @@ CONFIG_NAMES = {
 
 
 def added_authorities(scheme: str) -> dict[str, Any]:
-    """Return the authorities that the environment adds, under the names that curl, requests and the AWS tools use."""
+    """Return the authorities that the environment adds, under the names that curl, requests and the AWS tools use.
+
+    Raises:
+        StorageError: Their file cannot be read.
+    """
     names = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
     for name in ("AWS_CA_BUNDLE", *names) if scheme == "s3" else names:
         path = os.environ.get(name)
         if path and os.path.isfile(path):
-            return {"root_certificate": Path(path).read_bytes()}
+            try:
+                return {"root_certificate": Path(path).read_bytes()}
+            except OSError as error:
+                raise refused(f"reading the certificates of {name}", path, error) from error
     return {}
 
 

@@ -23,9 +23,12 @@ from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, is_of_save
 from stio.runtime.log import log
 from stio.storage.commit.recovery import GarbageReport
-from stio.storage.remote.failures import said_by
+from stio.storage.remote.failures import summary_of
 from stio.storage.remote.folder import Folder
 from stio.storage.remote.stores import STALL_SECONDS, Query, added_authorities, signed_url
+
+_MOST_ANSWER_BYTES = 16 << 20
+"""Longest answer that is read; a page of the list has at most 1,000 uploads."""
 
 
 def collect_unused(folder: Folder, name: str, *, max_age_seconds: float, dry_run: bool) -> GarbageReport:
@@ -100,19 +103,22 @@ def _listed_uploads(folder: Folder) -> Iterator[_Unfinished]:
     prefix = folder.key("")
     query = {"uploads": "", "prefix": prefix}
     while True:
+        before = dict(query)
         try:
             page = ElementTree.fromstring(_send(folder, "GET", "", query))
-        except ElementTree.ParseError as error:
+            for one in page.iterfind("{*}Upload"):
+                name = one.findtext("{*}Key", "").removeprefix(prefix)
+                if "/" not in name:
+                    began = datetime.fromisoformat(one.findtext("{*}Initiated", ""))
+                    yield _Unfinished(name, one.findtext("{*}UploadId", ""), began.timestamp())
+        except (ElementTree.ParseError, ValueError) as error:  # ValueError: no time
             raise StorageError(f"the store did not send a list of uploads: {error}", path=folder.path) from None
-        for one in page.iterfind("{*}Upload"):
-            name = one.findtext("{*}Key", "").removeprefix(prefix)
-            if "/" not in name:
-                began = datetime.fromisoformat(one.findtext("{*}Initiated", "").replace("Z", "+00:00"))
-                yield _Unfinished(name, one.findtext("{*}UploadId", ""), began.timestamp())
         if page.findtext("{*}IsTruncated") != "true":
             return
         query["key-marker"] = page.findtext("{*}NextKeyMarker", "")
         query["upload-id-marker"] = page.findtext("{*}NextUploadIdMarker", "")
+        if query == before:
+            raise StorageError("the store sends the same page of its list of uploads again", path=folder.path)
 
 
 def _send(folder: Folder, method: str, name: str, query: Query) -> bytes:
@@ -131,13 +137,13 @@ def _send(folder: Folder, method: str, name: str, query: Query) -> bytes:
         context.load_verify_locations(cadata=added["root_certificate"].decode())
     try:
         with urlopen(Request(url, method=method), timeout=STALL_SECONDS, context=context) as answer:
-            data: bytes = answer.read()
+            data: bytes = answer.read(_MOST_ANSWER_BYTES)
             return data
     except HTTPError as error:
         if error.code == 404 and method == "DELETE":
             return b""  # it was completed or aborted by now
         with error:
-            text = said_by(error.read().decode(errors="replace")) or error.reason
+            text = summary_of(error.read(_MOST_ANSWER_BYTES).decode(errors="replace")) or error.reason
         raise StorageError(f"the store refuses it (status {error.code}): {text}", path=path) from None
     except (OSError, HTTPException) as error:
         raise StorageError(f"the store cannot be reached: {getattr(error, 'reason', error)}", path=path) from None

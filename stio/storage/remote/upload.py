@@ -113,7 +113,7 @@ class Upload:
         self.is_one = nbytes <= part_bytes
         """Whether it is one put, and not an upload of parts."""
         self._part_bytes = min(part_bytes, nbytes)
-        self._at = 0  # bytes that were taken from the writers, who come in any order
+        self._at = 0  # bytes that were taken from the writers, which call in any order
         self._part: _Bytes = np.empty(0, np.uint8)
         self._filled = 0
         self._ready: deque[Any] = deque()
@@ -247,7 +247,7 @@ class Upload:
         except BaseException as error:
             try:
                 self._failure = failure_of(error)
-                # obstore tells the failure of the abort in place of that which led to it.
+                # obstore reports the failure of the abort, and not the one that led to it.
                 self.may_complete_yet = self._failure.may_have_worked and (
                     self.is_one or "performing DELETE" in str(error)
                 )

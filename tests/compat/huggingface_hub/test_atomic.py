@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 from stio.compat import huggingface_hub as hub
 from stio.errors import CommitUncertainError, StorageError
+from stio.storage.commit import journal
 from tests.storage.transactions import Killed, System, sweep
 
 NAMES = [f"w{k}" for k in range(6)]
@@ -165,11 +167,17 @@ def test_the_old_index_goes_before_its_shards(tmp_path: Path, safe: bool) -> Non
     assert any(name == "sync_directory" for name, _ in log[renamed:at])  # what comes is durable before what was goes
 
 
-def test_an_index_that_cannot_be_removed_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_an_index_that_cannot_be_removed_is_told(tmp_path: Path, is_readable: bool) -> None:
     folder = prepared(tmp_path / "out", THREE, safe=True)
     with pytest.MonkeyPatch.context() as patch:
 
+        def unreadable(dir_fd: int, name: str) -> None:
+            raise OSError(errno.EIO, "")
+
         def unlink(name: str, *, dir_fd: int) -> None:
+            if not is_readable:
+                patch.setattr(journal, "stamp_of", unreadable)
             raise PermissionError(1, "no")
 
         patch.setattr("stio.storage.commit.syscalls.unlink", unlink)

@@ -245,6 +245,18 @@ def test_a_home_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert names_in(tmp_path) == ["file"]
 
 
+def test_paths_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("a\0/one", "one\0"):
+        with pytest.raises(stio.StorageError, match="examining the destination failed"):
+            begin_directory(tmp_path / path, durable=True)
+    (tmp_path / "left").mkdir()
+    monkeypatch.chdir(tmp_path / "left")
+    (tmp_path / "left").rmdir()
+    with pytest.raises(stio.StorageError, match="examining the destination failed: No such file or directory"):
+        begin_directory("one", durable=True)
+    assert names_in(tmp_path) == []
+
+
 def test_a_directory_with_the_longest_name_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / ("n" * os.pathconf(tmp_path, "PC_NAME_MAX"))
     for text in ("old", "new"):

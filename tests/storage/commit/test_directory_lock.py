@@ -238,6 +238,23 @@ def test_a_forked_child_does_not_hold_the_locks_of_a_dead_parent(tmp_path: Path,
         os.kill(child, signal.SIGKILL)
 
 
+def test_a_child_forked_while_a_lock_is_taken_does_not_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system call releases the GIL, and another thread may fork before it is back."""
+    plain, closed_in_child = fcntl.flock, []
+
+    def flock(fd: int, operation: int) -> None:
+        plain(fd, operation)
+        closed_in_child.append(fd in calls._locked)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with (tmp_path / "lock").open("w") as file, (tmp_path / "lock").open("w") as other:
+        assert calls.try_lock(file.fileno()) is True
+        assert closed_in_child == [True]
+        assert calls.try_lock(other.fileno()) is False
+        assert other.fileno() not in calls._locked
+        calls.unlock(file.fileno())
+
+
 def test_a_forked_child_releases_no_lock_of_its_parent(tmp_path: Path) -> None:
     with held(tmp_path):
         pid = os.fork()

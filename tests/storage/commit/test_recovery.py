@@ -438,14 +438,16 @@ def test_where_locks_cannot_be_trusted_age_decides(
     assert owner["pid"] == os.getpid() and set(owner) == {"pid", "boot", "host", "time"}
     for change in ({"pid": 2**22 + 1}, {"boot": "another"}, {"host": "another"}):
         assert not owner_runs(left, {**owner, **change})
+    for text in ("", "[]", "null", '{"pid": "x"}', "[" * 60_000, '{"pid": ' * 8000):
+        assert not owner_runs(left, text)
     (left / "lock").write_text("{}")
     assert collect_garbage(place, max_age_seconds=3600).kept == (str(left),)
     assert collect_garbage(place, max_age_seconds=0).undone == (str(left),)
     require_clean(place, ["old"])
 
 
-def owner_runs(left: Path, owner: dict[str, Any]) -> bool:
-    (left / "lock").write_text(json.dumps(owner))
+def owner_runs(left: Path, owner: dict[str, Any] | str) -> bool:
+    (left / "lock").write_text(owner if isinstance(owner, str) else json.dumps(owner))
     fd = os.open(left / "lock", os.O_RDWR)
     try:
         return recovery._owner_runs_here(fd)
@@ -571,6 +573,19 @@ def test_record_with_names_that_lead_out_is_void(
     assert collect_garbage(tmp_path / "c").undone == (str(left),)
     assert mine.exists()
     require_clean_but(tmp_path / "c", mine)
+
+
+@pytest.mark.parametrize("key", ["moves", "unlink"])
+def test_record_with_names_that_are_too_long_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """No file can have such a name, so there is nothing to remove."""
+    left, _ = records(monkeypatch, tmp_path / "c")
+    document = json.loads((left / "intent.json").read_text())
+    document[key]["n" * 300] = {"nbytes": 1, "mtime_ns": 1}
+    (left / "intent.json").write_text(json.dumps(document))
+    assert collect_garbage(tmp_path / "c").undone == (str(left),)
+    require_clean(tmp_path / "c", ["old"])
 
 
 def require_clean_but(place: Path, mine: Path) -> None:

@@ -25,6 +25,7 @@ from stio.errors import CommitUncertainError, ConcurrentSaveError, NoSpaceError,
 from stio.storage.base import Note, Transaction
 from stio.storage.commit import directory_lock, target
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit import transaction as transaction_module
 from stio.storage.commit.directory_lock import DIRECTORY_LOCK_NAME
 from stio.storage.commit.transaction import begin_local
 from tests.storage.transactions import (
@@ -155,7 +156,14 @@ def test_old_index_is_believed_about_names_in_the_directory_only(tmp_path: Path)
     assert not (place / "odd.safetensors").exists() and not os.path.lexists(place / "link.safetensors")
 
 
-@pytest.mark.parametrize("text", ["no json", '{"weight_map": {"a": "../outside.safetensors"}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no json",
+        '{"weight_map": {"a": "../outside.safetensors"}}',
+        pytest.param(f'{{"weight_map": {{"a": "{"n" * 300}.safetensors"}}}}', id="a name that is too long"),
+    ],
+)
 def test_broken_index_is_saved_over(tmp_path: Path, text: str) -> None:
     place = tmp_path / "c"
     place.mkdir()
@@ -394,6 +402,19 @@ def test_a_time_that_is_no_number_is_refused(tmp_path: Path, value: Any) -> None
     with pytest.raises(TypeError, match="lock_timeout"):
         stio.sync.save({"a": torch.ones(1)}, tmp_path / "c", lock_timeout=value)
     assert not names_in(tmp_path)
+
+
+@pytest.mark.parametrize("value", [5, "text", [("key", "value")], {"key"}])
+def test_metadata_that_is_no_mapping_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(TypeError, match="metadata= takes a mapping from text to text"):
+        stio.sync.save({"a": torch.ones(1)}, tmp_path / "c", metadata=value)
+    assert not names_in(tmp_path)
+
+
+@pytest.mark.parametrize("value", [5, None, b"c", [], {"c": 1}])
+def test_a_destination_of_another_type_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="a destination is a path, a URL or a RemoteRoot, not"):
+        stio.sync.save({"a": torch.ones(1)}, value)
 
 
 def test_wrong_order_of_calls_is_refused_and_ends_nothing(tmp_path: Path) -> None:
@@ -823,3 +844,46 @@ def test_failed_cleaning_is_logged_and_not_raised(
     assert read(tmp_path / "c") == "new" and len(names_in(tmp_path / "c") - {DIRECTORY_LOCK_NAME}) == 6
     assert len(sweep(monkeypatch, tmp_path / "c").finished) == 1
     require_clean(tmp_path / "c", ["new"])
+
+
+def unreadable(*arguments: object) -> None:
+    raise OSError(errno.EIO, "")
+
+
+@pytest.mark.parametrize("name", ["one_to_one_noted", "many_to_many"])
+def test_a_failed_rename_after_which_nothing_can_be_read_is_uncertain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (change,) = (one for one in CHANGES if one.name == name)
+    destination = change.prepare(tmp_path / "place")
+    plain = calls.rename
+
+    def rename(source: str, target: str, **where: int) -> None:
+        if target in (INDEX, "model.safetensors"):
+            raise OSError(errno.EIO, "")
+        plain(source, target, **where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "rename", rename)
+        patch.setattr(transaction_module, "is_committed", unreadable)
+        with pytest.raises(CommitUncertainError, match="cannot be read whether the new checkpoint is in place"):
+            change.carry_out(destination)
+    sweep(monkeypatch, destination)
+    require_clean(destination, ["old"])
+
+
+def test_an_interrupted_replacement_after_which_nothing_can_be_read_is_uncertain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination = FILES_CHANGE.prepare(tmp_path / "place")
+    with monkeypatch.context() as patch:
+
+        def replace_files(*arguments: object, **options: object) -> None:
+            patch.setattr(transaction_module, "stamp_of", unreadable)
+            raise OSError(errno.EIO, "")
+
+        patch.setattr(transaction_module, "replace_files", replace_files)
+        with pytest.raises(CommitUncertainError, match="replacing the files was interrupted"):
+            FILES_CHANGE.carry_out(destination)
+    sweep(monkeypatch, destination)
+    require_clean(destination, ["new"])
