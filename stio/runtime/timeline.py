@@ -13,6 +13,7 @@ from itertools import accumulate, cycle, groupby
 from math import floor, log10
 from textwrap import wrap
 from typing import Any
+from zlib import crc32
 
 from stio.errors import printable
 from stio.runtime import svg
@@ -136,7 +137,7 @@ def _picture(
         for k, (_, spans) in enumerate(rows)
     )
     grid, axis = _axis(scale.seconds, top, height)
-    light, dark = _style(kinds)
+    palette, (light, dark) = _style(kinds)
     plot = (
         f'<svg class="plot" data-seconds="{scale.seconds!r}" x="{_LEFT}" y="{top}" width="{_PLOT}" height="{height}" '
         f'viewBox="0 0 {_PLOT} {height}" preserveAspectRatio="none">{paper}{grid}{bars}</svg>'
@@ -147,6 +148,7 @@ def _picture(
         label=summary.sentence,
         light=_LIGHT + light,
         dark=_DARK + dark,
+        palette=palette,
     )
 
 
@@ -272,14 +274,18 @@ def _axis(seconds: float, top: int, height: int) -> tuple[str, str]:
     return f'<path class="grid" d="{lines}"/>', f'<g class="axis">{labels}</g>'
 
 
-def _style(kinds: Mapping[str, str]) -> list[str]:
-    """Return the rules for the colours, on light and on dark paper. They hold the letters, never the names."""
+def _style(kinds: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Return a class for the colours, and the rules for them on light and on dark paper: with the letters, no names.
+
+    A page may hold several pictures, such as a notebook: rules of one hold for all. So other colours are another class.
+    """
     further = cycle(_FURTHER)
     colours: dict[str, tuple[str, str]] = {}
     for name, letter in kinds.items():
         colours.setdefault(letter, _KNOWN.get(name) or next(further))
-    return [
-        "".join(f".stio .{letter}{{fill:{pair[k]};stroke:{pair[k]}}}" for letter, pair in colours.items())
+    palette = f"p{crc32(repr(colours).encode()):08x}"
+    return palette, [
+        "".join(f".{palette} .{letter}{{fill:{pair[k]};stroke:{pair[k]}}}" for letter, pair in colours.items())
         for k in range(2)
     ]
 

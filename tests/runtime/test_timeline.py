@@ -141,6 +141,22 @@ def test_light_and_dark() -> None:
         assert one != other
 
 
+def test_pictures_on_one_page_keep_their_colours() -> None:
+    """The style of each holds for the whole page."""
+    one, same, other = (
+        draw([Span(name, "load", k, k + 1) for k, name in enumerate(names)])
+        for names in (("read", "copy"), ("read", "copy"), ("copy", "read"))
+    )
+    assert one == same
+    rules = [dict(re.findall(r"(\.\w+ \.[a-z])\{fill:([^;]+)", svg.split("@media")[0])) for svg in (one, other)]
+    assert len(rules[0]) == len(rules[1]) == 2
+    assert not rules[0].keys() & rules[1].keys()
+    for svg, mine in zip((one, other), rules, strict=True):
+        classes = parsed(svg).get("class", "").split()
+        assert classes[0] == "stio"
+        assert all(rule.startswith(f".{classes[1]} .") for rule in mine)
+
+
 @pytest.mark.parametrize("spans", [[], [Span("read", "load", 1, 1)], [Span("read", "load", float("nan"), 1)]])
 def test_next_to_nothing(spans: list[Span]) -> None:
     parsed(draw(spans))
