@@ -29,6 +29,9 @@ _ROW, _BAR = 22, 16
 _MAX_ROWS, _MAX_KINDS = 24, 12
 _MAX_BARS, _MAX_BARS_IN_ROW = 2_400, 400
 _COLUMN = 2.0
+_COARSE = [1 << k for k in range(10)]
+"""Factors of the width of a column. With the last one a row is one column; it has no tooltips, whose names may be long
+after escaping."""
 _OTHERS = "others"
 
 _KNOWN = {
@@ -81,10 +84,11 @@ def draw(spans: Sequence[Span], *, title: str = "", max_bytes: int = MAX_BYTES) 
     scale = _Scale(summary.start, max(summary.end - summary.start, 1e-6))
     kinds = _kinds(summary.totals)
     rows = _rows(ordered)
-    coarse, text = 1, ""
-    while not text or len(text.encode()) > max_bytes:
+    text = ""
+    for coarse in _COARSE:
         text = _picture(title, summary, kinds, rows, scale, coarse)
-        coarse *= 2
+        if len(text.encode()) <= max_bytes:
+            break
     return text
 
 
@@ -230,8 +234,8 @@ def _columns(spans: Sequence[Span], kinds: Mapping[str, str], scale: _Scale, wid
                 wide = _number(length * width)
                 path += f"M{_number(at * width)} {_number(top)}h{wide}v{_number(bottom - top)}h-{wide}z"
             at += length
-        tip = svg.text(_together(by_letter[letter]), 80)
-        yield f'<path class="bar {letter}" d="{path}"><title>{tip}</title></path>'
+        tip = f"<title>{svg.text(_together(by_letter[letter]), 80)}</title>" if count > 1 else ""
+        yield f'<path class="bar {letter}" d="{path}">{tip}</path>'
 
 
 def _shares(spans: Sequence[Span], scale: _Scale, width: float, count: int) -> list[float]:

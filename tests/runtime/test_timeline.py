@@ -212,6 +212,17 @@ def test_a_picture_stays_below_a_megabyte(spans: list[Span]) -> None:
     assert len(page(draw(spans)).encode()) < 1_000_000
 
 
+def test_a_picture_of_names_that_grow_by_escapes_stays_below_100_kb() -> None:
+    spans = [
+        Span("'" * 23 + chr(97 + k % 13), "'" * 150 + str(lane), k * 7e8, k * 7e8 + 6e8, 10**15 + 1, "'" * 200)
+        for lane in range(24)
+        for k in range(130)
+    ]
+    svg = draw(spans, max_bytes=100_000)
+    assert len(svg.encode()) <= 100_000
+    assert len(list(parsed(svg).iter(f"{SVG}path"))) > 24 * 12
+
+
 def test_too_many_lanes_share_the_last_row() -> None:
     root = parsed(draw([Span("read", f"lane-{k:02}", k, k + 1.0) for k in range(100)]))
     assert [text for text in texts(root) if text.startswith("77 more")]
