@@ -13,6 +13,7 @@ import importlib.metadata
 import math
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -41,10 +42,14 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def main(options: argparse.Namespace) -> int:
+    require_writable(options.picture)
     places = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path("build").absolute()]
     place, is_disk = disk_directory([options.dir] if options.dir else places)
+    if options.path:
+        with stio.sync.open(options.path):  # refuses what is no checkpoint
+            is_disk = evict(options.path)
     if not is_disk:
-        print(f"files in {place} stay in memory (a tmpfs?): nothing is read from a disk")
+        print(f"files in {options.path.parent if options.path else place} stay in memory: nothing is read from a disk")
     with tempfile.TemporaryDirectory(dir=place, prefix="stio-demo-") as name:
         home = Path(name)
         path = options.path or make_checkpoint(home, options.size_mb)
@@ -58,7 +63,6 @@ def main(options: argparse.Namespace) -> int:
         print(f"\n2. A process that saves {options.save_mb} MB over its checkpoint is killed\n", flush=True)
         kills = kill_all(home / "kills", options.save_mb * MB, options.kill_seconds, options.kills)
         print_kills(kills)
-    options.picture.parent.mkdir(parents=True, exist_ok=True)
     picture = draw(middle_of(rounds), kills, loaded=loaded, machine=machine())
     options.picture.write_text(picture, "utf-8")
     print(f"\npicture: {options.picture}")
@@ -217,6 +221,17 @@ def print_kills(kills: Mapping[str, Killed]) -> None:
 # The rest.
 
 
+def require_writable(picture: Path) -> None:
+    """Make the directory of the picture.
+
+    Raises:
+        SystemExit: The picture cannot be written.
+    """
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    if picture.is_dir() or not os.access(picture if picture.exists() else picture.parent, os.W_OK):
+        sys.exit(f"the demo cannot write {picture}: choose another file with --picture")
+
+
 def machine() -> str:
     """Return the processors and the versions."""
     others = [f"{name} {importlib.metadata.version(name)}" for name in ("safetensors", "huggingface_hub", "torch")]
@@ -226,19 +241,53 @@ def machine() -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("path", type=Path, nargs="?", help="a .safetensors file to load; by default random weights")
+    parser.add_argument(
+        "path", type=existing_file, nargs="?", help="a .safetensors file to load; by default random weights"
+    )
     parser.add_argument("--picture", type=Path, default=Path("build/demo.svg"), help="build/demo.svg by default")
     parser.add_argument("--dir", type=Path, help="where files are written; by default a directory on a disk")
-    parser.add_argument("--size-mb", type=int, help="size of the random weights; by default a second of loading")
-    parser.add_argument("--rounds", type=int, default=5, help="loads of each kind, 5 by default")
-    parser.add_argument("--save-mb", type=int, default=16, help="size of the checkpoint that is saved, 16 by default")
-    parser.add_argument("--kills", type=int, default=40, help="most kills of each kind, 40 by default")
-    parser.add_argument("--kill-seconds", type=float, default=15.0, help="time for all kills, 15 by default")
+    parser.add_argument(
+        "--size-mb", type=whole_number, help="size of the random weights; by default a second of loading"
+    )
+    parser.add_argument("--rounds", type=whole_number, default=5, help="loads of each kind, 5 by default")
+    parser.add_argument(
+        "--save-mb", type=whole_number, default=16, help="size of the checkpoint that is saved, 16 by default"
+    )
+    parser.add_argument("--kills", type=whole_number, default=40, help="most kills of each kind, 40 by default")
+    parser.add_argument("--kill-seconds", type=finite_seconds, default=15.0, help="time for all kills, 15 by default")
     return parser.parse_args()
 
 
+def existing_file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no such file: {text}")
+    return Path(text)
+
+
+def whole_number(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"it takes a whole number, 1 or more, not {text}")
+    return int(text)
+
+
+def finite_seconds(text: str) -> float:
+    if not 0 <= float(text) < math.inf:  # also False for NaN
+        raise argparse.ArgumentTypeError(f"it takes a number of seconds, not {text}")
+    return float(text)
+
+
+def end_on_signals() -> None:
+    """Let a signal that ends the process end it as Ctrl-C does: files and processes of the demo go first."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores one of them
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
 if __name__ == "__main__":
+    end_on_signals()
     try:
         sys.exit(main(arguments()))
     except KeyboardInterrupt:
         sys.exit(130)  # all files are removed, and all processes have ended
+    except (stio.StioError, OSError) as error:
+        sys.exit(f"the demo cannot go on: {error}")

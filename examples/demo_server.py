@@ -120,6 +120,8 @@ def measure(contestant: str, path: Path, tiny: Path) -> Round:
         gc.disable()  # a pause of the client would count as one of the server
         try:
             return asyncio.run(asyncio.wait_for(_measure(port), PATIENCE_SECONDS))
+        except TimeoutError:
+            raise SystemExit(f"{contestant}: no load within {PATIENCE_SECONDS:.0f} s; choose a smaller file") from None
         finally:
             gc.enable()
 

@@ -10,7 +10,7 @@ from stio.errors import install_command
 try:
     with starting():
         from stio.cli.main import main as command
-        from stio.cli.output import INTERRUPTED
+        from stio.cli.output import ERROR, INTERRUPTED
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] not in ("click", "rich"):
         raise
@@ -28,6 +28,11 @@ def main() -> None:
         if end.code == INTERRUPTED:
             die_of_interrupt()
         raise
+    except KeyboardInterrupt:  # a second one
+        die_of_interrupt()
+    except Exception:  # a bug; the interpreter's own status for it would mean damage or a difference
+        sys.excepthook(*sys.exc_info())
+        sys.exit(ERROR)
     finally:
         ignore()  # only the end of the interpreter is left
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from importlib import import_module
@@ -90,8 +91,16 @@ def test_a_file_of_the_user_is_loaded_and_stays(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("part", [pytest.param("1. ", marks=pytest.mark.slow), "2. "])
-def test_ctrl_c_leaves_no_files_and_no_processes(tmp_path: Path, part: str) -> None:
+@pytest.mark.parametrize(
+    ("part", "number", "status"),
+    [
+        pytest.param("1. ", signal.SIGINT, 130, marks=pytest.mark.slow),
+        ("2. ", signal.SIGINT, 130),
+        pytest.param("1. ", signal.SIGTERM, 143, marks=pytest.mark.slow),
+        ("2. ", signal.SIGHUP, 129),
+    ],
+)
+def test_a_signal_leaves_no_files_and_no_processes(tmp_path: Path, part: str, number: int, status: int) -> None:
     arguments = [*SMALL, "--kill-seconds", "60", "--kills", "10000"] + ["--rounds", "10000"] * (part == "1. ")
     demo = subprocess.Popen(
         command(tmp_path, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -99,9 +108,12 @@ def test_ctrl_c_leaves_no_files_and_no_processes(tmp_path: Path, part: str) -> N
     try:
         assert demo.stdout is not None
         assert any(line.startswith(part) for line in demo.stdout)
-        os.killpg(demo.pid, signal.SIGINT)  # as a terminal does it
+        if number == signal.SIGINT:
+            os.killpg(demo.pid, number)  # as a terminal does it
+        else:
+            demo.send_signal(number)
         _, errors = demo.communicate(timeout=60)
-        assert (demo.returncode, errors) == (130, "")
+        assert (demo.returncode, errors) == (status, "")
         assert list((tmp_path / "files").iterdir()) == []
         assert eventually(lambda: not has_members(demo.pid), 20)
     finally:
@@ -116,6 +128,71 @@ def has_members(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["demo.py", *arguments])
+        options: argparse.Namespace = module("demo").arguments()
+    return options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--save-mb", "0"], "argument --save-mb: it takes a whole number, 1 or more, not 0"),
+        (["--size-mb", "-5"], "argument --size-mb: it takes a whole number, 1 or more, not -5"),
+        (["--kills", "0"], "argument --kills: "),
+        (["--rounds", "many"], "argument --rounds: "),
+        (["--kill-seconds", "nan"], "argument --kill-seconds: it takes a number of seconds, not nan"),
+        (["--kill-seconds", "-1"], "argument --kill-seconds: "),
+        (["nowhere.safetensors"], "argument path: there is no such file: nowhere.safetensors"),
+    ],
+)
+def test_wrong_calls(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parsed(*arguments)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    demo = module("demo")
+    (tmp_path / "demo.svg").mkdir()
+    with pytest.raises(SystemExit, match="choose another file with --picture"):
+        demo.main(parsed("--picture", str(tmp_path / "demo.svg"), "--dir", str(tmp_path)))
+    demo.require_writable(tmp_path / "new" / "demo.svg")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_what_goes_wrong_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 64)
+    done = subprocess.run(
+        [*command(tmp_path, *SMALL), str(tmp_path / "bad.safetensors")], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+    assert done.stderr.startswith(f"the demo cannot go on: {tmp_path}/bad.safetensors: ")
+    assert list((tmp_path / "files").iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a tmpfs")
+def test_a_file_in_memory_is_not_called_one_on_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever the demo's own files are."""
+    demo = module("demo")
+    monkeypatch.setattr(demo, "disk_directory", lambda _: (tmp_path, True))
+    monkeypatch.setattr(
+        demo, "kill_all", lambda *_: {name: killed("old", "new") for name in module("demo_kills").SAVES}
+    )
+    monkeypatch.setattr(demo, "measure_loads", lambda *_: [rounds(1.0)])
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder) / "m.safetensors"
+        save_file(module("demo_kills").tensors_of(1, 1 << 16), path)
+        assert demo.main(parsed(str(path), "--picture", str(tmp_path / "demo.svg"), "--dir", str(tmp_path))) == 0
+    said = capsys.readouterr().out
+    assert f"files in {folder} stay in memory" in said
+    assert "0 MB from memory" in said
 
 
 def test_a_broken_checkpoint_of_stio_is_a_failure(

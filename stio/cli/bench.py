@@ -55,6 +55,9 @@ PEERS = {
 """Other packages that load the format: name of the module, name of the distribution."""
 
 _TENSOR_BYTES = 32 << 20
+_MARGIN_BYTES = 1 << 30
+"""Memory that a run needs beside the tensors."""
+
 _MAX_RUN_SECONDS = 900
 _COLD_FRACTION = 0.02
 """Part of a file that may still be in the page cache when the file counts as evicted."""
@@ -126,7 +129,7 @@ def bench(
         require_writable(chart, "chart", [".svg"])
     with _file_to_read(path, size) as source:
         paths, total_bytes = _files_of(source)
-        if not fits(total_bytes + (1 << 30)):
+        if not fits(total_bytes + _MARGIN_BYTES):
             text = f"{one_line(source)}: {show_bytes(total_bytes)} do not fit into memory"
             raise CommandError(f"{text}; measure with one shard of it")
         contestants = [Contestant(name, label) for name, label in _present()]
@@ -166,6 +169,8 @@ def _file_to_read(path: str | None, size: str) -> Iterator[str]:
         raise CommandError(f"--size: {error}") from error
     if nbytes > shutil.disk_usage(".").free:
         raise CommandError(f"there is no space for {show_bytes(nbytes)} here; use another disk, or a smaller --size")
+    if not fits(nbytes + _MARGIN_BYTES):
+        raise CommandError(f"{show_bytes(nbytes)} do not fit into memory; use a smaller --size")
     with tempfile.TemporaryDirectory(prefix="stio-bench-", dir=".") as directory:
         made = os.path.join(directory, "model.safetensors")
         _make(made, nbytes)

@@ -16,6 +16,7 @@ from stio.cli.output import JSON_OPTION, NO_PROGRESS_OPTION, PATH, Bar, CommandE
 from stio.errors import StioError, one_line
 from stio.runtime.hashing import HashName
 from stio.runtime.units import counted, show_bytes
+from stio.runtime.urls import without_secrets
 
 
 @click.command()
@@ -75,4 +76,4 @@ def convert(
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
         return
     size = f"{counted(len(result.files), 'file')}, {show_bytes(result.total_bytes)}"
-    say(f"{one_line(destination)}: {size} in {result.committed_seconds:.3f} s")
+    say(f"{one_line(without_secrets(destination))}: {size} in {result.committed_seconds:.3f} s")

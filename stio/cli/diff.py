@@ -18,7 +18,18 @@ from typing import Any, NamedTuple
 
 import click
 
-from stio.cli.output import FILTER_OPTION, JSON_OPTION, NO, NO_PROGRESS_OPTION, PATH, Bar, matcher, no_match, say
+from stio.cli.output import (
+    FILTER_OPTION,
+    JSON_OPTION,
+    NO,
+    NO_PROGRESS_OPTION,
+    PATH,
+    ZERO_OR_MORE,
+    Bar,
+    matcher,
+    no_match,
+    say,
+)
 from stio.errors import one_line
 from stio.format.header import TensorInfo
 from stio.loading.open import OpenCheckpoint, open_checkpoint
@@ -44,7 +55,7 @@ NUM_WORKERS = 2
 @click.option(
     "--tolerance",
     metavar="NUMBER",
-    type=click.FloatRange(min=0),
+    type=ZERO_OR_MORE,
     help="Values that differ by at most this count as equal, and so do two NaN. Without it, bits are compared.",
 )
 @JSON_OPTION
@@ -65,8 +76,6 @@ def diff(
     on their size.
     Exit status: 0 equal, 1 different, 2 an error, 3 nothing matches --filter.
     """
-    if tolerance is not None and tolerance != tolerance:
-        raise click.BadParameter("it takes a number, and not NaN", param_hint="'--tolerance'")
     if tolerance is not None and header_only:
         raise click.UsageError("--tolerance compares values, and --header-only reads none: give one of the two")
     is_selected = matcher(pattern)

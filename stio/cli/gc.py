@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import click
 
-from stio.cli.output import JSON_OPTION, PATH, CommandError, say
+from stio.cli.output import JSON_OPTION, PATH, ZERO_OR_MORE, CommandError, say
 from stio.errors import one_line
-from stio.runtime.urls import is_url
+from stio.runtime.urls import is_url, without_secrets
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport, collect_garbage
 from stio.storage.open import open_destination
 
@@ -28,7 +28,7 @@ _NO_DESTINATION = "there is no such destination, and no save to it was interrupt
     "--max-age",
     "max_age_hours",
     metavar="HOURS",
-    type=click.FloatRange(min=0),
+    type=ZERO_OR_MORE,
     default=MAX_AGE_SECONDS / 3600,
     show_default=True,
     help="On NFS, FUSE and stores: skip what is younger than this.",
@@ -51,6 +51,7 @@ def gc(path: str, dry_run: bool, max_age_hours: float, as_json: bool) -> None:
         report: GarbageReport = destination.collect_unused(max_age_seconds=max_age_seconds, dry_run=dry_run)
     else:
         report = collect_garbage(path, max_age_seconds=max_age_seconds, dry_run=dry_run)
+    path = without_secrets(path)
     if as_json:
         click.echo(json.dumps({"path": path, "dry_run": dry_run, **dataclasses.asdict(report)}, indent=2))
     else:

@@ -19,6 +19,7 @@ from stio.cli.output import (
     FILTER_OPTION,
     JSON_OPTION,
     PATH,
+    cells,
     columns_of,
     has_colours,
     is_encodable,
@@ -174,11 +175,11 @@ def _list(opened: OpenCheckpoint, pattern: str | None) -> _Listing:
 
 def _table(listing: _Listing, width: int | None) -> Iterator[str]:
     is_styled = has_colours()
-    for k, cells in enumerate(columns_of([listing.columns(), *listing.rows()], right={3}, width=width)):
+    for k, row in enumerate(columns_of([listing.columns(), *listing.rows()], right={3}, width=width)):
         if is_styled:
-            cells = [click.style(cell, bold=True) for cell in cells] if not k else cells
-            cells[1] = click.style(cells[1], fg="cyan") if k else cells[1]
-        yield "  ".join(cells).rstrip()
+            row = [click.style(cell, bold=True) for cell in row] if not k else row
+            row[1] = click.style(row[1], fg="cyan") if k else row[1]
+        yield "  ".join(row).rstrip()
 
 
 # The tree.
@@ -215,10 +216,10 @@ def _tree(listing: _Listing, depth: int | None, width: int | None) -> Iterator[s
         if width is not None:
             label = shortened(label, max(_SHORTEST_LABEL, width - len(drawn) - len(text) - 2))
         lines.append((drawn + label, text))
-    most = min(_PADDED, max((len(label) for label, _ in lines), default=0))
+    most = min(_PADDED, max((cells(label) for label, _ in lines), default=0))
     for label, text in lines:
         padded = most if width is None else min(most, width - len(text) - 2)
-        yield f"{label.ljust(padded)}  {text}"
+        yield f"{label}{' ' * (padded - cells(label))}  {text}"
 
 
 _SHORTEST_LABEL = 12

@@ -6,6 +6,7 @@ torch is imported when the command runs, before the time is measured. The measur
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
@@ -85,7 +86,8 @@ def load(
     with starting():
         run, torch = stio.sync.load, import_module("torch")
         if device != "cpu" and torch.accelerator.is_available():
-            torch.zeros(1, device=torch.accelerator.current_accelerator())  # starts its runtime before the measurement
+            with suppress(RuntimeError):  # a device that is full or broken: the load says so in a sentence
+                torch.zeros(1, device=torch.accelerator.current_accelerator())  # starts its runtime before the load
     with Bar("loading", is_wanted=not no_progress) as bar:
         began = perf_counter()
         try:

@@ -1,17 +1,18 @@
 """The command line `stio`: the group of commands, and how a command ends.
 
 A command returns its exit status (`output.py` lists them). An error of stio or of the system is printed as one sentence
-on standard error. Any other exception is a bug, and keeps its traceback.
+on standard error. Any other exception is a bug: it keeps its traceback, and its status is that of an error.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -32,25 +33,16 @@ from stio.errors import StioError, one_line
 class _Program(click.Group):
     """A group that ends each command with a status and at most one line on standard error, without a traceback."""
 
+    def make_context(self, *arguments: Any, **keywords: Any) -> click.Context:
+        with _explained_errors():  # `--help` and `--version` print here
+            return super().make_context(*arguments, **keywords)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _explained_errors():
             result = super().invoke(ctx)
             if sys.stdout is not None:
                 sys.stdout.flush()  # a full disk or a closed pipe must be noticed here
             return result
-        except StioError as error:
-            raise CommandError(explained(error)) from error
-        except BrokenPipeError:
-            _discard_output()
-            raise click.exceptions.Exit(BROKEN_PIPE) from None
-        except MemoryError as error:
-            raise CommandError("there is not enough memory; free some, or load a smaller part with --filter") from error
-        except ImportError as error:  # the package of an extra
-            raise CommandError(one_line(str(error))) from error
-        except OSError as error:
-            where = f"{one_line(os.fsdecode(error.filename))}: " if error.filename is not None else ""
-            why = one_line(error.strerror or str(error))
-            raise CommandError(f"{where}{why}; look at the path, its permissions and the disk") from error
 
     def main(
         self,
@@ -73,7 +65,28 @@ class _Program(click.Group):
             if not standalone_mode:
                 raise
             status = _explain(error)
+        _discard_output()
         sys.exit(status if isinstance(status, int) else 0)
+
+
+@contextmanager
+def _explained_errors() -> Iterator[None]:
+    """Turn errors of stio and of the system into the error of a command, which is one sentence."""
+    try:
+        yield
+    except StioError as error:
+        raise CommandError(explained(error)) from error
+    except BrokenPipeError:
+        raise click.exceptions.Exit(BROKEN_PIPE) from None
+    except MemoryError as error:
+        raise CommandError("there is not enough memory; free some, or load a smaller part with --filter") from error
+    except ImportError as error:  # the package of an extra
+        raise CommandError(one_line(str(error))) from error
+    except OSError as error:
+        name = error.filename  # of a call with a descriptor it is a number
+        where = f"{one_line(os.fsdecode(name))}: " if isinstance(name, str | bytes) else ""
+        why = one_line(error.strerror or str(error))
+        raise CommandError(f"{where}{why}; look at the path, its permissions and the disk") from error
 
 
 def _explain(error: click.ClickException) -> int:
@@ -88,7 +101,10 @@ def _explain(error: click.ClickException) -> int:
 
 
 def _sentence(error: click.ClickException) -> str:
-    return one_line(" ".join(error.format_message().split())).rstrip(".")
+    text = error.format_message()
+    if not isinstance(error, CommandError):
+        text = " ".join(text.split())  # click's texts have several lines; those of stio may hold paths with spaces
+    return one_line(text).rstrip(".")
 
 
 def _print(text: str, status: int) -> int:
@@ -98,8 +114,8 @@ def _print(text: str, status: int) -> int:
 
 
 def _discard_output() -> None:
-    """Discard output that is not written yet; otherwise the interpreter would report it as an error at its end."""
-    for stream in (sys.stdout, sys.stderr):
+    """Discard output that cannot be written; otherwise the interpreter would report it at its end, by status 120."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except OSError:
@@ -111,6 +127,13 @@ def _discard_output() -> None:
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     _print(f"warning: {one_line(str(message))}", 0)
+
+
+class _LogWarnings(logging.Handler):
+    """Shows warnings in the log of stio as other warnings are shown. The default of `logging` would not escape them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _show_warning(record.getMessage())
 
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -142,6 +165,9 @@ def main() -> None:
         # Warnings of torch about the format of a file do not help the user of a command. Those of stio are one line.
         warnings.filterwarnings("ignore", module=r"torch(\.|$)")
         warnings.showwarning = _show_warning
+    logger = logging.getLogger("stio")
+    if not logger.hasHandlers():
+        logger.addHandler(_LogWarnings(logging.WARNING))
 
 
 for _command in (inspect, verify, diff, load, pull, convert, bench, gc):

@@ -8,6 +8,7 @@ Packed values are unpacked from the lowest bit of the first byte on, as torch an
 from __future__ import annotations
 
 from functools import cache
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -124,14 +125,21 @@ def _compared(
     distances: Array = np.abs(a - b)
     largest = float(distances.max())
     num_nan = 0
-    if largest != largest:
-        # There is a NaN, in the values or from equal infinities. Few pieces need this slower code.
+    if not isfinite(largest):
+        # There is a NaN or an infinity. Few pieces need this slower code.
         nan_a, nan_b = np.isnan(a), np.isnan(b)
         num_nan = int(np.count_nonzero(nan_a != nan_b))
-        distances = distances[differing & ~np.isnan(distances)]
+        distances = _distances(a, b)[differing & ~(nan_a | nan_b)]
         if not distances.size:
             return Difference(num_differing if tolerance is None else num_nan, None, num_nan)
         largest = float(distances.max())
     if tolerance is not None:
         num_differing = int(np.count_nonzero(distances > tolerance)) + num_nan
     return Difference(num_differing, largest, num_nan)
+
+
+def _distances(a: Array, b: Array) -> Array:
+    """Return the distances of values that are no NaN; equal infinities, also in a part of a complex number, add 0."""
+    if a.dtype.kind == "c":
+        return np.hypot(_distances(a.real, b.real), _distances(a.imag, b.imag))
+    return np.abs(np.where(a == b, 0.0, a - b))

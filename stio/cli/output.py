@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from math import isnan
 from textwrap import wrap
 from typing import Any, Literal, Self
 
@@ -119,8 +120,21 @@ class _CheckpointPath(click.Path):
         return super().convert(value, param, ctx)
 
 
+class _Number(click.FloatRange):
+    """A number in a range. NaN, which is in every range of click's, is an error."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if isnan(number):
+            self.fail("it takes a number, and not NaN", param, ctx)
+        return number
+
+
 PATH = _CheckpointPath(readable=False)
 """Type of arguments that are paths. Only opening the path shows whether it exists."""
+
+ZERO_OR_MORE = _Number(min=0)
+"""Type of options that are numbers."""
 
 FILTER_OPTION = click.option(
     "--filter",
@@ -146,7 +160,7 @@ def matcher(pattern: str | None) -> Callable[[str], bool]:
         return lambda name: fnmatchcase(name, pattern)
     try:
         found = re.compile(pattern[1:-1]).search
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:  # a huge count, and groups in a thousand groups
         text = f"{pattern!r} is no regular expression: {error}; without the slashes it is a glob"
         raise CommandError(text) from error
     return lambda name: found(name) is not None
@@ -177,7 +191,7 @@ def require_writable(path: str, kind: str, suffixes: Iterable[str]) -> None:
         suffixes: Allowed ends of its name, in lower case.
 
     Raises:
-        CommandError: Its name has another end, or its directory is not writable.
+        CommandError: Its name has another end, or it or its directory is not writable.
     """
     *others, last = sorted(suffixes)
     if os.path.splitext(path)[1].lower() not in (*others, last):
@@ -186,6 +200,8 @@ def require_writable(path: str, kind: str, suffixes: Iterable[str]) -> None:
     directory = os.path.dirname(path) or "."
     if not os.access(directory, os.W_OK):
         raise CommandError(f"{one_line(directory)}: this is no writable directory; choose another place")
+    if os.path.isdir(path) or (os.path.exists(path) and not os.access(path, os.W_OK)):
+        raise CommandError(f"{one_line(path)}: this is no writable file; choose another name")
 
 
 # Lines and tables.
@@ -204,7 +220,8 @@ def width_of(stream: Any) -> int | None:
     """Return the columns of the terminal behind a stream; None: it is no terminal, and lines have any length."""
     with suppress(AttributeError, OSError, ValueError):  # there is no such stream, or it is closed
         if stream.isatty():
-            return shutil.get_terminal_size().columns
+            own = os.get_terminal_size(stream.fileno())  # shutil looks at standard output, which may be a pipe
+            return shutil.get_terminal_size((own.columns or 80, own.lines or 24)).columns
     return None
 
 
@@ -257,8 +274,8 @@ def shortened(name: str, width: int) -> str:
 
     A name whose last part is too long keeps its end. No number is cut, unless it fills the width.
     """
-    length = _cells(name)
-    if length <= width:
+    length = cells(name)
+    if length <= width and len(name) <= max(width, _MAX_SEARCHED):  # some characters take no column, in any number
         return name
     dots = "…" if is_encodable("…") else "..."
     parts = name.split(".") if len(name) <= _MAX_SEARCHED else [name]
@@ -268,13 +285,13 @@ def shortened(name: str, width: int) -> str:
     left_out: set[int] = set()
     for k in order:
         num_joined = (k - 1 in left_out) + (k + 1 in left_out)  # gaps side by side become one
-        length += len(dots) - _cells(parts[k]) - num_joined * (len(dots) + 1)
+        length += len(dots) - cells(parts[k]) - num_joined * (len(dots) + 1)
         left_out.add(k)
         if length <= width:
             joined = {one for one in left_out if one - 1 in left_out}
             return ".".join(dots if one in left_out else parts[one] for one in range(len(parts)) if one not in joined)
     start = len(name) - max(0, width - len(dots))
-    while _cells(name[start:]) + len(dots) > width and start < len(name):
+    while cells(name[start:]) + len(dots) > width and start < len(name):
         start += 1
     whole = start
     while whole < len(name) and name[whole - 1 : whole + 1].isdecimal():
@@ -286,7 +303,7 @@ _MAX_SEARCHED = 400
 """Characters of the longest name whose parts are looked at; one in a hostile file has any number of them."""
 
 
-def _cells(text: str) -> int:
+def cells(text: str) -> int:
     """Return the columns that a terminal needs for some text."""
     return len(text) if text.isascii() else cell_len(text)
 
@@ -305,20 +322,20 @@ def columns_of(
         right: Columns that are aligned right.
         width: Columns of the terminal; None: no cell is shortened.
     """
-    widest = [max(map(_cells, column)) for column in zip(*rows, strict=True)]
+    widest = [max(map(cells, column)) for column in zip(*rows, strict=True)]
     padded = _MAX_PADDED if width is None else _MAX_PADDED_ON_TERMINALS
     widths = [widest[0], *(min(most, padded) for most in widest[1:])]
     if width is not None:
         rest = sum(len(_GAP) + most for most in widths[1:])
         widths[0] = min(widths[0], max(_SHORTEST_NAME, width - rest))
     for row in rows:
-        cells = list(row)
+        texts = list(row)
         if width is not None:
-            cells[0] = shortened(cells[0], widths[0])
+            texts[0] = shortened(texts[0], widths[0])
         for k, most in enumerate(widths):
-            spaces = " " * (most - _cells(cells[k]))
-            cells[k] = spaces + cells[k] if k in right else cells[k] + spaces
-        yield cells
+            spaces = " " * (most - cells(texts[k]))
+            texts[k] = spaces + texts[k] if k in right else texts[k] + spaces
+        yield texts
 
 
 _GAP = "  "
@@ -329,7 +346,7 @@ def aligned(
     rows: Sequence[Sequence[str]], *, right: frozenset[int] | set[int], width: int | None = None
 ) -> Iterator[str]:
     """Yield rows as lines of aligned columns; see `columns_of`."""
-    yield from (_GAP.join(cells).rstrip() for cells in columns_of(rows, right=right, width=width))
+    yield from (_GAP.join(texts).rstrip() for texts in columns_of(rows, right=right, width=width))
 
 
 # The terminal.

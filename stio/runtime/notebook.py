@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import islice
 
-from stio.errors import printable
+from stio.errors import one_line, printable
 
 MAX_ROWS = 40
 """Most rows of a table. The title has the whole number."""
@@ -16,7 +16,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
     """Return a table as HTML, at most `MAX_ROWS` long; a line below it says how many rows are left out.
 
     Args:
-        title: Text above the table, not escaped yet.
+        title: Text above the table, not escaped yet. It is not cut: the caller cuts the names in it.
         columns: Titles of the columns; empty: the table has no head.
         rows: Cells of the first rows, not escaped yet.
         num_rows: Number of all rows.
@@ -25,7 +25,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
     shown = list(islice(rows, MAX_ROWS))
     body = "".join(_row(cells, "td") for cells in shown)
     more = f"<p>and {num_rows - len(shown):,} more</p>" if num_rows > len(shown) else ""
-    return f"<div><p>{_text(title)}</p><table><thead>{head}</thead><tbody>{body}</tbody></table>{more}</div>"
+    return f"<div><p>{escape(one_line(title))}</p><table><thead>{head}</thead><tbody>{body}</tbody></table>{more}</div>"
 
 
 def _row(cells: Sequence[str], tag: str) -> str:

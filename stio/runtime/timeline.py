@@ -13,6 +13,7 @@ from itertools import accumulate, cycle, groupby
 from math import floor, log10
 from textwrap import wrap
 from typing import Any
+from zlib import crc32
 
 from stio.errors import printable
 from stio.runtime import svg
@@ -28,6 +29,9 @@ _ROW, _BAR = 22, 16
 _MAX_ROWS, _MAX_KINDS = 24, 12
 _MAX_BARS, _MAX_BARS_IN_ROW = 2_400, 400
 _COLUMN = 2.0
+_COARSE = [1 << k for k in range(10)]
+"""Factors of the width of a column. With the last one a row is one column; it has no tooltips, whose names may be long
+after escaping."""
 _OTHERS = "others"
 
 _KNOWN = {
@@ -80,10 +84,11 @@ def draw(spans: Sequence[Span], *, title: str = "", max_bytes: int = MAX_BYTES) 
     scale = _Scale(summary.start, max(summary.end - summary.start, 1e-6))
     kinds = _kinds(summary.totals)
     rows = _rows(ordered)
-    coarse, text = 1, ""
-    while not text or len(text.encode()) > max_bytes:
+    text = ""
+    for coarse in _COARSE:
         text = _picture(title, summary, kinds, rows, scale, coarse)
-        coarse *= 2
+        if len(text.encode()) <= max_bytes:
+            break
     return text
 
 
@@ -136,7 +141,7 @@ def _picture(
         for k, (_, spans) in enumerate(rows)
     )
     grid, axis = _axis(scale.seconds, top, height)
-    light, dark = _style(kinds)
+    palette, (light, dark) = _style(kinds)
     plot = (
         f'<svg class="plot" data-seconds="{scale.seconds!r}" x="{_LEFT}" y="{top}" width="{_PLOT}" height="{height}" '
         f'viewBox="0 0 {_PLOT} {height}" preserveAspectRatio="none">{paper}{grid}{bars}</svg>'
@@ -147,6 +152,7 @@ def _picture(
         label=summary.sentence,
         light=_LIGHT + light,
         dark=_DARK + dark,
+        palette=palette,
     )
 
 
@@ -228,8 +234,8 @@ def _columns(spans: Sequence[Span], kinds: Mapping[str, str], scale: _Scale, wid
                 wide = _number(length * width)
                 path += f"M{_number(at * width)} {_number(top)}h{wide}v{_number(bottom - top)}h-{wide}z"
             at += length
-        tip = svg.text(_together(by_letter[letter]), 80)
-        yield f'<path class="bar {letter}" d="{path}"><title>{tip}</title></path>'
+        tip = f"<title>{svg.text(_together(by_letter[letter]), 80)}</title>" if count > 1 else ""
+        yield f'<path class="bar {letter}" d="{path}">{tip}</path>'
 
 
 def _shares(spans: Sequence[Span], scale: _Scale, width: float, count: int) -> list[float]:
@@ -272,14 +278,18 @@ def _axis(seconds: float, top: int, height: int) -> tuple[str, str]:
     return f'<path class="grid" d="{lines}"/>', f'<g class="axis">{labels}</g>'
 
 
-def _style(kinds: Mapping[str, str]) -> list[str]:
-    """Return the rules for the colours, on light and on dark paper. They hold the letters, never the names."""
+def _style(kinds: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Return a class for the colours, and the rules for them on light and on dark paper: with the letters, no names.
+
+    A page may hold several pictures, such as a notebook: rules of one hold for all. So other colours are another class.
+    """
     further = cycle(_FURTHER)
     colours: dict[str, tuple[str, str]] = {}
     for name, letter in kinds.items():
         colours.setdefault(letter, _KNOWN.get(name) or next(further))
-    return [
-        "".join(f".stio .{letter}{{fill:{pair[k]};stroke:{pair[k]}}}" for letter, pair in colours.items())
+    palette = f"p{crc32(repr(colours).encode()):08x}"
+    return palette, [
+        "".join(f".{palette} .{letter}{{fill:{pair[k]};stroke:{pair[k]}}}" for letter, pair in colours.items())
         for k in range(2)
     ]
 

@@ -270,7 +270,7 @@ class SaveResult:
             *([("tied names", f"{len(self.aliases):,}")] if self.aliases else []),
         ]
         files = (
-            (f"file {k}/{num_files}", " ".join(filter(None, [name, self.hashes.get(name, "")])))
+            (f"file {k}/{num_files}", name, *filter(None, [self.hashes.get(name)]))
             for k, name in enumerate(self.files, 1)
         )
         return table(f"Saved to {self._headline()}", (), chain(facts, files), num_rows=len(facts) + num_files)

@@ -107,6 +107,10 @@ def test_c246_a_table_fits_80_columns(model: Path, scripted: dict[str, dict[str,
 def test_what_does_not_fit_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_bench, "fits", lambda nbytes: False)
     assert refused("bench", model).endswith(" do not fit into memory; measure with one shard of it")
+    made: list[str] = []
+    monkeypatch.setattr(cli_bench, "_make", lambda path, nbytes: made.append(path))
+    assert refused("bench", "--size", "1GB") == "Error: 1 GB do not fit into memory; use a smaller --size"
+    assert made == [], "nothing is written first"
 
 
 # One run.

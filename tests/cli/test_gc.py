@@ -13,6 +13,8 @@ import torch
 from commands import refused, run
 
 import stio
+from stio.cli import gc as cli_gc
+from stio.storage.commit.recovery import GarbageReport
 from stio.storage.commit.transaction import begin_local
 
 
@@ -131,6 +133,19 @@ def test_wrong_calls(tmp_path: Path) -> None:
     for nowhere in (tmp_path / "a", tmp_path / "a.safetensors"):  # a first save may come
         assert run("gc", nowhere).stdout == f"{nowhere}: {text}\n"
     assert "'--max-age'" in refused("gc", tmp_path, "--max-age", "-1")
+    assert "not NaN" in refused("gc", tmp_path, "--max-age", "nan")
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_url_is_shown_without_its_secrets(monkeypatch: pytest.MonkeyPatch, more: list[str]) -> None:
+    class Destination:
+        def collect_unused(self, **_: object) -> GarbageReport:
+            return GarbageReport()
+
+    monkeypatch.setattr(cli_gc, "open_destination", lambda url: Destination())
+    text = run("gc", "s3://user:secret@bucket/m?X-Amz-Signature=secret", *more).stdout
+    assert "s3://bucket/m" in text
+    assert "secret" not in text
 
 
 def test_a_first_save_leaves_no_destination_and_is_cleaned_up(tmp_path: Path) -> None:

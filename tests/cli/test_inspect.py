@@ -187,6 +187,15 @@ def test_a_tree_fits_the_terminal(tmp_path: Path) -> None:
     assert all(line.endswith("F32 [2]  8 B") for line in lines[1:])
 
 
+def test_a_tree_of_wide_characters_fits_the_terminal(tmp_path: Path) -> None:
+    names = ["a" * 40, "模型" * 10, "模型" * 40]
+    text = terminal("inspect", write_names(tmp_path / "m.safetensors", *names), "--tree", NO_COLOR="1")
+    lines = [line for line in text.splitlines() if "─" in line]
+    assert {cell_len(line) for line in lines[:2]} == {cell_len(lines[0])}, "aligned"
+    assert max(map(cell_len, lines)) <= 80
+    assert all(line.endswith("  F32 [2]  8 B") for line in lines)
+
+
 def test_a_terminal_that_has_no_ellipsis(model: Path) -> None:
     text = terminal("inspect", model, NO_COLOR="1", PYTHONIOENCODING="ascii")
     assert "model.....deep." in text

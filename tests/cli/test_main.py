@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PROGRAM, interrupted, refused, run, stio, terminal
+from commands import PROGRAM, interrupted, refused, run, stio, terminal, write_sharded
 from crash.zygote import Zygote
 from safetensors.torch import save_file
 
@@ -117,6 +117,7 @@ def test_every_error_says_what_to_do(kind: type[StioError]) -> None:
         (MemoryError(), "not enough memory; free some"),
         (PermissionError(13, "Permission denied", "/x\ny"), "/x\\ny: Permission denied; look at"),
         (OSError("odd"), "odd; look at"),
+        (OSError(5, "Input/output error", 7), "Error: Input/output error; look at"),
     ],
 )
 def test_errors_of_the_system(monkeypatch: pytest.MonkeyPatch, error: Exception, text: str) -> None:
@@ -133,16 +134,49 @@ def test_a_bug_is_no_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(done.exception, ZeroDivisionError)
 
 
+def test_a_bug_is_no_damage_and_no_difference(model: Path) -> None:
+    code = """
+from stio.cli import diff
+diff.compare = lambda *_, **__: 1 / 0
+from stio.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code, "diff", model, model], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Traceback (most recent call last):")
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
 def test_a_directory_that_may_not_be_read(tmp_path: Path) -> None:
     (tmp_path / "m.safetensors").mkdir()
     assert "give a directory with .safetensors files" in refused("inspect", tmp_path / "m.safetensors")
 
 
-def test_a_full_disk(model: Path) -> None:
+BUFFERED = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+"""The environment of a shell. Unbuffered, the interpreter itself forgets what a write did not take."""
+
+
+@pytest.mark.parametrize("arguments", [["inspect", "m.safetensors"], ["inspect", "--help"], ["--help"], ["--version"]])
+@pytest.mark.parametrize("environment", [BUFFERED, BUFFERED | {"PYTHONUNBUFFERED": "1"}])
+def test_a_full_disk(model: Path, arguments: list[str], environment: dict[str, str]) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*PROGRAM, "inspect", str(model)], stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            [*PROGRAM, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, env=environment, cwd=model.parent
+        )
     assert done.returncode == 2
     assert done.stderr == "Error: No space left on device; look at the path, its permissions and the disk\n"
+
+
+def test_a_full_disk_for_errors(model: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*PROGRAM, "inspect", "absent"], stdout=subprocess.PIPE, stderr=full, env=BUFFERED, cwd=model.parent
+        )
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
+def test_an_error_names_the_path_as_it_is(tmp_path: Path) -> None:
+    assert refused("inspect", tmp_path / "a  b").startswith(f"Error: {tmp_path}/a  b: there is no such file")
 
 
 def test_warnings_are_a_line_each(zygote: Zygote, tmp_path: Path) -> None:
@@ -159,15 +193,23 @@ def test_warnings_are_a_line_each(zygote: Zygote, tmp_path: Path) -> None:
     assert "can run any code" in line
 
 
+def test_warnings_of_the_log_are_escaped_lines(tmp_path: Path) -> None:
+    folder = write_sharded(tmp_path / "\x1b[2J")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"total_size": 24', '"total_size": 25'))
+    done = stio("inspect", folder)
+    assert done.returncode == 0
+    shown = str(folder).replace("\x1b", r"\x1b")
+    assert done.stderr == f"warning: {shown}: the index claims total_size 25, the shards hold 24 bytes\n"
+
+
 # Pipes and terminals.
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     save_file({f"tensor.{k:05}": torch.zeros(1) for k in range(5000)}, tmp_path / "m.safetensors")
-    # Unbuffered, the interpreter itself forgets what a write did not take.
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     with subprocess.Popen(
-        [*PROGRAM, "inspect", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        [*PROGRAM, "inspect", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=BUFFERED
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -177,10 +219,15 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert process.returncode == 141
 
 
-def test_a_pipe_that_is_closed_from_the_start(model: Path) -> None:
+@pytest.mark.parametrize("arguments", [["inspect", "m.safetensors"], ["inspect", "--help"], ["--help"], ["--version"]])
+@pytest.mark.parametrize("shell", ['exec "$@"', 'exec "$@" 2>&-'])
+def test_a_pipe_that_is_closed_from_the_start(model: Path, arguments: list[str], shell: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([*PROGRAM, "inspect", str(model)], stdout=writer, stderr=subprocess.PIPE)
+    done = subprocess.run(
+        ["sh", "-c", shell, "sh", *PROGRAM, *arguments],
+        stdout=writer, stderr=subprocess.PIPE, env=BUFFERED, cwd=model.parent,
+    )  # fmt: skip
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
 
@@ -236,6 +283,18 @@ def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cli_verify, "examine", press)
     assert run("verify", "x", status=130).stderr == "\nInterrupted.\n"
+
+
+def test_a_second_ctrl_c_while_the_program_ends() -> None:
+    code = """
+from stio import __main__ as program
+def press():
+    raise KeyboardInterrupt
+program.command = press
+program.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 @pytest.mark.parametrize("module", ["click", "rich.console", "stio.loading.open"])

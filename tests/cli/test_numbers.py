@@ -102,6 +102,25 @@ def test_complex_values_differ_by_their_distance() -> None:
     assert differences("C64", data(a), data(a + torch.tensor([3 + 4j, 0]))) == (1, 5.0, 0)
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "tolerance", "expected"),
+    [
+        (complex(math.inf, 1), complex(math.inf, 4), 1.0, (1, 3.0, 0)),
+        (complex(math.inf, 1), complex(math.inf, 4), 3.0, (0, 3.0, 0)),
+        (complex(math.inf, 1), complex(math.inf, 4), None, (1, 3.0, 0)),
+        (complex(math.inf, 1), complex(-math.inf, 1), 1.0, (1, math.inf, 0)),
+        (complex(math.nan, math.inf), complex(math.nan, -math.inf), 0.0, (0, None, 0)),
+        (complex(math.nan, math.inf), complex(1, 1), math.inf, (1, None, 1)),
+        (complex(math.nan, 1), complex(math.nan, 4), 0.0, (0, None, 0)),
+    ],
+)
+def test_complex_values_that_are_special(
+    a: complex, b: complex, tolerance: float | None, expected: tuple[int, float | None, int]
+) -> None:
+    sides = (np.array([side, 2 + 1j], np.complex64).tobytes() for side in (a, b))
+    assert differences("C64", *sides, tolerance) == expected
+
+
 @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "U8", "F64"])
 def test_chunks_add_up(dtype: str) -> None:
     a = bytearray(2 * _CHUNK_BYTES + 24)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
 import re
+import struct
+import subprocess
+import termios
+from pathlib import Path
 
 import pytest
-from commands import terminal
+from commands import PROGRAM, terminal
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from stio.cli.output import _broken, aligned, no_match, shortened, spelled
+from stio.cli.output import CommandError, _broken, aligned, matcher, no_match, require_writable, shortened, spelled
 from stio.errors import one_line
 
 SENTENCE = "shard 1/2, m.safetensors: 76 of 1,024 tensors, 29.5 MB in 0.123 s, 1.2 GB/s, F32 [4096, 14336] of '/a/b c'"
@@ -51,6 +58,11 @@ def test_hostile_names_are_shortened_at_once() -> None:
         assert len(shortened(name, 40)) <= 40
 
 
+def test_characters_without_a_column_do_not_flood_a_terminal() -> None:
+    assert len(shortened("a" + "\u0301" * 100_000, 40)) <= 40
+    assert shortened("क्षेत्र.वज़न", 40) == "क्षेत्र.वज़न"
+
+
 @pytest.mark.parametrize("width", [24, 40, 60, 79])
 def test_c246_lines_are_broken_between_words(width: int) -> None:
     lines = _broken(SENTENCE, width).split("\n")
@@ -76,6 +88,44 @@ def test_errors_and_notes_are_broken_on_a_terminal() -> None:
     assert len(shown) == 2
     assert max(map(len, shown)) <= 80
     assert " ".join(map(str.strip, shown)).endswith("there is no such file or directory; check the path")
+
+
+def test_errors_fit_their_own_terminal() -> None:
+    """The one behind standard error, where standard output is a pipe."""
+    main_fd, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 50, 0, 0))
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR")}
+    subprocess.run(
+        [*PROGRAM, "inspect", "/nowhere/x"], stdout=subprocess.PIPE, stderr=side, env=environment, check=False
+    )
+    os.close(side)
+    lines = os.read(main_fd, 65536).decode().splitlines()
+    os.close(main_fd)
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= 50
+
+
+def test_a_file_that_could_not_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.svg").mkdir()
+    with pytest.raises(CommandError, match=r"c\.svg: this is no writable file; choose another name"):
+        require_writable(str(tmp_path / "c.svg"), "chart", [".svg"])
+    require_writable(str(tmp_path / "d.svg"), "chart", [".svg"])
+    (tmp_path / "d.svg").touch()
+    require_writable(str(tmp_path / "d.svg"), "chart", [".svg"])
+    assert (tmp_path / "d.svg").read_bytes() == b""
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write every file")
+def test_a_file_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.svg").touch(0o400)
+    with pytest.raises(CommandError, match="this is no writable file"):
+        require_writable(str(tmp_path / "c.svg"), "chart", [".svg"])
+
+
+@pytest.mark.parametrize("pattern", ["/(/", "/x{99999999999}/", f"/{'(' * 5000}x{')' * 5000}/"])
+def test_malformed_expressions_are_sentences(pattern: str) -> None:
+    with pytest.raises(CommandError, match=r"(?s)is no regular expression: .+; without the slashes it is a glob"):
+        matcher(pattern)
 
 
 def test_a_long_cell_moves_its_own_row_only() -> None:

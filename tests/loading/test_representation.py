@@ -58,6 +58,15 @@ def test_hostile_names(tmp_path: Path) -> None:
     assert r"&lt;img src=x onerror=alert(1)&gt;\x1b[2J\u202e" in html
 
 
+def test_a_long_path_leaves_room_for_the_counts(tmp_path: Path) -> None:
+    folder = tmp_path / ("d" * 200)
+    sync.save({"w": torch.zeros(2)}, folder / "m.safetensors")
+    with sync.open(folder / "m.safetensors") as checkpoint:
+        html = checkpoint._repr_html_()
+    assert html is not None
+    assert ": 1 tensor, 8 B</p>" in html
+
+
 def test_100_000_tensors_stay_small(tmp_path: Path) -> None:
     header = {f"{'deep.' * 40}{k}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for k in range(100_000)}
     save_raw(tmp_path / "m.safetensors", header, b"")

@@ -23,6 +23,11 @@ def test_text_is_escaped_and_cut() -> None:
     assert len(html) < 2_000
 
 
+def test_a_title_is_escaped_and_whole() -> None:
+    html = table(f"<b>\x1b{'x' * 200}: 3 tensors", (), [], num_rows=0)
+    assert html.startswith(f"<div><p>&lt;b&gt;\\x1b{'x' * 200}: 3 tensors</p>")
+
+
 def test_rows_beyond_the_most_are_counted_and_not_made() -> None:
     html = table("many", (), ([str(k)] for k in count()), num_rows=100_000)
     assert html.count("<tr>") == MAX_ROWS

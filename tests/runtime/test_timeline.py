@@ -141,6 +141,22 @@ def test_light_and_dark() -> None:
         assert one != other
 
 
+def test_pictures_on_one_page_keep_their_colours() -> None:
+    """The style of each holds for the whole page."""
+    one, same, other = (
+        draw([Span(name, "load", k, k + 1) for k, name in enumerate(names)])
+        for names in (("read", "copy"), ("read", "copy"), ("copy", "read"))
+    )
+    assert one == same
+    rules = [dict(re.findall(r"(\.\w+ \.[a-z])\{fill:([^;]+)", svg.split("@media")[0])) for svg in (one, other)]
+    assert len(rules[0]) == len(rules[1]) == 2
+    assert not rules[0].keys() & rules[1].keys()
+    for svg, mine in zip((one, other), rules, strict=True):
+        classes = parsed(svg).get("class", "").split()
+        assert classes[0] == "stio"
+        assert all(rule.startswith(f".{classes[1]} .") for rule in mine)
+
+
 @pytest.mark.parametrize("spans", [[], [Span("read", "load", 1, 1)], [Span("read", "load", float("nan"), 1)]])
 def test_next_to_nothing(spans: list[Span]) -> None:
     parsed(draw(spans))
@@ -194,6 +210,17 @@ def test_a_picture_stays_below_a_megabyte(spans: list[Span]) -> None:
     root = parsed(draw(spans, title="&" * 1000))
     assert int(root.get("height") or 0) < 1000
     assert len(page(draw(spans)).encode()) < 1_000_000
+
+
+def test_a_picture_of_names_that_grow_by_escapes_stays_below_100_kb() -> None:
+    spans = [
+        Span("'" * 23 + chr(97 + k % 13), "'" * 150 + str(lane), k * 7e8, k * 7e8 + 6e8, 10**15 + 1, "'" * 200)
+        for lane in range(24)
+        for k in range(130)
+    ]
+    svg = draw(spans, max_bytes=100_000)
+    assert len(svg.encode()) <= 100_000
+    assert len(list(parsed(svg).iter(f"{SVG}path"))) > 24 * 12
 
 
 def test_too_many_lanes_share_the_last_row() -> None:
