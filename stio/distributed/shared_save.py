@@ -98,7 +98,8 @@ class ShardedSave(PendingSave):
         try:
             return run_blocking(self._run_on_ranks(operation))
         finally:
-            # The other ranks have left: they have ended their writes. Some filesystems keep the names of open files.
+            # After this rank has left the others: a failure is reported by then, and deletions may take long. On the
+            # first rank the others have left too and ended their writes: some filesystems keep the names of open files.
             undo, self._undo = self._undo, _nothing
             undo()
 

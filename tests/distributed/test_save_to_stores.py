@@ -10,7 +10,9 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from stio.errors import CommitUncertainError, RankError
 from stio.saving import scheduler
 from stio.saving.plan import Window
 from stio.storage.remote.folder import Folder
-from stio.storage.remote.save import RemoteTransaction
+from stio.storage.remote.save import RemoteTransaction, Uploads
 from stio.storage.remote.source import RemoteRoot
 from stio.testing import MemoryDestination
 
@@ -252,14 +254,35 @@ def failures(place: Place) -> dict[str, tuple[str, str, float]]:
             assert uploads(place.client) == []
         dist.barrier()
 
-    def one_failure(text: str, state: object = spread, **options: Any) -> tuple[str, str, float]:
+    def one_failure(
+        text: str, state: object = spread, *, raised: Callable[[], None] = lambda: None, **options: Any
+    ) -> tuple[str, str, float]:
         begin = time.monotonic()
         with pytest.raises((RankError, OSError, ValueError, LookupError), match=text) as caught:
             options = {"max_shard_size": 3_000_000, "budget_bytes": 12 << 20, **options}
             sync.distributed.save(state, path, **options)
         seconds = time.monotonic() - begin
+        raised()
         unchanged()
         return type(caught.value).__name__, type(caught.value.__cause__).__name__, seconds
+
+    def told_first() -> tuple[str, str, float]:
+        """Rank 1 fails when it has uploaded its objects. Its deletions wait until rank 0 has raised."""
+        store, delete = dist.distributed_c10d._get_default_store(), Folder.delete
+
+        def delete_late(folder: Folder, names: Sequence[str]) -> None:
+            store.wait(["rank 0 has raised"], timedelta(seconds=10))
+            delete(folder, names)
+
+        def raised() -> None:
+            if rank == 0:
+                store.set("rank 0 has raised", "")
+
+        with ExitStack() as patches:
+            if rank == 1:
+                patches.enter_context(failing(Uploads, "leave"))
+                patches.enter_context(patched(Folder, "delete", delete_late))
+            return one_failure("a disk that fails|Input/output error", raised=raised)
 
     for name, who, owner, attribute in [
         ("begin", 0, Folder, "list"),
@@ -273,6 +296,7 @@ def failures(place: Place) -> dict[str, tuple[str, str, float]]:
     ]:
         with failing(owner, attribute) if rank == who else patched(owner, attribute, getattr(owner, attribute)):
             found[name] = one_failure("a disk that fails|Input/output error")
+    found["told first"] = told_first()
     found["module"] = one_failure("a module that fails", Failing() if rank == 2 else spread)
     found["option"] = one_failure("the option hash differs", hash="sha256" if rank else "xxh3")
     found["refused"] = one_failure("a store has no renames", commit="files")
