@@ -58,6 +58,9 @@ _ITEM_BYTES = 8
 
 _RUN_NUMBERS = 5
 
+TABLE_PART = 8
+"""The tables of a window have at most one n-th of its size on all ranks together, unless it is a smallest one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendPlan:
@@ -75,6 +78,11 @@ class SendPlan:
     """Size of the largest window."""
     packets: Sequence[Packet]
     """What this rank has of the windows."""
+
+
+def table_bytes(packet: Packet) -> int:
+    """Return the size of the numbers with which a message begins."""
+    return _ITEM_BYTES * (1 + _RUN_NUMBERS * len(packet.runs))
 
 
 class Exchange:
@@ -339,13 +347,14 @@ class _Stream:
             self._changed.notify_all()
 
     def _new_message(self, packet: Packet) -> _Bytes:
-        numbers = np.array([len(packet.runs), *(number for run in packet.runs for number in run)], np.int64)
-        nbytes = numbers.nbytes + packet.nbytes
+        nbytes = table_bytes(packet) + packet.nbytes
         with self._changed:
             self._wait(lambda: not self._held_bytes or self._held_bytes + nbytes <= self._most_bytes)
             self._held_bytes += nbytes
         message = np.empty(nbytes, np.uint8)
-        message[: numbers.nbytes] = numbers.view(np.uint8)
+        numbers = message[: table_bytes(packet)].view(np.int64)
+        numbers[0] = len(packet.runs)
+        numbers[1:].reshape(-1, _RUN_NUMBERS)[...] = packet.runs
         return message
 
     def _wait(self, ready: Callable[[], bool]) -> None:
@@ -372,7 +381,7 @@ def _unpack(message: _Bytes, image: _Bytes, begin: int) -> int:
     data_at = _ITEM_BYTES * (1 + _RUN_NUMBERS * num_runs)
     table = np.frombuffer(message[_ITEM_BYTES:data_at].tobytes(), np.int64).reshape(num_runs, _RUN_NUMBERS)
     data, found = message[data_at:], 0
-    for offset, at, nbytes, num_ranges, stride in table.tolist():
+    for offset, at, nbytes, num_ranges, stride in map(np.ndarray.tolist, table):
         first, length = offset - begin, nbytes * num_ranges
         last = first + stride * (num_ranges - 1) + nbytes
         if first < 0 or last > len(image):

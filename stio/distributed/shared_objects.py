@@ -15,9 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stio.distributed.exchange import NUM_WINDOWS, WINDOW_BYTES, Exchange, SendPlan
+from stio.distributed.exchange import NUM_WINDOWS, TABLE_PART, WINDOW_BYTES, Exchange, SendPlan, table_bytes
 from stio.distributed.shared_save import OwnPart, ShardedSave
-from stio.distributed.windows import cut_windows, owners_of
+from stio.distributed.windows import cut_again, cut_windows, owners_of
 from stio.runtime.blocking import run_blocking
 from stio.runtime.hashing import Hasher
 from stio.runtime.limits import PAGE_BYTES
@@ -58,6 +58,14 @@ class SaveToStore(ShardedSave):
         owners = owners_of(sizes, self._ranks.num_ranks)
         windows = cut_windows(sizes, owners, window_bytes)
         own, packets = plan_stream(plan, parts, windows, block_bytes)
+        if window_bytes > _SMALLEST_WINDOW_BYTES:
+            # The table of many tiny ranges is longer than their bytes.
+            most_bytes = window_bytes // TABLE_PART // self._ranks.num_ranks
+            long = json.dumps([one.window for one in packets if table_bytes(one) > most_bytes])
+            long_of_all = {number for value in self._arrive("long", long.encode()) for number in json.loads(value)}
+            if long_of_all:
+                windows = cut_again(windows, long_of_all, _SMALLEST_WINDOW_BYTES)
+                own, packets = plan_stream(plan, parts, windows, block_bytes)
         self._send_plan = SendPlan(
             path=str(self._store),
             owners=owners,
