@@ -205,20 +205,23 @@ class Exchange:
     def _send(self, group: StepGroup, sums: Sequence[int]) -> bool:
         """Send the next window of each owner that has room for it; return whether there was one."""
         rank, length = self._ranks.rank, 1 + self._ranks.num_ranks
+        sizes_of = {owner: sums[k * length + 1 : (k + 1) * length] for k, owner in enumerate(self._left)}
+        chosen = [
+            owner
+            for k, (owner, left) in enumerate(self._left.items())
+            if left and sums[k * length] and min(sizes_of[owner]) >= 0
+        ]
+        # First: if there is no memory, no operation may be under way.
+        parts = self._receive_buffers(sizes_of[rank]) if rank in chosen else {}
         begin, num_bytes = perf_counter(), 0
         under_way: list[Any] = []
         taken_bytes = 0
         own: tuple[Window, list[_Bytes]] | None = None
-        has_sent = False
-        for k, (owner, left) in enumerate(self._left.items()):
-            has_room, *sizes = sums[k * length : (k + 1) * length]
-            if not (left and has_room) or min(sizes) < 0:
-                continue
-            has_sent, number = True, left.popleft()
-            message = self.stream.take(number) if sizes[rank] else None
-            taken_bytes += sizes[rank]
+        for owner in chosen:
+            number = self._left[owner].popleft()
+            message = self.stream.take(number) if sizes_of[owner][rank] else None
+            taken_bytes += sizes_of[owner][rank]
             if owner == rank:
-                parts = self._receive_buffers([0 if other == rank else size for other, size in enumerate(sizes)])
                 under_way += [group.receive(torch.from_numpy(data), other) for other, data in parts.items()]
                 own = self._plan.windows[number], [*parts.values(), *([] if message is None else [message])]
             elif message is not None:
@@ -234,18 +237,22 @@ class Exchange:
             except BaseException as error:
                 self._error = error
         self.stream.release(taken_bytes)
-        return has_sent
+        return bool(chosen)
 
     def _receive_buffers(self, sizes: Sequence[int]) -> dict[int, _Bytes]:
-        """Return memory for the messages of other ranks, by rank."""
-        total = sum(sizes)
+        """Return memory for the messages of other ranks, by rank.
+
+        Raises:
+            MemoryError: There is none. The others wait for this rank then, until it leaves the group.
+        """
+        others = [(rank, size) for rank, size in enumerate(sizes) if size and rank != self._ranks.rank]
+        total = sum(size for _, size in others)
         if len(self._received) < total:
             self._received = np.empty(total, np.uint8)
         parts, at = {}, 0
-        for rank, size in enumerate(sizes):
-            if size:
-                parts[rank] = self._received[at : at + size]
-                at += size
+        for rank, size in others:
+            parts[rank] = self._received[at : at + size]
+            at += size
         return parts
 
     def _assemble(self, window: Window, messages: Sequence[_Bytes]) -> None:

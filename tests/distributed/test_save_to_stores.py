@@ -307,6 +307,7 @@ def failures(place: Place) -> dict[str, tuple[str, str, float]]:
         ("upload on the first", 0, Folder, "upload"),
         ("pack", 2, exchange._Stream, "_new_message"),
         ("assemble", 2, exchange, "_unpack"),
+        ("receive", 2, exchange.Exchange, "_receive_buffers"),
         ("agree", 1, exchange.Exchange, "wait"),
         ("publish", 0, RemoteTransaction, "_put"),
     ]:
