@@ -5,10 +5,10 @@ window by window. Each rank packs its bytes of a window, and where they go, into
 messages of a window in their places, and uploads it. Several windows are under way: some are packed, one of each owner
 is sent, some wait for the upload. Their number is bounded on each rank.
 
-The messages are sent in a Gloo group that exists for one save, in steps (`steps.py`). In a step the ranks tell each
-other which messages are packed, and which owners have room for a window. Each of these then gets its next window,
-if all ranks have packed it. All ranks pack in the same order, so the first window that is not sent is packed everywhere
-in the end.
+The messages are sent in a Gloo group that exists for one save, in steps (`steps.py`). In a step the ranks exchange
+which messages are packed, and which owners have room for a window. Each of these then gets its next window, if all
+ranks have packed it. All ranks pack in the same order, so the first window that is not sent is packed everywhere in the
+end.
 """
 
 from __future__ import annotations

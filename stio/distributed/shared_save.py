@@ -65,7 +65,7 @@ class ShardedSave(PendingSave):
     ) -> None:
         self._ranks, self._shares = ranks, shares
         self.told = False
-        """Whether the other ranks know, or will learn from this save, that this rank has begun or failed."""
+        """Whether this rank has begun, or has reported that it failed before that."""
         self._undo: Callable[[], None] = _nothing
         self._tree_digest = ""
         if (options.metadata or {}).get(STATE_KEY) == POINTER:
@@ -84,7 +84,7 @@ class ShardedSave(PendingSave):
         await self._telling(super().wait_staged())
 
     async def _telling(self, wait: Coroutine[Any, Any, T]) -> T:
-        """Wait; tell the other ranks of an interruption that came before this rank has begun."""
+        """Wait; report an interruption that came before this rank has begun to the others."""
         try:
             return await wait
         except BaseException:
@@ -295,7 +295,7 @@ class _FirstRank(_SharedTransaction):
         self._part.prepare_commit(check)
 
     def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
-        """Publish, and tell the other ranks."""
+        """Publish, and share that with the other ranks."""
         self._transaction.commit(index=index, notes=notes)
         self._ranks.share("committed", b"")
 
