@@ -5,8 +5,8 @@ first agree on what they need in common (`agree`), then each reads its share of 
 chunk by a broadcast when it is read (`format/broadcast_plan.py` makes the plan). What a rank needs alone it reads
 itself after that.
 
-The broadcasts run in a Gloo group that exists for one load, in steps (`steps.py`): the ranks tell each other which
-chunks each has read, and a few of these are sent.
+The broadcasts run in a Gloo group that exists for one load, in steps (`steps.py`): the ranks exchange which chunks each
+has read, and a few of these are sent.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from stio.saving.staging_pool import STREAM_BLOCK_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """What a rank needs to know to write its items; it is in the `storage_data` of its plan."""
+    """What a rank needs to write its items; it is in the `storage_data` of its plan."""
 
     invitation: bytes
     """The `Invitation` of the first rank."""

@@ -335,7 +335,7 @@ def _read(opened: _Opened, plan: LoadPlan, planner: LoadPlanner, options: LoadOp
 
 
 def _pickled(name: str, opened: _Opened) -> io.BytesIO:
-    """Return a value of the state as DCP wants it, for its own `torch.load`."""
+    """Return a value of the state in the form that DCP unpickles."""
     path = opened.checkpoint.path
     if name not in opened.values:
         raise MismatchError("the checkpoint has no plain value of this name", path=path, found=name)

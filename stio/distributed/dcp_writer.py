@@ -10,7 +10,7 @@ values that are no tensors, so the coordinator reads it.
 DCP sends its messages of all saves over one group. Two saves at one time would take each other's messages. So one on a
 thread of `dcp.async_save` comes first, and the next one of the group waits for the end of that thread.
 
-DCP tells a writer of no failure. So the ranks learn of each other's failures from `Ranks` while they write. What fails
+DCP does not report failures to a writer. So the ranks report them to each other by `Ranks` while they write. What fails
 before or after that is rolled back when the writer is used again, closed or dropped, and by recovery.
 """
 
@@ -215,7 +215,7 @@ class StioStorageWriter(StorageWriter):
             plans: The plan of each rank.
 
         Returns:
-            The plans with what each rank needs to know.
+            The plans, each with the task of its rank.
 
         Raises:
             StioError: The save cannot begin.

@@ -5,10 +5,10 @@ window by window. Each rank packs its bytes of a window, and where they go, into
 messages of a window in their places, and uploads it. Several windows are under way: some are packed, one of each owner
 is sent, some wait for the upload. Their number is bounded on each rank.
 
-The messages are sent in a Gloo group that exists for one save, in steps (`steps.py`). In a step the ranks tell each
-other which messages are packed, and which owners have room for a window. Each of these then gets its next window,
-if all ranks have packed it. All ranks pack in the same order, so the first window that is not sent is packed everywhere
-in the end.
+The messages are sent in a Gloo group that exists for one save, in steps (`steps.py`). In a step the ranks exchange
+which messages are packed, and which owners have room for a window. Each of these then gets its next window, if all
+ranks have packed it. All ranks pack in the same order, so the first window that is not sent is packed everywhere in the
+end.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ _ITEM_BYTES = 8
 
 _RUN_NUMBERS = 5
 
+TABLE_PART = 8
+"""The tables of a window have at most one n-th of its size on all ranks together, unless it is a smallest one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendPlan:
@@ -75,6 +78,11 @@ class SendPlan:
     """Size of the largest window."""
     packets: Sequence[Packet]
     """What this rank has of the windows."""
+
+
+def table_bytes(packet: Packet) -> int:
+    """Return the size of the numbers with which a message begins."""
+    return _ITEM_BYTES * (1 + _RUN_NUMBERS * len(packet.runs))
 
 
 class Exchange:
@@ -197,20 +205,23 @@ class Exchange:
     def _send(self, group: StepGroup, sums: Sequence[int]) -> bool:
         """Send the next window of each owner that has room for it; return whether there was one."""
         rank, length = self._ranks.rank, 1 + self._ranks.num_ranks
+        sizes_of = {owner: sums[k * length + 1 : (k + 1) * length] for k, owner in enumerate(self._left)}
+        chosen = [
+            owner
+            for k, (owner, left) in enumerate(self._left.items())
+            if left and sums[k * length] and min(sizes_of[owner]) >= 0
+        ]
+        # First: if there is no memory, no operation may be under way.
+        parts = self._receive_buffers(sizes_of[rank]) if rank in chosen else {}
         begin, num_bytes = perf_counter(), 0
         under_way: list[Any] = []
         taken_bytes = 0
         own: tuple[Window, list[_Bytes]] | None = None
-        has_sent = False
-        for k, (owner, left) in enumerate(self._left.items()):
-            has_room, *sizes = sums[k * length : (k + 1) * length]
-            if not (left and has_room) or min(sizes) < 0:
-                continue
-            has_sent, number = True, left.popleft()
-            message = self.stream.take(number) if sizes[rank] else None
-            taken_bytes += sizes[rank]
+        for owner in chosen:
+            number = self._left[owner].popleft()
+            message = self.stream.take(number) if sizes_of[owner][rank] else None
+            taken_bytes += sizes_of[owner][rank]
             if owner == rank:
-                parts = self._receive_buffers([0 if other == rank else size for other, size in enumerate(sizes)])
                 under_way += [group.receive(torch.from_numpy(data), other) for other, data in parts.items()]
                 own = self._plan.windows[number], [*parts.values(), *([] if message is None else [message])]
             elif message is not None:
@@ -226,18 +237,22 @@ class Exchange:
             except BaseException as error:
                 self._error = error
         self.stream.release(taken_bytes)
-        return has_sent
+        return bool(chosen)
 
     def _receive_buffers(self, sizes: Sequence[int]) -> dict[int, _Bytes]:
-        """Return memory for the messages of other ranks, by rank."""
-        total = sum(sizes)
+        """Return memory for the messages of other ranks, by rank.
+
+        Raises:
+            MemoryError: There is none. The others wait for this rank then, until it leaves the group.
+        """
+        others = [(rank, size) for rank, size in enumerate(sizes) if size and rank != self._ranks.rank]
+        total = sum(size for _, size in others)
         if len(self._received) < total:
             self._received = np.empty(total, np.uint8)
         parts, at = {}, 0
-        for rank, size in enumerate(sizes):
-            if size:
-                parts[rank] = self._received[at : at + size]
-                at += size
+        for rank, size in others:
+            parts[rank] = self._received[at : at + size]
+            at += size
         return parts
 
     def _assemble(self, window: Window, messages: Sequence[_Bytes]) -> None:
@@ -339,13 +354,14 @@ class _Stream:
             self._changed.notify_all()
 
     def _new_message(self, packet: Packet) -> _Bytes:
-        numbers = np.array([len(packet.runs), *(number for run in packet.runs for number in run)], np.int64)
-        nbytes = numbers.nbytes + packet.nbytes
+        nbytes = table_bytes(packet) + packet.nbytes
         with self._changed:
             self._wait(lambda: not self._held_bytes or self._held_bytes + nbytes <= self._most_bytes)
             self._held_bytes += nbytes
         message = np.empty(nbytes, np.uint8)
-        message[: numbers.nbytes] = numbers.view(np.uint8)
+        numbers = message[: table_bytes(packet)].view(np.int64)
+        numbers[0] = len(packet.runs)
+        numbers[1:].reshape(-1, _RUN_NUMBERS)[...] = packet.runs
         return message
 
     def _wait(self, ready: Callable[[], bool]) -> None:
@@ -372,7 +388,7 @@ def _unpack(message: _Bytes, image: _Bytes, begin: int) -> int:
     data_at = _ITEM_BYTES * (1 + _RUN_NUMBERS * num_runs)
     table = np.frombuffer(message[_ITEM_BYTES:data_at].tobytes(), np.int64).reshape(num_runs, _RUN_NUMBERS)
     data, found = message[data_at:], 0
-    for offset, at, nbytes, num_ranges, stride in table.tolist():
+    for offset, at, nbytes, num_ranges, stride in map(np.ndarray.tolist, table):
         first, length = offset - begin, nbytes * num_ranges
         last = first + stride * (num_ranges - 1) + nbytes
         if first < 0 or last > len(image):

@@ -1,8 +1,8 @@
 """What the ranks of a save must agree on: names, dtypes, shapes and options; and which rank writes which bytes.
 
-Each rank describes the whole state from its own part of it. Equal descriptions give equal plans, so each rank knows
-where its bytes are in files that other ranks write too. Tied tensors are what a rank cannot always tell: where its part
-of a tensor is empty there is no memory to compare.
+Each rank describes the whole state from its own part of it. Equal descriptions give equal plans, so each rank can
+compute where its bytes are in files that other ranks write too. A rank cannot always detect tied tensors: where its
+part of a tensor is empty there is no memory to compare.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Layout:
         return hashlib.sha256(json.dumps(list(self.described().items())).encode()).hexdigest()
 
     def ties(self) -> list[list[str]]:
-        """Return groups of names that are one tensor, as far as this rank can tell."""
+        """Return groups of names that are one tensor, as far as this rank can detect it."""
         found: defaultdict[Hashable, list[str]] = defaultdict(list)
         for source in self.sources:
             if source.storage_key is not None and source.nbytes:
@@ -86,7 +86,7 @@ class Layout:
         return [names for names in found.values() if len(names) > 1]
 
     def is_tied(self, names: Collection[str]) -> bool:
-        """Return whether these are one tensor, or may be: of those that are empty here only others can tell."""
+        """Return whether these are one tensor, or may be: only other ranks can compare those that are empty here."""
         held = [source for source in self.sources if source.name in names and source.nbytes]
         return len({self._identity(source) for source in held}) <= 1
 

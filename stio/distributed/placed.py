@@ -31,6 +31,8 @@ class Placements:
         tensors = await stio.load("model/", placements=placements)
 
     Each rank of the mesh makes the same rules, and the load reads its part of each tensor. The results are `DTensor`s.
+    Such a load is no collective call: ranks do not wait for each other, and do not compare what they have opened. If
+    the checkpoint is replaced between their opens, they get parts of different checkpoints; `load_into` refuses that.
 
     Args:
         mesh: The ranks. Tensors are on devices of its type.

@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from threading import TIMEOUT_MAX
 from types import TracebackType
@@ -38,7 +37,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from stio.distributed.torch_private import store_of
 from stio.errors import ClosedError, RankError, printable
-from stio.runtime.blocking import run_blocking, runs_blocking
+from stio.runtime.blocking import runs_blocking
 from stio.runtime.locks import Condition, new_lock
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Cancelled, Operation, start_thread
@@ -69,7 +68,7 @@ _MOST_CHARACTERS, _MOST_PICKLED_BYTES = 4096, 1 << 20
 """What is sent of an error."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Request:
     """Keys whose values a rank waits for; `values` is set when all are there."""
 
@@ -78,7 +77,7 @@ class _Request:
 
 
 class _Failure(msgspec.Struct):
-    """What a rank tells of its own failure, or of ranks that are silent."""
+    """What a rank reports of its own failure, or of ranks that are silent."""
 
     told_by: int
     ranks: tuple[int, ...]
@@ -95,15 +94,8 @@ class _Sign:
 
 
 @dataclass(slots=True)
-class _Connection:
-    """A connection to the store that a rank waits for."""
-
-    store: Store | None = None
-
-
-@dataclass(slots=True)
 class _Group:
-    """What this process knows of a process group as long as that exists."""
+    """State that belongs to a process group, as long as that exists."""
 
     numbers: Iterator[int] = field(default_factory=itertools.count)
     """The numbers of the objects that are made; each comes once, also on several threads."""
@@ -150,7 +142,9 @@ class Ranks:
         exit_patience: float = 0.0,
     ) -> None:
         self._refused = _why_refused(timeout)
-        self._about, self._timeout = about, RANK_TIMEOUT_SECONDS if self._refused else timeout
+        self._about = about
+        self.timeout = RANK_TIMEOUT_SECONDS if self._refused else timeout
+        """See above."""
         self.rank, self.num_ranks = 0, 1
         self._store: Store | None = None
         self._prefix = "" if key is None else f"stio/{key}"
@@ -168,7 +162,6 @@ class Ranks:
         """The first failure of another rank, once it is known."""
         self._cancels: list[Callable[[], None]] = []
         self._requests: list[_Request] = []
-        self._to_connect: deque[_Connection] = deque()
         self._to_set: deque[tuple[str, bytes]] = deque()
         self._to_tell: deque[_Failure] = deque()
         self._keys: list[str] = []  # that this rank has set
@@ -181,7 +174,7 @@ class Ranks:
             self._watch, name="ranks", about=about, notifier=self._notifier, exit_patience=exit_patience
         )
         self._signs = {other: _Sign() for other in (range(1, self.num_ranks) if self.rank == 0 else (0,))}
-        self.sign_seconds = min(0.5, self._timeout / 8) * max(1.0, self.num_ranks / 250)
+        self.sign_seconds = min(0.5, self.timeout / 8) * max(1.0, self.num_ranks / 250)
         """Seconds between two signs of life of a rank, which are its values of the name "sign"."""
         self._next_sign, self._num_signs = 0.0, 0
         self._looked = time.monotonic()  # when the store has answered last
@@ -209,8 +202,12 @@ class Ranks:
 
     def share(self, name: str, value: bytes) -> None:
         """Give the other ranks a small value, once for each name; returns at once."""
+        self.put(f"{name}/{self.rank}", value)
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set a small value under a key that no other rank sets; returns at once. Get it by `values`."""
         if self._store is not None:
-            self._to_set.append((f"{name}/{self.rank}", value))
+            self._to_set.append((key, value))
             self._changed.wake()
 
     async def fetch(self, name: str, of: int = 0, *, ended: Callable[[], bool] = lambda: False) -> bytes:
@@ -219,30 +216,76 @@ class Ranks:
         Args:
             name: The name of the value.
             of: The rank.
-            ended: Ends the wait when it is true. It is looked at after `wake`, and once a second.
+            ended: See `wait_until`.
 
         Raises:
             RankError: A rank has failed.
-            Cancelled: `ended()` came first.
+            Cancelled: `ended()` came first, or this rank was interrupted.
         """
-        return (await self._wait_for([f"{name}/{of}"], ended))[0]
+        return (await self.values([f"{name}/{of}"], ended=ended))[0]
 
-    async def arrive(self, name: str, value: bytes = b"", *, interruptible: bool = True) -> list[bytes]:
+    async def arrive(self, name: str, value: bytes = b"", *, ended: Callable[[], bool] = lambda: False) -> list[bytes]:
         """Share a value, and wait until all ranks have; return the values, the first rank's first.
+
+        After an error other ranks may have seen the value.
 
         Args:
             name: The name of the value.
             value: The value of this rank.
-            interruptible: Whether `interrupt` ends the wait. Other ranks may have seen the value by then.
+            ended: See `wait_until`.
 
         Raises:
             RankError: A rank has failed.
-            Cancelled: This rank was interrupted.
+            Cancelled: `ended()` came first, or this rank was interrupted.
         """
         if self._store is None:
             return [value]
         self.share(name, value)
-        return await self._wait_for([f"{name}/{rank}" for rank in range(self.num_ranks)], interruptible=interruptible)
+        return await self.values([f"{name}/{rank}" for rank in range(self.num_ranks)], ended=ended)
+
+    async def values(self, keys: Sequence[str], *, ended: Callable[[], bool] = lambda: False) -> list[bytes]:
+        """Wait until values are there under all of some keys; return them.
+
+        Args:
+            keys: Those of `put`.
+            ended: See `wait_until`.
+
+        Raises:
+            RankError: A rank has failed.
+            Cancelled: `ended()` came first, or this rank was interrupted.
+        """
+        request = _Request(list(keys))
+        self._requests.append(request)
+        self._changed.wake()
+        try:
+            await self.wait_until(lambda: request.values is not None, ended=ended)
+        finally:
+            with suppress(ValueError):  # it was answered
+                self._requests.remove(request)
+        return request.values or []
+
+    async def wait_until(self, ready: Callable[[], bool], *, ended: Callable[[], bool] = lambda: False) -> None:
+        """Wait until `ready()`.
+
+        Args:
+            ready: It is looked at after `wake`, and once a second.
+            ended: Ends the wait when it is true. It is looked at then too.
+
+        Raises:
+            RankError: A rank has failed. This comes before `ready()`: a rank that is late finds the values of ranks
+                that have given up.
+            Cancelled: `ended()` came first, or this rank was interrupted.
+            ClosedError: The block of this object was left.
+        """
+        await self._watcher.wait_until(lambda: ready() or self.failure is not None or self._interrupted or ended())
+        if self.failure is not None:
+            raise self.failure
+        if ready():
+            return
+        if not self._watcher.done:
+            raise Cancelled
+        self._watcher.outcome()  # raises why the watcher ended
+        raise ClosedError(f"the {self._about} has ended")
 
     def interrupt(self) -> None:
         """End all waits of this rank, which was cancelled. Takes no lock; callable from any thread."""
@@ -250,68 +293,18 @@ class Ranks:
         self._notifier.notify()
 
     def wake(self) -> None:
-        """Make the waits of `fetch` look at `ended` again. Callable from any thread; takes no lock."""
+        """Make all waits look at their conditions again. Callable from any thread; takes no lock."""
         self._notifier.notify()
 
     def report_failure(self, ranks: Sequence[int], text: str) -> None:
-        """Tell all ranks that some of them have failed, which cannot tell it themselves; returns at once."""
+        """Report to all ranks that some of them have failed, which cannot report it themselves; returns at once."""
         self._to_tell.append(_Failure(self.rank, tuple(ranks), text))
         self._changed.wake()
 
-    def new_gloo_group(self) -> Any:
-        """Return a `ProcessGroupGloo` of these ranks alone; blocks until all of them call this.
-
-        No other code knows it, and its operations do not mix with those of the caller's groups. Its connections are
-        closed with the last reference to it. A call in it waits `timeout` for the others.
-
-        Raises:
-            RuntimeError: The others do not call this, or there is no connection to them.
-            RankError: A rank has failed, or there is no connection to the store.
-        """
-        connection = run_blocking(self._connected())
-        store = PrefixStore(f"{self._prefix}/gloo", connection)
-        # Not by `dist.new_group`, which would add it to the groups of the process: that is not safe on another thread.
-        group = dist.ProcessGroupGloo(store, self.rank, self.num_ranks, timedelta(seconds=self._timeout))
-        self._give_back(connection)
-        return group
-
-    async def _connected(self) -> Store:
-        """Return a connection to the store. Torch may wait for it for minutes, so the other thread makes it."""
-        made = _Connection()
-        self._to_connect.append(made)
+    def report_error(self, error: BaseException) -> None:
+        """Report an error of this rank to all, before it leaves the block; returns at once."""
+        self._to_tell.append(_described(self.rank, self._about, error))
         self._changed.wake()
-        await self._watcher.wait_until(lambda: made.store is not None or self.failure is not None)
-        if self.failure is not None:
-            raise self.failure
-        if made.store is None:
-            self._watcher.outcome()  # raises why the watcher ended
-            raise ClosedError(f"the {self._about} has ended")
-        return made.store
-
-    async def _wait_for(
-        self, keys: Sequence[str], ended: Callable[[], bool] = lambda: False, *, interruptible: bool = True
-    ) -> list[bytes]:
-        request = _Request(list(keys))
-        self._requests.append(request)
-        self._changed.wake()
-        await self._watcher.wait_until(
-            lambda: (
-                request.values is not None
-                or self.failure is not None
-                or (self._interrupted and interruptible)
-                or ended()
-            )
-        )
-        if self.failure is not None:  # first: a rank that is late finds the values of ranks that have given up
-            raise self.failure
-        if request.values is None and not self._watcher.done:
-            with suppress(ValueError):  # the watcher has just found it
-                self._requests.remove(request)
-            raise Cancelled
-        if request.values is None:
-            self._watcher.outcome()  # raises why the watcher ended
-            raise ClosedError(f"the {self._about} has ended")
-        return request.values
 
     async def __aenter__(self) -> Self:
         if self._store is not None:
@@ -346,17 +339,17 @@ class Ranks:
         start_thread(partial(self._serve, operation), name="ranks")
         if not self._ends_within(_CONNECT_SECONDS, ended=lambda: self._is_connected):
             start_thread(self._try_old_connection, name="ranks")
-        self._ends_within(self._timeout, ended=lambda: self.failure is not None and not self._is_connected)
+        self._ends_within(self.timeout, ended=lambda: self.failure is not None and not self._is_connected)
         if not self._served:  # its thread is left behind, in a call without a time limit; it has no buffers
             self._fail(
-                RankError(f"the store of the process group did not answer for {self._timeout:g} s (rank_timeout=)")
+                RankError(f"the store of the process group did not answer for {self.timeout:g} s (rank_timeout=)")
             )
 
     def _ends_within(self, seconds: float, *, ended: Callable[[], bool]) -> bool:
         """Wait until `ended()`, or until the thread of the requests has ended; return False if the store is slower."""
         with self._changed:
             while not (self._served or ended()):
-                left = self._looked + min(seconds, self._timeout) - time.monotonic()
+                left = self._looked + min(seconds, self.timeout) - time.monotonic()
                 if left <= 0:
                     return False
                 self._changed.wait(left)
@@ -376,11 +369,11 @@ class Ranks:
                 self._looked = time.monotonic()
                 pause = _SHORTEST_PAUSE if found or not self._requests else min(2 * pause, _LONGEST_PAUSE)
                 with self._changed:
-                    if not (self._leaving or self._to_set or self._to_tell or self._to_connect or operation.cancelled):
+                    if not (self._leaving or self._to_set or self._to_tell or operation.cancelled):
                         self._changed.wait(pause if self._requests else _LONGEST_PAUSE)
             self._leave(store)
             self._forget_old_keys(connection)
-            self._give_back(connection)
+            self._group.idle.append((time.monotonic(), connection))
         except Exception as error:  # DistError and its subclasses; nothing may be raised on this thread
             self._fail_without_store(error)
         finally:
@@ -396,9 +389,6 @@ class Ranks:
                 connection.check([self._prefix])
                 return connection
         return _own_connection(self._store)
-
-    def _give_back(self, connection: Store) -> None:
-        self._group.idle.append((time.monotonic(), connection))
 
     def _try_old_connection(self) -> None:
         """Find out by the connection of the group, which breaks when the store ends, whether there is a store."""
@@ -419,16 +409,13 @@ class Ranks:
 
     def _look(self, store: Store) -> bool:
         """Make the requests that are due; return whether a value was set or found."""
-        if time.monotonic() >= self._next_sign:  # first: others then know that this rank has begun
+        if time.monotonic() >= self._next_sign:  # first: it shows that this rank has begun
             self._give_sign(store)
         found = bool(self._to_set)
         while self._to_set:
             self._set(store, *self._to_set.popleft())
         while self._to_tell:
             self._tell(store, self._to_tell.popleft())
-        while self._to_connect:
-            self._to_connect.popleft().store = self._connect()
-            self._notifier.notify()
         if self.failure is None and store.check(["failed"]):
             self._read_failure(store.get("failed"))
         for request in self._requests.copy():
@@ -454,14 +441,14 @@ class Ranks:
                 if not sign.value:
                     self._require_same_call(store, other, value.partition(b" ")[2].decode())
                 sign.value, sign.seen = value, now
-            elif now - sign.seen > self._timeout and not store.check([f"left/{other}"]):
+            elif now - sign.seen > self.timeout and not store.check([f"left/{other}"]):
                 silent.append(other)
         if silent and self.failure is None:
             never = [other for other in silent if not self._signs[other].value]
             self._tell(store, _Failure(self.rank, tuple(silent), self._why_silent(silent, never)))
 
     def _require_same_call(self, store: Store, other: int, about: str) -> None:
-        """Tell a failure if another rank has begun something else: each would wait for the other one for ever."""
+        """Report a failure if another rank has begun something else: each would wait for the other one for ever."""
         if about != self._about:
             text = (
                 f"rank {self.rank} has begun a {self._about}, and rank {other} a {about}; all ranks of a process group "
@@ -471,11 +458,11 @@ class Ranks:
 
     def _why_silent(self, silent: list[int], never: list[int]) -> str:
         if never == silent:
-            return f"{named(silent)} did not begin the {self._about} within {self._timeout:g} s (rank_timeout=)"
-        return f"{named(silent)} gave no sign of life for {self._timeout:g} s (rank_timeout=)"
+            return f"{named(silent)} did not begin the {self._about} within {self.timeout:g} s (rank_timeout=)"
+        return f"{named(silent)} gave no sign of life for {self.timeout:g} s (rank_timeout=)"
 
     def _tell(self, store: Store, failure: _Failure) -> None:
-        """Tell all ranks of a failure; the first one counts."""
+        """Report a failure to all ranks; the first one counts."""
         value = msgspec.json.encode(failure)
         first = store.compare_set("failed", "", value.decode())
         self._keys.append("failed")
@@ -501,7 +488,7 @@ class Ranks:
         self._notifier.notify()
 
     def _leave(self, store: Store) -> None:
-        """Set what is left to set, tell a failure of this rank, and let the others read it."""
+        """Set what is left to set, report a failure of this rank, and let the others read it."""
         while self._to_set:
             self._set(store, *self._to_set.popleft())
         error = self._error
@@ -515,12 +502,12 @@ class Ranks:
         self._set(store, f"left/{self.rank}", b"")
         if self.rank == 0:
             now = time.monotonic()
-            end = now + min(_LEAVE_SECONDS, self._timeout / 4)
+            end = now + min(_LEAVE_SECONDS, self.timeout / 4)
             dead = () if self.failure is None else self.failure.ranks
             others = [  # of a host that is cut off, one rank counts as failed first
                 f"left/{other}"
                 for other, sign in self._signs.items()
-                if other not in dead and now - sign.seen < self._timeout / 2
+                if other not in dead and now - sign.seen < self.timeout / 2
             ]
             while others and not store.check(others) and time.monotonic() < end:
                 self._looked = time.monotonic()

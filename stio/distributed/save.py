@@ -123,7 +123,7 @@ async def save(
         )
         pending = await _sharded(module_or_state, destination, options, ranks, budget_bytes=budget_bytes)
     except BaseException:
-        async with ranks:  # tells the other ranks
+        async with ranks:  # reports it to the other ranks
             raise
     return await pending.complete()
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stio.distributed.exchange import NUM_WINDOWS, WINDOW_BYTES, Exchange, SendPlan
-from stio.distributed.ranks import Ranks
+from stio.distributed.exchange import NUM_WINDOWS, TABLE_PART, WINDOW_BYTES, Exchange, SendPlan, table_bytes
 from stio.distributed.shared_save import OwnPart, ShardedSave
-from stio.distributed.windows import cut_windows, owners_of
+from stio.distributed.windows import cut_again, cut_windows, owners_of
 from stio.runtime.blocking import run_blocking
 from stio.runtime.hashing import Hasher
 from stio.runtime.limits import PAGE_BYTES
@@ -59,6 +58,14 @@ class SaveToStore(ShardedSave):
         owners = owners_of(sizes, self._ranks.num_ranks)
         windows = cut_windows(sizes, owners, window_bytes)
         own, packets = plan_stream(plan, parts, windows, block_bytes)
+        if window_bytes > _SMALLEST_WINDOW_BYTES:
+            # The table of many tiny ranges is longer than their bytes.
+            most_bytes = window_bytes // TABLE_PART // self._ranks.num_ranks
+            long = json.dumps([one.window for one in packets if table_bytes(one) > most_bytes])
+            long_of_all = {number for value in self._arrive("long", long.encode()) for number in json.loads(value)}
+            if long_of_all:
+                windows = cut_again(windows, long_of_all, _SMALLEST_WINDOW_BYTES)
+                own, packets = plan_stream(plan, parts, windows, block_bytes)
         self._send_plan = SendPlan(
             path=str(self._store),
             owners=owners,
@@ -73,12 +80,12 @@ class SaveToStore(ShardedSave):
         assert isinstance(transaction, RemoteTransaction)
         transaction.share()
         self._ranks.share("names", json.dumps(transaction.shard_names).encode())
-        return _Objects(transaction, self._exchange(operation), self._ranks, path=str(self._store))
+        return _Objects(transaction, self._exchange(operation), path=str(self._store))
 
     def _join(self, operation: Operation[SaveResult]) -> OwnPart:
         uploads = self._store.inner.join(json.loads(run_blocking(self._ranks.fetch("names"))))
-        undo = uploads.roll_back
-        return _Objects(uploads, self._exchange(operation), self._ranks, path=str(self._store), undo=undo)
+        self._undo = uploads.roll_back
+        return _Objects(uploads, self._exchange(operation), path=str(self._store))
 
     def _exchange(self, operation: Operation[SaveResult]) -> Callable[[Sequence[FileWriter]], Exchange]:
         """Return what makes the exchange, once the writers are there."""
@@ -98,21 +105,17 @@ class _Objects:
     Args:
         uploads: Its uploads; on the first rank the transaction.
         new_exchange: Makes the exchange, with the writers of all files.
-        ranks: The ranks.
         path: The destination.
-        undo: Deletes what was uploaded. The first rank does that when the others have left.
     """
 
     def __init__(
         self,
         uploads: Uploads,
         new_exchange: Callable[[Sequence[FileWriter]], Exchange],
-        ranks: Ranks,
         *,
         path: str,
-        undo: Callable[[], None] = lambda: None,
     ) -> None:
-        self._uploads, self._new_exchange, self._ranks, self._undo = uploads, new_exchange, ranks, undo
+        self._uploads, self._new_exchange = uploads, new_exchange
         self.shard_names, self.path = uploads.shard_names, path
         self._exchange: Exchange | None = None
 
@@ -142,11 +145,10 @@ class _Objects:
         self._uploads.leave()
 
     def roll_back(self) -> None:
-        """End the exchange on all ranks, and the uploads of this one."""
+        """End the exchange on all ranks, and begin to end the uploads of this one. `ShardedSave` deletes them later."""
         self._uploads.stop()
         if self._exchange is not None:
             self._exchange.close()
-        self._undo()
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class ShardedSave(PendingSave):
     ) -> None:
         self._ranks, self._shares = ranks, shares
         self.told = False
-        """Whether the other ranks know, or will learn from this save, that this rank has begun or failed."""
+        """Whether this rank has begun, or has reported that it failed before that."""
         self._undo: Callable[[], None] = _nothing
         self._tree_digest = ""
         if (options.metadata or {}).get(STATE_KEY) == POINTER:
@@ -84,7 +84,7 @@ class ShardedSave(PendingSave):
         await self._telling(super().wait_staged())
 
     async def _telling(self, wait: Coroutine[Any, Any, T]) -> T:
-        """Wait; tell the other ranks of an interruption that came before this rank has begun."""
+        """Wait; report an interruption that came before this rank has begun to the others."""
         try:
             return await wait
         except BaseException:
@@ -98,7 +98,8 @@ class ShardedSave(PendingSave):
         try:
             return run_blocking(self._run_on_ranks(operation))
         finally:
-            # The other ranks have left: they have ended their writes. Some filesystems keep the names of open files.
+            # After this rank has left the others: a failure is reported by then, and deletions may take long. On the
+            # first rank the others have left too and ended their writes: some filesystems keep the names of open files.
             undo, self._undo = self._undo, _nothing
             undo()
 
@@ -294,7 +295,7 @@ class _FirstRank(_SharedTransaction):
         self._part.prepare_commit(check)
 
     def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
-        """Publish, and tell the other ranks."""
+        """Publish, and share that with the other ranks."""
         self._transaction.commit(index=index, notes=notes)
         self._ranks.share("committed", b"")
 

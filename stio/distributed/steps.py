@@ -1,43 +1,80 @@
 """Work of all ranks in a Gloo group of their own, which they leave together.
 
-An operation in the group cannot be interrupted: a rank that waits for one that has left would wait for ever. So the
-work consists of steps. At the start of each, the ranks add up a few numbers, among them whether one has to stop,
+An operation in the group cannot be interrupted: a rank that waits for one that does not take part would wait for ever.
+So the work consists of steps. At the start of each, the ranks add up a few numbers, among them whether one has to stop,
 because it failed or is cancelled. If one has, all leave. A step takes a fraction of a second, also while there is
-nothing to send. A rank that is killed closes its connections, which is an error on the others at once.
+nothing to send. A rank that closes its connections, or is killed, is an error on the others at once.
+
+The group is made while the ranks can still be interrupted. Torch waits for connections as long as `Ranks.timeout`, so
+another thread makes them. The first step begins when all ranks have theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from datetime import timedelta
 from functools import partial
 from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from stio.distributed.ranks import Ranks, named
 from stio.errors import RankError, printable
 from stio.runtime.blocking import run_blocking
-from stio.runtime.operation import Cancelled, Operation
+from stio.runtime.operation import Cancelled, Operation, start_thread
 
 _SILENT_SIGNS = 3
 """After a broken connection, a rank that omits so many signs of life is named as the cause."""
 
 
-class StepGroup:
-    """The group in which ranks take steps. One rank alone needs none.
+class _GlooStore(Store):
+    """The store by which Gloo's processes find each other. Its values are those of `Ranks`.
 
-    Args:
-        ranks: The ranks, all of which make one.
-
-    Raises:
-        RuntimeError: There is no connection to the others.
+    So they are deleted with the others, and a wait for one of them ends when a rank has failed or left.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._group: Any = ranks.new_gloo_group() if ranks.num_ranks > 1 else None
+        super().__init__()
+        self._ranks = ranks
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch passes bytes
+        self._ranks.put(f"gloo/{key}", value)
+
+    def get(self, key: str) -> bytes:
+        return run_blocking(self._ranks.values([f"gloo/{key}"]))[0]
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]  # Gloo always has one
+        end = monotonic() + timeout.total_seconds()
+        try:
+            run_blocking(self._ranks.values([f"gloo/{key}" for key in keys], ended=lambda: monotonic() > end))
+        except Cancelled:
+            raise RuntimeError(f"a rank has no address after {timeout.total_seconds():g} s") from None
+
+
+class StepGroup:
+    """The group in which ranks take steps. One rank alone needs none. Close it.
+
+    Args:
+        ranks: The ranks, all of which make one.
+        ended: Ends the wait for the others.
+
+    Raises:
+        Cancelled: `ended()` came first, or this rank was interrupted.
+        RankError: A rank has failed.
+        RuntimeError: There is no connection to the others.
+    """
+
+    def __init__(self, ranks: Ranks, ended: Callable[[], bool]) -> None:
+        self._store = _GlooStore(ranks)  # as long as the group: with TORCH_GLOO_LAZY_INIT Gloo reads it later
+        self._group: Any = _connected(ranks, self._store, ended) if ranks.num_ranks > 1 else None
+
+    def close(self) -> None:
+        """Close the connections. No operation of this rank may be under way."""
+        self._group = None
 
     def add_up(self, numbers: Sequence[int], *, stop: bool) -> list[int] | None:
         """Begin a step: add up the numbers of all ranks.
@@ -83,8 +120,8 @@ def run_steps(
     Args:
         ranks: The ranks, all of which call this.
         operation: Its cancel wakes the ranks (`Ranks.wake`).
-        steps: Called with the group. Returns whether a rank had to stop. It keeps each error of this rank until the
-            next step, and then stops all; none leaves it but those of the group.
+        steps: Called with the group. Returns whether a rank had to stop. It keeps errors of this rank until the next
+            step, and then stops all. If one leaves it, no operation of this rank may be under way.
         raise_own_error: Raises the error of this rank, if it has one.
         about: What the ranks do, for messages.
 
@@ -93,28 +130,66 @@ def run_steps(
         RankError: A rank has failed, or the connection to it broke.
         BaseException: The error of this rank.
     """
-    # From here on, until the group is there, this rank does nothing that may fail: others may wait in it.
-    run_blocking(ranks.arrive("ready", interruptible=False))
+    ended = partial(getattr, operation, "cancelled")
+    run_blocking(ranks.arrive("ready", ended=ended))  # Gloo's time limits begin
     broken: str | None = None
     has_stopped = True
     try:
-        has_stopped = steps(StepGroup(ranks))
+        with closing(StepGroup(ranks, ended)) as group:
+            run_blocking(ranks.arrive("connected", ended=ended))
+            has_stopped = steps(group)
+    except RankError:
+        raise
     except RuntimeError as error:  # DistError and its subclasses
         broken = printable(str(error).partition("\n")[0])
+    except BaseException as error:
+        ranks.report_error(error)  # the others get an error of their connections, and look for the cause
+        raise
     raise_own_error()
     operation.check()
     if broken is not None:
         failure = _broken(ranks, operation, broken, about)
         ranks.report_failure(failure.ranks, failure.message)
-    if has_stopped:  # the rank that had to stop tells why
-        run_blocking(ranks.fetch("failure", ended=lambda: operation.cancelled))
+    if has_stopped:  # the rank that had to stop reports why
+        run_blocking(ranks.fetch("failure", ended=ended))
+
+
+def _connected(ranks: Ranks, store: Store, ended: Callable[[], bool]) -> Any:
+    """Return a `ProcessGroupGloo` of the ranks alone, when it is connected to all of them.
+
+    No other code uses it, so its operations do not mix with those of the caller's groups. Its connections are closed
+    with the last reference to it. An operation in it waits `Ranks.timeout` for the others.
+
+    It is made on a thread that a failure or a cancel leaves behind. That thread uses no buffers, and ends after
+    `Ranks.timeout` at the latest.
+    """
+    made: dict[str, Any] = {}  # under "group": it, or the error; the first one counts
+
+    def make() -> None:
+        try:
+            # Not by `dist.new_group`, which would add it to the groups of the process: not safe on another thread.
+            group = dist.ProcessGroupGloo(store, ranks.rank, ranks.num_ranks, timedelta(seconds=ranks.timeout))
+            made.setdefault("group", group)
+        except BaseException as error:
+            made.setdefault("group", error)
+        ranks.wake()
+
+    start_thread(make, name="connect")
+    try:
+        run_blocking(ranks.wait_until(lambda: "group" in made, ended=ended))
+    except BaseException:
+        made["group"] = None  # one that is there, or comes later, is closed
+        raise
+    if isinstance(made["group"], BaseException):
+        raise made["group"]
+    return made["group"]
 
 
 def _broken(ranks: Ranks, operation: Operation[Any], reason: str, about: str) -> RankError:
     """Return the error after a broken connection; ranks that give no sign of life are named as the cause.
 
     Raises:
-        RankError: A rank has told why it failed.
+        RankError: A rank has reported why it failed.
         Cancelled: The operation was cancelled.
     """
     end = monotonic() + _SILENT_SIGNS * ranks.sign_seconds

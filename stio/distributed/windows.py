@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import zip_longest
 
 from stio.saving.plan import Window
@@ -38,7 +38,24 @@ def cut_windows(sizes: Sequence[int], owners: Sequence[int], window_bytes: int) 
     """
     of_owner: dict[int, list[Window]] = {owner: [] for owner in sorted(set(owners))}
     for file, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
-        of_owner[owner] += [
-            Window(file, begin, min(begin + window_bytes, size)) for begin in range(0, size, window_bytes)
-        ]
+        of_owner[owner] += _cut(Window(file, 0, size), window_bytes)
     return [window for turn in zip_longest(*of_owner.values()) for window in turn if window is not None]
+
+
+def cut_again(windows: Sequence[Window], numbers: Container[int], window_bytes: int) -> list[Window]:
+    """Return the windows with some of them cut into smaller ones, which take their places.
+
+    Args:
+        windows: All of them.
+        numbers: Which ones are cut.
+        window_bytes: Size of a smaller one; a multiple of `PAGE_BYTES`.
+    """
+    found: list[Window] = []
+    for number, window in enumerate(windows):
+        found += _cut(window, window_bytes) if number in numbers else [window]
+    return found
+
+
+def _cut(window: Window, window_bytes: int) -> list[Window]:
+    file, begin, end = window
+    return [Window(file, at, min(at + window_bytes, end)) for at in range(begin, end, window_bytes)]

@@ -80,9 +80,9 @@ async def load(
             that hold these names by the index are opened; the others may be missing, and are not checked.
         slices: By name, an index as `numpy.s_[...]` gives it; only the bytes of that part are read, and short gaps
             between them. A list of slices selects several intervals of a dimension, one after the other.
-        placements: A `stio.distributed.Placements`: this rank reads its part of each tensor, and gets `DTensor`s. A
-            tensor with an index in `slices` must be replicated. Without `names` and with `strict`, each rule must fit
-            a tensor.
+        placements: A `stio.distributed.Placements`: this rank reads its part of each tensor, and gets `DTensor`s. No
+            other rank is waited for, or compared with this one. A tensor with an index in `slices` must be replicated.
+            Without `names` and with `strict`, each rule must fit a tensor.
         device: Device of the tensors: an argument of `torch.device`, or `"auto"`. Or one device for each tensor: a
             mapping from names, and from prefixes of names that end at a dot (the longest one counts, `""` means all
             others), or a callable that gets a name.

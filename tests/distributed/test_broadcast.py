@@ -9,11 +9,13 @@ import re
 import signal
 import socket
 import stat
+import threading
 import time
 from collections.abc import Awaitable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -215,6 +217,54 @@ def cancelled_early(source: str) -> tuple[str, str, str, float]:
     return "TimeoutError", "", "", seconds
 
 
+def cancelled_while_connecting(source: str) -> tuple[str, str, str, float]:
+    """Cancel the load on the first rank, when it waits for Gloo's connection to the last one, which does not connect."""
+    rank, plain, ended = dist.get_rank(), dist.ProcessGroupGloo, threading.Event()
+    since = [0.0]
+
+    async def body() -> None:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+
+        def connect(*arguments: Any) -> Any:
+            since[0] = time.monotonic()
+            if rank == 0:
+                loop.call_soon_threadsafe(task.cancel)
+            if rank == 3:
+                ended.wait()
+            return plain(*arguments)
+
+        with patch.object(dist, "ProcessGroupGloo", connect):
+            await stio.distributed.load_into(Large(), source, broadcast=True)
+
+    try:
+        asyncio.run(body())
+    except BaseException as error:
+        return type(error).__name__, str(error), type(error.__cause__).__name__, time.monotonic() - since[0]
+    finally:
+        ended.set()
+    return "", "", "", 0.0
+
+
+def keys_in_the_store(path: str) -> list[int]:
+    """Load often; return how many keys the store of the process group has after each load."""
+    store, found = dist.distributed_c10d._get_default_store(), []
+    for _ in range(14):
+        sync.distributed.load_into(new_model(), path, broadcast=True)
+        dist.barrier()
+        found.append(store.num_keys())
+        dist.barrier()
+    return found
+
+
+def connected_late(path: str) -> None:
+    """Load where Gloo connects at the first use, and looks for addresses then."""
+    with patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="1"):
+        module = Large()
+        sync.distributed.load_into(module, path, broadcast=True)
+        assert filled(module)
+
+
 def resources(url: str) -> tuple[int, int]:
     """Return the numbers of descriptors and threads, when those of the last load have ended.
 
@@ -264,6 +314,7 @@ def failures(folder: str, url: str) -> dict[str, Any]:
     found["another"] = outcome(load(Large(), f"{folder}/{'other' if rank == 3 else 'large'}", broadcast=True))
     found["strict"] = outcome(load(nn.Linear(3, 3) if rank == 1 else Large(), path, broadcast=True))
     found["early"] = cancelled_early(path)
+    found["connecting"] = cancelled_while_connecting(path)
     found["cancelled"] = cancelled(f"{url}/slow.safetensors", 1)
     found["stalled"] = cancelled(f"{url}/stalled.safetensors", 0)
     module = Large()
@@ -297,8 +348,10 @@ def everything(folder: str, url: str) -> dict[str, Any]:
     for budget_bytes in (1, 1 << 20):
         replicated_tensors(f"{folder}/mixed", budget_bytes=budget_bytes, memory="copy")
     every_way(f"{folder}/model")
+    found["keys"] = keys_in_the_store(f"{folder}/model")
     all_placements(f"{folder}/odd.safetensors")
     from_a_store(url)
+    connected_late(f"{folder}/large")
     found["peak"] = within_budget(f"{folder}/large")
     return found | failures(folder, url)
 
@@ -378,6 +431,7 @@ def test_one_failure_is_raised_on_all_ranks(found: Any) -> None:
         check(one["another"], rank, 0, "ChangedDuringReadError", "have opened different checkpoints")
         check(one["strict"], rank, 1, "MismatchError", "the checkpoint does not fit the module")
         check(one["early"], rank, 0, "TimeoutError", "the load was cancelled on rank 0", cause="NoneType", seconds=4)
+        check(one["connecting"], rank, 0, "CancelledError", "the load was cancelled on rank 0", cause="NoneType")
         check(one["cancelled"], rank, 1, "CancelledError", "the load was cancelled on rank 1", cause="NoneType")
         check(one["stalled"], rank, 0, "CancelledError", "the load was cancelled on rank 0", cause="NoneType")
         assert one["mode"][0] == ("ValueError" if rank == 0 else "RankError") or rank != 1
@@ -395,6 +449,12 @@ def check(
         assert found[0] == kind, found
     else:
         assert found[0] == "RankError" and found[2] == (cause or kind) and text in found[1], found
+
+
+def test_the_store_of_the_group_gets_no_more_keys(found: Any) -> None:
+    """Those of eight loads stay."""
+    for one in found[0]:
+        assert one["keys"][-5:] == one["keys"][-1:] * 5, one["keys"]
 
 
 def test_no_descriptor_and_no_thread_is_left(found: Any) -> None:

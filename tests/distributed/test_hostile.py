@@ -192,19 +192,19 @@ def await_key(key: str) -> None:
 
 def no_connection(folder: str) -> tuple[str, str, str, float]:
     """The store does not take a new connection of rank 2, as when the rank that has it has just ended."""
-    plain, connections = ranks._own_connection, []
-
-    def own_connection(store: Any) -> Any:
-        connections.append(1)
-        if len(connections) == 2:
-            threading.Event().wait()
-        return plain(store)
-
-    module = new_module()
+    never, plain = (lambda store: threading.Event().wait()), ranks._own_connection
     for group in ranks._groups.values():
         group.idle.clear()
-    with patched(ranks, "_own_connection", own_connection if dist.get_rank() == 2 else plain):
-        return outcome(lambda: sync.distributed.load_into(module, f"{folder}/model", broadcast=True, rank_timeout=2.0))
+    with patched(ranks, "_own_connection", never if dist.get_rank() == 2 else plain):
+        return outcome(lambda: sync.distributed.load_into(new_module(), f"{folder}/model", rank_timeout=2.0))
+
+
+def no_address(folder: str) -> tuple[str, str, str, float]:
+    """Gloo never has an address on rank 2, as when the name of the host is looked up in vain."""
+    never, plain = (lambda *_: threading.Event().wait()), dist.ProcessGroupGloo
+    with patched(dist, "ProcessGroupGloo", never if dist.get_rank() == 2 else plain):
+        path = f"{folder}/model"
+        return outcome(lambda: sync.distributed.load_into(new_module(), path, broadcast=True, rank_timeout=2.0))
 
 
 # Checkpoints that are replaced.
@@ -396,6 +396,7 @@ def everything(folder: str) -> dict[str, Any]:
     found["differences"] = long_differences(folder)
     found["late"] = late_begin()
     found["connection"] = no_connection(folder)
+    found["address"] = no_address(folder)
     found["destinations"] = destinations(folder)
     found["meta"] = one_rank_on_meta(folder)
     found["at once"] = outcome(lambda: at_once(folder))
@@ -462,6 +463,8 @@ def test_an_object_that_is_entered_long_after_it_was_made(found: list[dict[str, 
 
 def test_a_connection_that_is_not_made(found: list[dict[str, Any]]) -> None:
     assert kinds([{"all": one} for one in found], "all", "connection") == ["RankError"] * NUM_RANKS
+    assert kinds([{"all": one} for one in found], "all", "address") == ["RankError"] * NUM_RANKS
+    assert "a rank has no address after 2 s" in found[2]["address"][1]
 
 
 def test_a_checkpoint_that_is_replaced_between_the_opens_of_two_ranks(found: list[dict[str, Any]]) -> None:

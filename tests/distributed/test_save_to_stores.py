@@ -10,7 +10,9 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from stio.errors import CommitUncertainError, RankError
 from stio.saving import scheduler
 from stio.saving.plan import Window
 from stio.storage.remote.folder import Folder
-from stio.storage.remote.save import RemoteTransaction
+from stio.storage.remote.save import RemoteTransaction, Uploads
 from stio.storage.remote.source import RemoteRoot
 from stio.testing import MemoryDestination
 
@@ -178,6 +180,22 @@ def large(place: Place) -> None:
     assert 0 < made[0].peak_bytes <= 8 << 20
 
 
+def tiny_ranges(place: Place) -> None:
+    """Ranges of which each has 80 bytes, and 40 bytes of a message say where it is. The memory is bounded."""
+    whole = {f"{k}": torch.full((60,), float(k)) for k in range(4000)}
+    mesh, plain, sizes = place.mesh(), exchange._Stream._new_message, []
+    spread = {name: spread_of(tensor.clone(), mesh, [Shard(0)]) for name, tensor in whole.items()}
+
+    def new_message(stream: Any, packet: Any) -> Any:
+        message = plain(stream, packet)
+        sizes.append((len(message) - packet.nbytes, stream._most_bytes // exchange._NUM_PACKED))
+        return message
+
+    with patched(exchange._Stream, "_new_message", new_message):
+        place.same_objects(spread, whole, budget_bytes=12 << 20)
+    assert sizes and all(table <= window / exchange.TABLE_PART / 3 for table, window in sizes), sizes
+
+
 def over_an_old_checkpoint(place: Place) -> None:
     """Its shards and its manifest are deleted; a `RemoteRoot` is a destination too."""
     tensors = odd_tensors()
@@ -252,14 +270,35 @@ def failures(place: Place) -> dict[str, tuple[str, str, float]]:
             assert uploads(place.client) == []
         dist.barrier()
 
-    def one_failure(text: str, state: object = spread, **options: Any) -> tuple[str, str, float]:
+    def one_failure(
+        text: str, state: object = spread, *, raised: Callable[[], None] = lambda: None, **options: Any
+    ) -> tuple[str, str, float]:
         begin = time.monotonic()
         with pytest.raises((RankError, OSError, ValueError, LookupError), match=text) as caught:
             options = {"max_shard_size": 3_000_000, "budget_bytes": 12 << 20, **options}
             sync.distributed.save(state, path, **options)
         seconds = time.monotonic() - begin
+        raised()
         unchanged()
         return type(caught.value).__name__, type(caught.value.__cause__).__name__, seconds
+
+    def told_first() -> tuple[str, str, float]:
+        """Rank 1 fails when it has uploaded its objects. Its deletions wait until rank 0 has raised."""
+        store, delete = dist.distributed_c10d._get_default_store(), Folder.delete
+
+        def delete_late(folder: Folder, names: Sequence[str]) -> None:
+            store.wait(["rank 0 has raised"], timedelta(seconds=10))
+            delete(folder, names)
+
+        def raised() -> None:
+            if rank == 0:
+                store.set("rank 0 has raised", "")
+
+        with ExitStack() as patches:
+            if rank == 1:
+                patches.enter_context(failing(Uploads, "leave"))
+                patches.enter_context(patched(Folder, "delete", delete_late))
+            return one_failure("a disk that fails|Input/output error", raised=raised)
 
     for name, who, owner, attribute in [
         ("begin", 0, Folder, "list"),
@@ -268,11 +307,13 @@ def failures(place: Place) -> dict[str, tuple[str, str, float]]:
         ("upload on the first", 0, Folder, "upload"),
         ("pack", 2, exchange._Stream, "_new_message"),
         ("assemble", 2, exchange, "_unpack"),
+        ("receive", 2, exchange.Exchange, "_receive_buffers"),
         ("agree", 1, exchange.Exchange, "wait"),
         ("publish", 0, RemoteTransaction, "_put"),
     ]:
         with failing(owner, attribute) if rank == who else patched(owner, attribute, getattr(owner, attribute)):
             found[name] = one_failure("a disk that fails|Input/output error")
+    found["told first"] = told_first()
     found["module"] = one_failure("a module that fails", Failing() if rank == 2 else spread)
     found["option"] = one_failure("the option hash differs", hash="sha256" if rank else "xxh3")
     found["refused"] = one_failure("a store has no renames", commit="files")
@@ -329,6 +370,7 @@ def everything(folder: str, endpoint: str) -> dict[str, Any]:
     whole = places[-1]
     other_states(whole)
     large(whole)
+    tiny_ranges(whole)
     over_an_old_checkpoint(whole)
     asyncio.run(with_a_saver(whole))
     return {"saves": [place.num_saves for place in places], "failures": failures(whole)}
@@ -343,7 +385,7 @@ def found(s3: tuple[Any, str], tmp_path_factory: pytest.TempPathFactory) -> list
 
 def test_objects_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
     """At 1, 2 and 3 ranks; the comparison is in the ranks."""
-    assert found[0]["saves"] == [3, 3, 8]
+    assert found[0]["saves"] == [3, 3, 9]
 
 
 def test_one_failure_is_raised_on_all(found: list[dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +349,32 @@ async def test_a_cancel_leaves_nothing(s3: Any, proxy: Proxy, small_parts: int, 
             began = time.monotonic()
             scope.cancel()
     assert time.monotonic() - began < 3
+    opened.set()
+    assert await anyio.to_thread.run_sync(eventually, lambda: not uploads(s3) and not keys(s3))
+
+
+@pytest.mark.anyio
+async def test_a_cancel_deletes_in_the_background(s3: Any, proxy: Proxy) -> None:
+    """Also more objects than are deleted at one time."""
+    reached, opened = threading.Event(), threading.Event()
+
+    def answer(number: int, method: str, path: str) -> Broken | None:
+        if method == "DELETE" or path.endswith("?delete") or "-00040-of-00040" in path:
+            reached.set()
+            opened.wait(20)
+        return None
+
+    proxy.fault = answer
+    tensors = {f"w{k}": torch.zeros(1000) for k in range(40)}
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(stio.save, tensors, "s3://bucket/m", max_shard_size=4000))
+            assert await anyio.to_thread.run_sync(reached.wait, 10)
+            assert await anyio.to_thread.run_sync(eventually, lambda: len(keys(s3)) == 39)
+            began = time.monotonic()
+            scope.cancel()
+    assert time.monotonic() - began < 3
+    assert len(keys(s3)) == 39
     opened.set()
     assert await anyio.to_thread.run_sync(eventually, lambda: not uploads(s3) and not keys(s3))
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from stio.errors import CommitUncertainError, ConcurrentSaveError, StioError, printable
@@ -26,6 +27,7 @@ from stio.format.naming import (
     shard_name,
     suffix_of_other_kind,
 )
+from stio.runtime.calls import Call
 from stio.runtime.log import log
 from stio.runtime.operation import Cancelled
 from stio.runtime.urls import without_secrets
@@ -152,7 +154,10 @@ class Uploads:
         self._ended = True
 
     def roll_back(self) -> None:
-        """Abort the uploads, and delete what was uploaded, as far as the store answers. Never raises."""
+        """Abort the uploads, and delete what was uploaded, as far as the store answers. Never raises.
+
+        After a cancel it returns within a second, and a slow store deletes the rest while this process lives.
+        """
         if self._ended:
             return
         self._ended = True
@@ -162,8 +167,8 @@ class Uploads:
             uploaded.update(self.shard_names)
         uploaded.discard(self._kept or "")
         if uploaded:
-            with suppress(StioError, Cancelled):
-                self._folder.delete(sorted(uploaded))
+            with suppress(StioError, Cancelled):  # a cancel leaves the deletions behind; they go on
+                Call(partial(self._folder.delete, sorted(uploaded))).result()
 
 
 class RemoteTransaction(Uploads):
