@@ -64,12 +64,12 @@ BOUNDS: tuple[Bound, ...] = (
     cost("cold", "rows: load_into / torch's reader", "load_into rows", "hf rows", "seconds"),
     cost("cold", "columns: load_into / torch's reader", "load_into columns", "hf columns", "seconds"),
     *(
-        seconds("cold", f"rows, {name}: bytes that a rank reads / its share", f"{name} rows", "rank_share", 1.02, "x")
+        seconds("cold", f"rows, {name}: bytes that a rank reads / its share", f"{name} rows", "rank_share", 1.02, "")
         for name in ("load_into", "dcp")
     ),
     *(
         seconds(
-            "cold", f"{kind}, {name}: bytes of all ranks from the disk / the file", f"{name} {kind}", "share", 1.02, "x"
+            "cold", f"{kind}, {name}: bytes of all ranks from the disk / the file", f"{name} {kind}", "share", 1.02, ""
         )
         for kind in ("rows", "columns")
         for name in ("load_into", "dcp")

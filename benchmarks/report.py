@@ -170,7 +170,7 @@ class Bound:
     at_most: float | None = None  # upper limit
 
     unit: str = "x"
-    """x (a ratio), s, ms (figure in seconds, shown in milliseconds), MB."""
+    """x (a ratio of two figures), s, ms (figure in seconds, shown in milliseconds), MB; empty: a plain number."""
 
     def verdict(self, value: float) -> str:
         """Judge a value."""

@@ -168,7 +168,9 @@ def resolve_device(device: Any) -> torch.device:
         return torch.device("cpu")
     accelerator = _available_accelerator()
     if accelerator is None or parsed.type != accelerator.type:
-        raise DeviceError("this torch has no such device here", found=str(parsed), expected=_devices_here())
+        no_cuda = parsed.type == "cuda" and torch.version.cuda is None and torch.version.hip is None
+        why = ": it is built without CUDA" if no_cuda else ""
+        raise DeviceError(f"this torch has no such device here{why}", found=str(parsed), expected=_devices_here())
     index = parsed.index if parsed.index is not None else _current_index()
     num_devices = torch.accelerator.device_count()
     if index >= num_devices:

@@ -211,7 +211,7 @@ def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
     """
     shown, kind = printable(name), type(tensor).__name__
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{shown!r} is no tensor but a {kind}; save_state takes nested state and plain values")
+        raise TypeError(f"{shown!r} is no tensor, its type is {kind}; save_state takes nested state and plain values")
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         raise ValueError(f"tensor {shown!r} is a lazy parameter without data; run the module once, then save")
     # A subclass that torch dispatches to Python stores its values elsewhere: this object has a shard of them or none.

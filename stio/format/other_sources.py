@@ -54,7 +54,7 @@ def refuse_pickle_at_url(source: str) -> None:
 
 
 def advice_for_missing(path: str, *, parent_exists: bool) -> str:
-    """Return what to do about a path where nothing is: it may be a URL, or an id of the Hugging Face hub.
+    """Return what to do about a path where nothing is: it may be a URL, an id of the hub, or begin with `~`.
 
     Args:
         path: What the caller passed.
@@ -72,6 +72,8 @@ def advice_for_missing(path: str, *, parent_exists: bool) -> str:
             )
         cut = "" if second_slash else ", from which a pathlib.Path has removed a slash"
         return f"; it looks like the URL {text}{cut}; stio has no scheme {printable(scheme)!r}"
+    if path.startswith("~"):
+        return "; '~' is not replaced by a home directory here: pass os.path.expanduser(path)"
     if _HUB_ID.fullmatch(path) and not parent_exists and not path.endswith(_OTHER_SUFFIXES):
         return _advice_for_hub_id(path)
     return ""

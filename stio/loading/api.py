@@ -182,7 +182,8 @@ async def load_into(
         switch_interval: See `stio.load`.
 
     Returns:
-        The names that are missing or unexpected; both are empty with `strict=True`.
+        A report: the names that are missing or unexpected (both are empty with `strict=True`), and the buffers that no
+        checkpoint holds (`persistent=False`), which are not filled.
 
     Raises:
         MismatchError: Module and checkpoint differ, or a tensor of the module cannot be filled.

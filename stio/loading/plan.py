@@ -148,6 +148,8 @@ def _not_found(name: str, headers: Sequence[Header], path: str) -> TensorNotFoun
     every = [known for header in headers for known in header.names]
     close = difflib.get_close_matches(name, every, n=3) if len(every) <= 20_000 else []
     hint = f"; did you mean {', '.join(map(repr, close))}?" if close else f"; it has {len(every):,} others"
+    if "*" in name:
+        hint = "; names are whole: for a pattern pass a function, such as lambda name: fnmatch.fnmatch(name, PATTERN)"
     return TensorNotFoundError(f"the checkpoint has no such tensor{hint}", path=path, found=name)
 
 

@@ -30,8 +30,10 @@ LATE_SECONDS = 0.01
 def test_no_accelerator() -> None:
     assert resolve_device("auto") == torch.device("cpu")
     for device in ("cuda", "cuda:1", 0, torch.device("xpu")):
-        with pytest.raises(DeviceError):
+        with pytest.raises(DeviceError) as caught:
             resolve_device(device)
+        lacks_cuda = str(device).startswith("cuda") and not (torch.version.cuda or torch.version.hip)
+        assert ("built without CUDA" in str(caught.value)) is lacks_cuda
 
 
 @pytest.mark.parametrize("device", ["nonsense", "meta", 1.5, None])

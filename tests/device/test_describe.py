@@ -167,9 +167,9 @@ def quantized() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: [1.0], TypeError, "is no tensor but a list"),
-        (lambda: None, TypeError, "is no tensor but a NoneType"),
-        (lambda: torch.nn.Linear(1, 1), TypeError, "is no tensor but a Linear"),
+        (lambda: [1.0], TypeError, "is no tensor, its type is list;"),
+        (lambda: None, TypeError, "is no tensor, its type is NoneType;"),
+        (lambda: torch.nn.Linear(1, 1), TypeError, "is no tensor, its type is Linear;"),
         (lambda: torch.zeros(2, 2).to_sparse(), ValueError, "to_dense"),
         (lambda: torch.zeros(2, 2, device="meta"), ValueError, "on meta"),
         (lambda: torch.nn.Parameter(torch.zeros(2, device="meta")), ValueError, "on meta"),

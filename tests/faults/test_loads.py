@@ -1751,6 +1751,15 @@ def test_c217_what_looks_like_a_hub_id(call: str, tmp_path: Path, monkeypatch: p
     assert "pass 'hf://meta-llama/Llama-3.1-8B'" in message
 
 
+@pytest.mark.parametrize("call", SOURCE_CALLS)
+def test_c217_a_path_below_a_home_directory(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "os.path.expanduser" in _message_of(lambda: SOURCE_CALLS[call]("~/model"), stio.StioError)
+    Path("~").mkdir()
+    Path("~", "model").mkdir()  # it is the name of a directory like any other
+    assert "expanduser" not in _message_of(lambda: SOURCE_CALLS[call]("~/model"), stio.StioError)
+
+
 def test_c217_a_hub_id_as_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`tests/remote/test_hub.py` has those that are right."""
     monkeypatch.chdir(tmp_path)

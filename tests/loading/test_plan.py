@@ -234,6 +234,8 @@ def test_unknown_names_get_suggestions() -> None:
     assert caught.value.path == "some/model"
     with pytest.raises(TensorNotFoundError, match="has 21 others"):
         select_names(headers, "zzz", path="x")
+    with pytest.raises(TensorNotFoundError, match="for a pattern pass a function"):
+        select_names(headers, "model.layers.*", path="x")
 
 
 # Carried out on bytes.
