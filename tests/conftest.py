@@ -18,6 +18,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+# Threads of OpenMP spin while they wait. Several processes with as many as there are processors take three times the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 locks = importlib.import_module("stio.runtime.locks")
 loops = importlib.import_module("loops")
 logged_under_a_lock: list[str] = []
