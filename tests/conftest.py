@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Threads of OpenMP spin while they wait. Several processes with as many as there are processors take three times the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 locks = importlib.import_module("stio.runtime.locks")
 loops = importlib.import_module("loops")
@@ -87,6 +91,20 @@ def program_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     zygote = pytest.importorskip("crash.zygote").Zygote(tmp_path_factory.mktemp("output"), ["stio.cli.main"])
     yield zygote
     zygote.close()
+
+
+@pytest.fixture
+def fast_path(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Give an empty directory, in memory where there is one: saves that no power cut threatens wait for no disk.
+
+    With `--basetemp` it is below that: `make nightly` has its tests on a disk, and stores the directory of one that fails.
+    """
+    if request.config.getoption("basetemp") is not None:
+        yield request.getfixturevalue("tmp_path")
+        return
+    parent = importlib.import_module("crash.generations").fast_directory()
+    with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as folder:
+        yield Path(folder).resolve()
 
 
 @pytest.fixture(scope="module", autouse=True)

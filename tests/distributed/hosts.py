@@ -181,7 +181,7 @@ class _Host:
 
 
 def _main(hosts: Sequence[_Host]) -> None:
-    for module in [*PRELOADED, "host_ranks"]:
+    for module in ["host_ranks", *PRELOADED]:
         importlib.import_module(module)
     forked = []
     for host in hosts:

@@ -21,6 +21,7 @@ PRELOADED = [
     *("stio.distributed", "stio.sync", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
     *("torch._dynamo", "torch.distributed.checkpoint.state_dict"),  # what the first `fully_shard` imports
     *("pytest", "safetensors.torch", "trio"),  # what the tests import
+    "tests.distributed.preloaded",  # the last one
 ]
 """Modules that the server imports once, before it forks ranks: in each rank they would take seconds."""
 

@@ -12,8 +12,7 @@ import json
 import os
 import re
 import socket
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 from commands import run
-from crash.generations import fast_directory
 from versions import archive, look
 from versions.archive import FILES, NEWEST, Owner, unpack
 
@@ -96,10 +94,8 @@ def require_found(scenario: Scenario, root: Path, when: str) -> None:
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
-    """An empty directory, in memory where that can be: hundreds of saves wait for no disk."""
-    with tempfile.TemporaryDirectory(dir=fast_directory()) as folder:
-        yield Path(folder).resolve()
+def place(fast_path: Path) -> Path:
+    return fast_path
 
 
 # Reading, and the command that cleans up.

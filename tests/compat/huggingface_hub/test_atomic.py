@@ -86,12 +86,12 @@ def numbers(shift: int) -> Iterator[int]:
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickles"])
 @pytest.mark.parametrize("persistent", [False, True], ids=["once", "from_then_on"])
 def test_any_call_may_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: Any, new: Any, safe: bool, persistent: bool
+    fast_path: Path, monkeypatch: pytest.MonkeyPatch, old: Any, new: Any, safe: bool, persistent: bool
 ) -> None:
     outcomes = set()
     was = None if old is None else 1.0
     for number in numbers(safe + 2 * persistent):
-        folder = prepared(tmp_path / str(number), old, safe=safe)
+        folder = prepared(fast_path / str(number), old, safe=safe)
         failed: Exception | None = None
         with pytest.MonkeyPatch.context() as patch:
             system = System(patch, fail_at=number, persistent=persistent)
@@ -121,7 +121,7 @@ def test_any_call_may_fail(
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("old, new", CHANGES)
 def test_the_process_may_end_at_any_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: Any, new: Any, after: bool
+    fast_path: Path, monkeypatch: pytest.MonkeyPatch, old: Any, new: Any, after: bool
 ) -> None:
     """Pickles are saved on the caller's thread, and published by the same steps as tensors.
 
@@ -130,7 +130,7 @@ def test_the_process_may_end_at_any_call(
     was = None if old is None else 1.0
     seen = set()
     for number in range(2, 10_000, count(2, 1)):
-        folder = prepared(tmp_path / str(number), old, safe=False)
+        folder = prepared(fast_path / str(number), old, safe=False)
         with pytest.MonkeyPatch.context() as patch:
             system = System(patch, kill_at=number, kill_after=after)
             try:
@@ -206,13 +206,13 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickles"])
-def test_savers_with_patterns_of_their_own(tmp_path: Path, safe: bool) -> None:
+def test_savers_with_patterns_of_their_own(fast_path: Path, safe: bool) -> None:
     suffix = ".safetensors" if safe else ".bin"
 
     def work(rank: int) -> None:
         for generation in range(8):
             save(
-                tmp_path,
+                fast_path,
                 generation,
                 TWO if generation % 2 else ONE,
                 safe=safe,
@@ -220,25 +220,25 @@ def test_savers_with_patterns_of_their_own(tmp_path: Path, safe: bool) -> None:
             )
 
     in_threads(4, work)
-    assert len(os.listdir(tmp_path)) == 4 * 3
+    assert len(os.listdir(fast_path)) == 4 * 3
     read = load_file if safe else torch.load
-    for path in tmp_path.glob(f"rank*{suffix}"):
+    for path in fast_path.glob(f"rank*{suffix}"):
         assert {float(value) for tensor in read(path).values() for value in tensor} == {7.0}
 
 
 @pytest.mark.parametrize("most", [ONE, TWO])
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickles"])
-def test_savers_of_the_same_files(tmp_path: Path, most: Any, safe: bool) -> None:
+def test_savers_of_the_same_files(fast_path: Path, most: Any, safe: bool) -> None:
     """Where every process saves, as on TPUs, the last one wins."""
     in_threads(
-        4, lambda rank: [save(tmp_path, 5, most, safe=safe, is_main_process=rank == 0) for _ in range(6)] and None
+        4, lambda rank: [save(fast_path, 5, most, safe=safe, is_main_process=rank == 0) for _ in range(6)] and None
     )
-    assert look(tmp_path, safe=safe) == 5
-    (tmp_path / "config.json").write_text("{}")
-    assert only_files_of(tmp_path, most, safe=safe)
+    assert look(fast_path, safe=safe) == 5
+    (fast_path / "config.json").write_text("{}")
+    assert only_files_of(fast_path, most, safe=safe)
 
 
-def test_processes_in_one_directory(tmp_path: Path, torch_zygote: Any) -> None:
+def test_processes_in_one_directory(fast_path: Path, torch_zygote: Any) -> None:
     code = (
         "import sys, torch\n"
         "from stio.compat.huggingface_hub import save_torch_state_dict\n"
@@ -249,11 +249,13 @@ def test_processes_in_one_directory(tmp_path: Path, torch_zygote: Any) -> None:
         "    save_torch_state_dict(tensors, where, max_shard_size=48, is_main_process=rank == 0, **pattern)\n"
     )
     started = [
-        subprocess.Popen([torch_zygote.python, "-c", code, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [torch_zygote.python, "-c", code, str(rank), str(fast_path)], stderr=subprocess.PIPE, text=True
+        )
         for rank in range(2)
     ]
     for process in started:
         _, stderr = process.communicate(timeout=100)
         assert process.returncode == 0, stderr
-    assert look(tmp_path) in (0, 1)
-    assert len(os.listdir(tmp_path)) == 3 * 3
+    assert look(fast_path) in (0, 1)
+    assert len(os.listdir(fast_path)) == 3 * 3

@@ -155,7 +155,7 @@ def test_what_has_the_name_of_a_new_file_is_kept(tmp_path: Path, caplog: pytest.
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_killed_at_every_call_nothing_of_others_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool, every: int
+    fast_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool, every: int
 ) -> None:
     """The new checkpoint or the old one is there after recovery, and what others added and replaced is somewhere."""
     for name in ("fsync", "sync_directory"):  # no power cut here, so nothing has to reach the disk
@@ -164,7 +164,7 @@ def test_killed_at_every_call_nothing_of_others_is_lost(
     monkeypatch.setattr("stio.storage.commit.directory_lock._SHORT_SECONDS", 0.01)
     found = []
     for n in range(1, 400, every):
-        home = tmp_path / str(n)
+        home = fast_path / str(n)
         staged_with(home / "one", "old").commit(index=None)
         (home / "one" / "mine").write_text("mine")
         (home / "one" / "below" / "mine").write_text("mine too")

@@ -72,11 +72,11 @@ def staged_in(directory: Path) -> list[Path]:
 @pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["before", "after"])
 @changes
 def test_c108_killed_at_every_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, after: bool
+    fast_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, after: bool
 ) -> None:
     found: list[str | None] = []
     for n in range(1, 400):
-        destination = change.prepare(tmp_path / str(n))
+        destination = change.prepare(fast_path / str(n))
         hit = die(monkeypatch, change, destination, n, after=after)
         if change is not FILES_CHANGE:
             read(destination)  # whole, at any time
@@ -94,17 +94,17 @@ def test_c108_killed_at_every_call(
 @pytest.mark.parametrize("every", [10, pytest.param(3, marks=pytest.mark.slow)])
 @changes
 def test_c108_recovery_killed_at_every_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, every: int
+    fast_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, every: int
 ) -> None:
     """The one who cleans may die as well, after any death of the one before."""
-    destination = change.prepare(tmp_path / "whole")
+    destination = change.prepare(fast_path / "whole")
     with monkeypatch.context() as patch:
         counting = System(patch, kill_at=10_000)
         change.carry_out(destination)
     assert 0 < counting.num_calls < 10_000
     for n in range(counting.num_calls // 2, counting.num_calls + 1, every):
         for k in range(1, 100):
-            destination = change.prepare(tmp_path / f"{n}-{k}")
+            destination = change.prepare(fast_path / f"{n}-{k}")
             die(monkeypatch, change, destination, n)
             with monkeypatch.context() as patch:
                 system = System(patch, kill_at=k)
@@ -121,9 +121,9 @@ def test_c108_recovery_killed_at_every_call(
 
 
 @changes
-def test_next_save_cleans_up_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+def test_next_save_cleans_up_by_itself(fast_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
     for n in (20, 30, 40, 50):
-        destination = change.prepare(tmp_path / str(n))
+        destination = change.prepare(fast_path / str(n))
         die(monkeypatch, change, destination, n)
         if change.kind == "fresh" and destination.exists():
             continue  # the next save works in it, and not beside it
@@ -329,8 +329,8 @@ CONTROLS = ("fresh_many", "file_over", "one_to_many", "many_to_one", "hub_over_h
 
 
 @changes
-def test_c109_power_cut_after_every_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
-    cut_everywhere(monkeypatch, tmp_path, change)
+def test_c109_power_cut_after_every_call(fast_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+    cut_everywhere(monkeypatch, fast_path, change)
 
 
 @pytest.mark.parametrize("drop", ["fsync", "sync_directory"])
@@ -342,11 +342,11 @@ def test_c109_power_cut_after_every_call(tmp_path: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_c109_the_model_would_notice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, drop: str
+    fast_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, drop: str
 ) -> None:
     """The negative control: without these syncs the same check fails."""
     with pytest.raises((AssertionError, ValueError, OSError)):
-        cut_everywhere(monkeypatch, tmp_path, change, (drop,))
+        cut_everywhere(monkeypatch, fast_path, change, (drop,))
 
 
 # Who is alive, and who is not.
@@ -372,8 +372,8 @@ def test_live_save_is_left_alone(tmp_path: Path) -> None:
     require_clean(tmp_path / "c", ["new"])
 
 
-def test_report_says_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = abandoned(monkeypatch, tmp_path)
+def test_report_says_what_was_done(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = abandoned(monkeypatch, fast_path)
     (left,) = staged_in(place)
     assert collect_garbage(place) == GarbageReport(undone=(str(left),))
     assert collect_garbage(place) == GarbageReport()
@@ -503,9 +503,9 @@ def test_where_no_time_can_be_seen_nothing_is_old(tmp_path: Path, monkeypatch: p
         assert collect_garbage(place, max_age_seconds=-1).kept == (str(left),)
 
 
-def test_two_recoveries_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_recoveries_at_once(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(15, 75, 4):
-        place = tmp_path / str(n)
+        place = fast_path / str(n)
         save(place / "c", "old", 2)
         die(monkeypatch, Change("", 2, 2), place / "c", n)
         together = threading.Barrier(4)
@@ -562,17 +562,17 @@ def records(monkeypatch: pytest.MonkeyPatch, place: Path) -> tuple[Path, Journal
 @pytest.mark.parametrize("key", ["moves", "unlink"])
 @pytest.mark.parametrize("name", ["../mine", "sub/mine", "..", ""])
 def test_record_with_names_that_lead_out_is_void(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, name: str
+    fast_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, name: str
 ) -> None:
-    left, _ = records(monkeypatch, tmp_path / "c")
-    mine = tmp_path / "mine"
+    left, _ = records(monkeypatch, fast_path / "c")
+    mine = fast_path / "mine"
     mine.write_text("x")
     document = json.loads((left / "intent.json").read_text())
     document[key][name] = {"nbytes": 1, "mtime_ns": mine.stat().st_mtime_ns}
     (left / "intent.json").write_text(json.dumps(document))
-    assert collect_garbage(tmp_path / "c").undone == (str(left),)
+    assert collect_garbage(fast_path / "c").undone == (str(left),)
     assert mine.exists()
-    require_clean_but(tmp_path / "c", mine)
+    require_clean_but(fast_path / "c", mine)
 
 
 @pytest.mark.parametrize("key", ["moves", "unlink"])
@@ -594,22 +594,22 @@ def require_clean_but(place: Path, mine: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"version": 1}', '{"version": "1"}', "[" * 100_000])
-def test_record_that_is_none_is_void(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    left, _ = records(monkeypatch, tmp_path / "c")
+def test_record_that_is_none_is_void(fast_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    left, _ = records(monkeypatch, fast_path / "c")
     (left / "intent.json").write_text(text)
-    assert collect_garbage(tmp_path / "c").undone == (str(left),)
-    require_clean(tmp_path / "c", ["old"])
+    assert collect_garbage(fast_path / "c").undone == (str(left),)
+    require_clean(fast_path / "c", ["old"])
 
 
-def test_record_of_another_version_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left, _ = records(monkeypatch, tmp_path / "c")
+def test_record_of_another_version_is_left(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, _ = records(monkeypatch, fast_path / "c")
     (left / "intent.json").write_text('{"version": 2, "what": "ever"}')
-    assert collect_garbage(tmp_path / "c").kept == (str(left),)
-    assert read(tmp_path / "c") == "old"
+    assert collect_garbage(fast_path / "c").kept == (str(left),)
+    assert read(fast_path / "c") == "old"
 
 
-def test_files_that_another_program_uses_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = tmp_path / "c"
+def test_files_that_another_program_uses_stay(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = fast_path / "c"
     save(place, "old", 2)
     n, moved = 20, []
     while not moved:
@@ -625,11 +625,11 @@ def test_files_that_another_program_uses_stay(tmp_path: Path, monkeypatch: pytes
     assert moved[0] in names_in(place)
 
 
-def test_replacement_does_not_go_on_over_a_newer_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacement_does_not_go_on_over_a_newer_checkpoint(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where locks do not reach, another save may come between the death and the recovery."""
     count = 0
     for n in range(30, 200):
-        destination = FILES_CHANGE.prepare(tmp_path / str(n))
+        destination = FILES_CHANGE.prepare(fast_path / str(n))
         if die(monkeypatch, FILES_CHANGE, destination, n) is None:
             break
         (destination / NOTE).unlink(missing_ok=True)

@@ -466,16 +466,16 @@ def test_notes_are_right_before_and_after(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("after", [None, b"was", b"before", b"after"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_notes_come_and_go(
-    tmp_path: Path,
+    fast_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     was: bytes | None,
     before: bytes | None,
     after: bytes | None,
     fails: bool,
 ) -> None:
-    save(tmp_path / "c", "old", 2)
+    save(fast_path / "c", "old", 2)
     if was is not None:
-        (tmp_path / "c" / NOTE).write_bytes(was)
+        (fast_path / "c" / NOTE).write_bytes(was)
     real = calls.rename
 
     def rename(source: str, target: str, **fds: int) -> None:
@@ -487,10 +487,10 @@ def test_notes_come_and_go(
     notes = [Note("first.json", None, None), Note(NOTE, before, after)]
     if fails:
         with pytest.raises(StorageError):
-            save(tmp_path / "c", "new", 2, notes=notes)
+            save(fast_path / "c", "new", 2, notes=notes)
     else:
-        save(tmp_path / "c", "new", 2, notes=notes)
-    found = (tmp_path / "c" / NOTE).read_bytes() if (tmp_path / "c" / NOTE).exists() else None
+        save(fast_path / "c", "new", 2, notes=notes)
+    found = (fast_path / "c" / NOTE).read_bytes() if (fast_path / "c" / NOTE).exists() else None
     assert found == (was if fails else after)
 
 
@@ -756,7 +756,7 @@ def outcome_of(change: Change, destination: Path) -> str:
 )
 @changes
 def test_c105_c107_each_call_fails(
-    tmp_path: Path,
+    fast_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     change: Change,
@@ -766,7 +766,7 @@ def test_c105_c107_each_call_fails(
     caplog.set_level(logging.CRITICAL)
     outcomes: dict[str, set[str]] = {}
     for n in range(1, 200):
-        destination = change.prepare(tmp_path / str(n))
+        destination = change.prepare(fast_path / str(n))
         with monkeypatch.context() as patch:
             system = System(patch, fail_at=n, persistent=persistent, error_number=number)
             outcome = outcome_of(change, destination)
@@ -787,9 +787,9 @@ def test_c105_c107_each_call_fails(
     assert outcomes["uncertain"] >= {"sync_directory"}
 
 
-def test_rename_that_failed_and_was_done_is_uncertain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rename_that_failed_and_was_done_is_uncertain(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for k, change in enumerate(ALL_CHANGES):
-        destination = change.prepare(tmp_path / str(k))
+        destination = change.prepare(fast_path / str(k))
         with monkeypatch.context() as patch:
             for name in ("rename", "rename_new"):
                 real = getattr(calls, name)
