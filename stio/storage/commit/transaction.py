@@ -1,12 +1,9 @@
 """A save to a local filesystem as one transaction: prepare, commit, or roll back.
 
 Prepare: new files are created in a staging directory, written and made durable (`create`, `finish_file`); then the
-lock is taken that the commit needs (`prepare_commit`, the last step that can be cancelled). Commit: one step publishes
-them, by the plan that the transaction's policy made: the rename of a directory, of one file, of the index, or the
-journal's record. Roll back: the staging directory is removed. After a crash recovery does the same.
-
-The order of the steps protects a commit against a power cut: files and their record are durable before a change is
-visible, the files that the commit refers to are durable before it, and old files are removed only when it is durable.
+lock is taken that the commit needs (`prepare_commit`, the last step that can be cancelled). Commit: a `Publication`
+makes them visible, by the plan that the transaction's policy made. Roll back: the staging directory is removed. After a
+crash recovery does the same.
 """
 
 from __future__ import annotations
@@ -16,50 +13,25 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from typing import Literal
 
-from stio.errors import CommitUncertainError, ConcurrentSaveError, StorageError
+from stio.errors import StorageError
 from stio.runtime.hashing import Hasher
 from stio.runtime.log import log
-from stio.storage.base import Identity, Note
+from stio.storage.base import Note
 from stio.storage.checks import refused
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.aside import Aside, aside_directory, put_back
 from stio.storage.commit.attributes import FileAttributes, attributes_at, keep_default_list, keep_tree
-from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS, LockTimeout, directory_lock, is_same
+from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS, LockTimeout, directory_lock
 from stio.storage.commit.file_writer import LocalFileWriter, create_files, write_refused
 from stio.storage.commit.joined import NONCE_NAME, Invitation, digest_of_file
-from stio.storage.commit.journal import (
-    MAX_NOTE_BYTES,
-    JournalRecord,
-    apply_notes,
-    clean_up,
-    has_old_index,
-    is_committed,
-    is_plain,
-    remove_record,
-    replace_files,
-    roll_back,
-    stage_notes,
-    write_record,
-)
+from stio.storage.commit.journal import MAX_NOTE_BYTES, is_plain
+from stio.storage.commit.publication import Publication
 from stio.storage.commit.recovery import recover
-from stio.storage.commit.retention import WrittenFiles, survey
-from stio.storage.commit.small_files import (
-    MAX_INDEX_BYTES,
-    Stamp,
-    closing,
-    digest_of,
-    read_small,
-    stamp_of,
-    write_small,
-)
-from stio.storage.commit.staging_dir import (
-    FILES_NAME,
-    STAGING_PREFIX,
-    StagingDirectory,
-)
+from stio.storage.commit.retention import WrittenFiles
+from stio.storage.commit.small_files import closing, read_small, write_small
+from stio.storage.commit.staging_dir import FILES_NAME, STAGING_PREFIX, StagingDirectory
 from stio.storage.commit.target import (
     CommitPlan,
     CommitPolicy,
@@ -68,13 +40,10 @@ from stio.storage.commit.target import (
     SaveTarget,
     choose_names,
     describe_existing,
-    directory_identity,
-    identity_at,
     make_and_open,
     require_replaceable,
     resolve,
 )
-from stio.storage.commit.written_list import merge_replaced
 from stio.storage.paths import resolve_links
 
 _ID_BYTES = 5
@@ -83,13 +52,6 @@ _ATTEMPTS = 8
 _RECOVERY_SECONDS = 1.0
 """Most of its `lock_timeout` that a save spends on recovery, which it can do without."""
 _DEFAULT_NAME_BYTES = 255
-_INTERRUPTED = "replacing the files was interrupted; the next save here, or collect_garbage, completes it"
-_SHADOWED = "the old index could not be removed, so readers load the old checkpoint; the next save here removes it"
-_UNREADABLE = (
-    "publishing failed, and it cannot be read whether the new checkpoint is in place; check the destination, or save "
-    "again"
-)
-_TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
 
 
 def begin_local(
@@ -254,16 +216,14 @@ class LocalTransaction:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._parents = dict(made or {})
-        self._published = WrittenFiles()
         self._target, self._home_fd, self._policy = target, home_fd, policy
         self._durable, self._last_wins = durable, last_wins
         self._writers: list[LocalFileWriter] = []
         self._finished: set[str] = set()  # names of the files that other libraries or processes wrote
         self._is_shared = False  # whether other processes write into the shards
         self._ended = False
-        self._needs_recovery = False  # if True, the staging directory stays: recovery reads it
         self._timeout = LockTimeout(lock_timeout)
-        self._cleanup_error: OSError | None = None  # why cleaning up failed; logged when the lock is released
+        self._publication: Publication | None = None  # once the commit has begun
         self._lock: ExitStack | None = None  # holds the lock of the directory, where the commit needs it
         try:
             recover(home_fd, target.home, self._timeout.part(_RECOVERY_SECONDS), check)
@@ -494,12 +454,18 @@ class LocalTransaction:
             _require_plain(note.name)
         try:
             self.prepare_commit()
-            if plan.commit == "directory":
-                self._publish_directory(index, notes)
-            elif plan.commit == "replacement":
-                self._replace_directory()
-            else:
-                self._publish_files(index, notes)
+            if self._last_wins and plan.commit not in ("directory", "replacement"):
+                self._plan = self._planned(self._staging.save_id)
+            self._publication = Publication(
+                self._target,
+                self._home_fd,
+                self._staging,
+                self._plan,
+                durable=self._durable,
+                parents=self._parents,
+                lock=self._lock or ExitStack(),
+            )
+            self._publication.publish(index, notes)
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
@@ -507,289 +473,38 @@ class LocalTransaction:
         finally:
             self._end()
 
-    def _publish_directory(self, index: bytes | None, notes: Sequence[Note]) -> None:
-        """Write index and notes into a fresh directory, and rename it."""
-        files_fd, name = self._staging.files_fd, self._target.name
-        for file, data in ((self._plan.index, index), *((note.name, note.after) for note in notes)):
-            if file is not None and data is not None:
-                write_small(files_fd, file, data, durable=self._durable)
-        self._sync(files_fd)
-        written = self._surveyed()
-        try:
-            calls.rename_new(FILES_NAME, name, source_fd=self._staging.fd, target_fd=self._home_fd, is_directory=True)
-        except OSError as error:
-            if error.errno in _TAKEN:
-                raise self._conflict() from error
-            if is_same(self._home_fd, name, files_fd):
-                raise self._uncertain("the system reported an error for a rename that it did", error) from error
-            raise
-        self._published = written
-        self._confirm()
-
-    def _replace_directory(self) -> None:
-        """Rename a directory, whose files are durable; it replaces a directory of the same name."""
-        home_fd, name = self._home_fd, self._target.name
-        written = self._surveyed()
-        with ExitStack() as stack:
-            aside = None
-            if calls.exists(name, dir_fd=home_fd):
-                aside = stack.enter_context(aside_directory(home_fd))
-                calls.rename(name, name, source_fd=home_fd, target_fd=aside.fd)
-            try:
-                calls.rename(FILES_NAME, name, source_fd=self._staging.fd, target_fd=home_fd)
-            except OSError:
-                if aside is not None:
-                    with suppress(OSError):  # recovery puts it back
-                        put_back(home_fd, self._target.home, aside)
-                raise
-            self._published = written
-            self._unlock()
-            self._confirm()
-            if aside is not None:
-                self._remove_replaced(aside)
-
-    def _remove_replaced(self, aside: Aside) -> None:
-        """Delete what a save has written in the directory that was replaced; keep the rest."""
-        home_fd, home = self._home_fd, self._target.home
-        where = os.path.join(home, aside.name)
-        try:
-            put_back(home_fd, home, aside, lambda name: merge_replaced(where, aside.fd, home_fd, name))
-        except OSError as error:
-            self._cleanup_error = error
-
-    def _publish_files(self, index: bytes | None, notes: Sequence[Note]) -> None:
-        """Publish files in a directory that exists, under its lock."""
-        if self._last_wins:
-            self._plan = self._planned(self._staging.save_id)
-        self._require_unchanged()
-        try:
-            record = self._record(index, notes)
-            files = {name: identity_at(self._staging.files_fd, name) for name in (*record.moves, record.last)}
-        except OSError as error:
-            self._withdraw(error)
-            raise
-        if record.commit == "files":
-            self._replace_files(record)
-        else:
-            self._rename_files(record)
-            self._needs_recovery = _needs_record(record)
-            self._confirm()
-        try:
-            clean_up(self._home_fd, self._staging.fd, record, durable=self._durable)
-            self._needs_recovery = False
-        except OSError as error:
-            if has_old_index(self._home_fd, record):
-                raise self._uncertain(_SHADOWED, error) from error
-            self._cleanup_error = error
-        with suppress(OSError):  # retention does not delete what is not described
-            self._published = self._written(files, notes)
-
-    def _require_unchanged(self) -> None:
-        """Require that the destination is as planned. Called under the lock, and also where locks do not exist."""
-        existing = self._plan.existing
-        if existing.index is not None:
-            index = read_small(self._home_fd, existing.index, MAX_INDEX_BYTES)
-            if digest_of(index) != existing.index_sha256:
-                raise self._conflict()
-        for name in dict.fromkeys((*existing.files, *self._plan.shards)):
-            if identity_at(self._home_fd, name) != existing.files.get(name):
-                raise self._conflict()
-
-    def _record(self, index: bytes | None, notes: Sequence[Note]) -> JournalRecord:
-        """Write index and notes into the staging directory, and the journal's record of the commit."""
-        plan, staging, shards = self._plan, self._staging, self._plan.shards
-        assert plan.commit != "directory" and plan.commit != "replacement"
-        moves, last = (shards, plan.index) if plan.index is not None else ((), shards[0])
-        if plan.index is not None:
-            assert index is not None
-            write_small(
-                staging.files_fd, plan.index, index, attributes=plan.existing.index_attributes, durable=self._durable
-            )
-        record = JournalRecord(
-            version=1,
-            save_id=staging.save_id,
-            commit=plan.commit,
-            notes=stage_notes(self._home_fd, staging.fd, notes, durable=self._durable),
-            last=last,
-            last_stamp=self._stamp(last),
-            last_sha256=digest_of(index),
-            old_sha256=plan.existing.index_sha256,
-            moves={name: self._stamp(name) for name in moves},
-            unlink={
-                name: Stamp(identity.nbytes, identity.mtime_ns)
-                for name, identity in plan.existing.files.items()
-                if name not in shards
-            },
-        )
-        if record.commit == "files":
-            self._sync(staging.files_fd)  # this record is the commit: all that it names must be durable
-        if _needs_record(record):
-            write_record(staging.fd, record, durable=self._durable)
-            self._sync(self._home_fd)  # the staging directory's own name
-        return record
-
-    def _surveyed(self) -> WrittenFiles:
-        """Return what the rename of the staged directory will publish."""
-        found = survey(self._staging.files_fd, self._target.real)
-        parents = {self._target.home: directory_identity(self._home_fd), **self._parents}
-        return WrittenFiles(found.files, {**found.directories, **parents}, found.made | self._parents.keys())
-
-    def _written(self, files: Mapping[str, Identity | None], notes: Sequence[Note]) -> WrittenFiles:
-        """Return what was published in a directory that existed: files that were staged, and notes."""
-        home, found = self._target.home, dict(files)
-        for note in notes:
-            identity = identity_at(self._home_fd, note.name)
-            if note.after is not None and read_small(self._home_fd, note.name, MAX_NOTE_BYTES) == note.after:
-                found[note.name] = identity
-        return WrittenFiles(
-            {os.path.join(home, name): identity for name, identity in found.items() if identity is not None},
-            {home: directory_identity(self._home_fd), **self._parents},
-            self._parents.keys(),
-        )
-
-    def _stamp(self, name: str) -> Stamp:
-        stamp = stamp_of(self._staging.files_fd, name)
-        if stamp is None:
-            raise StorageError(
-                "a new file was removed from the staging directory during the save; save again",
-                path=self._target.path,
-                errno=errno.ENOENT,
-                expected=name,
-            )
-        return stamp
-
-    def _rename_files(self, record: JournalRecord) -> None:
-        """Make the changes that are visible before the commit, then the commit; undo them if it fails."""
-        files_fd, home_fd = self._staging.files_fd, self._home_fd
-        try:
-            apply_notes(home_fd, self._staging.fd, record.notes, "before")
-            for name in record.moves:
-                try:
-                    calls.rename_new(name, name, source_fd=files_fd, target_fd=home_fd)
-                except FileExistsError as error:
-                    raise self._conflict() from error
-            if record.moves or record.notes:
-                self._sync(home_fd)
-            calls.rename(record.last, record.last, source_fd=files_fd, target_fd=home_fd)
-        except BaseException:
-            self._undo(record)
-            raise
-
-    def _replace_files(self, record: JournalRecord) -> None:
-        """Replace the old files one by one; the record is the commit."""
-        staging = self._staging
-        self._needs_recovery = True
-        try:
-            replace_files(self._home_fd, staging.fd, staging.files_fd, record, durable=self._durable)
-        except OSError as error:
-            if self._are_all_staged(record):
-                self._undo(record)  # nothing was replaced yet
-                if not self._needs_recovery:
-                    self._withdraw(error)
-                    raise
-            raise self._uncertain(_INTERRUPTED, error) from error
-
-    def _are_all_staged(self, record: JournalRecord) -> bool:
-        """Return whether all new files are still in the staging directory; False if that cannot be read."""
-        files_fd = self._staging.files_fd
-        try:
-            return all(stamp_of(files_fd, name) is not None for name in (*record.moves, record.last))
-        except OSError:
-            return False
-
-    def _undo(self, record: JournalRecord) -> None:
-        """Undo the visible changes; if that fails the record stays, for recovery.
-
-        Raises:
-            CommitUncertainError: The commit is in place, or that cannot be read.
-        """
-        self._needs_recovery = True
-        try:
-            committed = record.commit != "files" and is_committed(self._home_fd, record)
-        except OSError as error:
-            raise self._uncertain(_UNREADABLE, error) from error
-        if committed:
-            raise self._uncertain("the system reported an error for a rename that it did")
-        try:
-            roll_back(self._home_fd, self._staging.fd, record, durable=self._durable)
-            self._needs_recovery = False
-        except OSError as error:
-            self._cleanup_error = error
-
-    def _withdraw(self, error: OSError) -> None:
-        """Remove a record that is the commit, so that no recovery completes a save that has failed."""
-        if self._plan.commit == "files":
-            self._needs_recovery = True
-            try:
-                remove_record(self._staging.fd, durable=self._durable)
-                self._needs_recovery = False
-            except OSError:
-                raise self._uncertain(_INTERRUPTED, error) from error
-
-    def _confirm(self) -> None:
-        """Make the commit durable."""
-        try:
-            self._sync(self._home_fd)
-        except OSError as error:
-            raise self._uncertain("syncing the directory failed after the commit", error) from error
-
-    def _sync(self, directory_fd: int) -> None:
-        if self._durable:
-            calls.sync_directory(directory_fd)
-
     # The end.
 
     def published(self) -> WrittenFiles:
         """Return what the commit published."""
-        return self._published
+        return WrittenFiles() if self._publication is None else self._publication.written
 
     def roll_back(self) -> None:
         """Remove all new files. Idempotent; never raises; does nothing after a commit."""
         if not self._ended:
             self._end()
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-
     def _end(self) -> None:
         self._ended = True
-        self._unlock()
+        if self._lock is not None:
+            self._lock.close()
         for writer in self._writers:
             writer.close()
-        if self._needs_recovery:
+        begun = self._publication
+        if begun is not None and begun.needs_recovery:
             self._staging.release()
         else:
             self._staging.remove()
         calls.close(self._home_fd)
-        self._log_cleanup_error()
+        if begun is not None and begun.cleanup_error is not None:
+            message = "%s: cleaning up failed, the next save here or `stio gc` completes it: %s"
+            log(logging.WARNING, message, self._target.path, begun.cleanup_error)
 
     # Errors.
 
     def _require(self, condition: bool, message: str) -> None:
         if not condition:
             raise ValueError(f"{self.path}: {message}")
-
-    def _uncertain(self, message: str, error: OSError | None = None) -> CommitUncertainError:
-        reason = f": {os.strerror(error.errno)}" if error is not None and error.errno else ""
-        return CommitUncertainError(message + reason, path=self._target.path, errno=error.errno if error else None)
-
-    def _conflict(self) -> ConcurrentSaveError:
-        return ConcurrentSaveError(
-            "another save, or another program, changed the destination while this save was under way; this one was "
-            "rolled back",
-            path=self._target.path,
-        )
-
-    def _log_cleanup_error(self) -> None:
-        error, self._cleanup_error = self._cleanup_error, None
-        if error is not None:
-            message = "%s: cleaning up failed, the next save here or `stio gc` completes it: %s"
-            log(logging.WARNING, message, self._target.path, error)
-
-
-def _needs_record(record: JournalRecord) -> bool:
-    return bool(record.moves or record.unlink or record.notes)  # otherwise the commit is one rename
 
 
 def _require_plain(name: str) -> None:

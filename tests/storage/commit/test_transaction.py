@@ -23,9 +23,8 @@ import torch
 import stio.sync
 from stio.errors import CommitUncertainError, ConcurrentSaveError, NoSpaceError, StioError, StorageError
 from stio.storage.base import Note, Transaction
-from stio.storage.commit import directory_lock, target
+from stio.storage.commit import directory_lock, publication, target
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit import transaction as transaction_module
 from stio.storage.commit.directory_lock import DIRECTORY_LOCK_NAME
 from stio.storage.commit.transaction import begin_local
 from tests.storage.transactions import (
@@ -865,7 +864,7 @@ def test_a_failed_rename_after_which_nothing_can_be_read_is_uncertain(
 
     with monkeypatch.context() as patch:
         patch.setattr(calls, "rename", rename)
-        patch.setattr(transaction_module, "is_committed", unreadable)
+        patch.setattr(publication, "is_committed", unreadable)
         with pytest.raises(CommitUncertainError, match="cannot be read whether the new checkpoint is in place"):
             change.carry_out(destination)
     sweep(monkeypatch, destination)
@@ -879,10 +878,10 @@ def test_an_interrupted_replacement_after_which_nothing_can_be_read_is_uncertain
     with monkeypatch.context() as patch:
 
         def replace_files(*arguments: object, **options: object) -> None:
-            patch.setattr(transaction_module, "stamp_of", unreadable)
+            patch.setattr(publication, "stamp_of", unreadable)
             raise OSError(errno.EIO, "")
 
-        patch.setattr(transaction_module, "replace_files", replace_files)
+        patch.setattr(publication, "replace_files", replace_files)
         with pytest.raises(CommitUncertainError, match="replacing the files was interrupted"):
             FILES_CHANGE.carry_out(destination)
     sweep(monkeypatch, destination)
