@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from stio.conversion.torch_files import read_pickle
+from stio.device.base import resolve_device
 from stio.device.describe import describe_tensors
 from stio.errors import CheckpointNotFoundError, FormatError, printable
 from stio.format.naming import FILE_SUFFIX
@@ -327,6 +328,7 @@ def load_state_dict(
 
     Raises:
         CheckpointNotFoundError: Neither file exists.
+        DeviceError: There is no such device.
         FormatError: See `safetensors_file_to_state_dict`.
         ValueError: `checkpoint_dir` is a URL, or `fname` has another ending.
     """
@@ -341,7 +343,10 @@ def load_state_dict(
             continue
         if path.endswith(FILE_SUFFIX):
             return _load(path, map_location, trust_pickle)
-        return read_pickle(path, map_location=map_location or "cpu", trust_pickle=trust_pickle)
+        if isinstance(map_location, int):  # torch.load takes no index
+            map_location = resolve_device(map_location)
+        where = "cpu" if map_location is None else map_location
+        return read_pickle(path, map_location=where, trust_pickle=trust_pickle)
     raise CheckpointNotFoundError(
         "there is no such file", path=os.path.join(folders[-1], fname), expected=" or ".join(names)
     )

@@ -21,6 +21,7 @@ from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.naming import FILE_SUFFIX
 from stio.format.sharding import TensorSource
 from stio.runtime.hashing import HashName
+from stio.runtime.limits import check_budget_bytes
 from stio.runtime.memory import default_budget_bytes
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress, progress_callback
@@ -86,8 +87,8 @@ async def convert(
         StioError: See `stio.open` and `stio.save`. After an error the destination is unchanged.
     """
     wanted = _floating_dtype(dtype)
-    if budget_bytes is not None and (not isinstance(budget_bytes, int) or budget_bytes <= 0):
-        raise ValueError(f"budget_bytes must be a positive number of bytes, not {budget_bytes!r}")
+    if budget_bytes is not None:
+        check_budget_bytes(budget_bytes)
     if key is not None and not isinstance(key, str):
         raise TypeError(f"key= takes text, not {key!r}")
     options = SaveOptions(

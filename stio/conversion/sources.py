@@ -35,6 +35,7 @@ from stio.format.safe_pickle import PickleRefused, PlainPickles
 from stio.format.shared import ALIASES_KEY, resolve_shared
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.limits import Limits
+from stio.runtime.urls import is_url
 from stio.storage.checks import refused
 from stio.storage.open import open_directory
 
@@ -98,7 +99,7 @@ def open_source(
     """
     pickles = _pickle_files(path)
     if pickles is None:
-        if key is not None and os.path.lexists(path):
+        if key is not None and (os.path.lexists(path) or is_url(path)):
             raise ValueError("key= is for files of torch.save; a safetensors checkpoint is flat")
         return _open_safetensors(path, dtype, window_bytes, check)
     tensors: dict[str, torch.Tensor] = {}

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from stio.errors import FormatError, StorageError, printable
+from stio.errors import FormatError, HostMemoryError, StorageError, printable
 from stio.format.other_sources import PICKLE_START_BYTES, is_pickle_start, is_zip_start
+from stio.runtime.memory import reporting_shortage
 from stio.storage.checks import OPEN_FLAGS, require_regular, translated_errors
 
 
@@ -44,6 +45,7 @@ def read_pickle(path: str, *, map_location: Any = "cpu", trust_pickle: bool = Fa
     Raises:
         CheckpointNotFoundError: There is no such file.
         FormatError: It is broken, or holds objects that only `trust_pickle` reads.
+        HostMemoryError: The host has too little memory for its tensors.
         StorageError: The operating system reported an error.
     """
     in_zip = is_zip_start(read_start(path, PICKLE_START_BYTES))
@@ -54,14 +56,15 @@ def read_pickle(path: str, *, map_location: Any = "cpu", trust_pickle: bool = Fa
             stacklevel=3,
         )
     try:
-        return torch.load(path, map_location=map_location, mmap=mapped and in_zip, weights_only=not trust_pickle)
+        with reporting_shortage(path):
+            return torch.load(path, map_location=map_location, mmap=mapped and in_zip, weights_only=not trust_pickle)
+    except HostMemoryError:
+        raise
     except pickle.UnpicklingError as error:
         hint = "" if trust_pickle else "; trust_pickle=True reads more than tensors and plain values, and runs it"
         raise FormatError(f"the file cannot be unpickled: {_first_line(error)}{hint}", path=path) from error
     except OSError as error:
         raise StorageError(f"the file cannot be read: {printable(str(error))}", path=path, errno=error.errno) from error
-    except MemoryError:
-        raise
     except Exception as error:  # torch raises nearly any error for a malformed file
         raise FormatError(f"not a file of torch.save: {_first_line(error)}", path=path) from error
 

@@ -138,7 +138,7 @@ class PublishedSave(JoinedSave):
         when_durable: Callable[[str], None] = lambda path: None,
         protected: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """Start to wait for the saves and to commit, on a thread.
+        """Start to wait for the saves and to commit, on a thread. If no thread starts, everything is rolled back.
 
         Args:
             keep_last: Number of durable checkpoints to keep; older ones are deleted. None keeps all.
@@ -158,7 +158,11 @@ class PublishedSave(JoinedSave):
                     log(logging.WARNING, "old checkpoints could not be deleted: %s", error)
 
         operation = Operation(publish, name="publish", exit_patience=EXIT_PATIENCE_SECONDS)
-        self._operation = operation.start()
+        try:
+            self._operation = operation.start()
+        except BaseException:  # no thread publishes it
+            self._roll_back()
+            raise
 
     def result(self) -> None:
         """Wait until the checkpoint is durable; a KeyboardInterrupt rolls it back.

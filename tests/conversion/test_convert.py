@@ -273,7 +273,8 @@ def test_other_nested_state_is_refused(tmp_path: Path, state: dict[str, Any], ma
         ({"dtype": "F4"}, ValueError),
         ({"dtype": 1}, TypeError),
         ({"budget_bytes": 0}, ValueError),
-        ({"budget_bytes": "1GB"}, ValueError),
+        ({"budget_bytes": "1GB"}, TypeError),
+        ({"budget_bytes": True}, TypeError),
         ({"key": 1}, TypeError),
         ({"max_shard_size": "1MB"}, ValueError),
         ({"max_shard_size": "x"}, ValueError),
@@ -288,6 +289,29 @@ def test_other_nested_state_is_refused(tmp_path: Path, state: dict[str, Any], ma
 def test_wrong_calls_before_anything_begins(tmp_path: Path, keywords: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):  # raised before the missing source is noticed
         stio.sync.convert(tmp_path / "absent", tmp_path / "d.safetensors", **keywords)
+
+
+def test_a_key_is_for_pickles_only(tmp_path: Path) -> None:
+    stio.sync.save({"a": ramp(5)}, tmp_path / "m.safetensors")
+    for source in (tmp_path / "m.safetensors", "http://127.0.0.1:9/m.safetensors"):
+        with pytest.raises(ValueError, match="key= is for files of torch"):
+            stio.sync.convert(source, tmp_path / "d.safetensors", key="model")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes.")],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_pickle_that_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    torch.save({"a": ramp(5)}, tmp_path / "m.pt")
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(stio.HostMemoryError) as caught:
+        stio.sync.convert(tmp_path / "m.pt", tmp_path / "d.safetensors")
+    assert caught.value.path == str(tmp_path / "m.pt")
 
 
 def test_a_file_into_itself(tmp_path: Path) -> None:

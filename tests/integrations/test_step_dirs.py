@@ -91,6 +91,23 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path: Path) -> None:
         begin(tmp_path, 2, saver).result()
 
 
+def test_without_a_thread_to_publish_it_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def start(self) -> None:
+            raise StorageError("no more threads")
+
+    with Saver(max_pending=2) as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr(_steps, "Operation", Refused)
+            with pytest.raises(StorageError, match="no more threads"):
+                begin(tmp_path, 1, saver)
+        assert os.listdir(tmp_path) == []
+        begin(tmp_path, 2, saver).result()
+
+
 def test_a_failure_is_logged_and_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

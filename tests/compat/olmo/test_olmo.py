@@ -378,6 +378,15 @@ def test_the_newer_file_goes_first(tmp_path: Path) -> None:
     assert olmo.load_state_dict(tmp_path, "optim.safetensors") == {"from": "safetensors"}
 
 
+def test_the_index_of_a_device_is_not_the_cpu(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "optim.pt")
+    if torch.accelerator.is_available():
+        assert olmo.load_state_dict(tmp_path, "optim.pt", map_location=0)["w"].device.index == 0
+    else:
+        with pytest.raises(stio.DeviceError):
+            olmo.load_state_dict(tmp_path, "optim.pt", map_location=0)
+
+
 @pytest.mark.parametrize("content", [b"", b"broken", None])
 def test_a_corrupt_newer_file_is_no_missing_one(tmp_path: Path, content: bytes | None) -> None:
     torch.save({"from": "pt"}, tmp_path / "optim.pt")
