@@ -30,6 +30,7 @@ from stio.cli.output import (
     PATH,
     Bar,
     CommandError,
+    WholeNumber,
     aligned,
     rate_text,
     require_writable,
@@ -105,7 +106,9 @@ _NO_URLS = (
 @click.command()
 @click.argument("path", type=PATH, required=False)
 @click.option("--device", default="cpu", show_default=True, help="Device to load to.")
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each contestant.")
+@click.option(
+    "--rounds", metavar="N", type=WholeNumber(min=1), default=3, show_default=True, help="Runs of each contestant."
+)
 @click.option("--size", metavar="SIZE", default="1GB", show_default=True, help="Size of the file to make without PATH.")
 @click.option("--chart", metavar="FILE", type=PATH, help="Draw the comparison as .svg.")
 @JSON_OPTION

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -29,8 +30,9 @@ from stio.cli.output import (
     matcher,
     no_match,
     say,
+    width_of,
 )
-from stio.errors import one_line
+from stio.errors import one_line, printable
 from stio.format.header import TensorInfo
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.memory import Region, allocate, libc
@@ -276,14 +278,15 @@ def _differences(dtype: str, a: Region, b: Region, tolerance: float | None) -> D
 
 
 def _lines(found: Comparison, a: str, b: str, header_only: bool, tolerance: float | None) -> Iterator[str]:
-    """Yield a line for each difference, in the natural order of names, then the verdict."""
+    """Yield a line for each difference, in the natural order of names, then the verdict. Terminals get cut names."""
+    shown = one_line if width_of(sys.stdout) is None else printable
     for side, tensors in ((a, found.only_a), (b, found.only_b)):
         for info in sorted(tensors, key=_order):
-            yield f"only in {one_line(side)}: {one_line(info.name)}  {_kind(info)}"
+            yield f"only in {one_line(side)}: {shown(info.name)}  {_kind(info)}"
     for of_a, of_b in sorted(found.changed, key=lambda pair: _order(pair[0])):
-        yield f"changed: {one_line(of_a.name)}  {_kind(of_a)} -> {_kind(of_b)}"
+        yield f"changed: {shown(of_a.name)}  {_kind(of_a)} -> {_kind(of_b)}"
     for info, difference in sorted(found.differing, key=lambda pair: _order(pair[0])):
-        yield f"differs: {one_line(info.name)}  {_kind(info)}  {_amount(info, difference, tolerance)}"
+        yield f"differs: {shown(info.name)}  {_kind(info)}  {_amount(info, difference, tolerance)}"
     yield f"{one_line(a)} and {one_line(b)}: {_verdict(found, header_only, tolerance)}"
 
 

@@ -19,6 +19,7 @@ from stio.cli.output import (
     FILTER_OPTION,
     JSON_OPTION,
     PATH,
+    WholeNumber,
     cells,
     columns_of,
     has_colours,
@@ -28,6 +29,7 @@ from stio.cli.output import (
     say,
     shortened,
     width_of,
+    write,
 )
 from stio.errors import one_line, printable
 from stio.format.dtypes import LIBRARY_NAMES
@@ -49,7 +51,7 @@ _PADDED = 48
 @click.argument("path", type=PATH)
 @FILTER_OPTION
 @click.option("--tree", "as_tree", is_flag=True, help="Group names by their dots.")
-@click.option("--depth", metavar="N", type=click.IntRange(min=1), help="Number of levels of the tree.")
+@click.option("--depth", metavar="N", type=WholeNumber(min=1), help="Number of levels of the tree.")
 @click.option("--wide", is_flag=True, help="Shorten nothing. Only a terminal gets shortened names.")
 @JSON_OPTION
 def inspect(path: str, pattern: str | None, as_tree: bool, depth: int | None, wide: bool, as_json: bool) -> None:
@@ -76,7 +78,7 @@ def _print(listing: _Listing, lines: Iterable[str], shards: list[str], width: in
     """Print the headline, lines that fit the terminal, and the notes below them."""
     say(listing.headline(), style="bold")
     if text := "\n".join(lines):
-        click.echo(text, color=has_colours() or None)
+        write(text, has_style=has_colours())
     notes = [*shards, *listing.notes()]
     if notes:
         say("\n".join(notes if width is None else map(printable, notes)), style="dim")

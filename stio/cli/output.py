@@ -120,8 +120,16 @@ class _CheckpointPath(click.Path):
         return super().convert(value, param, ctx)
 
 
+class WholeNumber(click.IntRange):
+    """A whole number in a range."""
+
+    name = "whole number"
+
+
 class _Number(click.FloatRange):
     """A number in a range. NaN, which is in every range of click's, is an error."""
+
+    name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -242,9 +250,22 @@ def say(text: str, *, to_stderr: bool = False, style: Literal["bold", "dim"] | N
         text = "\n".join(_broken(line, width) for line in text.split("\n"))
     if style is not None and has_colours():
         text = "\n".join(click.style(line, **{style: True}) for line in text.split("\n"))
-        click.echo(text, err=to_stderr, color=True)
+        write(text, to_stderr=to_stderr, has_style=True)
     else:
-        click.echo(text, err=to_stderr)
+        write(text, to_stderr=to_stderr)
+
+
+def write(text: str, *, to_stderr: bool = False, has_style: bool = False) -> None:
+    """Print text in the encoding of the stream. Without the argument `file`, click writes UTF-8 in the place of ASCII.
+
+    Args:
+        text: The text; a character that the encoding does not have is escaped.
+        to_stderr: Print it on standard error.
+        has_style: It has colours, and standard output gets colours.
+    """
+    stream = sys.stderr if to_stderr else sys.stdout
+    if stream is not None:
+        click.echo(text, file=stream, color=has_style or None)
 
 
 def has_colours() -> bool:

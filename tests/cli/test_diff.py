@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import refused, run
+from commands import refused, run, terminal
 from safetensors.torch import save_file
 from support import nothing_left
 
@@ -161,7 +161,7 @@ def test_a_tolerance_does_not_change_names_dtypes_and_shapes(pair: tuple[Path, P
 def test_wrong_tolerances(pair: tuple[Path, Path]) -> None:
     assert "'--tolerance'" in refused("diff", *pair, "--tolerance", "-1")
     assert "not NaN" in refused("diff", *pair, "--tolerance", "nan")
-    assert "'--tolerance'" in refused("diff", *pair, "--tolerance", "little")
+    assert "'--tolerance': 'little' is not a valid number" in refused("diff", *pair, "--tolerance", "little")
     assert "give one of the two" in refused("diff", *pair, "--tolerance", "1", "--header-only")
 
 
@@ -274,6 +274,16 @@ def test_hostile_names_do_not_reach_the_terminal(tmp_path: Path) -> None:
     text = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", status=1).stdout
     assert not {"\x1b", "\u202e"} & set(text)
     assert text.count(r"\x1b[2J\n\u202ex") == 2
+
+
+def test_a_terminal_is_not_filled_by_one_name(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.safetensors", **{"x" * 50_000: torch.zeros(1)})
+    b = write(tmp_path / "b.safetensors", **{"x" * 50_000: torch.ones(1)})
+    shown = terminal("diff", a, b, NO_COLOR="1")
+    assert "x" * 120 + "..." in shown
+    assert "(50,000 characters)" in " ".join(shown.split())
+    assert "x" * 121 not in shown
+    assert "x" * 50_000 in run("diff", a, b, status=1).stdout, "a pipe gets the whole name"
 
 
 def test_a_file_that_changes_meanwhile(pair: tuple[Path, Path]) -> None:

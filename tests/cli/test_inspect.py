@@ -208,10 +208,12 @@ def test_colours_on_terminals_only(model: Path) -> None:
     assert "\x1b[" not in run("inspect", model).stdout
 
 
-def test_names_beyond_the_encoding(tmp_path: Path) -> None:
-    save_file({"née": torch.zeros(1)}, tmp_path / "m.safetensors")
-    done = stio_program("inspect", tmp_path, PYTHONIOENCODING="cp1251")
-    assert (done.returncode, r"n\xe9e" in done.stdout) == (0, True)
+@pytest.mark.parametrize("encoding", ["cp1251", "ascii"])
+def test_names_beyond_the_encoding(tmp_path: Path, encoding: str) -> None:
+    save_file({"née": torch.zeros(1)}, tmp_path / "m.safetensors", metadata={"née": "née"})
+    done = stio_program("inspect", tmp_path, PYTHONIOENCODING=encoding)
+    assert (done.returncode, r"n\xe9e  " in done.stdout, r"metadata n\xe9e: n\xe9e" in done.stdout) == (0, True, True)
+    assert r"n\xe9e: there is no such file" in stio_program("inspect", "née", PYTHONIOENCODING=encoding).stderr
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 64, b"\x02" + bytes(7) + b"[]"])
@@ -277,6 +279,7 @@ def test_depth_cuts_a_tree(tmp_path: Path) -> None:
     assert inspect(path, "--depth", 1)[1:3] == ["├─ h  2 tensors, 16 B", "└─ x  F32 [2]  8 B"]
     assert len(inspect(path, "--depth", 2)) == len(inspect(path, "--tree")) == 6
     assert "Invalid value for '--depth'" in refused("inspect", path, "--depth", 0)
+    assert "'x' is not a valid whole number" in refused("inspect", path, "--depth", "x")
 
 
 def test_a_tree_of_hostile_names_is_bounded(tmp_path: Path) -> None:
