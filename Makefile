@@ -23,7 +23,7 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS)/.stio-frameworks
 # The tests start hundreds of processes; without its bytecode each of them would compile stio again.
 unexport PYTHONDONTWRITEBYTECODE
 
-PARTS := children commands ranks frameworks types storage packages loading device faults
+PARTS := ranks frameworks children packages commands loading faults storage device types
 .PHONY: demo test check $(PARTS:%=check-%) frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed gpu rehearse-gpu fuzz crash package release-check extras clean
 
 # DEMO_ARGS="--picture docs/demo.svg" draws the picture of the pages again; --help lists the other options.
@@ -42,10 +42,12 @@ check: $(STAMP) $(MODEL_STAMP) $(DOCS_STAMP)  ## format, lint, strict types, all
 # `pytest` alone runs all tests, one after the other.
 QUICK := -m 'not gpu and not slow'
 TYPES := tests/test_package.py tests/test_package_workflows.py
-CHILDREN := $(filter-out $(TYPES),$(wildcard tests/test_*.py))
+# In the part of the frameworks, whose process has imported them, and has a parent of forked processes.
+PAGES := tests/test_docs.py tests/test_examples.py tests/test_benchmark_busy.py
+CHILDREN := $(filter-out $(TYPES) $(PAGES),$(wildcard tests/test_*.py))
 COMMANDS := tests/cli tests/crash
 RANKS := tests/distributed tests/remote
-FRAMEWORK_TESTS := tests/compat tests/frameworks tests/integrations
+FRAMEWORK_TESTS := tests/compat tests/frameworks tests/integrations $(PAGES)
 STORAGE := tests/storage tests/saving
 LOADING := tests/loading
 FAULTS := tests/faults tests/versions

@@ -98,7 +98,8 @@ def test_lag(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["lag"]["p99"] >= 0 and found["baseline"]["p99"] >= 0
 
 
-def test_a_run_that_fails_is_a_result(tmp_path: Path) -> None:
+def test_a_run_that_fails_is_a_result(tmp_path: Path, zygote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(zygote.python))
     run = Run("time", str(ROOT), "load", "small", "cpu", "async", MODES[0])
     figures = busy.run_child(run, tmp_path)  # nothing was written there
     assert "CheckpointNotFoundError" in figures["error"] and figures["other_cpus"] >= 0

@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import re
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import pages
 import pytest
 import torch
+from crash.zygote import Zygote
 from safetensors.torch import save_file
 
 import stio
@@ -123,24 +123,24 @@ def test_links_point_to_existing_files(page: str) -> None:
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
 
-def example(*arguments: object) -> str:
-    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+def example(zygote: Zygote, *arguments: object) -> str:
+    done = subprocess.run([str(zygote.python), *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_timeline(model: Path, tmp_path: Path) -> None:
-    example("examples/timeline.py", model, tmp_path / "a.svg")
+def test_timeline(model: Path, tmp_path: Path, zygote: Zygote) -> None:
+    example(zygote, "examples/timeline.py", model, tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     assert all(f">{word}" in text for word in ("read", "consume", "wait", "caller", "stream", "model.safetensors"))
 
 
-def test_pictures_need_no_plotting_library() -> None:
+def test_pictures_need_no_plotting_library(zygote: Zygote) -> None:
     code = (
         "import sys; sys.path.insert(0, 'examples'); sys.modules['matplotlib'] = None; import demo_picture, timeline; "
         "print('matplotlib' in {name.partition('.')[0] for name, module in sys.modules.items() if module})"
     )
-    assert example("-c", code).strip() == "False"
+    assert example(zygote, "-c", code).strip() == "False"
 
 
 def test_the_page_on_ray_shows_the_function_of_the_example() -> None:

@@ -94,7 +94,7 @@ def test_a_bar_on_terminals_only(zygote: Zygote, source: Path, tmp_path: Path) -
     assert without.strip()
 
 
-def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, zygote: Zygote) -> None:
     """600 MB to be hashed and written are still ahead when the first staging directory shows."""
     folder = tmp_path / "m"
     folder.mkdir()
@@ -110,7 +110,9 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     destination = tmp_path / "d.safetensors"
     destination.write_text("old")
     done = interrupted(
-        *("convert", folder, destination, "--hash", "sha256"), when=lambda: bool(list(tmp_path.glob(".stio-*")))
+        *("convert", folder, destination, "--hash", "sha256"),
+        when=lambda: bool(list(tmp_path.glob(".stio-*"))),
+        program=[str(zygote.python), "-m", "stio"],
     )
     assert done == (-signal.SIGINT, "", "\nInterrupted.\n")
     assert destination.read_text() == "old"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -157,7 +156,7 @@ def test_a_bar_on_terminals_only(zygote: Zygote, model: Path) -> None:
     assert without.strip()
 
 
-def test_ctrl_c_ends_a_load(model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_load(model: Path, tmp_path: Path, zygote: Zygote) -> None:
     """Pressed at its first sign of progress; no timeline is left."""
     code = """
 import os, signal, sys
@@ -167,6 +166,6 @@ from stio.__main__ import main
 main()
 """
     arguments = ["load", str(model), "--timeline", str(tmp_path / "t.json")]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    done = subprocess.run([str(zygote.python), "-c", code, *arguments], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (-2, "", "\nInterrupted.\n")
     assert os.listdir(tmp_path) == [model.name]

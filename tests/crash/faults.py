@@ -235,19 +235,20 @@ def play_all(
         every_kill: Whether the process is also killed after each call.
         only: Description of the one fault to try.
         call: Number of the one call to try.
-        every: Of the calls from the fifth on, each fault hits only each n-th, different ones for different faults.
-            The process is killed at each call all the same.
+        every: Of the calls from the third on, each fault hits only each n-th, different ones for different faults and
+            scenarios. The process is killed at each second one then.
     """
     kills = [Fault(ALL & ~OPEN, how=how) for how in ((KILL, KILL_AFTER) if every_kill else (KILL,))]
     for number, fault in enumerate([*faults, *kills]):
         if only not in (None, describe(fault)):
             continue
+        step = min(every, 2) if fault in kills else every
 
-        def play(nth: int, fault: Fault = fault) -> bool:
-            return bench.kill(fault, nth, by_save=bool(nth % 2)) if fault in kills else bench.play(fault, nth)
+        def play(nth: int, fault: Fault = fault, step: int = step) -> bool:
+            return bench.kill(fault, nth, by_save=bool(nth // step % 2)) if fault in kills else bench.play(fault, nth)
 
-        step = 1 if fault in kills else every
-        numbers = [call] if call else [nth for nth in range(1, 400) if nth < 5 or (nth + number) % step == 0]
+        shift = number + SCENARIOS.index(bench.scenario)
+        numbers = [call] if call else [nth for nth in range(1, 400) if nth < 3 or (nth + shift) % step == 0]
         for problem in until_untouched(play, numbers):
             yield (
                 f"{bench.scenario.name}, {describe(fault)}, {problem}\n    to repeat, with the shim: python -m crash.faults "
@@ -283,7 +284,7 @@ def main() -> int:
     parser.add_argument("--scenario", action="append", help="name of a scenario; all of them if there is none")
     parser.add_argument("--fault", help="description of the one fault to try, as a finding names it")
     parser.add_argument("--call", type=int, help="number of the one call to try")
-    parser.add_argument("--every", type=int, default=1, help="of the calls from the fifth on, hit each n-th only")
+    parser.add_argument("--every", type=int, default=1, help="of the calls from the third on, hit each n-th only")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of forks beside threads

@@ -44,13 +44,19 @@ def build(directory: Path, source: Path = SOURCE) -> Path:
     return target
 
 
-def run_module(module: str, *arguments: object, timeout: float, preload: Path | None = None) -> str:
-    """Run a module of the tests in a fresh interpreter; return what it printed, or fail with it."""
+def run_module(
+    module: str,
+    *arguments: object,
+    timeout: float,
+    preload: Path | None = None,
+    python: str | Path = sys.executable,
+) -> str:
+    """Run a module of the tests in a process of its own; return what it printed, or fail with it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
     if preload is not None:
         environment["LD_PRELOAD"] = str(preload)
     found = subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
+        [python, "-m", module, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=timeout,
