@@ -16,14 +16,25 @@ import pytest
 import torch
 import yaml
 from captures import CAPTURED
+from crash.zygote import Zygote
 from pages import DOCS, ROOT, Block, PageError
 
 import stio
 from stio.runtime import bar_chart
+from tests.distributed.ranks import PRELOADED
 
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 WITH_CODE = [page for page in PAGES if pages.blocks_of(DOCS / page)]
 SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+
+@pytest.fixture(scope="module")
+def page_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """Return the parent of processes that begin with what the launcher of ranks and their code import."""
+    modules = ["torch.distributed.run", *PRELOADED, "support"]
+    zygote = Zygote(tmp_path_factory.mktemp("output"), modules)
+    yield zygote
+    zygote.close()
 
 
 @pytest.mark.parametrize("page", WITH_CODE)
@@ -33,10 +44,10 @@ SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 @pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning"
 )  # one process saves the DCP checkpoint of the page
-def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Any) -> None:
+def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_zygote: Zygote) -> None:
     """Commands run in forked processes: an import of torch for each would take most of the time."""
-    monkeypatch.setattr(pages, "PYTHON", str(zygote.python))
-    monkeypatch.setenv("PYTHON_EXEC", str(zygote.python))  # what torchrun starts its workers with
+    monkeypatch.setattr(pages, "PYTHON", str(page_zygote.python))
+    monkeypatch.setenv("PYTHON_EXEC", str(page_zygote.python))  # what torchrun starts its workers with
     monkeypatch.chdir(tmp_path)
     with SERVERS.get(page, nothing)(monkeypatch, tmp_path):
         names = pages.run_page(DOCS / page)
@@ -99,8 +110,8 @@ SERVERS = {"howto/object-stores.md": store, "howto/hugging-face-hub.md": hub}
 """What runs beside the code of a page."""
 
 
-def test_the_tutorial_can_be_pasted(tmp_path: Path, zygote: Any) -> None:
-    pages.run_in_repl(pages.blocks_of(DOCS / "tutorial.md"), cwd=tmp_path, python=str(zygote.python))
+def test_the_tutorial_can_be_pasted(tmp_path: Path, page_zygote: Zygote) -> None:
+    pages.run_in_repl(pages.blocks_of(DOCS / "tutorial.md"), cwd=tmp_path, python=str(page_zygote.python))
 
 
 # The output of commands, and their pictures.
