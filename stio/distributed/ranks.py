@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import base64
 import itertools
+import logging
+import os
 import pickle
 import time
 from collections import deque
@@ -39,6 +41,7 @@ from stio.distributed.torch_private import store_of
 from stio.errors import ClosedError, RankError, printable
 from stio.runtime.blocking import runs_blocking
 from stio.runtime.locks import Condition, new_lock
+from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Cancelled, Operation, start_thread
 
@@ -152,6 +155,14 @@ class Ranks:
             self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
             if self.rank < 0:
                 raise ValueError("this process is not a member of process_group=")
+        elif dist.is_torchelastic_launched() and os.environ.get("WORLD_SIZE", "1") != "1":
+            log(
+                logging.WARNING,
+                "the %s is of this process alone: torchrun has started %s, and there is no process group; call "
+                "torch.distributed.init_process_group first",
+                about,
+                printable(os.environ["WORLD_SIZE"]),
+            )
         if self.num_ranks > 1:
             self._store, group = store_of(process_group)
             self._group = _groups.setdefault(group, _Group())

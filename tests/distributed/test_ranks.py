@@ -37,6 +37,22 @@ def test_one_process_is_one_rank():
     assert asyncio.run(alone()) == [b"2"]
 
 
+@pytest.mark.parametrize(("size", "num_lines"), [("4", 1), ("1", 0), (None, 0)])
+def test_a_process_of_torchrun_without_a_process_group_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, size: str | None, num_lines: int
+):
+    """Each process would save alone, one over the other."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    if size is None:
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    Ranks(about="save")
+    found = [record.getMessage() for record in caplog.records if "there is no process group" in record.getMessage()]
+    assert len(found) == num_lines
+    assert all("the save is of this process alone: torchrun has started 4" in line for line in found)
+
+
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])
 def test_timeouts_that_are_refused(timeout: float):
     async def enter(ranks: Ranks) -> None:
