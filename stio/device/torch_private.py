@@ -17,8 +17,13 @@ from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
 foreach_copy: Callable[..., None] = torch._foreach_copy_
 """Copies a list of tensors into another list in one call, which releases the GIL once."""
 
-foreach_clone: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = torch._foreach_clone
-"""Clones a list of tensors in one call, which releases the GIL once."""
+
+def _clone_each(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [tensor.clone() for tensor in tensors]
+
+
+foreach_clone: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = getattr(torch, "_foreach_clone", _clone_each)
+"""Clones a list of tensors in one call, which releases the GIL once. torch 2.6 has no such call."""
 
 without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """Context in which a subclass of `torch.Tensor` does not override torch's functions."""
