@@ -138,7 +138,7 @@ def run_steps(
         with closing(StepGroup(ranks, ended)) as group:
             run_blocking(ranks.arrive("connected", ended=ended))
             has_stopped = steps(group)
-    except RankError:
+    except (RankError, Cancelled):  # an error of this rank ends its steps by a cancel; that error is what is reported
         raise
     except RuntimeError as error:  # DistError and its subclasses
         broken = printable(str(error).partition("\n")[0])

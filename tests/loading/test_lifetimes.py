@@ -30,7 +30,7 @@ def test_closing_ends_every_operation_before_the_files_close(tmp_path):
         await checkpoint.__aenter__()
         loads = [asyncio.ensure_future(checkpoint.load()) for _ in range(4)]
         await asyncio.sleep(0)
-        operations = list(checkpoint._operations)
+        operations = list(checkpoint._operations.values())
         closing = asyncio.ensure_future(checkpoint.aclose())
         await asyncio.sleep(0)
         for _ in range(5):
