@@ -220,7 +220,7 @@ def cancelled_early(source: str) -> tuple[str, str, str, float]:
 def cancelled_while_connecting(source: str) -> tuple[str, str, str, float]:
     """Cancel the load on the first rank, when it waits for Gloo's connection to the last one, which does not connect."""
     rank, plain, ended = dist.get_rank(), dist.ProcessGroupGloo, threading.Event()
-    since = [0.0]
+    since = [time.monotonic()]  # stays if the cancel is reported before this rank connects
 
     async def body() -> None:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
