@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,17 @@ def test_c248_a_device_that_is_not_there_on_torch_2_6(tmp_path: Path) -> None:
         sync.load(tmp_path, device="cuda")
     assert isinstance(caught.value, stio.DeviceError)
     assert "cuda" in str(caught.value)
+
+
+def test_c248_a_private_name_that_torch_2_6_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device could be used then, since its module was not imported."""
+    monkeypatch.delattr(torch, "_foreach_clone")
+    spec = find_spec("stio.device.torch_private")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (clone,) = module.foreach_clone([TENSORS["a"]])
+    assert torch.equal(clone, TENSORS["a"]) and clone.data_ptr() != TENSORS["a"].data_ptr()
 
 
 @pytest.fixture(params=[DeprecationWarning, FutureWarning])
