@@ -3,8 +3,8 @@
 Each page with a console runs from top to bottom, as in the tests, but the output of a command is written into the page
 instead of being compared. Output that the page shortens with `...` stays unchanged. A console with the title
 `Not run by the tests, only by make captures: why` runs here. A picture without a directory in its path is copied from
-the directory in which the commands drew it. The demo draws `docs/demo.svg`, and `examples/timeline.py` a load of a
-trained model to a fake device, `docs/timeline.svg`.
+the directory in which the commands drew it. Pages whose commands need a server are left out. The demo draws
+`docs/demo.svg`, and `examples/timeline.py` a load of a trained model to a fake device, `docs/timeline.svg`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _ELIDED = re.compile(r"(?<!\])\.\.\.")  # but not `[ARGS]...`, which click print
 def main() -> None:
     """Renew every page, then the pictures of the examples."""
     for page in sorted(pages.DOCS.rglob("*.md")):
-        if any(block.language == "console" for block in pages.blocks_of(page)):
-            print(page.relative_to(pages.DOCS), flush=True)
+        name = str(page.relative_to(pages.DOCS))
+        if name not in pages.NEED_SERVERS and any(block.language == "console" for block in pages.blocks_of(page)):
+            print(name, flush=True)
             renew(page)
     draw_timeline(support.trained_model() / "model.safetensors", pages.DOCS / "timeline.svg")
     demo = pages.ROOT / "examples" / "demo.py"

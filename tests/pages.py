@@ -33,6 +33,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+NEED_SERVERS = ("howto/object-stores.md", "howto/hugging-face-hub.md")
+"""Pages whose code needs a server, which `test_docs.py` starts: a store, and a hub."""
 LANGUAGES = ("python", "console", "text", "yaml")
 
 _FENCE = re.compile(r'^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)

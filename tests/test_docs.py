@@ -106,7 +106,7 @@ def nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AbstractContextM
     return nullcontext()
 
 
-SERVERS = {"howto/object-stores.md": store, "howto/hugging-face-hub.md": hub}
+SERVERS = dict(zip(pages.NEED_SERVERS, (store, hub), strict=True))
 """What runs beside the code of a page."""
 
 
