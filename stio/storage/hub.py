@@ -160,8 +160,8 @@ class HubRoot:
     def listdir(self) -> list[str]:
         """Return the names of the files of the directory, sorted.
 
-        Without the hub (`HF_HUB_OFFLINE`, or no connection), and for a commit that is in the cache, these may be the
-        files in the cache, if the file is among them that is the checkpoint whatever else the repository has.
+        Without the hub (`HF_HUB_OFFLINE`, or no connection), and for a commit that is in the cache, these may be only
+        the files in the cache. One of them must be the checkpoint then, whatever else the repository has.
 
         Raises:
             CheckpointNotFoundError: There is no such repository or revision, or it cannot be seen; or the hub is not

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
+
+from servers import RunningServer
 
 _TIME = "2026-01-01T00:00:00.000Z"
 
@@ -53,13 +54,7 @@ class GcsServer:
         class Handler(_Handler):
             server_store = store
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(*self.certificate)
-        self.server.socket = context.wrap_socket(self.server.socket, server_side=True, do_handshake_on_connect=False)
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
-        self.thread.start()
+        self.server = RunningServer(Handler, self.certificate)
 
     @property
     def key(self) -> str:
@@ -71,11 +66,6 @@ class GcsServer:
     def next_number(self) -> int:
         self._number += 1
         return self._number
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -91,6 +81,9 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         name = unquote(parts.path).removeprefix("/bucket").removeprefix("/")
         return name, {key: values[0] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -121,8 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         name, query = self._request()
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        store = self.server_store
+        body, store = self._body(), self.server_store
         with store.lock:
             if "partNumber" in query:
                 upload = store.uploads.get(query["uploadId"])
@@ -148,8 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         name, query = self._request()
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        store = self.server_store
+        body, store = self._body(), self.server_store
         with store.lock:
             if "uploads" in query:
                 upload_id = f"upload-{store.next_number()}"
@@ -223,4 +214,4 @@ def gcs_server(certificate: tuple[str, str]) -> Iterator[GcsServer]:
     try:
         yield server
     finally:
-        server.stop()
+        server.server.stop()

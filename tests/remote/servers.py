@@ -57,6 +57,30 @@ class Request:
     headers: dict[str, str]
 
 
+class RunningServer(ThreadingHTTPServer):
+    """A server on a free port of loopback, with TLS if there are a certificate and a key; it runs until `stop`."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler], certificate: tuple[str, str] | None) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
+            self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a client that left: what it does is for the tests to judge
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+
 @dataclass
 class HttpServer:
     """A server of byte strings by path, with ETags, ranges and If-Match, as a store of objects has them.
@@ -84,22 +108,7 @@ class HttpServer:
         class Handler(_Handler):
             server_store = store
 
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 128
-
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                pass  # a client that left: what it does is for the tests to judge
-
-        self.server = Server(("127.0.0.1", 0), Handler)
-        if self.certificate is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(*self.certificate)
-            self.server.socket = context.wrap_socket(
-                self.server.socket, server_side=True, do_handshake_on_connect=False
-            )
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
-        self.thread.start()
+        self.server = RunningServer(Handler, self.certificate)
 
     @property
     def url(self) -> str:
@@ -110,9 +119,7 @@ class HttpServer:
 
     def stop(self) -> None:
         self.stopped.set()
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+        self.server.stop()
 
     def etag(self, data: bytes) -> str:
         tag = f'"{_md5(data)}"'
