@@ -278,7 +278,7 @@ def _differences(dtype: str, a: Region, b: Region, tolerance: float | None) -> D
 
 
 def _lines(found: Comparison, a: str, b: str, header_only: bool, tolerance: float | None) -> Iterator[str]:
-    """Yield a line for each difference, in the natural order of names, then the verdict; a terminal gets short names."""
+    """Yield a line for each difference, in the natural order of names, then the verdict; short names on a terminal."""
     shown = one_line if width_of(sys.stdout) is None else printable
     for side, tensors in ((a, found.only_a), (b, found.only_b)):
         for info in sorted(tensors, key=_order):
