@@ -180,14 +180,15 @@ class _Load:
         )
 
     def start(self) -> None:
-        """Start the load, and wait until its reads are planned.
+        """Start the load, and wait until its reads are planned. The error of a read is raised by `take`.
 
         Raises:
             SafetensorError: An index does not fit its tensor, or there is no such device.
         """
         with _accelerator.loading(self._opened.path):
             run_blocking(self._operation.wait_until(lambda: self._prepared))
-        self._require_open()
+        if not self._prepared:
+            self._require_open()
 
     def take(self, name: str) -> torch.Tensor:
         """See `PrefetchLoader.take`."""

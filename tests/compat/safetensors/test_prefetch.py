@@ -30,6 +30,7 @@ import stio.compat.safetensors as package
 from stio.compat.safetensors import PrefetchLoader, SafetensorError, TensorMeta, _accelerator, safe_open
 from stio.device.base import resolve_device
 from stio.errors import StorageError
+from stio.runtime.operation import Operation
 from stio.storage.local import LocalFile
 from stio.testing import FakeDevice
 
@@ -712,6 +713,19 @@ def test_a_disk_that_fails(
                     loader.take("w") if how == "take" else list(loader)
                 assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(own_file))
     assert device.num_pending == 0
+
+
+def test_a_disk_that_fails_before_prefetch_returns(own_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a read is raised where its tensor is taken, however early it occurs."""
+    with safe_open(own_file, "pt", backend="pread") as opened:
+        reads = Reads(monkeypatch, own_file)
+        reads.error = StorageError("broken", errno=errno.EIO)
+        whole = Operation.wait_until
+        monkeypatch.setattr(Operation, "wait_until", lambda self, ready: whole(self, lambda: False))
+        loader = opened.prefetch()
+        monkeypatch.undo()
+        with loader, pytest.raises(OSError, match="broken"):
+            loader.take("w")
 
 
 def test_a_read_alone_that_fails_may_be_repeated(
