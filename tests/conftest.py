@@ -44,6 +44,18 @@ def _logs_under_no_lock() -> Iterator[None]:
     assert found == []
 
 
+with suppress(ImportError):
+    timeouts: Any = importlib.import_module("pytest_timeout")
+    dump_stacks = timeouts.dump_stacks
+
+    def _dump_stacks_and_name(terminal: Any) -> None:
+        """Name the test that did not end at the end of the output too: of a long output, often only the end is kept."""
+        dump_stacks(terminal)
+        terminal.line(f"did not end: {os.environ.get('PYTEST_CURRENT_TEST')}")
+
+    timeouts.dump_stacks = _dump_stacks_and_name
+
+
 if os.environ.get("STIO_TEST_DEVICE") == "sim":
     # Before any test is collected: the tests look whether torch has an accelerator.
     simdevice = importlib.import_module("simdevice")

@@ -453,10 +453,16 @@ async def cancelled_natively_at_every_await(
     raise AssertionError(f"more than {limit} awaits")
 
 
-async def spin(n: int) -> None:
-    """Let the loop go round n times."""
-    for _ in range(n):
-        await anyio.lowlevel.checkpoint()
+async def spin(n: int, over: Callable[[], bool] = lambda: False) -> None:
+    """Let the loop go round n times, or until `over()`.
+
+    From the thousandth round on each waits for a moment: threads of a lower priority may get no processor beside a loop
+    that never waits.
+    """
+    for k in range(n):
+        if over():
+            return
+        await (anyio.lowlevel.checkpoint() if k < 1000 else anyio.sleep(0.0002))
 
 
 @contextmanager
@@ -477,18 +483,17 @@ async def cancelled_after_every_round(
     n, passed, runs = 0, 0, 0
     while passed < 3 and n < limit:
         runs += 1
-        finished = False
+        finished = threading.Event()
 
-        async def body() -> None:
-            nonlocal finished
+        async def body(finished: threading.Event = finished) -> None:
             await make()
-            finished = True
+            finished.set()
 
-        with nothing_left(), quick_switches():  # the loop never waits, and what it waits for is done by threads
+        with nothing_left(), quick_switches():  # the loop rarely waits, and what it waits for is done by threads
             async with anyio.create_task_group() as group:
                 group.start_soon(body)
-                await spin(n)
-                done = finished
+                await spin(n, finished.is_set)
+                done = finished.is_set()
                 group.cancel_scope.cancel()
             gc.collect()
         passed = passed + 1 if done else 0

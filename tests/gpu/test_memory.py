@@ -66,7 +66,7 @@ async def test_after_a_cancel(place: Place, checkpoint: Path) -> None:
         with quick_switches():
             async with anyio.create_task_group() as group:
                 group.start_soon(load)
-                await spin(rounds)
+                await spin(rounds, lambda: finished)
                 group.cancel_scope.cancel()
         rounds = rounds * 2 + 1
         place.require_freed()
