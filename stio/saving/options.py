@@ -117,12 +117,18 @@ def absolute_destination(destination: DestinationLike) -> str | OneFile | Destin
 
 
 def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
-    """Refuse a path that looks like a file of another kind, or a URL: a directory of this name is a mistake.
+    """Refuse what looks like a file of another kind, a URL or a home directory: a directory of this name is a mistake.
 
     Raises:
-        ValueError: It ends like such a file, and is no directory; or it begins like a URL, and no directory does.
+        ValueError: It ends like such a file, and is no directory; or it begins like a URL or with `~`, and no directory
+            does.
     """
     path = os.fsdecode(destination)
+    if path.partition(os.sep)[0] == "~" and not os.path.isdir("~"):
+        raise ValueError(
+            f"the destination {printable(path)!r} begins with '~', which is not replaced by a home directory here: "
+            "pass os.path.expanduser(path)"
+        )
     scheme = _SCHEME.match(path)
     if scheme is not None and not os.path.isdir(scheme[1]):
         raise ValueError(

@@ -182,6 +182,17 @@ def test_c116_a_file_where_a_directory_shall_be(tmp_path):
     assert os.listdir(tmp_path) == ["model"]
 
 
+@pytest.mark.parametrize("name", ["~/model", "~/model.safetensors", "~"])
+def test_c116_a_path_below_a_home_directory(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"os\.path\.expanduser"):
+        save(Path(name), 1, ONE)
+    assert not os.listdir()
+    os.mkdir("~")  # it is the name of a directory like any other
+    save(Path(name), 1, ONE)
+    require_stands(tmp_path / name, 1)
+
+
 def test_c116_a_directory_where_a_file_shall_be(tmp_path):
     (tmp_path / "model.safetensors").mkdir()
     refused(tmp_path / "model.safetensors", errno.EISDIR)
