@@ -34,16 +34,24 @@ FREE_BYTES_KEPT = 4_000_000_000
 
 
 def run_cases(suite: Suite, cases: list[Case], settings: Settings, emit: Callable[[Record], None]) -> None:
-    """Run `cases` one after the other, and pass each record to `emit` as it comes."""
+    """Run `cases` one after the other, and pass each record to `emit` as it comes.
+
+    An entry that took longer than the limit takes no part in the later rounds of its case.
+    """
     assert suite.prepared is not None
     for case in cases:
-        started, verified = time.monotonic(), set[str]()
+        started, verified, too_slow = time.monotonic(), set[str](), set[str]()
         try:
             with suite.prepared(case, settings) as measure:
                 for number, entry in interleaved(case, settings):
+                    if entry.name in too_slow:
+                        continue
                     record: Record = {"kind": "run", "case": case.name, "entry": entry.name, "round": number}
-                    emit(record | measure(entry, number, entry.name not in verified))
+                    record |= measure(entry, number, entry.name not in verified)
+                    emit(record)
                     verified.add(entry.name)
+                    if record.get("timed_out"):
+                        too_slow.add(entry.name)
         except (cgroups.CgroupUnavailable, machine.MountUnavailable, pagecache.PageCacheError, OSError) as error:
             emit({"kind": "skipped", "case": case.name, "reason": str(error)})
         emit({"kind": "case", "case": case.name, "wall_seconds": time.monotonic() - started})
@@ -103,7 +111,7 @@ def run_child(module: str, spec: Spec, timeout_seconds: float) -> Record:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"no result after {timeout_seconds:.0f} s"}
+        return {"error": f"no result after {timeout_seconds:.0f} s", "timed_out": True}
     wall = time.monotonic() - started
     try:
         record: Record = json.loads(done.stdout.splitlines()[-1])
