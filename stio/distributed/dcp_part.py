@@ -30,7 +30,8 @@ from stio.runtime.operation import Operation
 from stio.saving.nested import tree_text
 from stio.saving.options import SaveOptions, SaveResult
 from stio.saving.pending import PendingSave
-from stio.saving.plan import Part, ShardPlan, WritePlan, plan_placed
+from stio.saving.plan import ShardPlan, WritePlan
+from stio.saving.plan_parts import Part, plan_placed
 from stio.storage.base import FileWriter, Note, Transaction
 from stio.storage.commit.joined import Invitation, JoinedStaging
 

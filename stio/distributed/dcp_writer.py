@@ -64,7 +64,8 @@ from stio.saving.options import (
     absolute_destination,
 )
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, manifest_notes
-from stio.saving.plan import ShardPlan, data_places
+from stio.saving.plan import ShardPlan
+from stio.saving.plan_parts import data_places
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.commit.file_writer import LocalFileWriter
 from stio.storage.commit.joined import Invitation

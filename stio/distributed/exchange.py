@@ -33,7 +33,7 @@ from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, Operation
 from stio.runtime.trace import Trace
 from stio.runtime.workers import is_interrupted
-from stio.saving.plan import Packet, Window
+from stio.saving.plan_parts import Packet, Window
 from stio.storage.base import FileWriter
 
 _Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"

@@ -17,7 +17,7 @@ from stio.errors import printable
 from stio.format.dtypes import tensor_nbytes
 from stio.format.placements import ByteRange, byte_ranges
 from stio.format.sharding import TensorSource
-from stio.saving.plan import Part
+from stio.saving.plan_parts import Part
 
 _SHOWN_CHARACTERS = 30
 

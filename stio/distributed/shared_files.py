@@ -10,7 +10,8 @@ from stio.runtime.blocking import run_blocking
 from stio.runtime.hashing import Hasher
 from stio.runtime.operation import Operation
 from stio.saving.options import SaveResult
-from stio.saving.plan import Part, WritePlan, plan_parts
+from stio.saving.plan import WritePlan
+from stio.saving.plan_parts import Part, plan_parts
 from stio.storage.base import FileWriter, Transaction
 from stio.storage.commit.joined import Invitation, JoinedStaging
 from stio.storage.commit.transaction import LocalTransaction

@@ -23,7 +23,8 @@ from stio.runtime.hashing import Hasher
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.operation import Operation
 from stio.saving.options import SaveResult
-from stio.saving.plan import Part, WritePlan, plan_stream
+from stio.saving.plan import WritePlan
+from stio.saving.plan_parts import Part, plan_stream
 from stio.storage.base import FileWriter, Transaction
 from stio.storage.remote.save import RemoteDestination, RemoteTransaction, Uploads
 from stio.storage.remote.source import RemoteRoot

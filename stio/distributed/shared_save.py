@@ -32,7 +32,8 @@ from stio.runtime.memory import Region
 from stio.runtime.operation import Operation
 from stio.saving.options import DestinationLike, SaveOptions, SaveResult
 from stio.saving.pending import PendingSave
-from stio.saving.plan import Part, WritePlan, data_places, plan_writes
+from stio.saving.plan import WritePlan, plan_writes
+from stio.saving.plan_parts import Part, data_places
 from stio.storage.base import FileWriter, Note, Published, RecordingTransaction, Transaction
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from itertools import zip_longest
 
-from stio.saving.plan import Window
+from stio.saving.plan_parts import Window
 
 
 def owners_of(sizes: Sequence[int], num_ranks: int) -> list[int]:

@@ -18,7 +18,8 @@ from stio.format.placements import ByteRange
 from stio.format.sharding import TensorSource
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, Operation
-from stio.saving.plan import Part, plan_stream, plan_writes
+from stio.saving.plan import plan_writes
+from stio.saving.plan_parts import Part, plan_stream
 
 WINDOW_BYTES = 8192
 HEADER = 1000

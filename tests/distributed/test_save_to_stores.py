@@ -36,7 +36,7 @@ from stio.device.describe import LazyTensor
 from stio.distributed import exchange, shared_objects
 from stio.errors import CommitUncertainError, RankError
 from stio.saving import scheduler
-from stio.saving.plan import Window
+from stio.saving.plan_parts import Window
 from stio.storage.remote.folder import Folder
 from stio.storage.remote.save import RemoteTransaction, Uploads
 from stio.storage.remote.source import RemoteRoot

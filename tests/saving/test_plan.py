@@ -19,7 +19,8 @@ from stio.format.placements import ByteRange, Cut, byte_ranges, local_part
 from stio.format.sharding import TensorSource
 from stio.format.shared import ALIASES_KEY
 from stio.runtime.limits import PAGE_BYTES
-from stio.saving.plan import _ALIGNED_BYTES, Part, Window, WritePlan, plan_parts, plan_stream, plan_writes
+from stio.saving.plan import WritePlan, plan_writes
+from stio.saving.plan_parts import _ALIGNED_BYTES, Part, Window, plan_parts, plan_stream
 
 Layout = list[tuple[str, str, tuple[int, ...]]]
 

@@ -1,0 +1,347 @@
+"""The plan of what one of several processes writes, where they write the files of one save together. Pure; no torch.
+
+On a filesystem each process writes its bytes into the files (`plan_parts`). To a store, where one request writes many
+bytes, each process sends its bytes to those that write the files (`plan_stream`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from stio.format.placements import ByteRange
+from stio.format.sharding import TensorSource
+from stio.runtime.limits import PAGE_BYTES
+from stio.saving.plan import Piece, Run, ShardPlan, WriteBlock, WritePlan
+
+
+class Part(NamedTuple):
+    """The bytes of a tensor that one process writes."""
+
+    source: TensorSource
+    """The elements that the process has: in row-major order they are the bytes to write."""
+    ranges: Sequence[ByteRange]
+    """Where these bytes are in the whole tensor, in that order; no two overlap."""
+
+
+def plan_parts(plan: WritePlan, parts: Mapping[str, Part], block_bytes: int, *, with_headers: bool) -> WritePlan:
+    """Return the plan of what one process writes, where several write the files of a plan together.
+
+    On a local filesystem no page is written partly past the page cache and partly through it, whichever processes write
+    it: a run of at least `_ALIGNED_BYTES` has the position of its file in the block, so its whole pages can be written
+    past the page cache. Runs are not rounded to pages; `LocalFileWriter` says how several hosts write one page.
+
+    Args:
+        plan: The plan of all of it.
+        parts: By tensor, the bytes that this process writes; tensors that it writes nothing of may be left out.
+        block_bytes: Size of a block; a multiple of `PAGE_BYTES`.
+        with_headers: Whether this process writes the headers.
+
+    Returns:
+        The same files with other blocks. Its sources are those of the parts.
+    """
+    return plan_placed(plan, _placed(plan, parts), block_bytes, with_headers=with_headers)
+
+
+def _placed(plan: WritePlan, parts: Mapping[str, Part]) -> list[list[tuple[int, Part]]]:
+    """Return for each file the first byte of a tensor's data, and the part of it; in ascending order."""
+    places = data_places(plan)
+    return [[(places[name][1], parts[name]) for name in shard.names if name in parts] for shard in plan.shards]
+
+
+def data_places(plan: WritePlan) -> dict[str, tuple[int, int]]:
+    """Return where the data of each tensor are: the number of the file, and the first byte in it."""
+    sizes = {source.name: source.nbytes for source in plan.sources}
+    found = {}
+    for number, shard in enumerate(plan.shards):
+        begin = len(shard.header)
+        for name in shard.names:
+            found[name] = number, begin
+            begin += sizes[name]
+    return found
+
+
+def plan_placed(
+    plan: WritePlan, placed: Sequence[Sequence[tuple[int, Part]]], block_bytes: int, *, with_headers: bool
+) -> WritePlan:
+    """Return the plan of what one process writes, as `plan_parts` does, where the caller says where the tensors are.
+
+    Args:
+        plan: The files; what they hold beside the parts does not matter.
+        placed: For each file the first byte of a tensor's data, and the part of it; in ascending order.
+        block_bytes: See `plan_parts`.
+        with_headers: See `plan_parts`.
+    """
+    sources = [part.source for of_shard in placed for _, part in of_shard]
+    shards, position = [], 0
+    for number, (shard, of_shard) in enumerate(zip(plan.shards, placed, strict=True)):
+        extents = _Extents(min(_STRIDED_BYTES, block_bytes))
+        if with_headers:
+            extents.add(ByteRange(0, len(shard.header)), None)
+        position = extents.add_parts(of_shard, position)
+        shards.append(replace(shard, blocks=_Packer(number, sources, block_bytes).pack(extents)))
+    return replace(plan, sources=tuple(sources), shards=tuple(shards))
+
+
+class Window(NamedTuple):
+    """A range of one file, whose bytes several processes send to the one that writes the file."""
+
+    file: int
+    """Number of the file in the plan."""
+    begin: int
+    """First byte; a multiple of `PAGE_BYTES`."""
+    end: int
+    """The byte after the last one."""
+
+
+class Packet(NamedTuple):
+    """The bytes that one process has of a window, without a gap of more than a few bytes between them."""
+
+    window: int
+    """Number of the window."""
+    begin: int
+    """Offset of the first byte in the stream of the process."""
+    nbytes: int
+    """Length."""
+    runs: tuple[Run, ...]
+    """Where the bytes go in the file. `at` is the offset in the packet."""
+
+
+def plan_stream(
+    plan: WritePlan, parts: Mapping[str, Part], windows: Sequence[Window], block_bytes: int
+) -> tuple[WritePlan, list[Packet]]:
+    """Plan what one process sends to the processes that write the files: its bytes of each window, one after the other.
+
+    Args:
+        plan: The plan of all of it.
+        parts: See `plan_parts`.
+        windows: They make up the files. Those of one file are in ascending order.
+        block_bytes: See `plan_parts`.
+
+    Returns:
+        The plan of one file, the *stream*, of packets in the order of the windows; it has no header, and may be empty.
+        And the packets, for those windows of which the process has bytes.
+    """
+    placed = _placed(plan, parts)
+    sources = [part.source for of_file in placed for _, part in of_file]
+    files, position = [], 0
+    for of_file in placed:
+        extents = _Extents(_STRIDED_BYTES)
+        position = extents.add_parts(of_file, position)
+        files.append(_Cutter(extents, sources))
+    stream, packets, end = _Stream(block_bytes), [], 0
+    for number, window in enumerate(windows):
+        begin = at = -(-end // _LARGEST_ITEM_BYTES) * _LARGEST_ITEM_BYTES
+        runs = []
+        for one, origins in files[window.file].take(window.end):
+            at += (one.start - at) % _LARGEST_ITEM_BYTES  # blocks of the stream are cut between elements then
+            runs.append(Run(one.start, at - begin, one.nbytes, one.num_ranges, one.stride))
+            stream.add(at, one.nbytes * one.num_ranges, origins)
+            at += one.nbytes * one.num_ranges
+        if runs:
+            packets.append(Packet(number, begin, at - begin, tuple(runs)))
+            end = at
+    blocks = stream.blocks(end)
+    shard = ShardPlan(header=b"", names=(), listed=(), nbytes=end, data_bytes=end, blocks=blocks)
+    return replace(plan, sources=tuple(sources), shards=(shard,)), packets
+
+
+_LARGEST_ITEM_BYTES = 8
+"""Largest element of the format."""
+
+
+_STRIDED_BYTES = 128 << 10
+"""Ranges of this length are written one by one, past the page cache. Shorter ones are many, and most of their bytes may
+be on pages that they share with other processes."""
+
+_ALIGNED_BYTES = 8 * PAGE_BYTES
+"""A run of this length is placed in the block so that its whole pages can be written past the page cache. Before it up
+to one page of the block is left empty."""
+
+_Origin = tuple[int, int] | None
+"""Position of a tensor in the sources, and the first of its bytes; None: the header."""
+
+
+class _Extents:
+    """Collects ranges of one file in ascending order; neighbours become one extent.
+
+    Args:
+        longest: Ranges at even distances become extents of their own from this length on.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self.found: list[tuple[ByteRange, list[tuple[int, _Origin]]]] = []
+        """Each extent, and what it consists of: the length and the origin of each part, without a gap."""
+
+    def add_parts(self, placed: Sequence[tuple[int, Part]], position: int) -> int:
+        """Add parts of tensors, each with the first byte of the tensor's data.
+
+        Args:
+            placed: They are in ascending order.
+            position: Of the first one in the sources.
+
+        Returns:
+            The position after the last one.
+        """
+        for k, (begin, part) in enumerate(placed, position):
+            start = 0
+            for found in part.ranges:
+                self.add(replace(found, start=begin + found.start), (k, start))
+                start += found.nbytes * found.num_ranges
+        return position + len(placed)
+
+    def add(self, one: ByteRange, origin: _Origin) -> None:
+        """Add a range; or ranges at even distances, which have one origin."""
+        if one.num_ranges > 1 and one.nbytes >= self._longest:
+            for k in range(one.num_ranges):
+                after = None if origin is None else (origin[0], origin[1] + k * one.nbytes)
+                self.add(ByteRange(one.start + k * one.stride, one.nbytes), after)
+            return
+        part = one.nbytes * one.num_ranges, origin
+        last = self.found[-1] if self.found else None
+        if (
+            last is not None
+            and one.num_ranges == last[0].num_ranges == 1
+            and last[0].start + last[0].nbytes == one.start
+        ):
+            last[1].append(part)
+            self.found[-1] = replace(last[0], nbytes=last[0].nbytes + one.nbytes), last[1]
+        else:
+            self.found.append((one, [part]))
+
+
+class _Packer:
+    """Puts extents of one file into blocks, one after the other; a long one is cut, between pages of the file."""
+
+    def __init__(self, number: int, sources: Sequence[TensorSource], block_bytes: int) -> None:
+        self._number, self._sources, self._block_bytes = number, sources, block_bytes
+        self._blocks: list[WriteBlock] = []
+        self._pieces: list[Piece] = []
+        self._runs: list[Run] = []
+        self._at = 0
+
+    def pack(self, extents: _Extents) -> tuple[WriteBlock, ...]:
+        """Return the blocks."""
+        for extent, parts in extents.found:
+            origins = _Origins(parts, self._sources)
+            if extent.num_ranges == 1:
+                self._add_range(extent.start, extent.nbytes, origins)
+            else:
+                self._add_ranges(extent, origins)
+        self._close()
+        return tuple(self._blocks)
+
+    def _add_range(self, offset: int, left: int, origins: _Origins) -> None:
+        while left:
+            skip = (offset - self._at) % PAGE_BYTES if left >= _ALIGNED_BYTES else 0
+            room = self._block_bytes - self._at - skip
+            step = left if left <= room else room - (offset + room) % PAGE_BYTES
+            if step <= 0:
+                self._close()
+                continue
+            self._at += skip
+            self._add(Run(offset, self._at, step), origins)
+            offset, left = offset + step, left - step
+
+    def _add_ranges(self, extent: ByteRange, origins: _Origins) -> None:
+        offset, left = extent.start, extent.num_ranges
+        while left:
+            count = min(left, (self._block_bytes - self._at) // extent.nbytes)
+            if not count:
+                self._close()
+                continue
+            self._add(Run(offset, self._at, extent.nbytes, count, extent.stride), origins)
+            offset, left = offset + count * extent.stride, left - count
+
+    def _add(self, run: Run, origins: _Origins) -> None:
+        self._runs.append(run)
+        self._pieces += origins.take(run.nbytes * run.num_ranges, run.at)
+        self._at = run.at + run.nbytes * run.num_ranges
+
+    def _close(self) -> None:
+        if self._runs:
+            block = WriteBlock(self._number, self._runs[0].offset, self._at, tuple(self._pieces), tuple(self._runs))
+            self._blocks.append(block)
+        self._pieces, self._runs, self._at = [], [], 0
+
+
+class _Cutter:
+    """Cuts the extents of one file at the ends of windows."""
+
+    def __init__(self, extents: _Extents, sources: Sequence[TensorSource]) -> None:
+        self._left = [(extent, _Origins(parts, sources)) for extent, parts in reversed(extents.found)]
+
+    def take(self, end: int) -> Iterator[tuple[ByteRange, _Origins]]:
+        """Yield what is left before a byte of the file: ranges, and whence the caller takes the bytes of each."""
+        while self._left and self._left[-1][0].start < end:
+            extent, origins = self._left.pop()
+            before, after = _cut(extent, end)
+            self._left += [(one, origins) for one in reversed(after)]
+            for one in before:
+                yield one, origins
+
+
+def _cut(extent: ByteRange, end: int) -> tuple[list[ByteRange], list[ByteRange]]:
+    """Return what is before a byte of the file, and what is after it. The extent begins before it."""
+    start, nbytes, num_ranges, stride = extent.start, extent.nbytes, extent.num_ranges, extent.stride
+    room = end - start - nbytes
+    num_before = min(num_ranges, max(0, room // stride + 1)) if stride else int(room >= 0)
+    before = [ByteRange(start, nbytes, num_before, stride if num_before > 1 else 0)] if num_before else []
+    after = []
+    start += num_before * stride
+    if num_before < num_ranges and start < end:
+        before.append(ByteRange(start, end - start))
+        after.append(ByteRange(end, start + nbytes - end))
+        num_before, start = num_before + 1, start + stride
+    num_after = num_ranges - num_before
+    if num_after:
+        after.append(ByteRange(start, nbytes, num_after, stride if num_after > 1 else 0))
+    return before, after
+
+
+class _Stream:
+    """Collects the bytes of a stream, in blocks."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._pieces: list[list[Piece]] = []
+
+    def add(self, at: int, nbytes: int, origins: _Origins) -> None:
+        """Add the next bytes, at an offset of the stream; between them and those before may be a gap."""
+        while nbytes:
+            number, offset = divmod(at, self._block_bytes)
+            while len(self._pieces) <= number:
+                self._pieces.append([])
+            step = min(nbytes, self._block_bytes - offset)
+            self._pieces[number] += origins.take(step, offset)
+            at, nbytes = at + step, nbytes - step
+
+    def blocks(self, nbytes: int) -> tuple[WriteBlock, ...]:
+        """Return the blocks of a stream of this length."""
+        size = self._block_bytes
+        return tuple(
+            WriteBlock(0, k * size, min(size, nbytes - k * size), tuple(found)) for k, found in enumerate(self._pieces)
+        )
+
+
+class _Origins:
+    """The parts of one extent, taken from its beginning."""
+
+    def __init__(self, parts: Sequence[tuple[int, _Origin]], sources: Sequence[TensorSource]) -> None:
+        self._parts, self._sources = list(reversed(parts)), sources
+
+    def take(self, nbytes: int, at: int) -> list[Piece]:
+        """Return the pieces of the next bytes, which are at an offset of a block; the header has no piece."""
+        pieces = []
+        while nbytes:
+            length, origin = self._parts.pop()
+            step = min(length, nbytes)
+            if origin is not None:
+                source, start = origin
+                pieces.append(Piece(source, start, at, step, start + step == self._sources[source].nbytes))
+            if step < length:
+                self._parts.append((length - step, None if origin is None else (origin[0], origin[1] + step)))
+            nbytes, at = nbytes - step, at + step
+        return pieces
