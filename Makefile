@@ -35,9 +35,9 @@ test: check
 check: $(STAMP) $(MODEL_STAMP) $(DOCS_STAMP)  ## format, lint, strict types, all tests
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target $(PARTS:%=check-%)
+	@$(MAKE) --no-print-directory --jobs=4 --output-sync=target $(PARTS:%=check-%)
 
-# The types and the tests in parts, three parts at a time on two cores, since each waits for disks, servers and deadlines
+# The types and the tests in parts, four parts at a time on two cores, since each waits for disks, servers and deadlines
 # part of its time; the long ones first, so that the cores end together. The output of a part is shown when it has ended.
 # `pytest` alone runs all tests, one after the other.
 QUICK := -m 'not gpu and not slow'
