@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,8 +99,10 @@ class FakeDevice:
         self._queue: deque[_Work] = deque()
         self._runs = False
         self._slots: set[int] = set()
-        self.used_bytes = 0
-        """Device memory in use now."""
+        self._used_bytes = 0
+        self._arrays: dict[int, tuple[weakref.ref[Any], int]] = {}
+        # What a weak reference calls is no Python code, so no thread sees memory as in use that was freed before.
+        self._freed: deque[weakref.ref[Any]] = deque()
         self.peak_bytes = 0
         """Most device memory in use at once."""
         self.staging_bytes = 0
@@ -114,6 +117,14 @@ class FakeDevice:
         """Number of events that have passed."""
         self.num_hand_overs = 0
         """Number of calls of `hand_over`."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Device memory in use now."""
+        with self._changed:
+            while self._freed:
+                self._used_bytes -= self._arrays.pop(id(self._freed.popleft()))[1]
+            return self._used_bytes
 
     @property
     def num_pending(self) -> int:
@@ -146,10 +157,11 @@ class FakeDevice:
                     expected=f"{nbytes:,} bytes",
                     found=f"{free:,} free",
                 )
-            self.used_bytes += nbytes
+            array = np.full(nbytes, POISON, dtype=np.uint8)
+            reference = weakref.ref[Any](array, self._freed.append)
+            self._arrays[id(reference)] = reference, nbytes
+            self._used_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        array = np.full(nbytes, POISON, dtype=np.uint8)
-        weakref.finalize(array, self._freed, nbytes)
         return torch.from_numpy(array)
 
     def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -234,10 +246,6 @@ class FakeDevice:
                 work.passed.set()
                 self._changed.notify_all()
         return True
-
-    def _freed(self, nbytes: int) -> None:
-        with self._changed:
-            self.used_bytes -= nbytes
 
     def _freed_staging(self, nbytes: int, owner: int) -> None:
         with self._changed:
