@@ -9,10 +9,8 @@ and compared. If the bytes differ, or GPUDirect Storage fails later, the load co
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from time import sleep
 
 import torch
 
@@ -46,7 +44,8 @@ class GdsDevice:
 
     def __init__(self, accelerator: Accelerator, new_queue: Callable[..., CopyQueue[Block]]) -> None:
         self._accelerator = accelerator
-        self._slots: list[weakref.ref[torch.Tensor]] = []
+        self._slots: list[torch.Tensor] = []
+        self._freeing = new_lock()
         self.copy_queue = new_queue(allocate=self._allocate)
         """Copies from slots on the device."""
         self.is_usable = True
@@ -93,21 +92,26 @@ class GdsDevice:
         """
         if not self.copy_queue.retire(stopped):
             return
-        # The frame of a thread that has released a slot may refer to it for a short time.
-        while any(slot() is not None for slot in self._slots) and not stopped():
-            sleep(0.001)
+        # Not by dropping a reference: the frame of a thread that has released a slot may have the last one, and torch
+        # frees the memory without the GIL, some time after a weak reference has ended.
+        with self._freeing:
+            while self._slots:
+                self._slots.pop().set_()  # type: ignore[call-overload]
 
     def close(self) -> None:
-        """Wait for the copies under way, and close the files. Idempotent."""
+        """Wait for the copies under way, free the slots, and close the files. Idempotent."""
         with self._files:
-            self.copy_queue.close()
+            try:
+                self.copy_queue.close()
+            finally:
+                self._slots.clear()
 
     def _allocate(self, nbytes: int) -> Region:
         (slot,) = self._accelerator.allocate([nbytes])
         # The allocator returns memory that earlier work on the copy stream may still use. The disk does not wait for
         # that stream, so the host does.
         self._accelerator.copy([]).synchronize()
-        self._slots.append(weakref.ref(slot))
+        self._slots.append(slot)
         return _region(slot, self._accelerator)
 
 
