@@ -90,14 +90,15 @@ def child(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[BasePr
     import_ahead()
     ours, theirs = _context.Pipe()
     process = _context.Process(target=target, args=(theirs, *arguments), daemon=True)
-    with _interrupts_later():
-        process.start()
-    theirs.close()
     try:
+        with _signals_later():
+            process.start()
+        theirs.close()
         yield process, ours
     finally:
-        process.kill()
-        process.join()
+        if process.pid is not None:
+            process.kill()
+            process.join()
         ours.close()
 
 
@@ -115,16 +116,18 @@ def import_ahead() -> None:
 
 
 @contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Raise a KeyboardInterrupt at the end of the block instead of within it, when a process is half started."""
-    pressed: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+def _signals_later() -> Iterator[None]:
+    """Let a signal that ends the demo take effect at the end of the block: within it a process is half started."""
+    arrived: list[int] = []
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, lambda number, _: arrived.append(number)) for number in ending}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
-    if pressed:
-        raise KeyboardInterrupt
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)
 
 
 def receive(connection: Connection) -> Any:
