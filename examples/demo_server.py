@@ -94,10 +94,10 @@ async def serve(connection: Connection, load: Callable[[Path], Awaitable[Tensors
 
 
 def touch_memory(nbytes: int) -> None:
-    """Write to memory in pages of both sizes, and free it, so that this is not measured either.
+    """Write to memory in pages of both sizes, and free it, so that no load includes the time of new memory.
 
     A virtual machine gets memory from its host at the first write to it. A host may take back free blocks of 2 MiB and
-    leave smaller ones: then a load that uses such blocks would be measured with the time that the host takes.
+    leave smaller ones; stio's loads use such blocks.
     """
     for advice in ("MADV_NOHUGEPAGE", "MADV_HUGEPAGE"):
         with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:

@@ -44,7 +44,7 @@ def _logs_under_no_lock() -> Iterator[None]:
     assert found == []
 
 
-with suppress(ImportError):
+with suppress(ImportError):  # a machine with a GPU and no network may lack it
     timeouts: Any = importlib.import_module("pytest_timeout")
     dump_stacks = timeouts.dump_stacks
 

