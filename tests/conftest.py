@@ -61,6 +61,7 @@ if os.environ.get("STIO_TEST_DEVICE") == "sim":
     simdevice = importlib.import_module("simdevice")
     with suppress(simdevice.Unavailable):  # what needs it is skipped then, with the reason
         simdevice.install(float(os.environ.get("STIO_TEST_DEVICE_DELAY", "0")))
+        simdevice.set_released(0)  # few tests have a busy thread
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what it puts in the background so, and every process of a test's would inherit it.

@@ -37,6 +37,7 @@ BEHIND_COPIES = ORDERS + "test_a_tensor_is_read_behind_its_copies"
 BEHIND_LAST = ORDERS + "test_a_tensor_is_read_behind_the_last_of_its_copies"
 BEHIND_CAST = ORDERS + "test_a_tensor_is_read_behind_its_cast"
 DROPPED = ORDERS + "test_dropped_memory_stays_until_its_reader_is_through"
+BITS = "tests/gpu/test_bits.py::test_c301_no_path_changes_a_bit_on_a_device"
 SLOT = ORDERS + "test_a_slot_is_filled_again_behind_its_copies"
 DEVICE_SLOT = ORDERS + "test_a_slot_on_the_device_is_written_to_behind_its_copies"
 FAILED_COPY = ORDERS + "test_a_copy_that_fails_is_told"
@@ -50,6 +51,7 @@ CONTRACT = "tests/device/test_contract.py::"
 FAULTS = "tests/gpu/test_faults.py::"
 
 CUDA = "stio/device/cuda.py"
+PRIVATE = "stio/device/torch_private.py"
 QUEUE = "stio/device/copy_queue.py"
 PINNED = "stio/device/pinned.py"
 COPYING = "stio/device/copy_out.py"
@@ -91,8 +93,8 @@ MUTANTS = (
         "copies are queued on the current stream of the reader's thread, the event behind them on the copy stream",
         CUDA,
         (
-            "            with on_stream(self._module, self.device, self._stream):\n                if pairs:",
-            "            with self.as_current():\n                if pairs:",
+            "            with on_stream(self._module, self.device, self._stream):\n                copy_each(",
+            "            with self.as_current():\n                copy_each(",
         ),
         tests=f"{BEHIND_COPIES}[default stream]",
     ),
@@ -101,8 +103,8 @@ MUTANTS = (
         "copies and their events are queued on the current stream of the reader's thread",
         CUDA,
         (
-            "            with on_stream(self._module, self.device, self._stream):\n                if pairs:",
-            "            with self.as_current():\n                if pairs:",
+            "            with on_stream(self._module, self.device, self._stream):\n                copy_each(",
+            "            with self.as_current():\n                copy_each(",
         ),
         (
             "                return TorchEvent(self._module, self.device, self._stream)",
@@ -207,8 +209,36 @@ MUTANTS = (
         "small tensors are views",
         "small tensors are views of the buffer that their group was copied to, so each of them holds all of it",
         CUDA,
-        ("        return foreach_clone(tensors)", "        return tensors"),
+        ("        return new\n", "        return list(tensors)\n"),
         tests="tests/gpu/test_values.py",
+    ),
+    mutant(
+        "lists of tensors by CUDA's kernel",
+        "lists of tensors on one device go to the kernel that converts them through float",
+        PRIVATE,
+        ("        pairs.append((nothing, nothing))\n", "        pass\n"),
+        tests="tests/gpu/test_bits.py::test_c301_no_path_changes_a_bit_of_a_dtype_alone[load_into]",
+    ),
+    mutant(
+        "BOOL by plain copies",
+        "bytes of BOOL are copied as truth values",
+        PRIVATE,
+        ("    if dtype not in _COPIED_AS_INTEGERS and ", "    if dtype != torch.float4_e2m1fn_x2 and "),
+        tests="tests/test_bits.py::test_c301_no_path_changes_a_bit_on_the_cpu[load_into]",
+    ),
+    mutant(
+        "strided memory by kernels",
+        "tensors that are not contiguous are copied as what they are",
+        PRIVATE,
+        ("    integer = INTEGERS.get(dtype.itemsize)\n", "    integer = None\n"),
+        tests=f"{BITS}[load_into, turned memory]",
+    ),
+    mutant(
+        "strided parts of the drop-in by kernels",
+        "a part of a tensor that is not contiguous is made so by torch before it goes to the device",
+        "stio/compat/safetensors/_tensors.py",
+        ("        return (tensor if tensor.is_contiguous() else copy_of(tensor)).to(", "        return tensor.to("),
+        tests=f"{BITS}[drop-in, get_slice]",
     ),
     mutant(
         "clones on the worker's stream",
@@ -749,7 +779,9 @@ def run_tests(folder: Path, tests: Iterable[str], delay: float, *, seconds: floa
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "mutant_plugin", *tests]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(folder), str(folder / "tests")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(folder), str(folder / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
         "STIO_TEST_DEVICE": "sim",
         "STIO_TEST_DEVICE_DELAY": str(delay),
     }

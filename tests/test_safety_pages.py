@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).parents[1]
 TESTS, DOCS = ROOT / "tests", ROOT / "docs"
 PAGES = ["faults.md", "threat-model.md"]
-NUMBERS = [*range(1, 123), *range(201, 218), *range(221, 235), *range(241, 251)]
-WITHOUT_TESTS: set[int] = set()
+NUMBERS = [*range(1, 123), *range(201, 218), *range(221, 235), *range(241, 251), *range(301, 346)]
+WITHOUT_TESTS = {*range(302, 346)}
 """Numbers that stay open; the page says why."""
 LIST = ROOT.parent / "shared" / "faults.md"
 """The list that the numbers come from; only the project's own machines have it."""
@@ -75,7 +75,10 @@ def test_a_row_names_tests_of_its_number() -> None:
 
 @pytest.mark.skipif(not LIST.exists(), reason="the list of faults is not part of the repository")
 def test_the_numbers_are_those_of_the_list() -> None:
-    assert [int(number) for number in re.findall(r"(?:·|\n)\s*(\d{1,3})\s", LIST.read_text())] == NUMBERS
+    listed, marker, found = LIST.read_text().partition("## F.")  # there a number may also stand behind a sentence
+    numbers = re.findall(r"(?:·|\n)\s*(\d{1,3})\s", listed)
+    assert marker
+    assert [int(number) for number in numbers + re.findall(r"(?:\n|[.,] )(3\d\d) ", found)] == NUMBERS
 
 
 def test_the_page_is_made_from_the_tests() -> None:

@@ -5,8 +5,11 @@ Each test runs on it, in a process that has it (`STIO_TEST_DEVICE=sim pytest -m 
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +273,135 @@ def test_a_copy_out_of_the_middle_of_pinned_memory_may_be_recorded_for_nothing()
     again = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
     assert again.data_ptr() == address
     assert values(target) == {FRESH}
+
+
+# Lists of tensors, which CUDA's kernels compute.
+
+
+NANS = {
+    "float16": (0x7E01, 0x7FFF),
+    "bfloat16": (0xFFC1 - 0x10000, 0x7FFF),
+    "float8_e5m2": (0xFE, 0xFF),
+    "bool": (2, 1),
+}
+"""By dtype, a bit pattern as an integer, and what CUDA's kernels make of it."""
+
+
+@pytest.mark.parametrize("call", ["copy", "clone"])
+@pytest.mark.parametrize("dtype", NANS)
+def test_a_list_goes_through_the_type_of_arithmetic(dtype: str, call: str) -> None:
+    before, after = NANS[dtype]
+    integer = torch.uint8 if 0 < before < 0x100 else torch.int16
+    source = torch.tensor([before, 1, 0] * 100, dtype=integer, device=DEVICE)
+    typed = source.view(getattr(torch, dtype))
+    if call == "clone":
+        (target,) = torch._foreach_clone([typed])
+    else:
+        target = torch.empty_like(typed)
+        torch._foreach_copy_([target], [typed])
+    assert target.view(integer).tolist() == [after, 1, 0] * 100
+    assert typed.clone().view(integer).tolist() == source.tolist()
+
+
+@pytest.mark.parametrize("other", ["another device", "another dtype", "another stride"])
+def test_a_list_that_the_kernel_does_not_take_is_copied_one_by_one(other: str) -> None:
+    bits = torch.tensor([[0x7E01, 1], [2, 3]], dtype=torch.int16, device=DEVICE)
+    target, source = torch.empty_like(bits).view(torch.float16), bits.view(torch.float16)
+    targets, sources = [target], [source]
+    if other == "another device":
+        targets, sources = [target, torch.empty(1)], [source, torch.ones(1)]
+    elif other == "another dtype":
+        targets, sources = [target, torch.empty(1, device=DEVICE)], [source, torch.ones(1, device=DEVICE)]
+    else:
+        sources = [source.t().contiguous().t()]
+    torch._foreach_copy_(targets, sources)
+    assert target.view(torch.int16).tolist() == bits.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "float8_e8m0fnu", "float4_e2m1fn_x2"])
+def test_dtypes_that_the_kernel_refuses(dtype: str) -> None:
+    tensor = torch.zeros(8, dtype=torch.uint8, device=DEVICE).view(getattr(torch, dtype))
+    with pytest.raises(NotImplementedError, match="foreach_tensor_copy"):
+        torch._foreach_copy_([tensor.clone()], [tensor])
+
+
+def test_a_list_with_targets_of_two_dtypes_would_be_written_as_the_first() -> None:
+    """CUDA's kernel compares the dtypes of sources only."""
+    sources = [torch.ones(4, device=DEVICE)] * 2
+    targets = [torch.empty(4, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.float64)]
+    with pytest.raises(RuntimeError, match="another dtype"):
+        torch._foreach_copy_(targets, sources)
+
+
+def test_a_copy_of_each_dtype_in_place_keeps_its_bits() -> None:
+    raw = torch.arange(256, dtype=torch.int16).to(torch.uint8).repeat(8).to(DEVICE)
+    for name in ("bool", "float4_e2m1fn_x2", "float8_e8m0fnu", "bfloat16", "complex64"):
+        source = raw.view(getattr(torch, name))
+        target = torch.empty_like(source).copy_(source)
+        assert torch.equal(target.view(torch.uint8), raw), name
+
+
+# The GIL.
+
+
+@contextmanager
+def busy_thread() -> Iterator[None]:
+    stop = threading.Event()
+    thread = threading.Thread(target=lambda: all(not stop.is_set() for _ in iter(int, 1)))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+TURN_SECONDS, NUM_CALLS = 0.02, 10
+
+
+def gil_calls() -> dict[str, Callable[[], object]]:
+    """Return calls that release the GIL with CUDA once, and one that holds it."""
+    tensor, host, stream = torch.zeros(64, device=DEVICE), pinned(1, 256), module().Stream()
+    event = module().Event()
+    event.record(stream)
+    held: list[object] = []
+    return {
+        "record_stream": lambda: tensor.record_stream(stream),
+        "allocation": lambda: held.append(torch.empty(64, device=DEVICE)),
+        "copy": lambda: tensor.view(torch.uint8).copy_(host, non_blocking=True),
+        "list": lambda: torch._foreach_copy_([tensor] * 3, [tensor] * 3),
+        "record": lambda: event.record(stream),
+        "wait": lambda: stream.wait_event(event),
+        "synchronize": lambda: event.synchronize(),
+        "query": lambda: event.query(),
+        "storage": lambda: held.append(torch.UntypedStorage(64, device=DEVICE)),
+    }
+
+
+HOLD = {"query", "storage"}
+
+
+@pytest.mark.parametrize("name", [
+    "record_stream", "allocation", "copy", "list", "record", "wait", "synchronize", "query", "storage",
+])  # fmt: skip
+def test_the_gil_is_released_where_calls_for_cuda_release_it(name: str) -> None:
+    """A thread that is busy gets it there, for a switch interval."""
+    call = gil_calls()[name]
+    interval = sys.getswitchinterval()
+    simdevice.set_released(simdevice.RELEASED_SECONDS)
+    sys.setswitchinterval(TURN_SECONDS)
+    try:
+        with busy_thread():
+            seconds = []
+            for _ in range(NUM_CALLS):
+                start = time.perf_counter()
+                call()
+                seconds.append(time.perf_counter() - start)
+    finally:
+        sys.setswitchinterval(interval)
+        simdevice.set_released(0)
+    turns = sum(one > TURN_SECONDS / 2 for one in seconds)
+    assert turns <= NUM_CALLS // 2 if name in HOLD else turns > NUM_CALLS // 2, seconds
 
 
 # What is refused.

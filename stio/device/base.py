@@ -56,8 +56,8 @@ class Accelerator(Protocol):
             DeviceMemoryError: The device is full; nothing stays allocated.
         """
 
-    def clone(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Copy device tensors, each into an allocation of its own, in one call; return the new ones.
+    def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy uint8 device tensors `[size]`, each into an allocation of its own, in one call; return the new ones.
 
         Called in the context of `on_queue`, which reports a device that is full.
         """

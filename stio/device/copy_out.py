@@ -18,8 +18,8 @@ import torch
 from stio.device.base import Event
 from stio.device.cuda import TorchEvent, answering, bytes_of, has_streams, on_stream, save_stream
 from stio.device.pinned import PinnedAllocator
-from stio.device.tensors import INTEGERS, PLAIN
-from stio.device.torch_private import conj_neg_bits, foreach_copy, unflatten_like, without_torch_function
+from stio.device.tensors import PLAIN
+from stio.device.torch_private import INTEGERS, conj_neg_bits, copy_each, unflatten_like, without_torch_function
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.format.sharding import TensorSource
 from stio.runtime import memory
@@ -222,7 +222,7 @@ def _copy_part(target: torch.Tensor, part: torch.Tensor) -> None:
     if not far or part.size(-1) < 2 * _TILE_COLUMNS:
         target.copy_(part)
         return
-    foreach_copy(torch.split(target, _TILE_COLUMNS, -1), torch.split(part, _TILE_COLUMNS, -1))
+    copy_each(torch.split(target, _TILE_COLUMNS, -1), torch.split(part, _TILE_COLUMNS, -1))
 
 
 def _elements(tensor: torch.Tensor, start: int, region: Region) -> tuple[torch.Tensor, int, int]:
@@ -286,7 +286,7 @@ def _queue_copies(
             for tensor, start, region in strided:
                 _queue_strided(tensor, start, region)
             if targets:
-                foreach_copy(targets, parts, non_blocking=True)
+                copy_each(targets, parts, non_blocking=True)
             return TorchEvent(module, device, stream)
     except BaseException as error:
         with suppress(RuntimeError):  # a lost device raises its error again

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stio.device.pinned import PinnedAllocator
-from stio.device.torch_private import foreach_clone, foreach_copy, new_bytes
+from stio.device.torch_private import copy_each, new_bytes
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
@@ -185,9 +185,11 @@ class TorchAccelerator:
         with self.on_queue(needed_bytes=sum(sizes)):
             return new_bytes(sizes, self.device)
 
-    def clone(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Copy tensors in one call; called `on_queue`, so on the copy stream."""
-        return foreach_clone(tensors)
+    def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy uint8 tensors in one call; called `on_queue`, so on the copy stream."""
+        new = new_bytes([tensor.nbytes for tensor in tensors], self.device)
+        copy_each(new, tensors)
+        return new
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> TorchEvent:
         """Queue copies on the copy stream, in one call, and an event behind them.
@@ -198,8 +200,7 @@ class TorchAccelerator:
         sources = [bytes_of(region) for _, region in pairs]
         try:
             with on_stream(self._module, self.device, self._stream):
-                if pairs:
-                    foreach_copy([target for target, _ in pairs], sources, non_blocking=True)
+                copy_each([target for target, _ in pairs], sources, non_blocking=True)
                 return TorchEvent(self._module, self.device, self._stream)
         except RuntimeError as error:
             with suppress(RuntimeError):  # a lost device raises its error again

@@ -15,7 +15,7 @@ import torch
 
 from stio.device.base import Accelerator, Event
 from stio.device.tensors import TORCH_DTYPES, torch_shape
-from stio.device.torch_private import over_storages, unflatten
+from stio.device.torch_private import over_storages
 from stio.format.dtypes import tensor_nbytes
 from stio.runtime.memory import Region
 from stio.runtime.process import collection_paused
@@ -81,6 +81,18 @@ class _Allocation:
     def stop(self) -> int:
         return self.parts[-1].stop
 
+    def pieces(self) -> list[torch.Tensor]:
+        """Return the memory of each part, made in one call; a view each."""
+        sizes, numbers, end = [], [], self.start
+        for part in self.parts:
+            if part.start > end:
+                sizes.append(part.start - end)
+            numbers.append(len(sizes))
+            sizes.append(part.stop - part.start)
+            end = part.stop
+        views = torch.split(self.memory, sizes)
+        return [views[number] for number in numbers]
+
 
 @dataclass(slots=True)
 class GroupMemory:
@@ -137,9 +149,10 @@ class GroupMemory:
         """
         with collection_paused(len(self._names)):
             for one in self._allocations:
-                for segment in () if one.is_alone else _segments(one.parts):
-                    clones = _cloned(one, segment, accelerator)
-                    self._tensors |= zip((part.name for part in segment), clones, strict=True)
+                if not one.is_alone:
+                    clones = accelerator.clone(one.pieces())
+                    tensors = over_storages([part.over(clone) for part, clone in zip(one.parts, clones, strict=True)])
+                    self._tensors |= zip((part.name for part in one.parts), tensors, strict=True)
         self._allocations.clear()
         return {name: self._tensors[name] for name in self._names}
 
@@ -149,36 +162,8 @@ def _runs(layout: Layout) -> list[list[_Part]]:
     runs: list[list[_Part]] = []
     for name, dtype, shape, start in zip(layout.names, layout.dtypes, layout.shapes, layout.offsets, strict=True):
         part = _Part(name, dtype, shape, start, start + tensor_nbytes(dtype, shape))
-        if runs and part.is_small and runs[-1][-1].is_small and _is_aligned(part, runs[-1][0].start):
+        if runs and part.is_small and runs[-1][-1].is_small:
             runs[-1].append(part)
         else:
             runs.append([part])
     return runs
-
-
-def _segments(run: Sequence[_Part]) -> list[list[_Part]]:
-    """Cut a run into parts of one dtype without a gap between them."""
-    segments: list[list[_Part]] = []
-    for part in run:
-        last = segments[-1][-1] if segments else None
-        if last is not None and last.dtype == part.dtype and last.stop == part.start:
-            segments[-1].append(part)
-        else:
-            segments.append([part])
-    return segments
-
-
-def _cloned(one: _Allocation, segment: Sequence[_Part], accelerator: Accelerator) -> Sequence[torch.Tensor]:
-    dtype = segment[0].dtype
-    moved_as = "U8" if dtype == "BOOL" else dtype  # torch would change a byte that is neither 0 nor 1
-    bytes_of_segment = one.memory[segment[0].start - one.start : segment[-1].stop - one.start]
-    shapes = [torch_shape(dtype, part.shape) for part in segment]
-    clones = accelerator.clone(unflatten(bytes_of_segment.view(TORCH_DTYPES[moved_as]), shapes))
-    if moved_as == dtype:
-        return clones
-    return over_storages([part.over(clone) for part, clone in zip(segment, clones, strict=True)])
-
-
-def _is_aligned(part: _Part, start: int) -> bool:
-    """Return whether a tensor may be viewed in a buffer that begins at an offset in the group."""
-    return not (part.start - start) % TORCH_DTYPES[part.dtype].itemsize

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from stio.device.torch_private import foreach_copy, from_dlpack, over_storages
+from stio.device.torch_private import INTEGERS, copy_each, from_dlpack, over_storages
 from stio.errors import UnsupportedDtypeError, printable
 from stio.format.dtypes import BITS, LIBRARY_NAMES
 from stio.format.slicing import Selection
@@ -53,9 +53,6 @@ FORMAT_DTYPES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DT
 
 DtypeLike: TypeAlias = torch.dtype | str
 """A dtype of torch, or a name of one, as torch spells it ("bfloat16") or the format does ("BF16")."""
-
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By size in bytes, the dtype by which elements are moved without arithmetic."""
 
 _DLTENSOR_DTYPE_AT = 20  # void* data, int32 device type and id, int32 ndim, then the dtype's four bytes
 
@@ -305,5 +302,5 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     if not all(plain):
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
-    elif targets:
-        foreach_copy(targets, sources, non_blocking=True)
+    else:
+        copy_each(targets, sources, non_blocking=True)

@@ -14,17 +14,6 @@ import torch
 from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
 """Makes a tensor from a capsule; `torch.from_dlpack` would have the object make a capsule of its own."""
 
-foreach_copy: Callable[..., None] = torch._foreach_copy_
-"""Copies a list of tensors into another list in one call, which releases the GIL once."""
-
-
-def _clone_each(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return [tensor.clone() for tensor in tensors]
-
-
-foreach_clone: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = getattr(torch, "_foreach_clone", _clone_each)
-"""Clones a list of tensors in one call, which releases the GIL once. torch 2.6 has no such call."""
-
 without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """Context in which a subclass of `torch.Tensor` does not override torch's functions."""
 
@@ -35,19 +24,59 @@ _reinterpret: Callable[[torch.Tensor, Sequence[int], Sequence[int], int], torch.
 _reinterpret = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
 """Makes a tensor of another shape over the same storage, which is not a view; compiled models call it too."""
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes, the dtype by which elements are moved without arithmetic."""
+
+_EXACT = frozenset({*INTEGERS.values(), torch.int8, torch.float32, torch.float64})
+"""Dtypes that each kernel of torch copies bit for bit, on each kind of device."""
+
+_COPIED_AS_INTEGERS = frozenset({torch.bool, getattr(torch, "float4_e2m1fn_x2", torch.bool)})
+"""Dtypes of which the CPU makes no plain copies: BOOL bytes become 0 or 1, and most copies of packed F4 are refused."""
+
+_CPU = torch.device("cpu")
 _empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-_MOST_TEMPLATES = 10_000
-_templates: dict[tuple[int, ...], torch.Tensor] = {}
 
 
-def unflatten(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    """Return views of a one-dimensional tensor, one behind the other, in one call; no shape may be empty.
+def copy_each(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor], *, non_blocking: bool = False) -> None:
+    """Copy tensors into others of the same shapes, in one call, which releases the GIL once.
 
-    `torch.split` does so for one-dimensional views only.
+    Tensors of equal dtypes are copied bit for bit. torch alone does not do so:
+
+    - CUDA's kernels for lists of tensors convert 16-bit floats to float32 and back, which changes NaNs
+      (pytorch/pytorch#159333). In some versions of torch they convert 8-bit floats too, in others they refuse them.
+      These kernels take no list with tensors on two devices. So a pair on the CPU is added to the list: torch then
+      copies one tensor after the other, and a contiguous one as memory.
+    - What is not contiguous, BOOL, and packed F4 are copied as integers of the same size.
+
+    To copy all tensors as integers would do, but to make a view, and to end it, releases the GIL.
     """
-    if len(_templates) > _MOST_TEMPLATES:
-        _templates.clear()
-    return unflatten_like(flat, [_template(shape) for shape in shapes])
+    pairs = [_movable(*pair) for pair in zip(targets, sources, strict=True)]
+    if not pairs:
+        return
+    if any(target.dtype not in _EXACT for target, _ in pairs):
+        nothing = _empty(torch.uint8, _CPU)
+        pairs.append((nothing, nothing))
+    torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs], non_blocking=non_blocking)
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy of a tensor, bit for bit, in memory of its own; see `copy_each`."""
+    made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    copy_each([made], [tensor])
+    return made
+
+
+def _movable(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two tensors, as integers if torch would otherwise compute with elements of their common dtype."""
+    dtype = target.dtype
+    if dtype != source.dtype or dtype in _EXACT:
+        return target, source
+    if dtype not in _COPIED_AS_INTEGERS and target.is_contiguous() and source.is_contiguous():
+        return target, source
+    integer = INTEGERS.get(dtype.itemsize)
+    if integer is None or any(conj_neg_bits(target)) or any(conj_neg_bits(source)):
+        return target, source
+    return target.view(integer), source.view(integer)
 
 
 def new_bytes(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
@@ -82,14 +111,6 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         found = torch.empty(0, dtype=dtype, device=device)
         if type(found) is torch.Tensor:  # under a mode of torch it is another type, for that mode alone
             _empties[dtype, device] = found
-    return found
-
-
-def _template(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of this shape without data; many tensors have the same few shapes."""
-    found = _templates.get(shape)
-    if found is None:
-        found = _templates[shape] = torch.empty(shape, device="meta")
     return found
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from stio.device.base import LoadedGroup
-from stio.device.tensors import INTEGERS, TORCH_DTYPES, copy_all, torch_shape
+from stio.device.tensors import TORCH_DTYPES, copy_all, torch_shape
 from stio.errors import MismatchError, WarmStartError, one_line, printable
 from stio.format.state_tree import TREE_TENSOR
 from stio.loading.module_tree import (
@@ -569,16 +569,13 @@ class ModuleTarget:
 def _copy_common(target: torch.Tensor, index: tuple[slice, ...], rows: torch.Tensor, dim: int, begin: int) -> None:
     """Copy what `rows` and the part `index` of a tensor have in common into the memory of that part."""
     if not index:
-        target.copy_(rows)
+        copy_all([target], [rows])
         return
     first, end = max(begin, index[dim].start), min(begin + rows.shape[dim], index[dim].stop)
     if first < end:
         within = (*index[:dim], slice(first - begin, end - begin), *index[dim + 1 :])
         same = target.narrow(dim, first - index[dim].start, end - first)
-        part = rows[within]
-        if same.dtype == part.dtype and part.itemsize in INTEGERS:  # torch does not copy every dtype
-            same, part = same.view(INTEGERS[part.itemsize]), part.view(INTEGERS[part.itemsize])
-        same.copy_(part)
+        copy_all([same], [rows[within]])
 
 
 def _as(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from stio.device.base import Event
-from stio.device.tensors import FORMAT_DTYPES, typed
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.runtime import memory
 from stio.runtime.memory import Region
@@ -168,10 +167,9 @@ class FakeDevice:
         """Return new uint8 tensors `[size]`, filled with `POISON`."""
         return [self.empty(size) for size in sizes]
 
-    def clone(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return copies of tensors in new memory; the queued copies were made when `on_queue` was entered."""
-        new = [typed(self.empty(one.nbytes), FORMAT_DTYPES[one.dtype], tuple(one.shape)) for one in tensors]
-        return [clone.copy_(one) for clone, one in zip(new, tensors, strict=True)]
+    def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of uint8 tensors in new memory; the queued copies were made when `on_queue` was entered."""
+        return [self.empty(one.nbytes).copy_(one) for one in tensors]
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
         """Queue copies, and an event after them."""

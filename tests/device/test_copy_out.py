@@ -351,7 +351,7 @@ def test_copies_begin_when_the_caller_s_work_is_done(
     monkeypatch.setattr(torch, "Event", Event)
     ready = ready_at(module)[0] if is_known else None
     passed = []
-    for name in ("foreach_copy", "_queue_strided"):
+    for name in ("copy_each", "_queue_strided"):
         monkeypatch.setattr(copying, name, lambda *_, **__: passed.append(made[0].passed))
     tensor = torch.zeros(4, 4).t() if turned else torch.zeros(4)
     event = device_copy([(tensor, 0, poisoned(16))], ready)
@@ -383,7 +383,7 @@ def test_a_refused_copy_waits_for_what_was_queued(
     def refuse(*args: object, **kwargs: object) -> None:
         raise error("no")
 
-    monkeypatch.setattr(copying, "foreach_copy", refuse)
+    monkeypatch.setattr(copying, "copy_each", refuse)
     with pytest.raises(raised):
         device_copy([(torch.zeros(4), 0, poisoned(16))])
     assert save_stream(module, DEVICE).done == ["synchronize"]
@@ -502,7 +502,7 @@ def test_many_small_tensors_of_a_device_take_few_calls(monkeypatch: pytest.Monke
     sources, pieces, expected = pieces_of(tensors)
     ready = Readiness.now({"x": tensors[0]})
     calls: list[int] = []
-    for name in ("foreach_copy", "unflatten_like"):
+    for name in ("copy_each", "unflatten_like"):
         real = getattr(copying, name)
         monkeypatch.setattr(
             copying,

@@ -29,6 +29,7 @@ from stio.device.copy_out import Readiness, copy_out
 from stio.device.cuda import TorchAccelerator
 from stio.errors import DeviceError
 from stio.loading import page_cache
+from stio.loading.warm_start import load
 from stio.testing import MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -67,8 +68,8 @@ def slow_copies() -> Iterator[None]:
 
 @pytest.fixture
 def late_casts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make casts late, on whatever stream they are queued."""
-    to, num_late = torch.Tensor.to, 0
+    """Make casts, and copies of tensors that are there, late, on whatever stream they are queued."""
+    to, copy_of, num_late = torch.Tensor.to, load.copy_of, 0
 
     def late_to(tensor: torch.Tensor, *args: Any, **keywords: Any) -> torch.Tensor:
         nonlocal num_late
@@ -77,7 +78,14 @@ def late_casts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterato
             keep_busy(LATE_CYCLES)
         return to(tensor, *args, **keywords)
 
+    def late_copy_of(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal num_late
+        num_late += 1
+        keep_busy(LATE_CYCLES)
+        return copy_of(tensor)
+
     monkeypatch.setattr(torch.Tensor, "to", late_to)
+    monkeypatch.setattr(load, "copy_of", late_copy_of)
     yield
     assert num_late, "casts are made in another way now: this proves nothing any more"
 

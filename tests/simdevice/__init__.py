@@ -6,6 +6,10 @@ with two devices, for the rest of the process. torch then takes it for the accel
 
 - Streams are threads, 32 in the pool of each device, as with CUDA: the 33rd that is made is the first one again.
   Each copy, cast and fill can be delayed (`set_delay`), so that a missing wait reads too early every time.
+- Lists of tensors (`torch._foreach_copy_`, `_foreach_clone`) are copied as by CUDA's kernels, which compute: NaNs of 16-bit floats,
+  BOOL bytes, and what they refuse. See `copy_batch` in simdevice.cpp.
+- The GIL is released where torch's calls for CUDA release it, so long that a thread that waits for it takes it (`set_released`):
+  allocations, copies, `record_stream`, the recording, waits and ends of events, ends of memory. A query of an event holds it.
 - Memory belongs to the stream under which it was allocated. Released, it is given out again under that stream at once, if no
   other stream was recorded. It is filled with a pattern when it is allocated and when it is released, in stream order. Its
   addresses are not accessible: a host that follows one gets SIGSEGV.
@@ -43,6 +47,7 @@ import torch
 __all__ = [
     "NAME", "Unavailable", "build", "clear_faults", "contexts", "delayed", "fail_copy", "install", "installed",
     "num_copies", "pinned_bytes", "read", "refuse_copy", "refuse_pinning", "set_delay", "set_fills",
+    "set_released",
     "why_unavailable",
     "write",
 ]  # fmt: skip
@@ -54,6 +59,9 @@ NUM_DEVICES = 2
 
 OLDEST_TORCH = (2, 13)
 """The oldest release of torch whose interface for devices this was compiled against."""
+
+RELEASED_SECONDS = 50e-6
+"""How long a call that releases the GIL sleeps by default. The GIL's switch interval is 5 ms."""
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("simdevice.cpp", "memory.hpp", "runtime.hpp")
@@ -162,6 +170,7 @@ def install(delay_seconds: float = 0.0) -> types.ModuleType:
         torch._register_device_module(NAME, _module())
         atexit.register(library.sim_drain)  # no stream works on at the process's exit
     set_delay(delay_seconds)
+    set_released(RELEASED_SECONDS)
     return torch.sim  # type: ignore[attr-defined,no-any-return]
 
 
@@ -184,6 +193,15 @@ def delayed(seconds: float) -> Iterator[None]:
         yield
     finally:
         set_delay(before)
+
+
+def set_released(seconds: float) -> None:
+    """Set how long a call sleeps that releases the GIL with CUDA; 0 where no other thread of Python is busy.
+
+    On an H200 with 16 processors a busy thread took the GIL in nearly each such call. On few processors it does so only
+    if the call leaves it one.
+    """
+    _library.sim_released(ctypes.c_double(seconds))
 
 
 def refuse_copy(number: int) -> None:

@@ -199,6 +199,7 @@ inline DeviceMemory& device_memory() {
 }
 
 inline void DeviceMemory::release(void* context) {
+  Released released;
   if (!forked) device_memory().put_back(static_cast<Block*>(context));
 }
 
@@ -213,6 +214,7 @@ class PinnedMemory final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t wanted) override {
     if (!wanted) return {nullptr, c10::Device(c10::DeviceType::CPU)};
+    Released released;
     if (!contexts[0] && !contexts[1]) make_context(current_device);
     require_parent();
     if (settings.refuse_pinning) throw std::runtime_error("the simulated device was told to refuse pinning");

@@ -34,6 +34,9 @@ constexpr unsigned char kReleased = 0xA7, kFresh = 0xB9;  // released; allocated
 
 using Clock = std::chrono::steady_clock;
 
+inline std::atomic<bool> any_started{false};  // whether a stream's thread was started in this process
+inline std::atomic<bool> forked{false};       // whether this is a child of such a process: its locks may be held for ever
+
 struct Settings {
   std::atomic<int64_t> delay_ns{0};        // before each piece of work
   std::atomic<int64_t> refuse_copy{0};     // the n-th copy from now is refused when it is submitted; 0: none
@@ -41,11 +44,39 @@ struct Settings {
   std::atomic<bool> refuse_pinning{false};
   std::atomic<bool> fills{true};  // whether memory is filled when it is allocated and released
   std::atomic<int64_t> num_copies{0};
+  std::atomic<int64_t> released_ns{0};  // how long a call sleeps that releases the GIL; see `Released`
 };
 inline Settings settings;
 
-inline std::atomic<bool> any_started{false};  // whether a stream's thread was started in this process
-inline std::atomic<bool> forked{false};       // whether this is a child of such a process: its locks may be held for ever
+// Of the interpreter, which has loaded this library.
+extern "C" {
+int PyGILState_Check();
+void* PyEval_SaveThread();
+void PyEval_RestoreThread(void*);
+}
+
+// The time of a call of torch for CUDA that releases the GIL. It sleeps, so that a thread that waits for the GIL has a processor
+// and takes it. On an H200 with 16 processors nearly each such call lost the GIL to a busy thread, for a switch interval.
+class Released {
+ public:
+  // Where torch's generic call holds the GIL, and CUDA's does not, `releases` is true. Where both hold it, nothing is done.
+  explicit Released(bool releases = false) {
+    if (depth_++ || forked) return;
+    const bool holds = PyGILState_Check();
+    if (holds && !releases) return;
+    if (holds) state_ = PyEval_SaveThread();
+    if (const auto time = settings.released_ns.load()) std::this_thread::sleep_for(std::chrono::nanoseconds(time));
+  }
+  ~Released() {
+    if (state_) PyEval_RestoreThread(state_);
+    --depth_;
+  }
+  Released(const Released&) = delete;
+
+ private:
+  inline static thread_local int depth_ = 0;  // an operator calls others, and torch releases the GIL once for all of them
+  void* state_ = nullptr;
+};
 
 inline void require_parent() {
   if (forked) throw std::runtime_error("the simulated device cannot be used in a forked child of a process that used it");

@@ -62,6 +62,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream_of(stream)->passed(stream_of(stream)->num_queued());
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    Released released;
     make_context(stream.device_index());
     stream_of(stream)->wait_all();
   }
@@ -77,6 +78,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(index == -1 || index == stream.device_index(), "the event belongs to another device than the stream");
     // torch's generic event sets the device, and sets it back, which makes a context there. `torch.cuda.Event` does not; see
     // `_Event` of the Python module.
+    Released released(true);
     const int before = current_device;
     set_device(stream.device_index());
     if (!*event) *event = new Mark;
@@ -85,20 +87,25 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (!event) return;
+    Released released(true);
     const int before = current_device;
     set_device(stream.device_index());
     sim::block(stream_of(stream), *static_cast<Mark*>(event));
     set_device(before);
   }
-  bool queryEvent(void* event) const override {
+  bool queryEvent(void* event) const override {  // CUDA's holds the GIL too
     make_context(current_device);
     return !event || static_cast<Mark*>(event)->passed();
   }
   void synchronizeEvent(void* event) const override {
+    Released released;
     make_context(current_device);
     if (event) static_cast<Mark*>(event)->wait();
   }
-  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Mark*>(event); }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override {
+    Released released;
+    delete static_cast<Mark*>(event);
+  }
   double elapsedTime(void* start, void* end, const DeviceIndex) const override {
     const auto *from = static_cast<Mark*>(start), *to = static_cast<Mark*>(end);
     from->wait();
@@ -183,14 +190,43 @@ Tensor reached(const Tensor& tensor) {
   return found;
 }
 
+// A tensor of the CPU as integers of the same size, which are copied without arithmetic. As CUDA's kernels, those of the CPU
+// read BOOL as 0 or 1.
+Tensor as_integers(const Tensor& tensor) {
+  switch (tensor.scalar_type() == at::kBool ? 0 : tensor.element_size()) {
+    case 1: return tensor.view(at::kByte);
+    case 2: return tensor.view(at::kShort);
+    case 4: return tensor.view(at::kInt);
+    case 8: return tensor.view(at::kLong);
+    default: return tensor;
+  }
+}
+
+bool have_equal_bits(const Tensor& source, const Tensor& target) {
+  return source.scalar_type() == target.scalar_type() && source.is_conj() == target.is_conj() && source.is_neg() == target.is_neg();
+}
+
+bool are_dense_alike(const Tensor& source, const Tensor& target) {
+  return source.strides() == target.strides() && target.is_non_overlapping_and_dense() && source.is_non_overlapping_and_dense();
+}
+
 void copy_on_device(const Tensor& source, const Tensor& target) {
   const int from = source.device().index(), to = target.device().index();
   Stream *const stream = current_stream(from), *const waiting = current_stream(to);
   block(stream, place(waiting));  // nothing, where both are one
-  put_copy(stream, [source = reached(source), target = reached(target)] {
-    c10::InferenceMode on_bytes;  // the caller may have made them in this mode
-    target.copy_(source);
-  });
+  const bool equal_bits = have_equal_bits(source, target);
+  if (equal_bits && ((source.is_contiguous() && target.is_contiguous()) || are_dense_alike(source, target))) {
+    char *const bytes = reach(source.const_data_ptr()), *const there = reach(target.data_ptr());
+    put_copy(stream, [=, nbytes = source.nbytes()] { std::memmove(there, bytes, nbytes); });
+  } else {
+    put_copy(stream, [=, source = reached(source), target = reached(target)] {
+      c10::InferenceMode on_bytes;  // the caller may have made them in this mode
+      if (equal_bits && !source.is_conj() && !source.is_neg())
+        as_integers(target).copy_(as_integers(source));
+      else
+        target.copy_(source);
+    });
+  }
   block(waiting, place(stream));
 }
 
@@ -218,6 +254,7 @@ void copy_bytes(const Tensor& source, const Tensor& target, bool non_blocking) {
 }
 
 Tensor copy_from(const Tensor& given, const Tensor& target, bool non_blocking) {
+  Released released;
   const Tensor source = given.expand(target.sizes());
   if (!target.numel()) return target;
   const Tensor& there = target.is_cpu() ? source : target;
@@ -227,8 +264,7 @@ Tensor copy_from(const Tensor& given, const Tensor& target, bool non_blocking) {
     copy_on_device(source, target);
     return target;
   }
-  const bool same_bits = source.scalar_type() == target.scalar_type() && source.is_conj() == target.is_conj() && source.is_neg() == target.is_neg();
-  if (same_bits && source.is_contiguous() && target.is_contiguous()) {
+  if (have_equal_bits(source, target) && source.is_contiguous() && target.is_contiguous()) {
     copy_bytes(source, target, non_blocking);
     return target;
   }
@@ -249,17 +285,84 @@ Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
   return copy_from(source, target, false);
 }
 
+// Lists of tensors. CUDA has one kernel for all tensors of a list on one device, if its conditions hold; otherwise each is copied
+// alone. The kernel computes: in float for floats of 8 and 16 bits (a NaN becomes the one that the conversion makes), and BOOL
+// becomes 0 or 1. torch 2.11 refuses 8-bit floats there, later releases take them.
+
+bool has_kernel(at::TensorList targets, at::TensorList sources) {
+  for (size_t k = 0; k < targets.size(); ++k) {
+    const Tensor &target = targets[k], &source = sources[k];
+    if (target.device() != targets[0].device() || source.device() != targets[0].device()) return false;
+    if (source.scalar_type() != sources[0].scalar_type()) return false;
+    if (source.sizes() != target.sizes() || !are_dense_alike(source, target)) return false;
+  }
+  return true;
+}
+
+// What a conversion to float and back makes of each element.
+template <typename Bits>
+void through_float(char* bytes, size_t nbytes, Bits infinity, Bits nan, Bits kept) {
+  auto* const elements = reinterpret_cast<Bits*>(bytes);
+  const Bits sign = Bits{1} << (8 * sizeof(Bits) - 1);
+  for (size_t k = 0; k < nbytes / sizeof(Bits); ++k)
+    if (static_cast<Bits>(elements[k] & ~sign) > infinity) elements[k] = nan | (elements[k] & kept);
+}
+
+void copy_by_kernel(const Tensor& source, const Tensor& target) {
+  using T = at::ScalarType;
+  const auto dtype = target.scalar_type();
+  const bool is_known = c10::isIntegralType(dtype, true) ? !c10::isBarebonesUnsignedType(dtype)
+                                                         : dtype != T::Float8_e8m0fnu && dtype != T::Float4_e2m1fn_x2 && dtype != T::ComplexHalf;
+  TORCH_CHECK_NOT_IMPLEMENTED(is_known, "\"foreach_tensor_copy\" not implemented for '", dtype, "'");
+  c10::DeviceGuard guard(target.device());
+  Stream* const stream = current_stream(target.device().index());
+  if (source.scalar_type() != dtype) {
+    put_copy(stream, [source = reached(source), target = reached(target)] {
+      c10::InferenceMode on_bytes;
+      target.copy_(source);
+    });
+    return;
+  }
+  char *const bytes = reach(source.const_data_ptr()), *const there = reach(target.data_ptr());
+  put_copy(stream, [=, nbytes = source.nbytes()] {
+    std::memmove(there, bytes, nbytes);
+    if (dtype == T::Half) through_float<uint16_t>(there, nbytes, 0x7C00, 0x7FFF, 0);
+    if (dtype == T::BFloat16) through_float<uint16_t>(there, nbytes, 0x7F80, 0x7FFF, 0);
+    if (dtype == T::Float8_e5m2) through_float<uint8_t>(there, nbytes, 0x7C, 0x7F, 0x80);
+    if (dtype == T::Bool)
+      for (size_t k = 0; k < nbytes; ++k) there[k] = there[k] != 0;
+  });
+}
+
 void copy_batch(at::TensorList targets, at::TensorList sources, bool non_blocking) {
   TORCH_CHECK(targets.size() == sources.size(), "as many targets as sources");
+  Released released;
   std::optional<NoDelay> rest;
+  const bool by_kernel = has_kernel(targets, sources);
   for (size_t k = 0; k < targets.size(); ++k) {
-    targets[k].copy_(sources[k], non_blocking);
+    if (by_kernel) {
+      // CUDA's kernel is made for the dtype of the first target, and would write elements of that size into all of them.
+      TORCH_CHECK(targets[k].scalar_type() == targets[0].scalar_type(), "CUDA would write another dtype into this tensor");
+      if (targets[k].numel()) copy_by_kernel(sources[k], targets[k]);
+      if (!targets[k].is_inference()) targets[k].unsafeGetTensorImpl()->bump_version();
+    } else {
+      targets[k].copy_(sources[k], non_blocking);
+    }
     if (!rest && targets[k].numel()) rest.emplace();
   }
 }
 
+std::vector<Tensor> clone_batch(at::TensorList tensors, std::optional<at::MemoryFormat> format) {
+  Released released;
+  std::vector<Tensor> made;
+  for (const Tensor& tensor : tensors) made.push_back(at::empty_like(tensor, tensor.options(), format));
+  copy_batch(made, tensors, false);
+  return made;
+}
+
 Tensor& fill(Tensor& tensor, const at::Scalar& value) {
   if (!tensor.numel()) return tensor;
+  Released released;
   c10::DeviceGuard guard(tensor.device());
   current_stream(tensor.device().index())->put([target = reached(tensor), value]() mutable {
     c10::InferenceMode on_bytes;  // the caller may have made them in this mode
@@ -271,6 +374,7 @@ Tensor& fill(Tensor& tensor, const at::Scalar& value) {
 Tensor& zero(Tensor& tensor) {
   if (!tensor.is_contiguous()) return fill(tensor, 0);
   if (!tensor.numel()) return tensor;
+  Released released;
   c10::DeviceGuard guard(tensor.device());
   char* const address = reach(tensor.data_ptr());
   current_stream(tensor.device().index())->put([address, nbytes = tensor.nbytes()] { std::memset(address, 0, nbytes); }, !no_delay);
@@ -291,6 +395,7 @@ c10::Device device_of(std::optional<Device> device) {
 
 Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device> device,
              std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  Released released;
   c10::DeviceGuard guard(device_of(device));
   return at::detail::empty_generic(size, &device_memory(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                    c10::dtype_or_default(dtype), format);
@@ -298,12 +403,16 @@ Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::opt
 
 Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                      std::optional<Device> device, std::optional<bool>) {
+  Released released;
   c10::DeviceGuard guard(device_of(device));
   return at::detail::empty_strided_generic(size, stride, &device_memory(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                            c10::dtype_or_default(dtype));
 }
 
-void record_stream(Tensor& tensor, c10::Stream stream) { device_memory().recordStream(tensor.storage().data_ptr(), stream); }
+void record_stream(Tensor& tensor, c10::Stream stream) {
+  Released released;
+  device_memory().recordStream(tensor.storage().data_ptr(), stream);
+}
 
 // Refuse tensors of two devices, as kernels do; an index, a length and a number may be the CPU's.
 void require_one_device(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
@@ -324,6 +433,7 @@ void require_one_device(const c10::OperatorHandle& op, const torch::jit::Stack& 
 }
 
 void by_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Released released;
   NoDelay here;
   require_one_device(op, *stack);
   at::native::cpu_fallback(op, stack);
@@ -368,6 +478,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_foreach_copy_", copy_batch);
+  m.impl("_foreach_clone", clone_batch);
   m.impl("fill_.Scalar", fill);
   m.impl("zero_", zero);
   m.impl("record_stream", record_stream);
@@ -417,6 +528,7 @@ void sim_delay(double seconds) { sim::settings.delay_ns = static_cast<int64_t>(s
 void sim_refuse_copy(int64_t number) { sim::settings.refuse_copy = number; }
 void sim_fail_copy(int64_t number) { sim::settings.fail_copy = number; }
 void sim_refuse_pinning(bool refuse) { sim::settings.refuse_pinning = refuse; }
+void sim_released(double seconds) { sim::settings.released_ns = static_cast<int64_t>(seconds * 1e9); }
 void sim_set_fills(bool fills) { sim::settings.fills = fills; }
 int64_t sim_num_copies() { return sim::settings.num_copies; }
 bool sim_has_context(int device) { return sim::contexts[device]; }

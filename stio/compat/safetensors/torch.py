@@ -36,6 +36,7 @@ from stio.compat.safetensors._write import write_tensors
 from stio.device.copy_out import copy_out
 from stio.device.describe import describe_tensors
 from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, tensors_in
+from stio.device.torch_private import copy_of
 
 __all__ = ["load", "load_file", "load_model", "save", "save_file", "save_model", "storage_ptr", "storage_size"]
 
@@ -160,7 +161,7 @@ def save_model(
             text.setdefault(name, saved)
             del tensors[name]
     if force_contiguous:
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        tensors = {name: tensor if tensor.is_contiguous() else copy_of(tensor) for name, tensor in tensors.items()}
     try:
         save_file(tensors, filename, metadata=text)
     except ValueError as error:

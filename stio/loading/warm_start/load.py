@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from stio.device.base import LoadedGroup
 from stio.device.cuda import TorchAccelerator
 from stio.device.tensors import Casts
+from stio.device.torch_private import copy_of
 from stio.errors import ClosedError, TensorNotFoundError, WarmStartError, printable
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
@@ -341,11 +342,15 @@ def _copies(pairs: Sequence[tuple[torch.Tensor, torch.dtype]], device: torch.dev
     if not pairs:
         return []
     if device.type == "cpu":
-        return [tensor.to(dtype, copy=True) for tensor, dtype in pairs]
+        return [_copy(tensor, dtype) for tensor, dtype in pairs]
     accelerator = TorchAccelerator(device)
     with accelerator.on_queue():
-        copies = [tensor.to(dtype, copy=True) for tensor, dtype in pairs]
+        copies = [_copy(tensor, dtype) for tensor, dtype in pairs]
     event = accelerator.copy([])
     event.synchronize()
     accelerator.hand_over(copies, [event])
     return copies
+
+
+def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return copy_of(tensor) if tensor.dtype == dtype else tensor.to(dtype)

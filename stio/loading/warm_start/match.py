@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from stio.device.tensors import TORCH_DTYPES, cast, require_dtypes
+from stio.device.tensors import TORCH_DTYPES, cast, copy_all, require_dtypes
+from stio.device.torch_private import copy_of
 from stio.errors import MismatchError, TensorNotFoundError, WarmStartError, printable
 from stio.loading.module import LoadReport, ModuleTarget, listed
 from stio.loading.open import OpenCheckpoint
@@ -235,5 +236,6 @@ def place_buffers(
 def _placed(old: torch.Tensor, new: torch.Tensor, is_used: bool) -> torch.Tensor:
     if old.device == new.device:
         with torch.no_grad():
-            return old.copy_(new)
-    return new.clone() if is_used else new
+            copy_all([old], [new])
+            return old
+    return copy_of(new) if is_used else new

@@ -1,0 +1,16 @@
+"""No path changes a bit on the CPU; the table of paths is `bit_paths.py`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import bit_paths
+import pytest
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("name", bit_paths.names_for(device_is_cpu=True))
+def test_c301_no_path_changes_a_bit_on_the_cpu(name: str, fast_path: Path) -> None:
+    with ExitStack() as stack:
+        bit_paths.run(name, bit_paths.Case(fast_path, "cpu", stack))
