@@ -200,9 +200,17 @@ def show(value: float, unit: str) -> str:
     return f"{value:.3g}"
 
 
-def faster(case: str, text: str, ours: str, theirs: str | tuple[str, ...], at_least: float | None = None) -> Bound:
+def faster(
+    case: str,
+    text: str,
+    ours: str,
+    theirs: str | tuple[str, ...],
+    at_least: float | None = None,
+    *,
+    key: str = "seconds",
+) -> Bound:
     """How many times as fast ours is as theirs, of several the fastest."""
-    return Bound(case, text, partial(ratio, case=case, ours=ours, theirs=theirs), at_least=at_least)
+    return Bound(case, text, partial(ratio, case=case, ours=ours, theirs=theirs, key=key), at_least=at_least)
 
 
 def cost(
