@@ -1,8 +1,9 @@
-"""Hooks of mkdocs: files of the benchmarks beside the page that includes their README.md, boxes for charts, search."""
+"""Hooks of mkdocs: files of the benchmarks beside their pages, the form of outputs, boxes for charts, search."""
 
 from __future__ import annotations
 
 import re
+from html import unescape
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -11,6 +12,10 @@ from mkdocs.structure.pages import Page
 
 _LOOKED_UP = ("reference/", "faults.md", "benchmarks.md", "threat-model.md")
 """Pages to look something up. The search shows those first that explain."""
+_NOT_RUN = re.compile(r"^<!-- not run: .*-->\n", re.MULTILINE)  # see tests/pages.py
+_DRAWING = re.compile(r'<div class="language-text highlight">(<pre>.*?</pre>)', re.DOTALL)
+_COLUMNS = 100
+"""Characters of a line of code that a page shows at a width of 1280 pixels."""
 _CHART = re.compile(r'<img alt="[^"]*" src="[^"]*\.svg"\s*/?>')
 
 
@@ -27,19 +32,28 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let the output of Python wrap, and give pages of tables and names half the weight in the search.
+    """Mark outputs, hide why code is not run, and give pages of tables and names half the weight in the search.
 
-    Output has long messages of errors. Indented blocks have the same language, but their columns must stay.
+    A fence of `text` is what the Python above it prints: it wraps, and no button copies it. Indented blocks have the
+    same language, but are commands or drawings.
     """
     if page.file.src_uri.startswith(_LOOKED_UP):
         page.meta.setdefault("search", {"boost": 0.5})
-    return re.sub(r"^```text$", "``` {.text .wrapped}", markdown, flags=re.MULTILINE)
+    markdown = _NOT_RUN.sub("", markdown)
+    return re.sub(r"^```text$", "``` {.text .output .no-copy}", markdown, flags=re.MULTILINE)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put each chart into a box that scrolls, with the keyboard too: style.css keeps its text readable on a phone.
 
-    A link to the directory of raw figures opens its list, also from disk, where no server adds the name of a file.
+    Drawings of characters that are wider than the page get smaller letters, since they cannot wrap. A link to the
+    directory of raw figures opens its list, also from disk, where no server adds the name of a file.
     """
     html = html.replace('href="results/"', 'href="results/index.html"')
+    html = _DRAWING.sub(_fit, html)
     return _CHART.sub(lambda match: f'<span class="picture" tabindex="0">{match[0]}</span>', html)
+
+
+def _fit(drawing: re.Match[str]) -> str:
+    lines = unescape(re.sub(r"<[^>]*>", "", drawing[1])).splitlines()
+    return drawing[0].replace("highlight", "highlight wide", 1) if max(map(len, lines)) > _COLUMNS else drawing[0]

@@ -244,6 +244,14 @@ def test_the_reference_has_every_public_name() -> None:
     assert [name for name in found if pages.find(name) is None] == []
 
 
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_code_has_lines_that_the_page_shows_whole(page: str) -> None:
+    """At a width of 1,280 pixels; outputs and consoles wrap. `test_site.py` measures it in a browser."""
+    blocks = [block for block in pages.blocks_of(DOCS / page) if block.language in ("python", "yaml")]
+    long = [f"{block.place}: {line}" for block in blocks for line in block.text.splitlines() if len(line) > 100]
+    assert long == []
+
+
 def test_make_docs_builds_strictly() -> None:
     assert SITE["strict"] is True
     assert re.search(r"^docs: .*\n\t.*mkdocs build", (ROOT / "Makefile").read_text(), re.MULTILINE)
