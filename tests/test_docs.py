@@ -369,3 +369,10 @@ def test_readers_do_not_see_why_code_is_not_run(page: str) -> None:
     text = (ROOT / page if page == "README.md" else DOCS / page).read_text()
     seen = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     assert not re.search(r"not run (here|by the tests)", seen, re.IGNORECASE)
+
+
+def test_the_reference_starts_with_an_example() -> None:
+    first, second, *_ = pages.blocks_of(DOCS / "reference" / "index.md")
+    assert (first.language, second.language) == ("python", "text")
+    before = (DOCS / "reference" / "index.md").read_text().split("```")[0]
+    assert before.split() == ["#", "Reference"]
