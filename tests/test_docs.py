@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import socket
 import xml.etree.ElementTree as ElementTree
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import captures
@@ -22,6 +24,7 @@ from crash.zygote import Zygote
 from pages import DOCS, ROOT, Block, PageError
 
 import stio
+from benchmarks import overview, report
 from stio.runtime import bar_chart
 from tests.distributed.ranks import PRELOADED
 
@@ -232,7 +235,8 @@ def test_links_and_includes_point_to_existing_files(page: str) -> None:
     for target in re.findall(r'^--8<-- "(.+)"$', text, re.MULTILINE):
         assert (ROOT / target).is_file(), target
         for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / target).read_text()):
-            assert link.startswith(("https://", "results/")), f"{target}: {link} is not on the site"
+            is_on_site = link.startswith(("https://", "results/")) or (DOCS / link).is_file()
+            assert is_on_site and (link.startswith("https://") or (ROOT / target).parent.joinpath(link).exists()), link
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -250,6 +254,35 @@ def test_code_has_lines_that_the_page_shows_whole(page: str) -> None:
     blocks = [block for block in pages.blocks_of(DOCS / page) if block.language in ("python", "yaml")]
     long = [f"{block.place}: {line}" for block in blocks for line in block.text.splitlines() if len(line) > 100]
     assert long == []
+
+
+def test_the_charts_of_the_benchmarks_are_drawn_from_the_recorded_figures() -> None:
+    """By `python -m benchmarks.overview`. The page begins with one of them."""
+    for name, chart in overview.charts().items():
+        assert (ROOT / "benchmarks" / "results" / name).read_text() == chart, name
+    _, _, first, *_ = (ROOT / "benchmarks" / "README.md").read_text().splitlines()
+    assert first.endswith("(results/overview.svg)")
+
+
+@pytest.mark.parametrize("module", ["load", "save", "compat", "frameworks", "server", "distributed"])
+def test_benchmarks_publish_between_the_markers_of_their_tables(module: str, tmp_path: Path) -> None:
+    suite = import_module(f"benchmarks.{module}").SUITE
+    page = tmp_path / "tables.md"
+    page.write_text((ROOT / "benchmarks" / "tables.md").read_text())
+    report.publish(suite, [], "the new report\n", tmp_path / "chart.svg", page)
+    begin, end = suite.markers
+    assert page.read_text().split(begin)[1].split(end)[0].strip() == "the new report"
+
+
+def test_every_page_links_to_the_code_if_the_project_names_its_repository(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    on_config = runpy.run_path(str(DOCS / "hooks.py"))["on_config"]
+    for urls, expected in (("", None), ('urls = {Repository = "https://host/team/stio"}', "https://host/team/stio")):
+        (tmp_path / "pyproject.toml").write_text(f"[project]\n{urls}\n")
+        config = SimpleNamespace(config_file_path=str(tmp_path / "mkdocs.yml"), repo_url=None, repo_name=None)
+        on_config(config)
+        assert config.repo_url == expected
+        assert config.repo_name == (expected and "team/stio")
 
 
 def test_make_docs_builds_strictly() -> None:
