@@ -1,6 +1,6 @@
 """Answer what a reader asks of stio on a GPU, beside its peers and the machine's limits, within eight minutes.
 
-`python -m benchmarks.gpu`; see README.md. It goes through stages, each with a budget of seconds; a stage may also use
+`python -m benchmarks.gpu`; see tables.md. It goes through stages, each with a budget of seconds; a stage may also use
 what those before it have left. Results are in `results.jsonl` as soon as they exist; a second command with the same
 directory goes on where the first one was cut off. The status is 1 where a stage failed, 2 without a device, and 3
 where the whole plan went through and a bound was missed.
@@ -96,7 +96,7 @@ class Command:
             (self._out / REPORT_NAME).write_text(text)
             print(f"{gpu_results.summary(text)}\n\nAll tables: {self._out / REPORT_NAME}")
         if self._asked.publish:
-            report.publish(suite, gpu_results.counted(records), text, self._out / "gpu.svg", HERE / "README.md")
+            report.publish(suite, gpu_results.counted(records), text, self._out / "gpu.svg", HERE / "tables.md")
         return report.num_missed(gpu_results.counted(records), suite)
 
     @property
@@ -215,7 +215,7 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
         "--dir", type=Path, default=HERE.parent.parent, help="a directory on a real disk for checkpoints"
     )
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints for the next command")
-    parser.add_argument("--publish", action="store_true", help="write the tables to README.md too, and draw the chart")
+    parser.add_argument("--publish", action="store_true", help="write the tables to tables.md too, and draw the chart")
     return parser
 
 

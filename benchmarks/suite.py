@@ -110,6 +110,6 @@ class Suite:
 
     @property
     def markers(self) -> tuple[str, str]:
-        """The lines of README.md between which the tables stand."""
+        """The lines of tables.md between which the tables stand."""
         name = "results" if self.name == "load" else f"{self.name} results"
         return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
