@@ -177,7 +177,9 @@ def _plan(
         else source
         for source in sources
     ]
-    plan = plan_writes(tied, max_shard_bytes=max_shard_bytes, block_bytes=block_bytes, metadata=metadata)
+    plan = plan_writes(
+        tied, max_shard_bytes=max_shard_bytes, block_bytes=block_bytes, metadata=metadata, tied=opened.tied
+    )
     opened.expect([name for shard in plan.shards for name in shard.names])
     return plan
 

@@ -32,10 +32,11 @@ from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.format.olmo_names import decode_name, looks_encoded, shown
 from stio.format.other_sources import PICKLE_SUFFIXES
 from stio.format.safe_pickle import PickleRefused, PlainPickles
-from stio.format.shared import ALIASES_KEY, resolve_shared
+from stio.format.shared import ALIASES_KEY, UNDECLARED, TiedNames, resolve_shared
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.limits import Limits
 from stio.runtime.urls import is_url
+from stio.saving.tensors import tied_names
 from stio.storage.checks import refused
 from stio.storage.open import open_directory
 
@@ -54,6 +55,8 @@ class OpenSource:
     """Text metadata of the source."""
     ties: Mapping[str, str] = field(default_factory=dict)
     """Tied names, each with the name that has the data. Only ties that shared memory does not show."""
+    tied: TiedNames = UNDECLARED
+    """What the module declares about tied names, if the source is a pickle of one."""
     reader: ReadAhead | None = None
     """Reads the tensors of a safetensors checkpoint."""
 
@@ -103,13 +106,17 @@ def open_source(
             raise ValueError("key= is for files of torch.save; a safetensors checkpoint is flat")
         return _open_safetensors(path, dtype, window_bytes, check)
     tensors: dict[str, torch.Tensor] = {}
+    tied = UNDECLARED
     for file in pickles:
         check()
-        part = _flat(file, read_pickle(file, trust_pickle=trust_pickle, mapped=True), key)
+        loaded = _chosen(file, read_pickle(file, trust_pickle=trust_pickle, mapped=True), key)
+        part = _flat(file, loaded)
+        if isinstance(loaded, nn.Module) and len(pickles) == 1:
+            tied = tied_names(loaded, part)
         if doubled := sorted(part.keys() & tensors.keys()):
             raise IndexFormatError("two files hold a tensor of the same name", path=file, found=doubled[0])
         tensors |= part
-    return OpenSource(**_cast(tensors, dtype), files=pickles)
+    return OpenSource(**_cast(tensors, dtype, tied), files=pickles, tied=tied)
 
 
 # Which files a path means.
@@ -178,21 +185,29 @@ def _require_inside(directory: str, names: Sequence[str]) -> list[str]:
 # The tensors in them.
 
 
-def _flat(path: str, loaded: Any, key: str | None) -> dict[str, torch.Tensor]:
-    """Return the tensors by name that a pickle holds.
+def _chosen(path: str, loaded: Any, key: str | None) -> Any:
+    """Return what a pickle holds under a key, or all of it.
+
+    Raises:
+        TensorNotFoundError: It has no such key.
+    """
+    if key is None:
+        return loaded
+    if not isinstance(loaded, Mapping) or key not in loaded:
+        keys = ", ".join(map(printable, list(loaded)[:_SHOWN_NAMES])) if isinstance(loaded, Mapping) else ""
+        raise TensorNotFoundError(
+            "the file has no such key", path=path, expected=keys or type(loaded).__name__, found=key
+        )
+    return loaded[key]
+
+
+def _flat(path: str, loaded: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors by name that are in a pickle.
 
     Raises:
         AmbiguousCheckpointError: It holds other values too; the message lists them.
-        TensorNotFoundError: It has no such key.
         FormatError: It holds no tensors by name.
     """
-    if key is not None:
-        if not isinstance(loaded, Mapping) or key not in loaded:
-            keys = ", ".join(map(printable, list(loaded)[:_SHOWN_NAMES])) if isinstance(loaded, Mapping) else ""
-            raise TensorNotFoundError(
-                "the file has no such key", path=path, expected=keys or type(loaded).__name__, found=key
-            )
-        loaded = loaded[key]
     if isinstance(loaded, nn.Module):
         loaded = loaded.state_dict()
     if not isinstance(loaded, Mapping):
@@ -232,11 +247,11 @@ def _described(loaded: Mapping[Any, Any], names: Sequence[Any]) -> Iterator[str]
         yield f"{len(names) - _SHOWN_NAMES} others"
 
 
-def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, Any]:
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, tied: TiedNames) -> dict[str, Any]:
     """Return lazy tensors for those to be cast, and the ties that their memory does not show."""
     if dtype is None:
         return {"tensors": tensors}
-    _, ties = resolve_shared(describe_tensors(tensors), "dedupe")
+    _, ties = resolve_shared(describe_tensors(tensors), "dedupe", tied)
     lazy = {
         name: LazyTensor(dtype, tensor.shape, partial(_rows, name, tensor.detach(), dtype))
         if tensor.is_floating_point() and tensor.dtype != dtype

@@ -24,7 +24,7 @@ from stio.distributed.layout import Layout, Share, difference, merged
 from stio.distributed.ranks import MOST_VALUE_BYTES, Ranks
 from stio.errors import MismatchError, printable
 from stio.format.sharding import TensorSource
-from stio.format.shared import resolve_shared
+from stio.format.shared import UNDECLARED, TiedNames, resolve_shared
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR
 from stio.runtime.blocking import run_blocking
 from stio.runtime.hashing import Hasher
@@ -50,6 +50,7 @@ class ShardedSave(PendingSave):
         destination: The destination.
         options: The keywords.
         ranks: The ranks, not entered yet.
+        tied: See `resolve_shared`; the same on all ranks.
     """
 
     _hashes_blocks = False
@@ -62,9 +63,10 @@ class ShardedSave(PendingSave):
         options: SaveOptions,
         *,
         ranks: Ranks,
+        tied: TiedNames = UNDECLARED,
         **arguments: Any,
     ) -> None:
-        self._ranks, self._shares = ranks, shares
+        self._ranks, self._shares, self._tied = ranks, shares, tied
         self.told = False
         """Whether this rank has begun, or has reported that it failed before that."""
         self._undo: Callable[[], None] = _nothing
@@ -129,6 +131,7 @@ class ShardedSave(PendingSave):
             max_shard_bytes=self._max_shard_bytes,
             metadata=options.metadata,
             shared="dedupe" if ties else "clone",
+            tied=self._tied,
         )
         parts = layout.parts(plan.sources, meshes)
         self._require_all_parts(plan, parts)
@@ -157,6 +160,9 @@ class ShardedSave(PendingSave):
             for name in ("filename_pattern", "shared", "shard_names", "commit", "durability", "hash")
         }
         found["the option max_shard_size"] = repr(self._max_shard_bytes)
+        found["what the module declares about tied names"] = repr(
+            (sorted(self._tied.sources.items()), sorted(self._tied.required))
+        )
         found["the destination"] = str(self._absolute_destination)
         for key, text in sorted((options.metadata or {}).items()):
             what = "what is no tensor" if key == STATE_KEY else f"the metadata under {printable(key)!r}"

@@ -40,11 +40,11 @@ from stio.saving.options import (
     SaveOptions,
     SaveResult,
     ShardNames,
-    TensorsLike,
 )
 from stio.saving.pending import PendingSave
 from stio.saving.retention import Retention
 from stio.saving.staging_pool import StagingPool
+from stio.saving.tensors import TensorsLike
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 WhenFull: TypeAlias = Literal["wait", "error"]
@@ -88,7 +88,7 @@ async def save(
         metadata: Text to store with the checkpoint.
         filename_pattern: Names of the files in a directory; `{suffix}` becomes empty or `-00001-of-00003`.
         shared: Tensors that share memory: `"dedupe"` saves them once and restores them as one, `"clone"` saves each,
-            `"error"` refuses them.
+            `"error"` refuses them. `_tied_weights_keys` of a module decides which name is kept, else the first is.
         shard_names: `"auto"` gives shards names of their own beside an old checkpoint; `"hub"` keeps the plain names
             there, and needs `commit="files"`.
         commit: What publishes a checkpoint in a directory that holds one: `"index"` (one rename), or `"files"` (one by

@@ -15,10 +15,6 @@ from itertools import chain
 from threading import TIMEOUT_MAX
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
-import torch
-from torch import nn
-
-from stio.device.describe import LazyTensor
 from stio.errors import StorageError, printable
 from stio.format.naming import FILE_SUFFIX, check_pattern, suffix_of_other_kind
 from stio.format.other_sources import NO_HOME
@@ -72,23 +68,6 @@ DestinationLike: TypeAlias = str | os.PathLike[str] | Destination
 
 A path that looks like a file of another kind (`w.pt`) is refused, unless it is a directory already or ends in a slash.
 """
-
-TensorsLike: TypeAlias = Mapping[str, torch.Tensor] | Mapping[str, torch.Tensor | LazyTensor] | nn.Module
-"""Tensors by name, some of which may be lazy, or a module, to save its `state_dict()`."""
-
-
-def tensors_by_name(tensors: TensorsLike) -> dict[str, torch.Tensor | LazyTensor]:
-    """Return the tensors to save, by name, in a new dict.
-
-    Raises:
-        TypeError: Neither a mapping nor a module.
-    """
-    require_unlocked()
-    if isinstance(tensors, nn.Module):
-        return dict(tensors.state_dict())
-    if not isinstance(tensors, Mapping):
-        raise TypeError(f"tensors must be a mapping of names to tensors or a module, not {type(tensors).__name__}")
-    return dict(tensors)
 
 
 def absolute_destination(destination: DestinationLike) -> str | OneFile | Destination:

@@ -165,7 +165,7 @@ async def test_shared_policies(tmp_path):
     weight = torch.randn(8, 8)
     tensors = {"b": weight, "a": weight, "rows": weight[2:4]}
     deduped = await stio.save(tensors, tmp_path / "dedupe")
-    assert deduped.aliases == {"b": "a"}
+    assert deduped.aliases == {"a": "b"}
     cloned = await stio.save(tensors, tmp_path / "clone", shared="clone")
     assert not cloned.aliases
     for name in ("dedupe", "clone"):
