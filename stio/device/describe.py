@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from stio.device.copy_out import PLAIN_LAYOUT
 from stio.device.cuda import has_streams
+from stio.device.placeholders import GATHER_FSDP, ON_META, require_data, require_scales
 from stio.device.tensors import FORMAT_DTYPES, PLAIN
 from stio.device.torch_private import traits_of, without_torch_function
 from stio.errors import DeviceError, FormatError, UnsupportedDtypeError, printable
@@ -80,10 +81,13 @@ def describe_tensors(
     Raises:
         TypeError: A name is no string; a value is no tensor, or a tensor without memory of its own (distributed, fake,
             a wrapper of other tensors, inside a function transform such as `torch.vmap`).
-        ValueError: A tensor has no data in the usual layout: sparse, nested, on meta, freed or not initialized.
+        ValueError: A tensor has no data in the usual layout: sparse, nested, on meta, freed, not initialized, or a
+            placeholder for data that is elsewhere.
         UnsupportedDtypeError: The format has no such dtype.
         DeviceError: torch cannot copy from this kind of device in the background.
     """
+    require_data(tensors, tensors.values())
+    require_scales(tensors)
     sources = []
     devices: set[torch.device] = set()
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -137,8 +141,8 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
     address, held = storage.data_ptr(), storage.nbytes()
     if end > held or not address:
         raise ValueError(
-            f"tensor {printable(name)!r} has no data: its memory was freed or shrunk (sharded training does that); "
-            "gather it first"
+            f"tensor {printable(name)!r} has no data: its memory was freed or shrunk, as sharded training does between "
+            f"two steps; gather it first (of FSDP1: {GATHER_FSDP})"
         )
     return TensorSource(
         name=name,
@@ -219,6 +223,8 @@ def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
         hint = "gather it into a plain tensor first (full_tensor(), dequantize() or its parts)"
         if kind == "DTensor":
             hint = f"save it from all ranks by stio.distributed.save, or {hint}"
+        elif kind == "ShardedTensor":
+            hint = GATHER_FSDP
         raise TypeError(f"tensor {shown!r} is a {kind}, which has no memory of its own to save; {hint}")
     with without_torch_function():
         return tensor.as_subclass(torch.Tensor)
@@ -227,7 +233,7 @@ def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
 def _require_streams(name: str, tensor: torch.Tensor) -> None:
     device = tensor.device
     if device.type == "meta":
-        raise ValueError(f"tensor {printable(name)!r} is on meta: it has no data to save")
+        raise ValueError(f"tensor {printable(name)!r} {ON_META}")
     if not has_streams(device):
         raise DeviceError(
             f"tensor {printable(name)!r}: torch has no streams for this kind of device; move it to the CPU first",

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from stio.device.describe import LazyTensor
+from stio.device.placeholders import require_data
 from stio.format.shared import UNDECLARED, TiedNames
 from stio.runtime.locks import require_unlocked
 
@@ -40,10 +41,12 @@ def tensors_of(tensors: TensorsLike) -> NamedTensors:
 
     Raises:
         TypeError: Neither a mapping nor a module.
+        ValueError: A tensor of the module stands for data that is elsewhere.
     """
     require_unlocked()
     if isinstance(tensors, nn.Module):
         by_name = dict(tensors.state_dict())
+        require_data(by_name, tensors.parameters())
         return NamedTensors(by_name, tied_names(tensors, by_name))
     if not isinstance(tensors, Mapping):
         raise TypeError(f"tensors must be a mapping of names to tensors or a module, not {type(tensors).__name__}")
