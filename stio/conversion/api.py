@@ -101,7 +101,7 @@ async def convert(
     )
     absolute_destination(destination)  # raises for what is no destination
     options.max_shard_bytes(destination)  # raises for a wrong argument before the work starts
-    plan_writes([], max_shard_bytes=None, block_bytes=1 << 20, metadata=metadata)  # the same for the metadata
+    plan_writes([], max_shard_bytes=None, block_bytes=1 << 20, metadata=options.metadata)  # the same for the metadata
     budget = budget_bytes or default_budget_bytes()
 
     def body(operation: Operation[SaveResult]) -> SaveResult:

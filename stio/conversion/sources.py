@@ -32,7 +32,7 @@ from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.format.olmo_names import decode_name, looks_encoded, shown
 from stio.format.other_sources import PICKLE_SUFFIXES
 from stio.format.safe_pickle import PickleRefused, PlainPickles
-from stio.format.shared import ALIASES_KEY, UNDECLARED, TiedNames, resolve_shared
+from stio.format.shared import UNDECLARED, TiedNames, resolve_shared
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.limits import Limits
 from stio.runtime.urls import is_url
@@ -288,11 +288,7 @@ def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, c
         return OpenSource(
             tensors=tensors,
             files=[file.path for file in opened.files],
-            metadata={
-                key: value
-                for key, value in opened.metadata.items()
-                if isinstance(value, str) and key not in (ALIASES_KEY, "total_size")
-            },
+            metadata=opened.metadata,
             ties=dict(opened.aliases),
             reader=reader,
         )

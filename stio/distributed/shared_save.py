@@ -71,9 +71,8 @@ class ShardedSave(PendingSave):
         """Whether this rank has begun, or has reported that it failed before that."""
         self._undo: Callable[[], None] = _nothing
         self._tree_digest = ""
-        if (options.metadata or {}).get(STATE_KEY) == POINTER:
-            tree = tensors[TREE_TENSOR]
-            assert isinstance(tree, torch.Tensor)
+        tree = tensors.get(TREE_TENSOR)
+        if (options.metadata or {}).get(STATE_KEY) == POINTER and isinstance(tree, torch.Tensor):
             text = Region(tree.data_ptr(), tree.nbytes, tree).view()
             self._tree_digest = hashlib.sha256(text).hexdigest()
         super().__init__(tensors, destination, options, **arguments)

@@ -22,6 +22,10 @@ from stio.runtime.limits import advice_on_limit
 ALIASES_KEY = "stio.aliases"
 """Metadata key of stio: a JSON object of names that share another tensor's data."""
 
+MADE_ANEW = frozenset({ALIASES_KEY, "total_size", "total_parameters"})
+"""Metadata keys whose values describe the tensors of one checkpoint; the last two are the hub's. Each save makes its
+own, so metadata of a checkpoint can be passed to the next save as they are."""
+
 SharedPolicy = Literal["dedupe", "clone", "error"]
 """What to do with tensors that share memory: save each once, save each by itself, or refuse."""
 

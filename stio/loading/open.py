@@ -7,6 +7,7 @@ that are needed through one directory before the first read, and compares the in
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
@@ -40,7 +41,7 @@ from stio.format.other_sources import (
     advice_for_start,
     refuse_pickle_at_url,
 )
-from stio.format.shared import ALIASES_KEY, parse_aliases
+from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
 from stio.runtime.limits import Limits, advice_on_limit
 from stio.runtime.memory import allocate
 from stio.runtime.operation import start_thread
@@ -370,7 +371,7 @@ class _Opening:
                     self.warn(warning)
             described: list[Mapping[str, Any]] = [header.metadata for header in headers]
             described += [index.metadata] if index is not None else []
-            metadata = {key: value for one in described for key, value in one.items()}
+            metadata = {key: _as_text(key, value) for one in described for key, value in one.items()}
             aliases = {
                 alias: target
                 for one in described
@@ -471,6 +472,11 @@ def _advise(error: StioError, advice: str) -> None:
     """Add a clause to the message of an error that is raised again."""
     error.message += advice
     error.args = (error.message,)
+
+
+def _as_text(key: str, value: object) -> object:
+    """Return a value of the metadata as text: an index may have any JSON there. Counts of the tensors stay numbers."""
+    return value if isinstance(value, str) or key in MADE_ANEW else json.dumps(value, ensure_ascii=False)
 
 
 def _shard(open_one: Callable[[], Source], index: ShardIndex | None) -> Source:

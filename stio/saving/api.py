@@ -85,7 +85,8 @@ async def save(
         budget_bytes: Most bytes of staging memory. None: 512 MiB. A produced tensor is not included.
         max_shard_size: Most bytes of tensors in one file of a directory: a number, or text such as `"5GB"`. None:
             `"5GB"`. Not for a destination that is one file.
-        metadata: Text to store with the checkpoint.
+        metadata: Text to store with the checkpoint. `checkpoint.metadata` of another one is accepted: entries that each
+            save makes anew, such as `total_size`, are ignored.
         filename_pattern: Names of the files in a directory; `{suffix}` becomes empty or `-00001-of-00003`.
         shared: Tensors that share memory: `"dedupe"` saves them once and restores them as one, `"clone"` saves each,
             `"error"` refuses them. `_tied_weights_keys` of a module decides which name is kept, else the first is.

@@ -188,9 +188,7 @@ class _Walk:
 
     def complete(self, metadata: Mapping[str, str] | None) -> Flattened:
         """Return the tensors to save, and the metadata with the tree in it."""
-        metadata = dict(metadata or {})
-        if STATE_KEY in metadata:
-            raise ValueError(f"the metadata key {STATE_KEY!r} is stio's own; leave it out")
+        metadata = dict(metadata or {})  # a tree of another state in it is replaced
         text = self.text()
         if len(text) <= _INLINE_BYTES:
             metadata[STATE_KEY] = text.decode()

@@ -19,7 +19,7 @@ from stio.errors import StorageError, printable
 from stio.format.naming import FILE_SUFFIX, check_pattern, suffix_of_other_kind
 from stio.format.other_sources import NO_HOME
 from stio.format.sharding import parse_size
-from stio.format.shared import SharedPolicy
+from stio.format.shared import MADE_ANEW, SharedPolicy
 from stio.runtime.hashing import HashName, new_hasher
 from stio.runtime.locks import require_unlocked
 from stio.runtime.notebook import table
@@ -148,7 +148,7 @@ class SaveOptions:
     max_shard_size: int | str | None = None
     """Most bytes of tensors in one file of a directory; None: `"5GB"`. Not for a destination that is one file."""
     metadata: Mapping[str, str] | None = None
-    """Text to store with the checkpoint."""
+    """Text to store with the checkpoint, without the keys that each save makes anew."""
     filename_pattern: str = DEFAULT_PATTERN
     """Names of the files in a directory; `{suffix}` becomes empty or `-00001-of-00003`."""
     shared: SharedPolicy = "dedupe"
@@ -173,8 +173,11 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         progress_callback(self.progress)  # for its errors
-        if self.metadata is not None and not isinstance(self.metadata, Mapping):
-            raise TypeError(f"metadata= takes a mapping from text to text, not {printable(self.metadata)}")
+        if self.metadata is not None:
+            if not isinstance(self.metadata, Mapping):
+                raise TypeError(f"metadata= takes a mapping from text to text, not {printable(self.metadata)}")
+            passed_on = {key: text for key, text in self.metadata.items() if key not in MADE_ANEW}
+            object.__setattr__(self, "metadata", passed_on)
         if self.max_shard_size is not None:
             parse_size(self.max_shard_size)
         check_pattern(self.filename_pattern)
