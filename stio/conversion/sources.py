@@ -28,7 +28,7 @@ from stio.errors import (
     printable,
 )
 from stio.format.index import parse_index
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, READ_SUFFIXES
 from stio.format.olmo_names import decode_name, looks_encoded, shown
 from stio.format.other_sources import PICKLE_SUFFIXES
 from stio.format.safe_pickle import PickleRefused, PlainPickles
@@ -126,7 +126,7 @@ def _pickle_files(path: str) -> list[str] | None:
     """Return the files of `torch.save` that a path means, None if it means safetensors or nothing."""
     if os.path.isdir(path):
         return _pickles_in(path)
-    if path.endswith(FILE_SUFFIX) or not os.path.lexists(path):  # opening it raises the clearest error
+    if path.endswith(READ_SUFFIXES) or not os.path.lexists(path):  # opening it raises the clearest error
         return None
     if path.endswith(INDEX_SUFFIX):
         return _indexed_pickles(path)
@@ -140,7 +140,7 @@ def _pickles_in(directory: str) -> list[str] | None:
         names = sorted(os.listdir(directory))
     except OSError as error:
         raise refused("listing the directory", directory, error) from error
-    if any(name.endswith((FILE_SUFFIX, FILE_SUFFIX + INDEX_SUFFIX)) for name in names):
+    if any(name.endswith((*READ_SUFFIXES, FILE_SUFFIX + INDEX_SUFFIX)) for name in names):
         return None
     indices = [name for name in names if name.endswith(tuple(suffix + INDEX_SUFFIX for suffix in PICKLE_SUFFIXES))]
     files = [name for name in names if name.endswith(PICKLE_SUFFIXES)]

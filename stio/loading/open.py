@@ -33,7 +33,7 @@ from stio.format.gil_slices import ROWS
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
 from stio.format.index import ShardIndex, check_against_shards, parse_index
 from stio.format.manifest import MAX_MANIFEST_BYTES
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, is_of_save
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, READ_SUFFIXES, is_of_save
 from stio.format.other_sources import (
     advice_for_index,
     advice_for_missing,
@@ -262,10 +262,10 @@ class _Opening:
             raise
 
     def _at_path(self, path: str) -> OpenCheckpoint:
-        if path.endswith(INDEX_SUFFIX):
-            return self._in_directory(os.path.dirname(path) or ".", os.path.basename(path))
         if not path.endswith(FILE_SUFFIX) and os.path.isdir(path):
             return self._in_directory(path, None)
+        if path.endswith(INDEX_SUFFIX):
+            return self._in_directory(os.path.dirname(path) or ".", os.path.basename(path))
         try:
             return self._single(path)
         except StorageError:
@@ -442,7 +442,7 @@ def choose(root: Root) -> tuple[str | None, str]:
     if INDEX_NAME in names:
         return INDEX_NAME, ""
     indices = [name for name in names if name.endswith(FILE_SUFFIX + INDEX_SUFFIX)]
-    files = [name for name in names if name.endswith(FILE_SUFFIX)]
+    files = next((found for end in READ_SUFFIXES if (found := [name for name in names if name.endswith(end)])), [])
     if len(indices) == 1:
         return indices[0], ""
     if not indices:  # shards with the id of a save are a checkpoint by their index alone: their save has not committed

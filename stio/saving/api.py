@@ -80,7 +80,7 @@ async def save(
             save; a `Saver` returns earlier.
         destination: A path ending in `.safetensors` is one file; any other path is a directory in the hub's layout,
             updated in place where it holds a checkpoint. Other files in it are not touched. A path that looks like a
-            file of another kind (`w.pt`, `w.bin`) is refused, unless it is a directory or ends in a slash. A URL of one
+            file of another kind (`w.pt`, `w.sft`) is refused, unless it is a directory or ends in a slash. A URL of one
             of these with `s3://`, `gs://` or `az://` needs the extra `remote`; one put commits it.
         budget_bytes: Most bytes of staging memory. None: 512 MiB. A produced tensor is not included.
         max_shard_size: Most bytes of tensors in one file of a directory: a number, or text such as `"5GB"`. None:

@@ -16,7 +16,7 @@ from threading import TIMEOUT_MAX
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from stio.errors import StorageError, printable
-from stio.format.naming import FILE_SUFFIX, check_pattern, suffix_of_other_kind
+from stio.format.naming import advice_for_destination, check_pattern
 from stio.format.other_sources import NO_HOME
 from stio.format.sharding import parse_size
 from stio.format.shared import MADE_ANEW, SharedPolicy
@@ -66,7 +66,7 @@ class Destination(Protocol):
 DestinationLike: TypeAlias = str | os.PathLike[str] | Destination
 """A path or URL ending in `.safetensors` (one file), any other (a directory), or an object with the method `begin`.
 
-A path that looks like a file of another kind (`w.pt`) is refused, unless it is a directory already or ends in a slash.
+A path that looks like a file of another kind or name (`w.pt`, `w.sft`) is refused, unless it is a directory already or ends in a slash.
 """
 
 
@@ -112,14 +112,9 @@ def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
             f"the destination {printable(without_secrets(path))!r} looks like a URL; saves go to local paths, and to "
             "URLs of s3, gs and az, passed as text"
         )
-    suffix = suffix_of_other_kind(os.path.basename(path))
-    if suffix is not None and not isinstance(destination, OneFile) and not os.path.isdir(path):
-        name = os.path.basename(path).removesuffix(suffix)
-        raise ValueError(
-            f"the destination {printable(path)!r} looks like a file of another kind ({suffix}), and a save writes "
-            f"safetensors only: {printable(name + FILE_SUFFIX)!r} means one file, {printable(name)!r} a directory. "
-            f"To use a directory of this name, make it first or add a slash"
-        )
+    advice = "" if isinstance(destination, OneFile) else advice_for_destination(os.path.basename(path))
+    if advice and not os.path.isdir(path):
+        raise ValueError(f"the destination {printable(path)!r} {advice}")
 
 
 class Inherited(Enum):
