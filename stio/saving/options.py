@@ -66,7 +66,8 @@ class Destination(Protocol):
 DestinationLike: TypeAlias = str | os.PathLike[str] | Destination
 """A path or URL ending in `.safetensors` (one file), any other (a directory), or an object with the method `begin`.
 
-A path that looks like a file of another kind or name (`w.pt`, `w.sft`) is refused, unless it is a directory already or ends in a slash.
+A path that looks like a file of another kind or name (`w.pt`, `w.sft`) is refused, unless it is a directory already or
+ends in a slash.
 """
 
 
