@@ -26,6 +26,12 @@ from stio.format.sharding import TensorSource
 _KINDS = {dtype: (name, dtype.itemsize) for dtype, name in FORMAT_DTYPES.items()}
 """The name in the format and the bytes of an element of each of torch's types."""
 
+PACKED = (
+    "torch packs the weights of a quantized module, and the format cannot hold these. Save the module as it is before "
+    "it is quantized, and quantize it again after a load"
+)
+"""What an error says about a module that torch has quantized."""
+
 _MOST_NAMES = 8
 """Most tensors that one error lists."""
 
@@ -192,7 +198,7 @@ def _format_dtype(name: str, dtype: torch.dtype) -> str:
     if found is None:
         raise UnsupportedDtypeError(
             f"tensor {printable(name)!r}: the safetensors format has no such dtype; convert it first, or save its "
-            "parts (real and imaginary, integers and scales)",
+            "parts (real and imaginary; of a quantized tensor `int_repr()`, scales and zero points)",
             expected=f"one of {', '.join(sorted(str(known).removeprefix('torch.') for known in FORMAT_DTYPES))}",
             found=str(dtype),
         )
@@ -206,6 +212,20 @@ def _format_shape(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return (*sizes[:-1], sizes[-1] * 2)
 
 
+def state_of_object(value: object) -> str:
+    """Return how the state of an object that is no tensor is called, such as `its state_dict()`; empty if unknown."""
+    kind = type(value)
+    for method in ("state_dict", "get_state", "getstate"):
+        if callable(getattr(kind, method, None)):
+            return f"its {method}()"
+    return "its bit_generator.state" if kind.__module__.startswith("numpy.random") else ""
+
+
+def is_packed(value: object) -> bool:
+    """Return whether an object is a module that torch has quantized."""
+    return isinstance(value, torch.nn.Module) and any(hasattr(one, "_packed_params") for one in value.modules())
+
+
 def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
     """Return a plain tensor over the memory of an instance of a subclass.
 
@@ -215,7 +235,10 @@ def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
     """
     shown, kind = printable(name), type(tensor).__name__
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{shown!r} is no tensor, its type is {kind}; save_state takes nested state and plain values")
+        advice = f"save_state takes {state_of_object(tensor) or 'nested state and plain values'}"
+        if is_packed(tensor) or "_packed_params" in name:
+            advice = PACKED
+        raise TypeError(f"{shown!r} is no tensor, its type is {kind}; {advice}")
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         raise ValueError(f"tensor {shown!r} is a lazy parameter without data; run the module once, then save")
     # A subclass that torch dispatches to Python stores its values elsewhere: this object has a shard of them or none.

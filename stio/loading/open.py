@@ -47,6 +47,7 @@ from stio.runtime.memory import allocate
 from stio.runtime.operation import start_thread
 from stio.runtime.urls import is_url
 from stio.storage.base import ParallelRoot, Root, Source
+from stio.storage.checks import broken_link
 from stio.storage.open import OneFile, most_open_files, open_directory, open_file, open_url
 
 logger = logging.getLogger("stio")
@@ -486,7 +487,9 @@ def _shard(open_one: Callable[[], Source], index: ShardIndex | None) -> Source:
         if index is None:
             raise
         raise CheckpointNotFoundError(
-            "the index names a shard that does not exist; the download may be incomplete", path=error.path
+            "the index names a shard that does not exist; the download may be incomplete"
+            + broken_link(error.path or ""),
+            path=error.path,
         ) from None
 
 

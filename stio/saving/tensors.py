@@ -7,6 +7,7 @@ transformers 5, before that a list of patterns.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from stio.device.describe import LazyTensor
+from stio.device.describe import LazyTensor, state_of_object
 from stio.device.placeholders import require_data
 from stio.format.shared import UNDECLARED, TiedNames
 from stio.runtime.locks import require_unlocked
@@ -49,8 +50,24 @@ def tensors_of(tensors: TensorsLike) -> NamedTensors:
         require_data(by_name, tensors.parameters())
         return NamedTensors(by_name, tied_names(tensors, by_name))
     if not isinstance(tensors, Mapping):
-        raise TypeError(f"tensors must be a mapping of names to tensors or a module, not {type(tensors).__name__}")
+        raise TypeError(
+            f"tensors must be a mapping of names to tensors or a module, not {type(tensors).__name__}{_advice(tensors)}"
+        )
     return NamedTensors(dict(tensors))
+
+
+def _advice(value: object) -> str:
+    """Return what to pass instead of a value that is neither a mapping nor a module."""
+    if isinstance(value, str | os.PathLike):
+        return "; the tensors come first, then the destination"
+    if isinstance(value, torch.Tensor):
+        return '; pass {"name": tensor}'
+    if isinstance(value, list | tuple):
+        return "; save_state takes lists and other nested state"
+    if isinstance(value, Iterator):
+        return "; pass dict(...) of names and tensors"
+    found = state_of_object(value)
+    return f"; save_state takes {found}" if found else ""
 
 
 def tied_names(module: nn.Module, names: Iterable[str]) -> TiedNames:
