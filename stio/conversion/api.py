@@ -101,7 +101,7 @@ async def convert(
     )
     absolute_destination(destination)  # raises for what is no destination
     options.max_shard_bytes(destination)  # raises for a wrong argument before the work starts
-    plan_writes([], max_shard_bytes=None, block_bytes=1 << 20, metadata=metadata)  # the same for the metadata
+    plan_writes([], max_shard_bytes=None, block_bytes=1 << 20, metadata=options.metadata)  # the same for the metadata
     budget = budget_bytes or default_budget_bytes()
 
     def body(operation: Operation[SaveResult]) -> SaveResult:
@@ -177,7 +177,9 @@ def _plan(
         else source
         for source in sources
     ]
-    plan = plan_writes(tied, max_shard_bytes=max_shard_bytes, block_bytes=block_bytes, metadata=metadata)
+    plan = plan_writes(
+        tied, max_shard_bytes=max_shard_bytes, block_bytes=block_bytes, metadata=metadata, tied=opened.tied
+    )
     opened.expect([name for shard in plan.shards for name in shard.names])
     return plan
 

@@ -28,14 +28,15 @@ from stio.errors import (
     printable,
 )
 from stio.format.index import parse_index
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, READ_SUFFIXES
 from stio.format.olmo_names import decode_name, looks_encoded, shown
 from stio.format.other_sources import PICKLE_SUFFIXES
 from stio.format.safe_pickle import PickleRefused, PlainPickles
-from stio.format.shared import ALIASES_KEY, resolve_shared
+from stio.format.shared import UNDECLARED, TiedNames, resolve_shared
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.limits import Limits
 from stio.runtime.urls import is_url
+from stio.saving.tensors import tied_names
 from stio.storage.checks import refused
 from stio.storage.open import open_directory
 
@@ -54,6 +55,8 @@ class OpenSource:
     """Text metadata of the source."""
     ties: Mapping[str, str] = field(default_factory=dict)
     """Tied names, each with the name that has the data. Only ties that shared memory does not show."""
+    tied: TiedNames = UNDECLARED
+    """What the module declares about tied names, if the source is a pickle of one."""
     reader: ReadAhead | None = None
     """Reads the tensors of a safetensors checkpoint."""
 
@@ -103,13 +106,17 @@ def open_source(
             raise ValueError("key= is for files of torch.save; a safetensors checkpoint is flat")
         return _open_safetensors(path, dtype, window_bytes, check)
     tensors: dict[str, torch.Tensor] = {}
+    tied = UNDECLARED
     for file in pickles:
         check()
-        part = _flat(file, read_pickle(file, trust_pickle=trust_pickle, mapped=True), key)
+        loaded = _chosen(file, read_pickle(file, trust_pickle=trust_pickle, mapped=True), key)
+        part = _flat(file, loaded)
+        if isinstance(loaded, nn.Module) and len(pickles) == 1:
+            tied = tied_names(loaded, part)
         if doubled := sorted(part.keys() & tensors.keys()):
             raise IndexFormatError("two files hold a tensor of the same name", path=file, found=doubled[0])
         tensors |= part
-    return OpenSource(**_cast(tensors, dtype), files=pickles)
+    return OpenSource(**_cast(tensors, dtype, tied), files=pickles, tied=tied)
 
 
 # Which files a path means.
@@ -119,7 +126,7 @@ def _pickle_files(path: str) -> list[str] | None:
     """Return the files of `torch.save` that a path means, None if it means safetensors or nothing."""
     if os.path.isdir(path):
         return _pickles_in(path)
-    if path.endswith(FILE_SUFFIX) or not os.path.lexists(path):  # opening it raises the clearest error
+    if path.endswith(READ_SUFFIXES) or not os.path.lexists(path):  # opening it raises the clearest error
         return None
     if path.endswith(INDEX_SUFFIX):
         return _indexed_pickles(path)
@@ -133,7 +140,7 @@ def _pickles_in(directory: str) -> list[str] | None:
         names = sorted(os.listdir(directory))
     except OSError as error:
         raise refused("listing the directory", directory, error) from error
-    if any(name.endswith((FILE_SUFFIX, FILE_SUFFIX + INDEX_SUFFIX)) for name in names):
+    if any(name.endswith((*READ_SUFFIXES, FILE_SUFFIX + INDEX_SUFFIX)) for name in names):
         return None
     indices = [name for name in names if name.endswith(tuple(suffix + INDEX_SUFFIX for suffix in PICKLE_SUFFIXES))]
     files = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
@@ -178,21 +185,29 @@ def _require_inside(directory: str, names: Sequence[str]) -> list[str]:
 # The tensors in them.
 
 
-def _flat(path: str, loaded: Any, key: str | None) -> dict[str, torch.Tensor]:
-    """Return the tensors by name that a pickle holds.
+def _chosen(path: str, loaded: Any, key: str | None) -> Any:
+    """Return what a pickle holds under a key, or all of it.
+
+    Raises:
+        TensorNotFoundError: It has no such key.
+    """
+    if key is None:
+        return loaded
+    if not isinstance(loaded, Mapping) or key not in loaded:
+        keys = ", ".join(map(printable, list(loaded)[:_SHOWN_NAMES])) if isinstance(loaded, Mapping) else ""
+        raise TensorNotFoundError(
+            "the file has no such key", path=path, expected=keys or type(loaded).__name__, found=key
+        )
+    return loaded[key]
+
+
+def _flat(path: str, loaded: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors by name that are in a pickle.
 
     Raises:
         AmbiguousCheckpointError: It holds other values too; the message lists them.
-        TensorNotFoundError: It has no such key.
         FormatError: It holds no tensors by name.
     """
-    if key is not None:
-        if not isinstance(loaded, Mapping) or key not in loaded:
-            keys = ", ".join(map(printable, list(loaded)[:_SHOWN_NAMES])) if isinstance(loaded, Mapping) else ""
-            raise TensorNotFoundError(
-                "the file has no such key", path=path, expected=keys or type(loaded).__name__, found=key
-            )
-        loaded = loaded[key]
     if isinstance(loaded, nn.Module):
         loaded = loaded.state_dict()
     if not isinstance(loaded, Mapping):
@@ -232,11 +247,11 @@ def _described(loaded: Mapping[Any, Any], names: Sequence[Any]) -> Iterator[str]
         yield f"{len(names) - _SHOWN_NAMES} others"
 
 
-def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, Any]:
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, tied: TiedNames) -> dict[str, Any]:
     """Return lazy tensors for those to be cast, and the ties that their memory does not show."""
     if dtype is None:
         return {"tensors": tensors}
-    _, ties = resolve_shared(describe_tensors(tensors), "dedupe")
+    _, ties = resolve_shared(describe_tensors(tensors), "dedupe", tied)
     lazy = {
         name: LazyTensor(dtype, tensor.shape, partial(_rows, name, tensor.detach(), dtype))
         if tensor.is_floating_point() and tensor.dtype != dtype
@@ -273,11 +288,7 @@ def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, c
         return OpenSource(
             tensors=tensors,
             files=[file.path for file in opened.files],
-            metadata={
-                key: value
-                for key, value in opened.metadata.items()
-                if isinstance(value, str) and key not in (ALIASES_KEY, "total_size")
-            },
+            metadata=opened.metadata,
             ties=dict(opened.aliases),
             reader=reader,
         )

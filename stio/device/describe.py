@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from stio.device.copy_out import PLAIN_LAYOUT
 from stio.device.cuda import has_streams
+from stio.device.placeholders import GATHER_FSDP, ON_META, require_data, require_scales
 from stio.device.tensors import FORMAT_DTYPES, PLAIN
 from stio.device.torch_private import traits_of, without_torch_function
 from stio.errors import DeviceError, FormatError, UnsupportedDtypeError, printable
@@ -24,6 +25,12 @@ from stio.format.sharding import TensorSource
 
 _KINDS = {dtype: (name, dtype.itemsize) for dtype, name in FORMAT_DTYPES.items()}
 """The name in the format and the bytes of an element of each of torch's types."""
+
+PACKED = (
+    "torch packs the weights of a quantized module, and the format cannot hold these. Save the module as it is before "
+    "it is quantized, and quantize it again after a load"
+)
+"""What an error says about a module that torch has quantized."""
 
 _MOST_NAMES = 8
 """Most tensors that one error lists."""
@@ -80,10 +87,13 @@ def describe_tensors(
     Raises:
         TypeError: A name is no string; a value is no tensor, or a tensor without memory of its own (distributed, fake,
             a wrapper of other tensors, inside a function transform such as `torch.vmap`).
-        ValueError: A tensor has no data in the usual layout: sparse, nested, on meta, freed or not initialized.
+        ValueError: A tensor has no data in the usual layout: sparse, nested, on meta, freed, not initialized, or a
+            placeholder for data that is elsewhere.
         UnsupportedDtypeError: The format has no such dtype.
         DeviceError: torch cannot copy from this kind of device in the background.
     """
+    require_data(tensors, tensors.values())
+    require_scales(tensors)
     sources = []
     devices: set[torch.device] = set()
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -137,8 +147,8 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
     address, held = storage.data_ptr(), storage.nbytes()
     if end > held or not address:
         raise ValueError(
-            f"tensor {printable(name)!r} has no data: its memory was freed or shrunk (sharded training does that); "
-            "gather it first"
+            f"tensor {printable(name)!r} has no data: its memory was freed or shrunk, as sharded training does between "
+            f"two steps; gather it first (of FSDP1: {GATHER_FSDP})"
         )
     return TensorSource(
         name=name,
@@ -188,7 +198,7 @@ def _format_dtype(name: str, dtype: torch.dtype) -> str:
     if found is None:
         raise UnsupportedDtypeError(
             f"tensor {printable(name)!r}: the safetensors format has no such dtype; convert it first, or save its "
-            "parts (real and imaginary, integers and scales)",
+            "parts (real and imaginary; of a quantized tensor `int_repr()`, scales and zero points)",
             expected=f"one of {', '.join(sorted(str(known).removeprefix('torch.') for known in FORMAT_DTYPES))}",
             found=str(dtype),
         )
@@ -202,6 +212,20 @@ def _format_shape(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return (*sizes[:-1], sizes[-1] * 2)
 
 
+def state_of_object(value: object) -> str:
+    """Return how the state of an object that is no tensor is called, such as `its state_dict()`; empty if unknown."""
+    kind = type(value)
+    for method in ("state_dict", "get_state", "getstate"):
+        if callable(getattr(kind, method, None)):
+            return f"its {method}()"
+    return "its bit_generator.state" if kind.__module__.startswith("numpy.random") else ""
+
+
+def is_packed(value: object) -> bool:
+    """Return whether an object is a module that torch has quantized."""
+    return isinstance(value, torch.nn.Module) and any(hasattr(one, "_packed_params") for one in value.modules())
+
+
 def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
     """Return a plain tensor over the memory of an instance of a subclass.
 
@@ -211,7 +235,10 @@ def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
     """
     shown, kind = printable(name), type(tensor).__name__
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{shown!r} is no tensor, its type is {kind}; save_state takes nested state and plain values")
+        advice = f"save_state takes {state_of_object(tensor) or 'nested state and plain values'}"
+        if is_packed(tensor) or "_packed_params" in name:
+            advice = PACKED
+        raise TypeError(f"{shown!r} is no tensor, its type is {kind}; {advice}")
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         raise ValueError(f"tensor {shown!r} is a lazy parameter without data; run the module once, then save")
     # A subclass that torch dispatches to Python stores its values elsewhere: this object has a shard of them or none.
@@ -219,6 +246,8 @@ def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
         hint = "gather it into a plain tensor first (full_tensor(), dequantize() or its parts)"
         if kind == "DTensor":
             hint = f"save it from all ranks by stio.distributed.save, or {hint}"
+        elif kind == "ShardedTensor":
+            hint = GATHER_FSDP
         raise TypeError(f"tensor {shown!r} is a {kind}, which has no memory of its own to save; {hint}")
     with without_torch_function():
         return tensor.as_subclass(torch.Tensor)
@@ -227,7 +256,7 @@ def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
 def _require_streams(name: str, tensor: torch.Tensor) -> None:
     device = tensor.device
     if device.type == "meta":
-        raise ValueError(f"tensor {printable(name)!r} is on meta: it has no data to save")
+        raise ValueError(f"tensor {printable(name)!r} {ON_META}")
     if not has_streams(device):
         raise DeviceError(
             f"tensor {printable(name)!r}: torch has no streams for this kind of device; move it to the CPU first",

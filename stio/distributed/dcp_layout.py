@@ -120,8 +120,7 @@ def plan_save(
         }
     )
     text = dict(metadata or {})
-    if STATE_KEY in text:
-        raise ValueError(f"the metadata key {STATE_KEY!r} is stio's own; leave it out")
+    text.pop(STATE_KEY, None)  # of another checkpoint
     if values:
         if TREE_TENSOR in tensors:
             raise ValueError(f"the name {TREE_TENSOR!r} is stio's own; rename the tensor")

@@ -19,7 +19,7 @@ from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.shared_files import SaveToFiles
 from stio.distributed.shared_objects import SaveToStore, is_store
 from stio.distributed.shared_save import ShardedSave
-from stio.format.shared import SharedPolicy
+from stio.format.shared import UNDECLARED, SharedPolicy
 from stio.runtime.hashing import HashName
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
@@ -38,6 +38,7 @@ from stio.saving.options import (
     absolute_destination,
 )
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
+from stio.saving.tensors import tensors_of
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 
@@ -268,16 +269,15 @@ async def _sharded(
         raise ValueError(
             f"many ranks save to a path on a filesystem that they share, or to a URL of s3, gs or az, not to {where}"
         )
-    if isinstance(state, nn.Module):
-        state = dict(state.state_dict())
     if nested is None:
-        nested = not _is_flat(state)
+        nested = not isinstance(state, nn.Module) and not _is_flat(state)
     if nested:
         tensors, with_tree = await flatten(state, options.metadata)
-        options = replace(options, metadata=with_tree)
+        options, tied = replace(options, metadata=with_tree), UNDECLARED
     else:
-        assert isinstance(state, Mapping)
-        tensors = dict(state)
+        assert isinstance(state, Mapping | nn.Module)
+        named = tensors_of(state)
+        tensors, tied = named.by_name, named.tied
     shares: dict[str, Share] = {}
     meshes: dict[DeviceMesh, str] = {}
     for name, tensor in tensors.items():
@@ -288,7 +288,7 @@ async def _sharded(
             # A rank that is not in the mesh has nothing, also of a scalar, which cannot be empty.
             tensors[name] = part.local if mesh.get_coordinate() is not None else part.local.new_empty(0)
             shares[name] = Share(part.shape, part.index, known, *replica_of(tensor))
-    return kind(tensors, shares, destination, options, ranks=ranks, **arguments)
+    return kind(tensors, shares, destination, options, ranks=ranks, tied=tied, **arguments)
 
 
 def _is_flat(state: object) -> bool:

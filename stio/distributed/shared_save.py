@@ -24,7 +24,7 @@ from stio.distributed.layout import Layout, Share, difference, merged
 from stio.distributed.ranks import MOST_VALUE_BYTES, Ranks
 from stio.errors import MismatchError, printable
 from stio.format.sharding import TensorSource
-from stio.format.shared import resolve_shared
+from stio.format.shared import UNDECLARED, TiedNames, resolve_shared
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR
 from stio.runtime.blocking import run_blocking
 from stio.runtime.hashing import Hasher
@@ -50,6 +50,7 @@ class ShardedSave(PendingSave):
         destination: The destination.
         options: The keywords.
         ranks: The ranks, not entered yet.
+        tied: See `resolve_shared`; the same on all ranks.
     """
 
     _hashes_blocks = False
@@ -62,16 +63,16 @@ class ShardedSave(PendingSave):
         options: SaveOptions,
         *,
         ranks: Ranks,
+        tied: TiedNames = UNDECLARED,
         **arguments: Any,
     ) -> None:
-        self._ranks, self._shares = ranks, shares
+        self._ranks, self._shares, self._tied = ranks, shares, tied
         self.told = False
         """Whether this rank has begun, or has reported that it failed before that."""
         self._undo: Callable[[], None] = _nothing
         self._tree_digest = ""
-        if (options.metadata or {}).get(STATE_KEY) == POINTER:
-            tree = tensors[TREE_TENSOR]
-            assert isinstance(tree, torch.Tensor)
+        tree = tensors.get(TREE_TENSOR)
+        if (options.metadata or {}).get(STATE_KEY) == POINTER and isinstance(tree, torch.Tensor):
             text = Region(tree.data_ptr(), tree.nbytes, tree).view()
             self._tree_digest = hashlib.sha256(text).hexdigest()
         super().__init__(tensors, destination, options, **arguments)
@@ -129,6 +130,7 @@ class ShardedSave(PendingSave):
             max_shard_bytes=self._max_shard_bytes,
             metadata=options.metadata,
             shared="dedupe" if ties else "clone",
+            tied=self._tied,
         )
         parts = layout.parts(plan.sources, meshes)
         self._require_all_parts(plan, parts)
@@ -157,6 +159,9 @@ class ShardedSave(PendingSave):
             for name in ("filename_pattern", "shared", "shard_names", "commit", "durability", "hash")
         }
         found["the option max_shard_size"] = repr(self._max_shard_bytes)
+        found["what the module declares about tied names"] = repr(
+            (sorted(self._tied.sources.items()), sorted(self._tied.required))
+        )
         found["the destination"] = str(self._absolute_destination)
         for key, text in sorted((options.metadata or {}).items()):
             what = "what is no tensor" if key == STATE_KEY else f"the metadata under {printable(key)!r}"

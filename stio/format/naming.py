@@ -14,6 +14,9 @@ from stio.errors import IndexFormatError, UnsafePathError, printable
 FILE_SUFFIX = ".safetensors"
 """End of the name of each file of tensors."""
 
+READ_SUFFIXES = (FILE_SUFFIX, ".sft")
+"""Ends of names of such files that are read. Some image models are published with the second one."""
+
 INDEX_SUFFIX = ".index.json"
 """Follows the name that a single file would have."""
 
@@ -21,24 +24,34 @@ MANIFEST_SUFFIX = ".manifest.json"
 """Follows the name of the single file, or of the index without its own `.index.json`."""
 
 _OTHER_KINDS = re.compile(
-    r".*[^.].*(\.(pt|pth|pt2|bin|ckpt|pkl|pickle|joblib|npy|npz|gguf|ggml|h5|hdf5|keras|onnx|pb|tflite|msgpack|pdparams"
-    r"|mar|json|zip|tar|gz|tgz|bz2|xz|zst|7z|parquet|arrow|safetensors?))",
+    r".*[^.].*?("
+    r"\.(?:safetensors?|sft|st|pt|pth|pt2|t7|bin|ckpt|pkl|pickle|joblib|npy|npz|gguf|ggml|llamafile|dduf|nemo|h5|hdf5|keras"
+    r"|onnx|pb|tflite|mlmodel|engine|caffemodel|msgpack|pdparams|pdmodel|pdopt|distcp|mar|json|yaml|yml|toml|txt|csv|tsv"
+    r"|zip|tar|gz|tgz|bz2|xz|zst|7z|parquet|arrow)"
+    r"(?:\.(?:tmp|temp|part|partial|incomplete|download|crdownload|bak|backup|old|orig|new|lock|swp|index|[0-9]+)|~)*)",
     re.IGNORECASE | re.DOTALL,
 )
-"""Names of files that hold weights in other formats, and of archives."""
+"""Names of files that hold weights, of settings and of archives, also unfinished ones and copies of them."""
 
 # Hexadecimal and of this length: stio did not write `model-finetuned-00001-of-00002`.
 _SAVE_ID = "[0-9a-f]{8,32}"
 _PERCENT_ENCODED = re.compile("%[0-9a-fA-F]{2}")
 
 
-def suffix_of_other_kind(name: str) -> str | None:
-    """Return the end of a name that looks like a file which stio does not write; None for other names.
+def advice_for_destination(name: str) -> str:
+    """Return what to do about the name of a destination that looks like a file which stio does not write.
 
-    `w.SAFETENSORS` is such a name: only lower case means one file.
+    `w.SAFETENSORS` is such a name: only lower case means one file. Other names are of directories, and get no advice.
     """
     found = None if name.endswith(FILE_SUFFIX) else _OTHER_KINDS.fullmatch(name)
-    return None if found is None else found[1]
+    if found is None:
+        return ""
+    stem = name.removesuffix(found[1])
+    return (
+        f"looks like a file of another kind or name ({printable(found[1])}), and a save writes {FILE_SUFFIX} only: "
+        f"{printable(stem + FILE_SUFFIX)!r} means one file, {printable(stem)!r} a directory. For a directory of this "
+        "very name add a slash"
+    )
 
 
 def check_shard_name(name: str, *, path: str, suffix: str = FILE_SUFFIX) -> None:

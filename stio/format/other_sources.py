@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 
 from stio.errors import FormatError, printable
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
+from stio.format.naming import INDEX_SUFFIX, READ_SUFFIXES
 from stio.runtime.urls import SCHEMES, is_url, without_secrets
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -32,7 +32,7 @@ _CONVERT = "`stio convert SOURCE DESTINATION` (stio.convert) makes safetensors o
 # At least two letters: one is a drive of Windows. `pathlib` makes one slash of two.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", re.DOTALL)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-_OTHER_SUFFIXES = (FILE_SUFFIX, INDEX_SUFFIX, *PICKLE_SUFFIXES)
+_OTHER_SUFFIXES = (*READ_SUFFIXES, INDEX_SUFFIX, *PICKLE_SUFFIXES)
 
 
 def is_zip_start(head: bytes) -> bool:

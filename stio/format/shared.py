@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 from typing import Literal
 
@@ -21,6 +22,10 @@ from stio.runtime.limits import advice_on_limit
 ALIASES_KEY = "stio.aliases"
 """Metadata key of stio: a JSON object of names that share another tensor's data."""
 
+MADE_ANEW = frozenset({ALIASES_KEY, "total_size", "total_parameters"})
+"""Metadata keys whose values describe the tensors of one checkpoint; the last two are the hub's. Each save makes its
+own, so metadata of a checkpoint can be passed to the next save as they are."""
+
 SharedPolicy = Literal["dedupe", "clone", "error"]
 """What to do with tensors that share memory: save each once, save each by itself, or refuse."""
 
@@ -28,19 +33,48 @@ _NUM_SHOWN_GROUPS = 3
 _NUM_SHOWN_NAMES = 5
 
 
-def resolve_shared(sources: Sequence[TensorSource], policy: SharedPolicy) -> tuple[list[TensorSource], dict[str, str]]:
+@dataclass(frozen=True, slots=True)
+class TiedNames:
+    """What a module declares about names of one tensor, for readers that do not read stio's metadata."""
+
+    sources: Mapping[str, str | None] = field(default_factory=dict)
+    """Names that such readers restore from another name, each with that name; None: from any name of the tensor."""
+    required: Collection[str] = frozenset()
+    """Names that they restore from a file only, as far as `sources` does not say otherwise."""
+
+    def dropped(self, names: Sequence[str]) -> tuple[str, list[str]]:
+        """Return which of several names of one tensor is saved in any case, and which others are not saved.
+
+        Args:
+            names: In the caller's order.
+        """
+        restored = {name for name in names if name in self.sources and self.sources[name] in (None, *names)}
+        saved = next((name for name in names if name not in restored), names[0])
+        return saved, [name for name in names if name != saved and (name in restored or name not in self.required)]
+
+
+UNDECLARED = TiedNames()
+"""For tensors by name, which declare nothing."""
+
+
+def resolve_shared(
+    sources: Sequence[TensorSource], policy: SharedPolicy, tied: TiedNames = UNDECLARED
+) -> tuple[list[TensorSource], dict[str, str]]:
     """Decide what to do with tensors that share memory.
 
-    With `dedupe`, names of one and the same tensor (equal memory, dtype, shape and layout) are saved once, under the
-    name that sorts first. Tensors that only overlap, such as a view and its base, are each saved with bytes of their
-    own: the tie is lost, but no data, and loading does not depend on the model. The hub's saver differs: it drops
-    every name but one that covers the whole storage, also if the dropped tensor is smaller or has another shape.
+    With `dedupe`, a tensor with several names (equal memory, dtype, shape and layout) is saved once: under the first
+    name that its module does not derive from another one, otherwise under the first name. A name that the module's own
+    readers would miss is saved too, with bytes of its own. Tensors that only overlap, such as a view and its base, are
+    each saved with bytes of their own: the tie is lost, but no data, and loading does not depend on the model. The
+    hub's saver differs: it drops every name but one that covers the whole storage, also if the dropped tensor is
+    smaller or has another shape.
 
     Memory is compared by spans: two strided tensors that interleave without a common element count as overlapping.
 
     Args:
         sources: The tensors.
         policy: `dedupe`; `clone` saves every name with bytes of its own; `error` refuses tensors that overlap.
+        tied: What the module of the tensors declares.
 
     Returns:
         The tensors to save, in the order given; and for each dropped name the name that is saved instead.
@@ -60,18 +94,19 @@ def resolve_shared(sources: Sequence[TensorSource], policy: SharedPolicy) -> tup
     if policy == "error":
         _refuse_overlaps(by_storage.values())
         return list(sources), {}
-    aliases = dict(pair for group in by_storage.values() if len(group) > 1 for pair in _aliases_among(group))
+    aliases = dict(pair for group in by_storage.values() if len(group) > 1 for pair in _aliases_among(group, tied))
     return [source for source in sources if source.name not in aliases] if aliases else list(sources), aliases
 
 
-def _aliases_among(group: Sequence[TensorSource]) -> Iterator[tuple[str, str]]:
+def _aliases_among(group: Sequence[TensorSource], tied: TiedNames) -> Iterator[tuple[str, str]]:
     """Yield, for tensors on one storage, each name to drop and the name that is saved instead."""
-    first_names: dict[Hashable, str] = {}
-    for source in sort_in_slices(group, key=operator.attrgetter("name")):
-        same = (source.span, source.dtype, source.shape, source.layout)
-        first = first_names.setdefault(same, source.name)
-        if first != source.name:
-            yield source.name, first
+    same: defaultdict[Hashable, list[str]] = defaultdict(list)
+    for source in group:
+        same[source.span, source.dtype, source.shape, source.layout].append(source.name)
+    for names in same.values():
+        saved, dropped = tied.dropped(names)
+        for name in dropped:
+            yield name, saved
 
 
 def _refuse_overlaps(storages: Iterable[Sequence[TensorSource]]) -> None:

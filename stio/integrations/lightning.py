@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from stio import sync
+from stio.conversion.torch_files import is_pickle
 from stio.errors import FormatError, StioError, install_command
 from stio.format.state_tree import STATE_KEY
 from stio.integrations._processes import exchange
@@ -487,11 +488,17 @@ def _load(file: str, map_location: Any) -> dict[str, Any]:
     """Load a checkpoint; see `StioCheckpointIO.load_checkpoint`."""
     if not (map_location is None or isinstance(map_location, str | torch.device) or callable(map_location)):
         raise TypeError(f"map_location must be a device, not {type(map_location).__name__}")
+    if is_pickle(file):
+        raise FormatError(
+            "this is a checkpoint of torch.save, and StioCheckpointIO loads its own ones. It makes one of it by "
+            "`StioCheckpointIO(asynchronous=False).save_checkpoint(torch.load(OLD, map_location='cpu'), NEW)`",
+            path=file,
+        )
     device = "cpu" if map_location is None or callable(map_location) else map_location
     try:
         loaded: dict[str, Any] = from_plain(load_state(file, device=device))
     except FormatError as error:
-        error.add_note("StioCheckpointIO loads its own checkpoints only, not those of torch.save")
+        error.add_note("StioCheckpointIO loads its own checkpoints only")
         raise
     return loaded
 

@@ -32,7 +32,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from stio import sync
@@ -698,13 +697,10 @@ def _write_model_files(model: Any, directory: str) -> None:
             os.unlink(os.path.join(directory, _WEIGHTS))  # some versions write one without tensors
 
 
-def _weights_of(model: Any) -> dict[str, torch.Tensor] | None:
-    """Return the weights to save, None if `_write_model_files` writes them."""
+def _weights_of(model: Any) -> nn.Module | None:
+    """Return the module whose weights to save, None if `_write_model_files` writes them."""
     model = getattr(model, "_orig_mod", model)
-    if _has_adapters(model):
-        return None
-    weights: dict[str, torch.Tensor] = model.state_dict()
-    return weights
+    return None if _has_adapters(model) else model
 
 
 def _states_of(now: Mapping[str, Any]) -> dict[str, Any]:

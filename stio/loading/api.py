@@ -71,11 +71,11 @@ async def load(
     A cancel ends the load. It is raised when no thread writes to the load's memory any more.
 
     Args:
-        source: A `.safetensors` file, a directory (its `model.safetensors.index.json`, its only other index, or its
-            only `*.safetensors`), an index file, or a storage of your own (`stio.testing`). A URL of one of these with
-            `s3://`, `gs://`, `az://`, `http://` or `https://` needs the extra `remote`; its bytes are streamed, never
-            mapped. `hf://owner/name@revision` needs the extra `hub`; its files are in the hub's cache before the load
-            begins.
+        source: A `.safetensors` (or `.sft`) file, a directory (its `model.safetensors.index.json`, its only other
+            index, or its only `*.safetensors`), an index file, or a storage of your own (`stio.testing`). A URL of one
+            of these with `s3://`, `gs://`, `az://`, `http://` or `https://` needs the extra `remote`; its bytes are
+            streamed, never mapped. `hf://owner/name@revision` needs the extra `hub`; its files are in the hub's cache
+            before the load begins.
         names: What to load: one name, several names, or a predicate that gets a name. None: everything. Only the shards
             that hold these names by the index are opened; the others may be missing, and are not checked.
         slices: By name, an index as `numpy.s_[...]` gives it; only the bytes of that part are read, and short gaps

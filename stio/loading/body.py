@@ -17,6 +17,7 @@ from stio.device.placement import resolve_placement
 from stio.device.tensors import Casts
 from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex
+from stio.format.state_tree import STATE_KEY
 from stio.loading.cache.file_image import ObjectCache
 from stio.loading.group_queue import GroupQueue
 from stio.loading.integrity import verify_files
@@ -217,7 +218,13 @@ def _fill_module(
         names = target.select(opened, options, operation.check)
     else:
         with collection_paused(sum(map(len, opened.headers))):
-            names, _ = target.match(opened.dtypes_and_shapes(), opened.aliases, strict=options.strict, path=opened.path)
+            names, _ = target.match(
+                opened.dtypes_and_shapes(),
+                opened.aliases,
+                strict=options.strict,
+                path=opened.path,
+                is_state=STATE_KEY in opened.metadata,
+            )
     if not verified:
         verify(operation, opened, options)
     if fill_first is not None:

@@ -42,6 +42,12 @@ _WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.", "_fsdp_wrap
 """What wrappers of torch add to names: `torch.compile`, DDP and `DataParallel`, `checkpoint_wrapper`, FSDP."""
 
 
+_STATE = (
+    "it is a nested state of save_state: load_state returns it, and `module.load_state_dict()` takes the part of it "
+    "that belongs to the module, such as state['model']"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """Names that only the module or only the checkpoint has, and buffers that no checkpoint holds."""
@@ -161,7 +167,13 @@ class ModuleTarget:
                 self._ties = {key: names for key, names in self._ties.items() if len(names) > 1}
 
     def match(
-        self, stored: Mapping[str, Stored], aliases: Mapping[str, str], *, strict: bool, path: str
+        self,
+        stored: Mapping[str, Stored],
+        aliases: Mapping[str, str],
+        *,
+        strict: bool,
+        path: str,
+        is_state: bool = False,
     ) -> tuple[list[str], LoadReport]:
         """Compare module and checkpoint, before any tensor is read.
 
@@ -170,6 +182,7 @@ class ModuleTarget:
             aliases: Tied names of the checkpoint.
             strict: Missing or unexpected names are an error.
             path: For messages.
+            is_state: Whether the checkpoint is a nested state. It is an error then if none of its tensors fits.
 
         Returns:
             The names to read (those of the module if its tensors are replaced), and the differences. Names of hooked
@@ -192,6 +205,10 @@ class ModuleTarget:
         self._require_fillable(present)
         self._require_shapes(stored)
         missing, unexpected = self._differences(stored)
+        if is_state and missing and len(unexpected) >= len(stored):
+            raise MismatchError(
+                f"the checkpoint has no tensor of the module: missing {listed(missing)}; {_STATE}", path=path
+            )
         if strict and (missing or unexpected):
             raise MismatchError(
                 "the checkpoint does not fit the module; strict=False loads the common names: "

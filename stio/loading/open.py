@@ -7,6 +7,7 @@ that are needed through one directory before the first read, and compares the in
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
@@ -32,7 +33,7 @@ from stio.format.gil_slices import ROWS
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
 from stio.format.index import ShardIndex, check_against_shards, parse_index
 from stio.format.manifest import MAX_MANIFEST_BYTES
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, is_of_save
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, READ_SUFFIXES, is_of_save
 from stio.format.other_sources import (
     advice_for_index,
     advice_for_missing,
@@ -40,12 +41,13 @@ from stio.format.other_sources import (
     advice_for_start,
     refuse_pickle_at_url,
 )
-from stio.format.shared import ALIASES_KEY, parse_aliases
+from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
 from stio.runtime.limits import Limits, advice_on_limit
 from stio.runtime.memory import allocate
 from stio.runtime.operation import start_thread
 from stio.runtime.urls import is_url
 from stio.storage.base import ParallelRoot, Root, Source
+from stio.storage.checks import broken_link
 from stio.storage.open import OneFile, most_open_files, open_directory, open_file, open_url
 
 logger = logging.getLogger("stio")
@@ -261,10 +263,10 @@ class _Opening:
             raise
 
     def _at_path(self, path: str) -> OpenCheckpoint:
-        if path.endswith(INDEX_SUFFIX):
-            return self._in_directory(os.path.dirname(path) or ".", os.path.basename(path))
         if not path.endswith(FILE_SUFFIX) and os.path.isdir(path):
             return self._in_directory(path, None)
+        if path.endswith(INDEX_SUFFIX):
+            return self._in_directory(os.path.dirname(path) or ".", os.path.basename(path))
         try:
             return self._single(path)
         except StorageError:
@@ -370,7 +372,7 @@ class _Opening:
                     self.warn(warning)
             described: list[Mapping[str, Any]] = [header.metadata for header in headers]
             described += [index.metadata] if index is not None else []
-            metadata = {key: value for one in described for key, value in one.items()}
+            metadata = {key: _as_text(key, value) for one in described for key, value in one.items()}
             aliases = {
                 alias: target
                 for one in described
@@ -441,7 +443,7 @@ def choose(root: Root) -> tuple[str | None, str]:
     if INDEX_NAME in names:
         return INDEX_NAME, ""
     indices = [name for name in names if name.endswith(FILE_SUFFIX + INDEX_SUFFIX)]
-    files = [name for name in names if name.endswith(FILE_SUFFIX)]
+    files = next((found for end in READ_SUFFIXES if (found := [name for name in names if name.endswith(end)])), [])
     if len(indices) == 1:
         return indices[0], ""
     if not indices:  # shards with the id of a save are a checkpoint by their index alone: their save has not committed
@@ -473,6 +475,11 @@ def _advise(error: StioError, advice: str) -> None:
     error.args = (error.message,)
 
 
+def _as_text(key: str, value: object) -> object:
+    """Return a value of the metadata as text: an index may have any JSON there. Counts of the tensors stay numbers."""
+    return value if isinstance(value, str) or key in MADE_ANEW else json.dumps(value, ensure_ascii=False)
+
+
 def _shard(open_one: Callable[[], Source], index: ShardIndex | None) -> Source:
     try:
         return open_one()
@@ -480,7 +487,9 @@ def _shard(open_one: Callable[[], Source], index: ShardIndex | None) -> Source:
         if index is None:
             raise
         raise CheckpointNotFoundError(
-            "the index names a shard that does not exist; the download may be incomplete", path=error.path
+            "the index names a shard that does not exist; the download may be incomplete"
+            + broken_link(error.path or ""),
+            path=error.path,
         ) from None
 
 

@@ -49,7 +49,13 @@ class PartsTarget:
         return str(devices.pop()) if len(devices) == 1 else "cpu"
 
     def match(
-        self, stored: Mapping[str, Stored], aliases: Mapping[str, str], *, strict: bool, path: str
+        self,
+        stored: Mapping[str, Stored],
+        aliases: Mapping[str, str],
+        *,
+        strict: bool,
+        path: str,
+        is_state: bool = False,
     ) -> tuple[list[str], LoadReport]:
         """Compare memory and checkpoint, before any tensor is read.
 
@@ -58,6 +64,7 @@ class PartsTarget:
             aliases: Tied names of the checkpoint.
             strict: Not used: names that only the checkpoint has are never an error, missing ones always are.
             path: For messages.
+            is_state: Not used: the names are those of the state.
 
         Returns:
             The names to read, and the report of a complete load.

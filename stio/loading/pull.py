@@ -18,8 +18,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from stio.errors import CheckpointNotFoundError, StioError, StorageError, UnsafePathError
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
+from stio.errors import CheckpointNotFoundError, StioError, StorageError, UnsafePathError, printable
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, READ_SUFFIXES, advice_for_destination
 from stio.loading.integrity import judge_files, read_manifest
 from stio.loading.open import OpenCheckpoint, choose, open_checkpoint
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
@@ -52,7 +52,7 @@ _LOCAL = Requests(nbytes=8 << 20, num_in_flight=4, gap_bytes=0)
 """How a file of this machine is copied."""
 _STAGING_SUFFIX = ".stio-pull"
 _MAX_RECORD_BYTES = 64 << 20
-_OTHER_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+_OTHER_WEIGHTS = (*READ_SUFFIXES, ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 """Files of a directory that are not fetched unless they belong to the checkpoint, by the ends of their names."""
 
 
@@ -101,7 +101,7 @@ def pull(
         progress: Called with a number of bytes that are there, and that of all, on several threads.
 
     Raises:
-        ValueError: It is no URL.
+        ValueError: It is no URL, or the directory is named like a file.
         IntegrityError: A file differs from the checkpoint's manifest. It is fetched again by the next call.
         ChangedDuringReadError: The store has other files by now.
         StorageError: The directory holds something else, or cannot be written; what was fetched stays for another call.
@@ -117,6 +117,12 @@ def pull(
             "this is a mount point, which a complete directory cannot replace; give a directory below it",
             path=target,
             errno=errno.EBUSY,
+        )
+    looks_like_file = name.endswith(FILE_SUFFIX) or advice_for_destination(name)
+    if looks_like_file and not os.fsdecode(directory).endswith(os.sep) and not os.path.isdir(target):
+        raise ValueError(
+            f"pull copies into a directory, and {printable(name)!r} looks like a file; give the name of a directory, "
+            "or add a slash"
         )
     staging = f".{name}{_STAGING_SUFFIX}"
     with ExitStack() as closing_all:
@@ -360,7 +366,7 @@ class _Pull:
 
     def _linked(self, name: str, source: Source, fd: int) -> bool:
         """Give a file of this machine its name here too, if it is one of those that are not edited; or return False."""
-        if not isinstance(source, LocalFile) or not name.endswith(FILE_SUFFIX):
+        if not isinstance(source, LocalFile) or not name.endswith(READ_SUFFIXES):
             return False
         with suppress(OSError):  # another filesystem, or one without hard links
             calls.fsync(source.fd)
@@ -373,7 +379,7 @@ class _Pull:
 
     def _opened(self, path: str) -> OpenCheckpoint:
         index = next((name for name in self.record if name.endswith(INDEX_SUFFIX)), None)
-        single = next(name for name in self.record if name.endswith(FILE_SUFFIX))
+        single = next(name for name in self.record if name.endswith(READ_SUFFIXES))
         return open_checkpoint(
             os.path.join(path, index or single), with_manifest=True, strict=False, check=check_interrupted
         )

@@ -40,11 +40,11 @@ from stio.saving.options import (
     SaveOptions,
     SaveResult,
     ShardNames,
-    TensorsLike,
 )
 from stio.saving.pending import PendingSave
 from stio.saving.retention import Retention
 from stio.saving.staging_pool import StagingPool
+from stio.saving.tensors import TensorsLike
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 WhenFull: TypeAlias = Literal["wait", "error"]
@@ -80,15 +80,16 @@ async def save(
             save; a `Saver` returns earlier.
         destination: A path ending in `.safetensors` is one file; any other path is a directory in the hub's layout,
             updated in place where it holds a checkpoint. Other files in it are not touched. A path that looks like a
-            file of another kind (`w.pt`, `w.bin`) is refused, unless it is a directory or ends in a slash. A URL of one
+            file of another kind (`w.pt`, `w.sft`) is refused, unless it is a directory or ends in a slash. A URL of one
             of these with `s3://`, `gs://` or `az://` needs the extra `remote`; one put commits it.
         budget_bytes: Most bytes of staging memory. None: 512 MiB. A produced tensor is not included.
         max_shard_size: Most bytes of tensors in one file of a directory: a number, or text such as `"5GB"`. None:
             `"5GB"`. Not for a destination that is one file.
-        metadata: Text to store with the checkpoint.
+        metadata: Text to store with the checkpoint. `checkpoint.metadata` of another one is accepted: entries that each
+            save makes anew, such as `total_size`, are ignored.
         filename_pattern: Names of the files in a directory; `{suffix}` becomes empty or `-00001-of-00003`.
         shared: Tensors that share memory: `"dedupe"` saves them once and restores them as one, `"clone"` saves each,
-            `"error"` refuses them.
+            `"error"` refuses them. `_tied_weights_keys` of a module decides which name is kept, else the first is.
         shard_names: `"auto"` gives shards names of their own beside an old checkpoint; `"hub"` keeps the plain names
             there, and needs `commit="files"`.
         commit: What publishes a checkpoint in a directory that holds one: `"index"` (one rename), or `"files"` (one by

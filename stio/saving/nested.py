@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from stio.device.describe import LazyTensor
+from stio.device.describe import PACKED, LazyTensor, is_packed, state_of_object
 from stio.device.tensors import PLAIN
 from stio.errors import LimitError, printable
 from stio.format.header_build import MAX_HEADER_BYTES
@@ -56,7 +56,6 @@ _MAX_KEY_DEPTH = 20
 _SCALARS = frozenset({str, float, int})
 
 _ADVICE: tuple[tuple[Any, str], ...] = (
-    (nn.Module, "pass its state_dict()"),
     (tuple, "to restore a named tuple its class would have to be imported; pass tuple(...) or ._asdict()"),
     (dict, "to restore it its class would have to be imported; pass dict(...)"),
     (bytearray | memoryview, "pass bytes(...), or a tensor"),
@@ -188,9 +187,7 @@ class _Walk:
 
     def complete(self, metadata: Mapping[str, str] | None) -> Flattened:
         """Return the tensors to save, and the metadata with the tree in it."""
-        metadata = dict(metadata or {})
-        if STATE_KEY in metadata:
-            raise ValueError(f"the metadata key {STATE_KEY!r} is stio's own; leave it out")
+        metadata = dict(metadata or {})  # a tree of another state in it is replaced
         text = self.text()
         if len(text) <= _INLINE_BYTES:
             metadata[STATE_KEY] = text.decode()
@@ -334,4 +331,8 @@ def _type_name(value: object) -> str:
 def _advice(value: object) -> str:
     if type(value).__module__ == "numpy":
         return "convert it, a scalar by .item(), an array by torch.from_numpy()"
+    if is_packed(value):
+        return PACKED
+    if found := state_of_object(value):
+        return f"pass {found}"
     return next(advice for types, advice in _ADVICE if isinstance(value, types))

@@ -15,15 +15,11 @@ from itertools import chain
 from threading import TIMEOUT_MAX
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
-import torch
-from torch import nn
-
-from stio.device.describe import LazyTensor
 from stio.errors import StorageError, printable
-from stio.format.naming import FILE_SUFFIX, check_pattern, suffix_of_other_kind
+from stio.format.naming import advice_for_destination, check_pattern
 from stio.format.other_sources import NO_HOME
 from stio.format.sharding import parse_size
-from stio.format.shared import SharedPolicy
+from stio.format.shared import MADE_ANEW, SharedPolicy
 from stio.runtime.hashing import HashName, new_hasher
 from stio.runtime.locks import require_unlocked
 from stio.runtime.notebook import table
@@ -70,25 +66,9 @@ class Destination(Protocol):
 DestinationLike: TypeAlias = str | os.PathLike[str] | Destination
 """A path or URL ending in `.safetensors` (one file), any other (a directory), or an object with the method `begin`.
 
-A path that looks like a file of another kind (`w.pt`) is refused, unless it is a directory already or ends in a slash.
+A path that looks like a file of another kind or name (`w.pt`, `w.sft`) is refused, unless it is a directory already or
+ends in a slash.
 """
-
-TensorsLike: TypeAlias = Mapping[str, torch.Tensor] | Mapping[str, torch.Tensor | LazyTensor] | nn.Module
-"""Tensors by name, some of which may be lazy, or a module, to save its `state_dict()`."""
-
-
-def tensors_by_name(tensors: TensorsLike) -> dict[str, torch.Tensor | LazyTensor]:
-    """Return the tensors to save, by name, in a new dict.
-
-    Raises:
-        TypeError: Neither a mapping nor a module.
-    """
-    require_unlocked()
-    if isinstance(tensors, nn.Module):
-        return dict(tensors.state_dict())
-    if not isinstance(tensors, Mapping):
-        raise TypeError(f"tensors must be a mapping of names to tensors or a module, not {type(tensors).__name__}")
-    return dict(tensors)
 
 
 def absolute_destination(destination: DestinationLike) -> str | OneFile | Destination:
@@ -133,14 +113,9 @@ def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
             f"the destination {printable(without_secrets(path))!r} looks like a URL; saves go to local paths, and to "
             "URLs of s3, gs and az, passed as text"
         )
-    suffix = suffix_of_other_kind(os.path.basename(path))
-    if suffix is not None and not isinstance(destination, OneFile) and not os.path.isdir(path):
-        name = os.path.basename(path).removesuffix(suffix)
-        raise ValueError(
-            f"the destination {printable(path)!r} looks like a file of another kind ({suffix}), and a save writes "
-            f"safetensors only: {printable(name + FILE_SUFFIX)!r} means one file, {printable(name)!r} a directory. "
-            f"To use a directory of this name, make it first or add a slash"
-        )
+    advice = "" if isinstance(destination, OneFile) else advice_for_destination(os.path.basename(path))
+    if advice and not os.path.isdir(path):
+        raise ValueError(f"the destination {printable(path)!r} {advice}")
 
 
 class Inherited(Enum):
@@ -169,7 +144,7 @@ class SaveOptions:
     max_shard_size: int | str | None = None
     """Most bytes of tensors in one file of a directory; None: `"5GB"`. Not for a destination that is one file."""
     metadata: Mapping[str, str] | None = None
-    """Text to store with the checkpoint."""
+    """Text to store with the checkpoint, without the keys that each save makes anew."""
     filename_pattern: str = DEFAULT_PATTERN
     """Names of the files in a directory; `{suffix}` becomes empty or `-00001-of-00003`."""
     shared: SharedPolicy = "dedupe"
@@ -194,8 +169,11 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         progress_callback(self.progress)  # for its errors
-        if self.metadata is not None and not isinstance(self.metadata, Mapping):
-            raise TypeError(f"metadata= takes a mapping from text to text, not {printable(self.metadata)}")
+        if self.metadata is not None:
+            if not isinstance(self.metadata, Mapping):
+                raise TypeError(f"metadata= takes a mapping from text to text, not {printable(self.metadata)}")
+            passed_on = {key: text for key, text in self.metadata.items() if key not in MADE_ANEW}
+            object.__setattr__(self, "metadata", passed_on)
         if self.max_shard_size is not None:
             parse_size(self.max_shard_size)
         check_pattern(self.filename_pattern)

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeAlias
 
 from stio.device.copy_out import Readiness
 from stio.device.describe import describe_tensors
+from stio.device.placeholders import require_no_placeholders
 from stio.errors import SaveInProgressError
 from stio.format.manifest import FileState, manifest_change
 from stio.format.naming import MANIFEST_SUFFIX, manifest_name
@@ -35,13 +36,12 @@ from stio.saving.options import (
     DestinationLike,
     SaveOptions,
     SaveResult,
-    TensorsLike,
     absolute_destination,
-    tensors_by_name,
 )
 from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.scheduler import SaveScheduler
 from stio.saving.staging_pool import SMALLEST_BLOCK_BYTES, StagingPool, block_bytes_for
+from stio.saving.tensors import TensorsLike, tensors_of
 from stio.storage.base import (
     BufferedDestination,
     Note,
@@ -93,11 +93,16 @@ class PendingSave:
         self.destination = destination
         """The destination, as it was given."""
         self._options = options
-        self._tensors = tensors_by_name(tensors)
+        named = tensors_of(tensors)
+        self._tensors = named.by_name
         self._absolute_destination = absolute_destination(destination)
         self._max_shard_bytes = options.max_shard_bytes(destination)  # None: the destination is one file
         self._planner: Planner = planner or partial(
-            plan_writes, max_shard_bytes=self._max_shard_bytes, metadata=options.metadata, shared=options.shared
+            plan_writes,
+            max_shard_bytes=self._max_shard_bytes,
+            metadata=options.metadata,
+            shared=options.shared,
+            tied=named.tied,
         )
         self._stage_first = pool is not None
         self._pool = pool or StagingPool(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes)
@@ -196,6 +201,7 @@ class PendingSave:
         """Return the plans of `_make_plans`, and a function that sets the pool's block size."""
         tensors, self._tensors = self._tensors, {}
         sources = describe_tensors(tensors, check=operation.check)
+        require_no_placeholders(sources)
         operation.check()
         data_bytes = sum(source.nbytes for source in sources)
         allocate = self._ready.staging_allocator()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from stio.format.header_build import build_header
 from stio.format.sharding import TensorSource, build_index, split_into_shards
-from stio.format.shared import ALIASES_KEY, SharedPolicy, aliases_json, resolve_shared
+from stio.format.shared import ALIASES_KEY, UNDECLARED, SharedPolicy, TiedNames, aliases_json, resolve_shared
 from stio.runtime.limits import PAGE_BYTES
 
 _FORMAT = {"format": "pt"}
@@ -135,6 +135,7 @@ def plan_writes(
     max_shard_bytes: int | None,
     metadata: Mapping[str, str] | None = None,
     shared: SharedPolicy = "dedupe",
+    tied: TiedNames = UNDECLARED,
 ) -> WritePlan:
     """Turn tensors into files and writes.
 
@@ -148,6 +149,7 @@ def plan_writes(
         max_shard_bytes: Largest shard, headers not counted; a larger tensor is a shard of its own. None: one file.
         metadata: Text to store. `format` is allowed here; `total_size` and the key of stio are not.
         shared: See `resolve_shared`.
+        tied: See `resolve_shared`.
 
     Raises:
         SharedTensorsError: Tensors share memory, and `shared` is `"error"`.
@@ -163,7 +165,7 @@ def plan_writes(
         raise ValueError(f"the metadata key {ALIASES_KEY!r} is stio's own; leave it out")
     build_header([], text)  # refuses now what header or index would refuse later, after everything else was written
     build_index({}, 0, text)
-    saved, aliases = resolve_shared(sources, shared)
+    saved, aliases = resolve_shared(sources, shared, tied)
     # An alias is loaded as a tensor's name too, so it must be a name that a header can hold.
     build_header((alias, "U8", (0,)) for alias in aliases)
     if max_shard_bytes is None:

@@ -7,10 +7,10 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from stio.errors import CheckpointNotFoundError, StorageError, TruncatedError, UnsafePathError
+from stio.errors import CheckpointNotFoundError, StorageError, TruncatedError, UnsafePathError, printable
 from stio.storage.base import Identity
 
 if sys.platform != "win32":
@@ -47,9 +47,22 @@ def translated_errors(path: str, action: str = "opening", what: str = "file or d
     except StorageError:
         raise
     except FileNotFoundError:
-        raise CheckpointNotFoundError(f"there is no such {what}", path=path) from None
+        raise CheckpointNotFoundError(f"there is no such {what}{broken_link(path)}", path=path) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise refused(action, path, error) from error
+
+
+def broken_link(path: str) -> str:
+    """Return a clause about the link that makes a path lead to nothing, if one does."""
+    while path and not os.path.islink(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    with suppress(OSError, ValueError):
+        if not os.path.exists(path):
+            target = printable(os.readlink(path))
+            return (
+                f"; {printable(path)!r} is a link to {target!r}, which does not exist: restore that, or remove the link"
+            )
+    return ""
 
 
 def cut_short(path: str, offset: int, missing_bytes: int) -> TruncatedError:

@@ -282,7 +282,6 @@ def test_other_nested_state_is_refused(tmp_path: Path, state: dict[str, Any], ma
         ({"durability": "some"}, ValueError),
         ({"progress": 1}, TypeError),
         ({"metadata": {"a": 1}}, TypeError),
-        ({"metadata": {"stio.aliases": "{}"}}, ValueError),
         ({"no_such": 1}, TypeError),
     ],
 )

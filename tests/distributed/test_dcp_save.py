@@ -414,7 +414,6 @@ def failures(folder: str) -> list[float]:
         refused(path, r"state\['x.y'\]\[0\] is a .*Odd", spread | {"x": {"y": (Odd(), 1), "z": 2}}),
         refused(path, "is a tensor inside of a value", spread | {"x": (torch.ones(2),)}),
         refused(path, "no such dtype", spread | {"x": torch.ones(2, dtype=torch.complex128)}),
-        refused(path, "stio's own", spread | {"step": 1}, metadata={"stio.state": "x"}),
         refused(path, "stio's own", spread | {"step": 1, "/stio.state": torch.ones(1)}),
         refused(path, "caches plans", spread, planner=cached),
         refused(path, "another part of 'w0' to this rank", spread, planner=Swapped()),

@@ -481,7 +481,7 @@ KINDS = [
     "w.SafeTensors",
     "w.safetensor",
     "..w.pt",
-]
+]  # more of them: test_reported_names.py
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -25,6 +25,7 @@ from integrations.test_train_example import run_kills
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from safetensors.torch import save_file
 from support import eventually, python_path, require_equal
 from torch import nn
 from torch.utils.data import DataLoader
@@ -541,9 +542,12 @@ def test_wrong_calls(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="durability"):
         StioCheckpointIO(durability="some")  # type: ignore[arg-type]
     torch.save({"state_dict": {}}, tmp_path / "theirs.ckpt")
-    with pytest.raises(stio.FormatError) as caught:
+    with pytest.raises(stio.FormatError, match=r"checkpoint of torch\.save"):
         plugin.load_checkpoint(tmp_path / "theirs.ckpt")
-    assert "not those of torch.save" in caught.value.__notes__[0]
+    save_file({"w": torch.ones(1)}, tmp_path / "weights.ckpt")
+    with pytest.raises(stio.FormatError) as caught:
+        plugin.load_checkpoint(tmp_path / "weights.ckpt")
+    assert "loads its own checkpoints only" in caught.value.__notes__[0]
 
 
 def test_with_a_manifest(tmp_path: Path) -> None:

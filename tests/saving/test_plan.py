@@ -244,10 +244,10 @@ def tied() -> list[TensorSource]:
 def test_aliases_go_into_the_header_of_one_file() -> None:
     sources = tied()
     plan = plan_of(sources, metadata={"a": "b"})
-    assert plan.aliases == {"head": "emb"}
+    assert plan.aliases == {"emb": "head"}
     (header,) = check(plan, sources)
-    assert header.metadata == {"format": "pt", "a": "b", ALIASES_KEY: '{"head":"emb"}'}
-    assert json.loads(plan.index(["x"]))["metadata"] == {"total_size": 12840, "a": "b", ALIASES_KEY: '{"head":"emb"}'}
+    assert header.metadata == {"format": "pt", "a": "b", ALIASES_KEY: '{"emb":"head"}'}
+    assert json.loads(plan.index(["x"]))["metadata"] == {"total_size": 12840, "a": "b", ALIASES_KEY: '{"emb":"head"}'}
 
 
 def test_aliases_go_into_the_index_of_several() -> None:
@@ -255,8 +255,8 @@ def test_aliases_go_into_the_index_of_several() -> None:
     plan = plan_of(sources, max_shard_bytes=100)
     assert all(header.metadata == {"format": "pt"} for header in check(plan, sources))
     index = json.loads(plan.index(["x", "y"]))
-    assert index["metadata"][ALIASES_KEY] == '{"head":"emb"}'
-    assert "head" not in index["weight_map"]
+    assert index["metadata"][ALIASES_KEY] == '{"emb":"head"}'
+    assert "emb" not in index["weight_map"]
 
 
 def test_clone_and_error() -> None:

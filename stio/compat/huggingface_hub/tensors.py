@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stio.device.describe import describe_tensors
+from stio.device.placeholders import ON_META
 from stio.device.torch_private import conj_neg_bits
 from stio.errors import DeviceError, SharedTensorsError, printable
 from stio.format.sharding import TensorSource
@@ -146,7 +147,7 @@ def discard_shared(
     """
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-            raise DeviceError(f"tensor {printable(name)!r} is on meta: it has no data to save")
+            raise DeviceError(f"tensor {printable(name)!r} {ON_META}")
     storages: defaultdict[Hashable, list[TensorSource]] = defaultdict(list)
     for source in describe_tensors(tensors):
         if source.storage_key is not None:

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from stio.device.tensors import TORCH_DTYPES, cast, copy_all, require_dtypes
 from stio.device.torch_private import copy_of, moved
 from stio.errors import MismatchError, TensorNotFoundError, WarmStartError, printable
+from stio.format.state_tree import STATE_KEY
 from stio.loading.module import LoadReport, ModuleTarget, listed
 from stio.loading.open import OpenCheckpoint
 from stio.loading.warm_start.load import MatchedParameter
@@ -153,7 +154,8 @@ class Match:
             UnsupportedDtypeError: torch has no such dtype, or no such cast.
         """
         stored = opened.dtypes_and_shapes()
-        _, report = into.match(stored, opened.aliases, strict=strict, path=opened.path)
+        is_state = STATE_KEY in opened.metadata
+        _, report = into.match(stored, opened.aliases, strict=strict, path=opened.path, is_state=is_state)
         parameters: list[MatchedParameter] = []
         buffers: dict[int, str] = {}
         casts: dict[str, torch.dtype] = {}

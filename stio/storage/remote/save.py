@@ -22,10 +22,10 @@ from typing import Literal
 from stio.errors import CommitUncertainError, ConcurrentSaveError, StioError, printable
 from stio.format.naming import (
     FILE_SUFFIX,
+    advice_for_destination,
     index_name,
     is_checkpoint_file,
     shard_name,
-    suffix_of_other_kind,
 )
 from stio.runtime.calls import Call
 from stio.runtime.log import log
@@ -108,12 +108,9 @@ def open_destination(url: str) -> RemoteDestination:
     """
     location = locate(url)
     folder, _, name = location.key.rpartition("/")
-    suffix = suffix_of_other_kind(name)
-    if suffix is not None and not url.endswith("/"):
-        raise ValueError(
-            f"the destination {printable(without_secrets(url))!r} looks like a file of another kind ({suffix}), and a "
-            "save writes safetensors only; end it in .safetensors for one file, or in a slash for a directory"
-        )
+    advice = "" if url.endswith("/") else advice_for_destination(name)
+    if advice:
+        raise ValueError(f"the destination {printable(without_secrets(url))!r} {advice}")
     if not location.key.endswith(FILE_SUFFIX) or url.endswith("/"):
         return RemoteDestination(RemoteRoot(location))
     return RemoteDestination(RemoteRoot(replace(location, key=folder)), name)
