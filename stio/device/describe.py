@@ -16,14 +16,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from stio.device.copy_out import PLAIN_LAYOUT
 from stio.device.cuda import has_streams
+from stio.device.tensor_memory import ShortStorageError, extent_of
 from stio.device.tensors import FORMAT_DTYPES, PLAIN
 from stio.device.torch_private import traits_of, without_torch_function
 from stio.errors import DeviceError, FormatError, UnsupportedDtypeError, printable
 from stio.format.dtypes import tensor_nbytes
 from stio.format.sharding import TensorSource
-
-_KINDS = {dtype: (name, dtype.itemsize) for dtype, name in FORMAT_DTYPES.items()}
-"""The name in the format and the bytes of an element of each of torch's types."""
 
 _MOST_NAMES = 8
 """Most tensors that one error lists."""
@@ -112,7 +110,7 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
         what = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         hint = "save its parts" if tensor.is_nested else "call to_dense() first, or save its parts"
         raise ValueError(f"tensor {printable(name)!r} is {what}, and the format has dense ones only: {hint}")
-    dtype, item = _KINDS.get(tensor.dtype) or (_format_dtype(name, tensor.dtype), 0)
+    dtype = FORMAT_DTYPES.get(tensor.dtype) or _format_dtype(name, tensor.dtype)
     sizes, nbytes = tuple(tensor.shape), tensor.nbytes
     shape = _format_shape(name, sizes) if dtype == "F4" else sizes
     if not nbytes:
@@ -120,26 +118,18 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
         return TensorSource(
             name=name, dtype=dtype, shape=shape, nbytes=0, storage_key=None, span=(0, 0), layout=None, data=tensor
         )
-    begin = int(tensor.storage_offset()) * item
-    end = begin + nbytes
+    try:
+        begin, end, address, held = extent_of(tensor)
+    except ShortStorageError as error:
+        raise ValueError(f"tensor {printable(name)!r} has no data: {error}; gather it first") from None
     layout: tuple[tuple[int, ...] | None, tuple[bool, bool]] = PLAIN_LAYOUT
     if not tensor.is_contiguous():
         strides = tensor.stride()
-        end = begin + item
-        for size, stride in zip(sizes, strides, strict=True):
-            end += (size - 1) * stride * item
         if 1 in sizes:  # a dimension of one element has any stride
             strides = tuple(stride if size != 1 else 0 for size, stride in zip(sizes, strides, strict=True))
         layout = strides, traits.bits
     elif traits.bits != PLAIN_LAYOUT[1]:
         layout = None, traits.bits  # the strides are those of the shape
-    storage = tensor.untyped_storage()
-    address, held = storage.data_ptr(), storage.nbytes()
-    if end > held or not address:
-        raise ValueError(
-            f"tensor {printable(name)!r} has no data: its memory was freed or shrunk (sharded training does that); "
-            "gather it first"
-        )
     return TensorSource(
         name=name,
         dtype=dtype,

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from stio.device.torch_private import INTEGERS, copy_each, from_dlpack, over_storages
+from stio.device.torch_private import INTEGERS, from_dlpack, over_storages
 from stio.errors import UnsupportedDtypeError, printable
 from stio.format.dtypes import BITS, LIBRARY_NAMES
 from stio.format.slicing import Selection
@@ -290,17 +290,3 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             expected=str(dtype),
             found=str(tensor.dtype),
         ) from error
-
-
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy tensors into others of the same shapes, in order; on a device in the order of the current stream.
-
-    One call for all plain ones: a call for each tensor may wait for the GIL each time. A subclass of `torch.Tensor` may
-    have a copy of its own, which only the call for one tensor reaches.
-    """
-    plain = [type(target) in PLAIN and type(source) in PLAIN for target, source in zip(targets, sources, strict=True)]
-    if not all(plain):
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
-    else:
-        copy_each(targets, sources, non_blocking=True)

@@ -19,6 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import _global_parameter_registration_hooks
 from torch.nn.parameter import is_lazy
 
+from stio.device.tensor_memory import has_overlap
 from stio.device.torch_private import traits_of
 from stio.loading.warm_start.parameter import PlaceholderParameter
 
@@ -330,6 +331,6 @@ def why_not_copied(tensor: torch.Tensor, *, in_inference_mode: bool) -> str:
         return "it is a quantized tensor; assign=True replaces it"
     if not in_inference_mode and traits_of(tensor).is_inference:
         return "it was made in inference mode; call load_into inside torch.inference_mode(), or pass assign=True"
-    if 0 in tensor.stride() and any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        return "its elements share memory (expand); register a clone() of it, or pass assign=True"
+    if has_overlap(tensor):
+        return "its elements share memory (expand, as_strided); register a clone() of it, or pass assign=True"
     return ""
