@@ -18,10 +18,10 @@ import torch
 from stio.device.base import Event
 from stio.device.cuda import TorchEvent, answering, bytes_of, has_streams, on_stream, save_stream
 from stio.device.pinned import PinnedAllocator
-from stio.device.tensor_memory import ShortStorageError, extent_of
+from stio.device.tensor_memory import require_data
 from stio.device.tensors import PLAIN
 from stio.device.torch_private import INTEGERS, conj_neg_bits, copy_each, unflatten_like, without_torch_function
-from stio.errors import DeviceError, DeviceMemoryError, StioError, printable
+from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.format.sharding import TensorSource
 from stio.runtime import memory
 from stio.runtime.memory import HOLD_BYTES, Region, move, move_holding
@@ -187,7 +187,7 @@ def copy_pieces(
     for number, start, at, nbytes, _ in pieces:
         source = sources[number]
         tensor: torch.Tensor = source.data
-        _require_data(tensor, source.name)
+        require_data(source.name, tensor)
         # Since it was described a tensor may have changed: an access outside its memory would end the process.
         if (
             source.layout == plain
@@ -206,17 +206,8 @@ def copy_pieces(
     _copy_all(others, whole, target, ready or Readiness())
 
 
-def _require_data(tensor: torch.Tensor, name: str = "") -> None:
-    """Raise `ValueError` if the memory of a tensor was freed or shrunk since the save began."""
-    try:
-        extent_of(tensor)
-    except ShortStorageError as error:
-        shown = f"tensor {printable(name)!r}" if name else "a tensor"
-        raise ValueError(f"{shown} has no data any more: {error}; keep it until its snapshot is complete") from None
-
-
 def _copy_on_cpu(tensor: torch.Tensor, start: int, region: Region) -> None:
-    _require_data(tensor)
+    require_data("", tensor)
     if tensor.is_contiguous() and not any(conj_neg_bits(tensor)):
         copy = move_holding if region.nbytes < HOLD_BYTES else move
         copy(region.address, tensor.data_ptr() + start, region.nbytes)
@@ -297,7 +288,7 @@ def _queue_copies(
                     strided.append((tensor, start, region))
             may_begin.synchronize()  # only now: until then the views are made beside the work of the caller's stream
             for tensor in (*(one for one, _, _ in copies), *(one for _, one in whole)):
-                _require_data(tensor)
+                require_data("", tensor)
             for tensor, start, region in strided:
                 _queue_strided(tensor, start, region)
             if targets:

@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from stio.device.copy_out import PLAIN_LAYOUT
 from stio.device.cuda import has_streams
-from stio.device.tensor_memory import ShortStorageError, extent_of
+from stio.device.tensor_memory import require_data
 from stio.device.tensors import FORMAT_DTYPES, PLAIN
 from stio.device.torch_private import traits_of, without_torch_function
 from stio.errors import DeviceError, FormatError, UnsupportedDtypeError, printable
@@ -118,10 +118,7 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
         return TensorSource(
             name=name, dtype=dtype, shape=shape, nbytes=0, storage_key=None, span=(0, 0), layout=None, data=tensor
         )
-    try:
-        begin, end, address, held = extent_of(tensor)
-    except ShortStorageError as error:
-        raise ValueError(f"tensor {printable(name)!r} has no data: {error}; gather it first") from None
+    begin, end, address, held = require_data(name, tensor)
     layout: tuple[tuple[int, ...] | None, tuple[bool, bool]] = PLAIN_LAYOUT
     if not tensor.is_contiguous():
         strides = tensor.stride()

@@ -8,7 +8,7 @@ checked when its load or save begins, and again just before the copy, since anot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -78,6 +78,51 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return True
 
 
+def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with memory of their own that a tensor consists of: itself, or those that it wraps.
+
+    There are none in one that is lazy, on `meta`, sparse, nested, or handles its data in another way.
+    """
+    if type(tensor) not in PLAIN:
+        if is_lazy(tensor):
+            return
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            wrapper: Any = tensor
+            if is_traceable_wrapper_subclass(wrapper):
+                for inner in wrapper.__tensor_flatten__()[0]:
+                    yield from dense_parts(getattr(wrapper, inner))
+            return
+    if not tensor.is_meta and tensor.layout is torch.strided and not tensor.is_nested:
+        yield tensor
+
+
+def require_data(name: str, tensor: torch.Tensor) -> Extent:
+    """Return where a tensor is that a save will read.
+
+    Args:
+        name: The tensor, for the error; empty: not known.
+        tensor: A dense tensor with a storage.
+
+    Raises:
+        ValueError: Its storage does not have all of its bytes.
+    """
+    try:
+        return extent_of(tensor)
+    except ShortStorageError as error:
+        raise ValueError(
+            f"{f'tensor {printable(name)!r}' if name else 'a tensor'} has no data: {error}; save the model while it "
+            f"is awake or gathered (expected {error.needed_bytes:,} bytes, found {error.held_bytes:,} bytes)"
+        ) from None
+
+
+def require_data_of(tensors: Mapping[str, object]) -> None:
+    """Raise `ValueError` for the first tensor whose storage does not have all of its bytes; see `dense_parts`."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            for part in dense_parts(tensor):
+                require_data(name, part)
+
+
 def require_memory(name: str, tensor: torch.Tensor, *, path: str | None) -> Extent:
     """Return where a tensor is that a load will write.
 
@@ -116,22 +161,22 @@ class TargetMemory:
         self._writable: WritableMemory | None = None
 
     def require(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise if a dense tensor has no memory that can be written.
+        """Raise if a tensor has no memory that can be written.
 
         Only memory that torch has not allocated itself can be read-only. If there is some, the mappings of the process
         are read once for all tensors.
 
         Args:
             name: The tensor, for the error.
-            tensor: The tensor. One on `meta`, and a lazy one, is not checked; of a wrapper of others these are.
+            tensor: The tensor; see `dense_parts`.
 
         Raises:
             MismatchError: The memory was freed or shrunk, or is read-only.
         """
-        if type(tensor) not in PLAIN and not self._has_own_memory(name, tensor):
-            return
-        if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
-            return
+        for part in dense_parts(tensor):
+            self._require(name, part)
+
+    def _require(self, name: str, tensor: torch.Tensor) -> None:
         begin, end, address, _ = require_memory(name, tensor, path=self._path)
         if begin == end or not tensor.is_cpu or tensor.untyped_storage().resizable():
             return
@@ -145,18 +190,6 @@ class TargetMemory:
                 expected="memory that can be written",
                 found="memory that is read-only or not mapped",
             )
-
-    def _has_own_memory(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor of a subclass has memory itself; if it wraps others, check these."""
-        if is_lazy(tensor):
-            return False
-        if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
-            return True
-        wrapper: Any = tensor
-        if is_traceable_wrapper_subclass(wrapper):
-            for inner in wrapper.__tensor_flatten__()[0]:
-                self.require(name, getattr(wrapper, inner))
-        return False
 
 
 def copy_all(

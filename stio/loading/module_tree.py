@@ -8,7 +8,7 @@ load: a hook, or an overridden method. A hook gets the tensors of its submodule 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import _global_parameter_registration_hooks
 from torch.nn.parameter import is_lazy
 
-from stio.device.tensor_memory import has_overlap
+from stio.device.tensor_memory import TargetMemory, has_overlap
 from stio.device.torch_private import traits_of
 from stio.loading.warm_start.parameter import PlaceholderParameter
 
@@ -193,6 +193,25 @@ class ModuleTree:
     def hooked_names(self) -> list[str]:
         """Names of the hooked submodules, for a message."""
         return [prefix[:-1] or "the module itself" for prefix in self.hooked]
+
+
+def require_memory_of(module: object, names: Collection[str], *, path: str | None) -> None:
+    """Raise unless the tensors that `load_state_dict` of torch would fill have memory that can be written.
+
+    Args:
+        module: The module.
+        names: Names of the loaded tensors.
+        path: The checkpoint, for the error.
+
+    Raises:
+        MismatchError: The memory of a tensor was freed or shrunk, or is read-only.
+    """
+    if not isinstance(module, nn.Module):
+        return  # something else with a `load_state_dict`
+    tree, memory = ModuleTree(module), TargetMemory(path)
+    for name, tensor in tree.tensors.items():
+        if name in names or tree.is_hooked(name):
+            memory.require(name, tensor)
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
