@@ -92,6 +92,8 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
                 for inner in wrapper.__tensor_flatten__()[0]:
                     yield from dense_parts(getattr(wrapper, inner))
             return
+        with without_torch_function():
+            tensor = tensor.as_subclass(torch.Tensor)
     if not tensor.is_meta and tensor.layout is torch.strided and not tensor.is_nested:
         yield tensor
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from stio.device.base import LoadedGroup
-from stio.device.tensor_memory import TargetMemory, copy_all, has_memory
+from stio.device.tensor_memory import TargetMemory, copy_all, has_memory, require_memory
 from stio.device.tensors import TORCH_DTYPES, torch_shape
 from stio.errors import MismatchError, WarmStartError, one_line, printable
 from stio.format.state_tree import TREE_TENSOR
@@ -451,6 +451,7 @@ class ModuleTarget:
             return
         first, end = max(begin, index[dim].start), min(begin + rows.shape[dim], index[dim].stop)
         if first < end:
+            require_memory(name, target, path=self._path)  # torch makes no views of a storage that is too short
             within = (*index[:dim], slice(first - begin, end - begin), *index[dim + 1 :])
             same = target.narrow(dim, first - index[dim].start, end - first)
             copy_all([same], [rows[within]], [name], path=self._path)

@@ -12,13 +12,14 @@ line of the output then names the seed.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import faulthandler
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ import stio.saving.scheduler
 from stio import sync
 from stio.compat import huggingface_hub
 from stio.compat.safetensors import SafetensorError
+from stio.device import tensor_memory
 from stio.loading.module import ModuleTarget
 from stio.loading.nested import StateTarget
 from stio.loading.parts import PartsTarget
@@ -87,7 +89,6 @@ class Maker:
     numbers: random.Random
     directory: Path
     num_files: int = 0
-    made: dict[str, Made] = field(default_factory=dict)
 
     def shape(self) -> tuple[int, int]:
         return self.numbers.choice([(8, 8), (16, 33), (64, 64), (7, 129), (256, 512), (1, 300)])
@@ -191,8 +192,45 @@ class Maker:
     def scalar(self) -> Made:
         return Made(torch.tensor(0.0))
 
+    def target(self) -> dict[str, Made]:
+        """Return a few tensors by name, of good kinds alone, or of any."""
+        kinds = [
+            self.numbers.choice(ANY if self.numbers.random() < 0.5 else GOOD)
+            for _ in range(self.numbers.randrange(1, 7))
+        ]
+        return {f"part{k % 2}.{k}{kind}": getattr(self, kind)() for k, kind in enumerate(kinds)}
 
-GOOD = ("ordinary", "ordinary", "strided", "kept_view", "resized_twice", "guarded", "in_shared_memory", "empty", "scalar")
+    def share(self, made: dict[str, Made], *, overlaps: bool = True) -> dict[str, tuple[str, int]]:
+        """Add names of memory that others have too; return for each the other name, and the first row that it has.
+
+        Args:
+            made: Changed.
+            overlaps: Whether some of them have a part of the rows.
+        """
+        found = {}
+        for name, one in list(made.items()):
+            tensor = one.tensor
+            if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or self.numbers.random() < 0.8:
+                continue
+            has_rows = one.has_data and one.is_plain and tensor.dim() > 0 and len(tensor) > 1
+            first = self.numbers.choice([0, 0, 1]) if has_rows and overlaps else 0
+            made[f"{name}_shared"] = replace(one, tensor=tensor[first:] if first else tensor, is_whole=False)
+            one.is_whole = False
+            found[f"{name}_shared"] = name, first
+        return found
+
+
+GOOD = (
+    "ordinary",
+    "ordinary",
+    "strided",
+    "kept_view",
+    "resized_twice",
+    "guarded",
+    "in_shared_memory",
+    "empty",
+    "scalar",
+)
 ANY = (*GOOD, "freed", "freed", "shrunk", "shrunk", "shrunk_view", "shrunk_columns", "expanded", "overlapping_itself",
        "on_meta", "sparse", "of_inference", "read_only_file", "file_of_torch", "guarded_read_only", "of_a_subclass")  # fmt: skip
 
@@ -391,11 +429,12 @@ def must_be_refused(fill: Fill, one: Made) -> bool:
 def fill_once(maker: Maker, fill: Fill) -> str:
     """Fill a random target by a call; return what came of it."""
     numbers = maker.numbers
-    kinds = [numbers.choice(ANY if numbers.random() < 0.5 else GOOD) for _ in range(numbers.randrange(1, 7))]
-    made = {f"part{k % 2}.{k}{kind}": getattr(maker, kind)() for k, kind in enumerate(kinds)}
+    made = maker.target()
     if fill is warm_start:  # it fills parameters on meta, and what has memory are buffers
         made = {name: one for name, one in made.items() if not one.tensor.is_meta}
     expected = {name: values_for(one.tensor, numbers) for name, one in made.items()}
+    for name, (other, first) in maker.share(made, overlaps=fill not in (load_ranks, load_broadcast)).items():
+        expected[name] = expected[other][first:] if first else expected[other]
     module = holder(made, numbers if fill is not warm_start else random.Random(0))
     if fill is warm_start:
         module = nn.Module()
@@ -405,9 +444,9 @@ def fill_once(maker: Maker, fill: Fill) -> str:
         made = {name.replace(".", "_"): one for name, one in made.items()}
     if fill in OF_STATES or fill is load_ranks or fill is load_broadcast:
         _shard(made, expected, module, numbers)
-    names = ", ".join(kinds)
+    names = ", ".join(made)
     a = Round(numbers, maker.directory, made, expected, module)
-    sync.save(expected, a.file)
+    sync.save({name: value.clone() for name, value in expected.items()}, a.file)
     refused = [name for name, one in made.items() if must_be_refused(fill, one)]
     before = {name: _bits(one.tensor) for name, one in made.items() if one.has_data}
     try:
@@ -440,7 +479,12 @@ def _shard(made: dict[str, Made], expected: Tensors, module: nn.Module, numbers:
     """Make DTensors of some ordinary tensors; of one of them the local memory may be freed."""
     mesh = DeviceMesh("cpu", [0])
     for name, one in list(made.items()):
-        if one.shrink is None or not one.can_be_filled or type(one.tensor) is not torch.Tensor or numbers.random() < 0.5:
+        if (
+            one.shrink is None
+            or not one.can_be_filled
+            or type(one.tensor) is not torch.Tensor
+            or numbers.random() < 0.5
+        ):
             continue
         sharded = distribute_tensor(torch.zeros_like(one.tensor), mesh, [Shard(0)])
         local = sharded.to_local()
@@ -469,9 +513,9 @@ def _require_equal(what: str, found: torch.Tensor, expected: torch.Tensor) -> No
 def save_once(maker: Maker, call: Callable[[Round], Path]) -> str:
     """Save random tensors by a call; return what came of it."""
     numbers = maker.numbers
-    kinds = [numbers.choice(ANY if numbers.random() < 0.5 else GOOD) for _ in range(numbers.randrange(1, 7))]
-    made = {f"part{k % 2}.{k}{kind}": getattr(maker, kind)() for k, kind in enumerate(kinds)}
-    names = ", ".join(kinds)
+    made = maker.target()
+    maker.share(made)
+    names = ", ".join(made)
     for one in made.values():
         if one.has_data and one.can_be_filled:
             with torch.no_grad():
@@ -492,9 +536,13 @@ def save_once(maker: Maker, call: Callable[[Round], Path]) -> str:
         return "refused"
     if refused:
         raise Finding(f"{call.__name__}({names}): has saved what has no data: {refused}")
-    loaded = sync.load(path, memory="copy")
+    loaded = sync.load_state(path)["state"] if call is save_state else sync.load(path, memory="copy")
     for name, tensor in expected.items():
-        key = name if name in loaded else next(key for key in loaded if key.endswith(name))
+        key = next((key for key in loaded if key.endswith(name)), "")
+        if not key and call in (save_model, save_torch_model) and f"{name.removesuffix('_shared')}_shared" in made:
+            continue  # of names that share memory these write one
+        if not key:
+            raise Finding(f"{call.__name__}({names}): {name} is not in the file: {list(loaded)}")
         _require_equal(f"{call.__name__}({names}): {name}", loaded[key], tensor)
     return "saved"
 
@@ -506,9 +554,11 @@ def shrink_meanwhile(maker: Maker, fill: Fill | None) -> str:
     """Free or shrink memory just before each copy of a load, or before the snapshot of a save if `fill` is None."""
     numbers = maker.numbers
     made = {f"part0.{k}": maker.ordinary() for k in range(3)}
-    chosen = numbers.choice([one for one in made.values()])
+    chosen = numbers.choice(list(made.values()))
     module = holder(made, numbers)
-    a = Round(numbers, maker.directory, made, {name: values_for(one.tensor, numbers) for name, one in made.items()}, module)
+    a = Round(
+        numbers, maker.directory, made, {name: values_for(one.tensor, numbers) for name, one in made.items()}, module
+    )
     assert chosen.shrink is not None
     with _before_copies(chosen.shrink):
         try:
@@ -520,6 +570,30 @@ def shrink_meanwhile(maker: Maker, fill: Fill | None) -> str:
         except TYPED:
             return "refused"
     raise Finding(f"{'save' if fill is None else fill.__name__}: memory went, and nothing was said")
+
+
+async def _cancelled(a: Round, seconds: float) -> None:
+    loading = asyncio.ensure_future(stio.load_into(a.module, a.file, budget_bytes=1 << 16, memory=a.memory()))
+    await asyncio.sleep(seconds)
+    loading.cancel()
+    with suppress(asyncio.CancelledError):
+        await loading
+
+
+def free_after_a_cancel(maker: Maker) -> str:
+    """Cancel a load, and free the memory at once: nothing may write to it any more."""
+    made = {f"part0.{k}": Made(torch.zeros(256, 512)) for k in range(6)}
+    expected = {name: values_for(one.tensor, maker.numbers) for name, one in made.items()}
+    a = Round(maker.numbers, maker.directory, made, expected, holder(made, maker.numbers))
+    sync.save(expected, a.file)
+    asyncio.run(_cancelled(a, maker.numbers.random() * 0.004))
+    for one in made.values():
+        one.tensor.untyped_storage().resize_(0)
+    try:
+        load_into(a)
+    except stio.MismatchError:
+        return "cancelled"
+    raise Finding("a module was filled that has no memory after a cancel")
 
 
 class _before_copies:  # noqa: N801 - a context manager
@@ -565,13 +639,15 @@ def one_round(seed: int, directory: Path) -> str:
     elif which < 0.9:
         call = SAVES[seed % len(SAVES)]
         what = save_once(maker, call)
+    elif which > 0.98:
+        what = free_after_a_cancel(maker)
     else:
         call = (*MEANWHILE, None)[seed % (len(MEANWHILE) + 1)]
         (directory / "model.safetensors").unlink(missing_ok=True)
         what = shrink_meanwhile(maker, call)
     for path in directory.glob("mapped-*"):
         path.unlink()
-    return f"{getattr(call, '__name__', 'save')} {what}"
+    return f"{getattr(call, '__name__', 'load or save')} {what}"
 
 
 def main() -> int:
@@ -580,8 +656,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1 << 40)
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--blind", action="store_true", help="without the checks of memory: a control")
     options = parser.parse_args()
     faulthandler.enable()
+    if options.blind:
+        tensor_memory.extent_of = lambda tensor: (0, 0, 0, 0)
     options.directory.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     counts: dict[str, int] = {}
