@@ -187,17 +187,17 @@ def copy_pieces(
     for number, start, at, nbytes, _ in pieces:
         source = sources[number]
         tensor: torch.Tensor = source.data
-        require_data(source.name, tensor)
         # Since it was described a tensor may have changed: an access outside its memory would end the process.
+        begin, end, storage, _ = require_data(source.name, tensor)
         if (
             source.layout == plain
             and nbytes < hold_bytes
-            and 0 <= start <= tensor.nbytes - nbytes
+            and 0 <= start <= end - begin - nbytes
             and 0 <= at <= size - nbytes
             and tensor.is_contiguous()
         ):
             if tensor.is_cpu:
-                copy(address + at, tensor.data_ptr() + start, nbytes)
+                copy(address + at, storage + begin + start, nbytes)
                 continue
             if nbytes == tensor.nbytes and tensor.dtype in _MOVED and not (address + at) % tensor.itemsize:
                 whole.setdefault(tensor.device, []).append((at, tensor))

@@ -42,7 +42,7 @@ def extent_of(tensor: torch.Tensor) -> Extent:
         ShortStorageError: The storage does not have all of its bytes.
         RuntimeError: It has no storage (inside a function transform of torch).
     """
-    nbytes, item = tensor.nbytes, tensor.dtype.itemsize
+    nbytes, item = tensor.nbytes, tensor.itemsize
     begin = int(tensor.storage_offset()) * item
     end = begin + nbytes
     if not tensor.is_contiguous():
@@ -175,6 +175,9 @@ class TargetMemory:
         Raises:
             MismatchError: The memory was freed or shrunk, or is read-only.
         """
+        if type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested:
+            self._require(name, tensor)  # without the cost of a generator: a module may have 100,000 tensors
+            return
         for part in dense_parts(tensor):
             self._require(name, part)
 
