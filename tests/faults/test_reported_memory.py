@@ -593,7 +593,7 @@ def test_c344_a_file_that_is_not_mapped_is_read(
         found = READS[read](source)
     for name, tensor in found.items():
         assert bits_of(tensor) == bits_of(_values()[name].to(tensor.dtype)), name
-    lines = {line for line in caplog.messages if "cannot be mapped" in line}
+    lines = {line.partition("mapped: ")[0] for line in caplog.messages if "cannot be mapped" in line}  # of each load
     assert len(lines) == 1 and str(source) in lines.pop()
     source.write_bytes(b"\xff" * source.stat().st_size)  # they have memory of their own
     for name, tensor in found.items():
