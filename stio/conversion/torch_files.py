@@ -13,6 +13,7 @@ from stio.errors import FormatError, HostMemoryError, StorageError, printable
 from stio.format.other_sources import PICKLE_START_BYTES, is_pickle_start, is_zip_start
 from stio.runtime.memory import reporting_shortage
 from stio.storage.checks import OPEN_FLAGS, require_regular, translated_errors
+from stio.storage.mapped import log_unmapped
 
 
 def read_start(path: str, nbytes: int) -> bytes:
@@ -57,7 +58,7 @@ def read_pickle(path: str, *, map_location: Any = "cpu", trust_pickle: bool = Fa
         )
     try:
         with reporting_shortage(path):
-            return torch.load(path, map_location=map_location, mmap=mapped and in_zip, weights_only=not trust_pickle)
+            return _load(path, map_location=map_location, mmap=mapped and in_zip, weights_only=not trust_pickle)
     except HostMemoryError:
         raise
     except pickle.UnpicklingError as error:
@@ -67,6 +68,17 @@ def read_pickle(path: str, *, map_location: Any = "cpu", trust_pickle: bool = Fa
         raise StorageError(f"the file cannot be read: {printable(str(error))}", path=path, errno=error.errno) from error
     except Exception as error:  # torch raises nearly any error for a malformed file
         raise FormatError(f"not a file of torch.save: {_first_line(error)}", path=path) from error
+
+
+def _load(path: str, *, mmap: bool, **options: Any) -> Any:
+    """Return `torch.load` of a file; one that the system does not map is read."""
+    try:
+        return torch.load(path, mmap=mmap, **options)
+    except RuntimeError as error:  # before anything is unpickled
+        if not mmap or not str(error).startswith("unable to mmap "):
+            raise
+        log_unmapped(path, _first_line(error))
+        return torch.load(path, mmap=False, **options)
 
 
 def _first_line(error: BaseException) -> str:

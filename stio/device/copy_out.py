@@ -18,6 +18,7 @@ import torch
 from stio.device.base import Event
 from stio.device.cuda import TorchEvent, answering, bytes_of, has_streams, on_stream, save_stream
 from stio.device.pinned import PinnedAllocator
+from stio.device.tensor_memory import require_data
 from stio.device.tensors import PLAIN
 from stio.device.torch_private import INTEGERS, conj_neg_bits, copy_each, unflatten_like, without_torch_function
 from stio.errors import DeviceError, DeviceMemoryError, StioError
@@ -114,7 +115,8 @@ def copy_out(copies: Sequence[Copy], ready: Readiness | None = None) -> None:
         ready: When tensors on devices may be read; None: behind what this thread has queued.
 
     Raises:
-        ValueError: A range outside its tensor, or one that cuts an element of a tensor that is not contiguous.
+        ValueError: A range outside its tensor, or one that cuts an element of a tensor that is not contiguous; or the
+            memory of a tensor was freed or shrunk.
         DeviceError: A copy was refused or failed. No region is being written to when this is raised.
         DeviceMemoryError: A device has no memory to make a part of a tensor contiguous.
     """
@@ -186,15 +188,16 @@ def copy_pieces(
         source = sources[number]
         tensor: torch.Tensor = source.data
         # Since it was described a tensor may have changed: an access outside its memory would end the process.
+        begin, end, storage, _ = require_data(source.name, tensor)
         if (
             source.layout == plain
             and nbytes < hold_bytes
-            and 0 <= start <= tensor.nbytes - nbytes
+            and 0 <= start <= end - begin - nbytes
             and 0 <= at <= size - nbytes
             and tensor.is_contiguous()
         ):
             if tensor.is_cpu:
-                copy(address + at, tensor.data_ptr() + start, nbytes)
+                copy(address + at, storage + begin + start, nbytes)
                 continue
             if nbytes == tensor.nbytes and tensor.dtype in _MOVED and not (address + at) % tensor.itemsize:
                 whole.setdefault(tensor.device, []).append((at, tensor))
@@ -204,6 +207,7 @@ def copy_pieces(
 
 
 def _copy_on_cpu(tensor: torch.Tensor, start: int, region: Region) -> None:
+    require_data("", tensor)
     if tensor.is_contiguous() and not any(conj_neg_bits(tensor)):
         copy = move_holding if region.nbytes < HOLD_BYTES else move
         copy(region.address, tensor.data_ptr() + start, region.nbytes)
@@ -260,7 +264,7 @@ def _parts(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[torch.T
 
 def _queue_copies(
     device: torch.device,
-    copies: Iterable[Copy],
+    copies: Sequence[Copy],
     ready: Readiness,
     whole: Sequence[tuple[int, torch.Tensor]] = (),
     block: Region | None = None,
@@ -283,6 +287,8 @@ def _queue_copies(
                 else:
                     strided.append((tensor, start, region))
             may_begin.synchronize()  # only now: until then the views are made beside the work of the caller's stream
+            for tensor in (*(one for one, _, _ in copies), *(one for _, one in whole)):
+                require_data("", tensor)
             for tensor, start, region in strided:
                 _queue_strided(tensor, start, region)
             if targets:

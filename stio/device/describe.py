@@ -16,15 +16,13 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from stio.device.copy_out import PLAIN_LAYOUT
 from stio.device.cuda import has_streams
-from stio.device.placeholders import GATHER_FSDP, ON_META, require_data, require_scales
+from stio.device.placeholders import GATHER_FSDP, ON_META, require_own_data, require_scales
+from stio.device.tensor_memory import require_data
 from stio.device.tensors import FORMAT_DTYPES, PLAIN
 from stio.device.torch_private import traits_of, without_torch_function
 from stio.errors import DeviceError, FormatError, UnsupportedDtypeError, printable
 from stio.format.dtypes import tensor_nbytes
 from stio.format.sharding import TensorSource
-
-_KINDS = {dtype: (name, dtype.itemsize) for dtype, name in FORMAT_DTYPES.items()}
-"""The name in the format and the bytes of an element of each of torch's types."""
 
 PACKED = (
     "torch packs the weights of a quantized module, and the format cannot hold these. Save the module as it is before "
@@ -92,7 +90,7 @@ def describe_tensors(
         UnsupportedDtypeError: The format has no such dtype.
         DeviceError: torch cannot copy from this kind of device in the background.
     """
-    require_data(tensors, tensors.values())
+    require_own_data(tensors, tensors.values())
     require_scales(tensors)
     sources = []
     devices: set[torch.device] = set()
@@ -122,7 +120,7 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
         what = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         hint = "save its parts" if tensor.is_nested else "call to_dense() first, or save its parts"
         raise ValueError(f"tensor {printable(name)!r} is {what}, and the format has dense ones only: {hint}")
-    dtype, item = _KINDS.get(tensor.dtype) or (_format_dtype(name, tensor.dtype), 0)
+    dtype = FORMAT_DTYPES.get(tensor.dtype) or _format_dtype(name, tensor.dtype)
     sizes, nbytes = tuple(tensor.shape), tensor.nbytes
     shape = _format_shape(name, sizes) if dtype == "F4" else sizes
     if not nbytes:
@@ -130,26 +128,15 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
         return TensorSource(
             name=name, dtype=dtype, shape=shape, nbytes=0, storage_key=None, span=(0, 0), layout=None, data=tensor
         )
-    begin = int(tensor.storage_offset()) * item
-    end = begin + nbytes
+    begin, end, address, held = require_data(name, tensor)
     layout: tuple[tuple[int, ...] | None, tuple[bool, bool]] = PLAIN_LAYOUT
     if not tensor.is_contiguous():
         strides = tensor.stride()
-        end = begin + item
-        for size, stride in zip(sizes, strides, strict=True):
-            end += (size - 1) * stride * item
         if 1 in sizes:  # a dimension of one element has any stride
             strides = tuple(stride if size != 1 else 0 for size, stride in zip(sizes, strides, strict=True))
         layout = strides, traits.bits
     elif traits.bits != PLAIN_LAYOUT[1]:
         layout = None, traits.bits  # the strides are those of the shape
-    storage = tensor.untyped_storage()
-    address, held = storage.data_ptr(), storage.nbytes()
-    if end > held or not address:
-        raise ValueError(
-            f"tensor {printable(name)!r} has no data: its memory was freed or shrunk, as sharded training does between "
-            f"two steps; gather it first (of FSDP1: {GATHER_FSDP})"
-        )
     return TensorSource(
         name=name,
         dtype=dtype,

@@ -43,7 +43,7 @@ _FLAT_NAME = re.compile(r"(?:.*\.)?_flat_param\Z", re.DOTALL)
 """Name of a flat parameter in a module that FSDP1 has wrapped."""
 
 
-def require_data(tensors: Mapping[str, object], parameters: Iterable[object]) -> None:
+def require_own_data(tensors: Mapping[str, object], parameters: Iterable[object]) -> None:
     """Require that no tensor stands for data that is elsewhere. Reads attributes only.
 
     Args:
@@ -73,7 +73,7 @@ def require_no_placeholders(sources: Sequence[TensorSource]) -> None:
             raise ValueError(f"tensor {printable(source.name)!r} {_FLAT}")
     empty = {source.name: source.data for source in sources if source.shape == (0,)}
     if empty:
-        require_data(empty, (item for item in gc.get_objects() if issubclass(type(item), torch.nn.Parameter)))
+        require_own_data(empty, (item for item in gc.get_objects() if issubclass(type(item), torch.nn.Parameter)))
 
 
 def require_scales(tensors: Mapping[str, object]) -> None:

@@ -80,6 +80,16 @@ def clones_of_bytes(tensors: Sequence[torch.Tensor], device: torch.device) -> li
     return new
 
 
+def has_no_overrides(kind: type[torch.Tensor]) -> bool:
+    """Return whether a subclass of `torch.Tensor` has no code of its own for torch's functions, as that of a user."""
+    functions = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    has_own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or kind.copy_ is not torch.Tensor.copy_
+    return functions in _NO_OVERRIDES and not has_own
+
+
+_NO_OVERRIDES = (getattr(torch.Tensor.__torch_function__, "__func__", None), torch._C._disabled_torch_function_impl)
+
+
 def _pair_to_copy(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two tensors, as integers if torch would otherwise compute with elements of their common dtype."""
     dtype = target.dtype

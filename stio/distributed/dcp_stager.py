@@ -19,6 +19,7 @@ from stio.device.describe import describe_tensors
 from stio.device.tensors import tensors_in
 from stio.distributed.torch_private import local_memory, with_local
 from stio.format.sharding import TensorSource
+from stio.format.state_names import python_path
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation
 from stio.saving.staging_pool import SNAPSHOT_BLOCK_BYTES
@@ -57,15 +58,20 @@ class StioStager(AsyncStager):
             HostMemoryError: There is too little memory.
             DeviceError: A copy failed.
         """
-        tensors = {id(tensor): tensor for tensor in _tensors_of(state_dict)}
-        locals_of = {key: local_memory(tensor) for key, tensor in tensors.items()}
-        by_text = {str(key): tensor for key, tensor in locals_of.items()}
-        ready = Readiness.now(by_text)
-        copied = Operation(partial(self._copy, by_text, ready), name="stage").result()
+        tensors: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for keys, tensor in _tensors_of(state_dict):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                path = python_path(keys)  # for messages, so long keys are cut: two may have one text
+                tensors[path if path not in tensors else f"{path} ({len(tensors)})"] = tensor
+        locals_of = {path: local_memory(tensor) for path, tensor in tensors.items()}
+        ready = Readiness.now(locals_of)
+        copied = Operation(partial(self._copy, locals_of, ready), name="stage").result()
         memo: dict[int, Any] = {}
-        for key, tensor in tensors.items():
-            local = copied[str(key)]
-            memo[key] = with_local(tensor, local) if isinstance(tensor, DTensor) else local
+        for path, tensor in tensors.items():
+            local = copied[path]
+            memo[id(tensor)] = with_local(tensor, local) if isinstance(tensor, DTensor) else local
         return copy.deepcopy(state_dict, memo)
 
     def synchronize_staging(self) -> None:
@@ -140,13 +146,15 @@ def _taken(free: list[_Memory], nbytes: int, allocate: Allocator) -> Region:
     return allocate(size).sub(0, size)
 
 
-def _tensors_of(state: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in mappings, lists and tuples."""
-    ahead, seen = [state], set()
+def _tensors_of(state: object) -> Iterator[tuple[list[object], torch.Tensor]]:
+    """Yield the tensors in mappings, lists and tuples, each with its keys."""
+    ahead: list[tuple[list[object], object]] = [([], state)]
+    seen = set()
     while ahead:
-        value = ahead.pop()
+        keys, value = ahead.pop()
         if isinstance(value, torch.Tensor):
-            yield value
+            yield keys, value
         elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
             seen.add(id(value))
-            ahead += value.values() if isinstance(value, Mapping) else value
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            ahead += [([*keys, key], one) for key, one in items]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from stio.device.tensors import copy_all
+from stio.device.tensor_memory import copy_all
 from stio.distributed.parts import part_of
 from stio.errors import MismatchError
 
@@ -45,5 +45,5 @@ def _part(what: str, whole: Any, parameter: DTensor) -> Any:
     made = torch.empty_like(parameter.detach(), dtype=whole.dtype)
     part = part_of(what, made)
     assert part is not None  # it is a DTensor
-    copy_all([part.local], [whole[part.index]])
+    copy_all([part.local], [whole[part.index]], [what], path=None)
     return made

@@ -90,7 +90,8 @@ async def load(
             `"BF16"`). None: as stored.
         memory: How tensors on the CPU get their memory: `"map"` maps the files and reads them now, `"lazy"` maps
             them and reads at the first use, `"copy"` reads into memory of their own, `"auto"` chooses between `"map"`
-            and `"copy"` by the filesystem. `"gds"` reads from the disk into an accelerator's memory by GPUDirect
+            and `"copy"` by the filesystem. A file that the system refuses to map is copied, with a line in the log.
+            `"gds"` reads from the disk into an accelerator's memory by GPUDirect
             Storage (needs kvikio), and falls back to staged reads with a warning.
         budget_bytes: Most bytes between storage and the consumer at one time. None: 512 MiB, or
             1 GiB if tensors go to an accelerator; less where memory is short.
@@ -165,7 +166,8 @@ async def load_into(
 
     Args:
         module: The target. The result is that of its `load_state_dict`; load hooks run. Modules for which that is not
-            possible are refused before anything is changed.
+            possible are refused before anything is changed, so are tensors whose memory was freed, shrunk or is
+            read-only. Do not free or shrink memory during the load.
         source: See `stio.load`.
         assign: Replace the module's tensors (they may be on `meta`) instead of copying into them.
         device: Device of the new tensors, with `assign=True` only; see `stio.load`.

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from stio.device.base import LoadedGroup
-from stio.device.tensors import TORCH_DTYPES, copy_all, torch_shape
+from stio.device.tensor_memory import TargetMemory, copy_all, has_memory, require_memory
+from stio.device.tensors import TORCH_DTYPES, torch_shape
 from stio.errors import MismatchError, WarmStartError, one_line, printable
 from stio.format.state_tree import TREE_TENSOR
 from stio.loading.module_tree import (
@@ -317,6 +318,7 @@ class ModuleTarget:
         if self._tree.hooked:  # a hook may rename a tensor of the checkpoint to any name of its submodule
             concerned = [name for name in self._targets if name in self._names or self._tree.is_hooked(name)]
         empty = []
+        memory = TargetMemory(self._path)
         for name in concerned:
             target = self._targets[name]
             why = why_refused(target)
@@ -326,6 +328,8 @@ class ModuleTarget:
                 why = why_not_copied(target, in_inference_mode=self._inference)
             if why:
                 raise MismatchError(f"{printable(name)} cannot be filled: {why}", path=self._path)
+            if not self.assigns:
+                memory.require(name, target)
         if not self._fills and (empty := [name for name in empty if name in self._names]):
             raise MismatchError(
                 f"the module's tensors on 'meta' have no memory to copy into; pass assign=True: {listed(empty)}",
@@ -415,16 +419,16 @@ class ModuleTarget:
     def copy(self, group: LoadedGroup) -> None:
         """Copy a group's tensors into the module's, in the order of the calling thread's stream."""
         loaded = group.take()
-        targets: list[torch.Tensor] = []
+        names: list[str] = []
         sources: list[torch.Tensor] = []
         for source, tensor in loaded.items():
             if source in self._kept_names:
                 self._loaded[source] = tensor
             for name in self._copies.get(source, ()):
-                targets.append(self._targets[name])
+                names.append(name)
                 sources.append(tensor)
         with torch.inference_mode() if self._inference else torch.no_grad():
-            copy_all(targets, sources)
+            copy_all([self._targets[name] for name in names], sources, names, path=self._path)
 
     def synchronize(self) -> None:
         """Wait for all work on the devices of the tensors: `copy_rows` is not in the order of the caller's stream."""
@@ -449,11 +453,25 @@ class ModuleTarget:
                 kept = self._loaded.get(source)
                 if kept is None:
                     kept = self._loaded[source] = torch.empty(whole, dtype=rows.dtype)
-                _copy_common(kept, tuple(slice(0, size) for size in whole), rows, dim, begin)
+                self._copy_common(source, kept, tuple(slice(0, size) for size in whole), rows, dim, begin)
             for name in self._copies.get(source, ()):
                 part = self._parts.get(name)
                 index = tuple(slice(0, size) for size in whole) if part is None else part.index
-                _copy_common(self._targets[name], index, rows, dim, begin)
+                self._copy_common(name, self._targets[name], index, rows, dim, begin)
+
+    def _copy_common(
+        self, name: str, target: torch.Tensor, index: tuple[slice, ...], rows: torch.Tensor, dim: int, begin: int
+    ) -> None:
+        """Copy what `rows` and the part `index` of a tensor have in common into the memory of that part."""
+        if not index:
+            copy_all([target], [rows], [name], path=self._path)
+            return
+        first, end = max(begin, index[dim].start), min(begin + rows.shape[dim], index[dim].stop)
+        if first < end:
+            require_memory(name, target, path=self._path)  # torch makes no views of a storage that is too short
+            within = (*index[:dim], slice(first - begin, end - begin), *index[dim + 1 :])
+            same = target.narrow(dim, first - index[dim].start, end - first)
+            copy_all([same], [rows[within]], [name], path=self._path)
 
     def rows_memory(
         self, source: str, dtype: torch.dtype, dim: int, rows: tuple[int, int], whole: tuple[int, ...]
@@ -475,6 +493,8 @@ class ModuleTarget:
         if len(names) != 1 or source in self._kept_names or not whole:
             return None
         target, part = self._targets[names[0]].detach(), self._parts.get(names[0])
+        if not has_memory(target):
+            return None  # `copy_rows` says so
         held = tuple(slice(0, size) for size in whole) if part is None else part.index
         if target.device.type != "cpu" or target.dtype != dtype or not target.is_contiguous():
             return None
@@ -540,6 +560,11 @@ class ModuleTarget:
 
     def _load_as_torch(self) -> LoadReport:
         """Run the module's `load_state_dict`; submodules that are not hooked get the tensors that they have."""
+        if not self.assigns:
+            memory = TargetMemory(self._path)  # since the load began, it may have been freed
+            for name, target in self._targets.items():
+                if name in self._names or self._tree.is_hooked(name):
+                    memory.require(name, target)
         options = {"assign": True} if self.assigns else {}  # an overridden method may not have this keyword
         state = self._state_for_hooks()
         try:
@@ -581,18 +606,6 @@ class ModuleTarget:
         self._groups.clear()
         self._loaded.clear()
         self._made.clear()
-
-
-def _copy_common(target: torch.Tensor, index: tuple[slice, ...], rows: torch.Tensor, dim: int, begin: int) -> None:
-    """Copy what `rows` and the part `index` of a tensor have in common into the memory of that part."""
-    if not index:
-        copy_all([target], [rows])
-        return
-    first, end = max(begin, index[dim].start), min(begin + rows.shape[dim], index[dim].stop)
-    if first < end:
-        within = (*index[:dim], slice(first - begin, end - begin), *index[dim + 1 :])
-        same = target.narrow(dim, first - index[dim].start, end - first)
-        copy_all([same], [rows[within]])
 
 
 def _as(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ load: a hook, or an overridden method. A hook gets the tensors of its submodule 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,6 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import _global_parameter_registration_hooks
 from torch.nn.parameter import is_lazy
 
+from stio.device.tensor_memory import TargetMemory, has_overlap
 from stio.device.torch_private import traits_of
 from stio.loading.warm_start.parameter import PlaceholderParameter
 
@@ -194,6 +195,25 @@ class ModuleTree:
         return [prefix[:-1] or "the module itself" for prefix in self.hooked]
 
 
+def require_memory_of(module: object, names: Collection[str], *, path: str | None) -> None:
+    """Raise unless the tensors that `load_state_dict` of torch would fill have memory that can be written.
+
+    Args:
+        module: The module.
+        names: Names of the loaded tensors.
+        path: The checkpoint, for the error.
+
+    Raises:
+        MismatchError: The memory of a tensor was freed or shrunk, or is read-only.
+    """
+    if not isinstance(module, nn.Module):
+        return  # something else with a `load_state_dict`
+    tree, memory = ModuleTree(module), TargetMemory(path)
+    for name, tensor in tree.tensors.items():
+        if name in names or tree.is_hooked(name):
+            memory.require(name, tensor)
+
+
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield submodules with the prefix of their names; one that has two names comes twice, as in `load_state_dict`."""
     stack = [("", module)]
@@ -330,6 +350,6 @@ def why_not_copied(tensor: torch.Tensor, *, in_inference_mode: bool) -> str:
         return "it is a quantized tensor; assign=True replaces it"
     if not in_inference_mode and traits_of(tensor).is_inference:
         return "it was made in inference mode; call load_into inside torch.inference_mode(), or pass assign=True"
-    if 0 in tensor.stride() and any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        return "its elements share memory (expand); register a clone() of it, or pass assign=True"
+    if has_overlap(tensor):
+        return "its elements share memory (expand, as_strided); register a clone() of it, or pass assign=True"
     return ""

@@ -17,7 +17,8 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 
 from stio.device.base import LoadedGroup
-from stio.device.tensors import copy_all, torch_shape
+from stio.device.tensor_memory import TargetMemory, copy_all
+from stio.device.tensors import torch_shape
 from stio.errors import FormatError, MismatchError, printable
 from stio.format.state_names import python_path
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, Reference, Tree, check_tree_bytes, parse_tree
@@ -171,6 +172,7 @@ class StateTarget:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._checkpoint: OpenCheckpoint
+        self._memory: TargetMemory
         self._is_nested = True
         self._long_bytes: Mapping[str, bytes] = {}
 
@@ -181,7 +183,7 @@ class StateTarget:
             MismatchError: They differ, or a tensor of the state cannot be filled; the message has its path.
             FormatError: The nested state in the checkpoint is malformed.
         """
-        self._checkpoint = opened
+        self._checkpoint, self._memory = opened, TargetMemory(opened.path)
         self._is_nested = STATE_KEY in opened.metadata
         if self._merge(self._state, self._stored_state(opened, options, check), []) is not self._state:
             raise MismatchError(
@@ -263,6 +265,7 @@ class StateTarget:
             why = "it is on 'meta' and has no memory to copy into; give it memory first"
         if why := why or why_not_copied(memory, in_inference_mode=self._inference):
             raise MismatchError(f"{path} cannot be filled: {why}", path=self._checkpoint.path)
+        self._memory.require(path, memory)
         shape = tuple(tensor.shape) if part is None else part.shape
         source = self._checkpoint.aliases.get(name, name)
         index = None if part is None or part.is_whole else part.index
@@ -328,9 +331,14 @@ class StateTarget:
 
     def copy(self, group: LoadedGroup) -> None:
         """Copy a group's tensors into the state's, in the order of the calling thread's stream."""
-        pairs = [(place.memory, tensor) for name, tensor in group.take().items() for place in self._places[name]]
+        pairs = [(place, tensor) for name, tensor in group.take().items() for place in self._places[name]]
         with torch.inference_mode() if self._inference else torch.no_grad():
-            copy_all([memory for memory, _ in pairs], [tensor for _, tensor in pairs])
+            copy_all(
+                [place.memory for place, _ in pairs],
+                [tensor for _, tensor in pairs],
+                [place.path for place, _ in pairs],
+                path=self._checkpoint.path,
+            )
 
     def complete(self) -> LoadReport:
         """Replace the plain values."""

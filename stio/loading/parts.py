@@ -12,7 +12,8 @@ from typing import TypeAlias
 import torch
 
 from stio.device.base import LoadedGroup
-from stio.device.tensors import TORCH_DTYPES, copy_all, torch_shape
+from stio.device.tensor_memory import TargetMemory, copy_all
+from stio.device.tensors import TORCH_DTYPES, torch_shape
 from stio.errors import MismatchError, printable
 from stio.loading.module import LoadReport, Part, Stored, listed
 from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused
@@ -31,6 +32,7 @@ class PartsTarget:
     def __init__(self, parts: Sequence[tuple[str, Part]]) -> None:
         self._parts = parts
         self._copies: dict[str, list[tuple[Part, Box]]] = {}  # with the place in what is read, by the name that is read
+        self._path = ""
         self._inference = torch.is_inference_mode_enabled()  # the thread that copies may be another one
         self.slices: dict[str, object] = {}
         """Which part of a tensor to read, by its name, after `match`."""
@@ -74,10 +76,12 @@ class PartsTarget:
         """
         if missing := [name for name, _ in self._parts if aliases.get(name, name) not in stored]:
             raise MismatchError(f"the checkpoint lacks tensors: {listed(missing)}", path=path)
+        self._path, memory = path, TargetMemory(path)
         wanted: dict[str, list[Part]] = {}
         for name, part in self._parts:
             source = aliases.get(name, name)
             _require_fits(name, part, *stored[source], inference=self._inference, path=path)
+            memory.require(name, part.local)
             if part.local.numel():
                 wanted.setdefault(source, []).append(part)
         for source, parts in wanted.items():
@@ -91,12 +95,14 @@ class PartsTarget:
         """Copy a group's tensors into the memory, in the order of the calling thread's stream."""
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
+        names: list[str] = []
         for name, tensor in group.take().items():
             for part, box in self._copies[name]:
+                names.append(name)
                 targets.append(part.local)
                 sources.append(tensor if tensor.shape == part.local.shape else tensor[box])
         with torch.inference_mode() if self._inference else torch.no_grad():
-            copy_all(targets, sources)
+            copy_all(targets, sources, names, path=self._path)
 
     def complete(self) -> LoadReport:
         """Complete the load."""

@@ -59,7 +59,7 @@ from stio.runtime.trace import traced
 from stio.storage.base import RequestedSource, Requests, Source
 from stio.storage.gds import require_kvikio
 from stio.storage.local import LocalFile
-from stio.storage.mapped import MappedFile
+from stio.storage.mapped import MappedFile, map_if_possible
 
 
 def prepare(
@@ -253,6 +253,7 @@ class DeviceLoad:
         num_readers, num_slots, slot_bytes = staging if accelerator is not None else (NUM_WORKERS, 0, 0)
         self.num_workers = num_readers
         """Threads that read for it."""
+        self._mapped: dict[LocalFile, MappedFile | None] = {}
         self._queue: CopyQueue[Block] | None = None
         self._gds: GdsDevice | None = None
         if accelerator is not None:
@@ -298,7 +299,7 @@ class DeviceLoad:
 
     def selection(self, file: Source, header: Header, shard: int) -> FileSelection:
         """Return what is read of a shard for this device."""
-        maps = isinstance(file, LocalFile) and self._maps_file(file)
+        maps = isinstance(file, LocalFile) and self._mapping(file) is not None
         return FileSelection(
             header=header,
             positions=self.positions[shard],
@@ -325,9 +326,10 @@ class DeviceLoad:
         """
         fraction = self._resident[file] if isinstance(file, LocalFile) else UNKNOWN
         piece_bytes = LARGEST_BLOCK_BYTES if fraction == 1.0 else BLOCK_BYTES
-        if isinstance(file, LocalFile) and self._maps_file(file):
+        mapped = self._mapping(file) if isinstance(file, LocalFile) else None
+        if mapped is not None:
             return MappedPath(
-                MappedFile(file, lazy=not self._populates),
+                mapped,
                 CopiedPath(file, dtype=self._casts, views=self._views),
                 populates=self._populates,
                 cold=self._populates and is_cold(fraction),
@@ -355,6 +357,12 @@ class DeviceLoad:
     def reads_into_tensors(self) -> bool:
         """Whether it reads from behind a network into the memory of tensors, which are returned as they are."""
         return self._requests is not None and self._accelerator is None and self._casts is None
+
+    def _mapping(self, file: LocalFile) -> MappedFile | None:
+        """Return the mapping of a file; None if it is not to be mapped, or cannot be."""
+        if file not in self._mapped:
+            self._mapped[file] = map_if_possible(file, lazy=not self._populates) if self._maps_file(file) else None
+        return self._mapped[file]
 
     @property
     def _maps(self) -> bool:

@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -253,6 +254,44 @@ def populate(region: Region) -> int:
     if length == 0 or libc.madvise(start, length, _MADV_POPULATE_READ) == 0:
         return 0
     return ctypes.get_errno()
+
+
+class WritableMemory:
+    """The memory of this process that could be written at one time.
+
+    Args:
+        mappings: The mappings of the process, as `/proc/self/maps` lists them; None: all memory counts as writable.
+    """
+
+    def __init__(self, mappings: str | None) -> None:
+        self._is_known = mappings is not None
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        for line in (mappings or "").splitlines():
+            span, access = line.split(" ", 2)[:2]
+            if access[1] == "w":
+                begin, end = (int(one, 16) for one in span.split("-"))
+                if self._ends and self._ends[-1] == begin:
+                    self._ends[-1] = end
+                else:
+                    self._begins.append(begin)
+                    self._ends.append(end)
+
+    @classmethod
+    def now(cls) -> WritableMemory:
+        """Return what can be written now. Takes 1 ms for 500 mappings."""
+        try:
+            with open("/proc/self/maps", errors="surrogateescape") as file:
+                return cls(file.read())
+        except OSError:  # not Linux, or not allowed
+            return cls(None)
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Return whether all bytes of a range can be written."""
+        if not self._is_known:
+            return True
+        at = bisect_right(self._begins, address) - 1
+        return at >= 0 and address + nbytes <= self._ends[at]
 
 
 # How much memory there is.

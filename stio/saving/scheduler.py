@@ -16,6 +16,7 @@ from time import perf_counter
 
 from stio.device.copy_out import Copy, Readiness, copy_out, copy_pieces
 from stio.device.describe import LazyTensor
+from stio.device.tensor_memory import require_data
 from stio.runtime import stats
 from stio.runtime.hashing import Hasher
 from stio.runtime.memory import Region
@@ -235,6 +236,7 @@ class SaveScheduler:
                     copy_out([copy], None)
                     del copy  # with the tensor in it, before the next one is made
             else:
+                require_data(source.name, source.data)  # the copy checks it too, and does not know the name
                 copies.append((source.data, piece.start, target))
         copy_out(copies, self._ready)
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from stio.device.describe import LazyTensor, state_of_object
-from stio.device.placeholders import require_data
+from stio.device.placeholders import require_own_data
 from stio.format.shared import UNDECLARED, TiedNames
 from stio.runtime.locks import require_unlocked
 
@@ -47,7 +47,7 @@ def tensors_of(tensors: TensorsLike) -> NamedTensors:
     require_unlocked()
     if isinstance(tensors, nn.Module):
         by_name = dict(tensors.state_dict())
-        require_data(by_name, tensors.parameters())
+        require_own_data(by_name, tensors.parameters())
         return NamedTensors(by_name, tied_names(tensors, by_name))
     if not isinstance(tensors, Mapping):
         raise TypeError(

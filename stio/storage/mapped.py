@@ -10,9 +10,10 @@ import errno
 import os
 from time import perf_counter
 
-from stio.errors import TruncatedError
+from stio.errors import HostMemoryError, StorageError, TruncatedError, printable, without_path
 from stio.runtime import memory
 from stio.runtime.locks import new_lock
+from stio.runtime.log import RareWarnings, log
 from stio.runtime.memory import Region
 from stio.storage.checks import refused
 from stio.storage.local import LocalFile
@@ -22,6 +23,27 @@ _PATIENCE_SECONDS = 0.02
 _SECONDS_A_BYTE = 1 / (1 << 30)
 """A touch of 256 KiB takes 30 to 100 microseconds. If the average is 240 or more, threads wait for the processor or for
 the GIL (one wait for that takes 5 ms)."""
+
+
+_refusals = RareWarnings()
+
+
+def map_if_possible(file: LocalFile, *, lazy: bool = False) -> MappedFile | None:
+    """Return a mapping of a file; None, with a line in the log, where the system refuses: the caller reads it then.
+
+    Some filesystems map no files (ENODEV), and a limit may leave too little address space for a file of which few
+    tensors are needed.
+    """
+    try:
+        return MappedFile(file, lazy=lazy)
+    except (HostMemoryError, StorageError) as error:
+        log_unmapped(file.path, without_path(error))
+        return None
+
+
+def log_unmapped(path: str, reason: str) -> None:
+    """Write into the log that a file is read into memory."""
+    log(_refusals.level(), "%s is read into memory, since it cannot be mapped: %s", printable(path), reason)
 
 
 class MappedFile:

@@ -31,6 +31,7 @@ from pathlib import Path
 
 from crash import shim
 from crash.generations import fast_directory
+from faults import guarded_memory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SKIPPED = 77
@@ -157,6 +158,13 @@ def headers(run: Run, place: Path, keep: Path) -> list[Command]:
     return [Command([sys.executable, "tests/fuzz_header.py", *options], result="seed")]
 
 
+def memory(run: Run, place: Path, keep: Path) -> list[Command]:
+    if reason := guarded_memory.why_not():
+        return [Command(["sh", "-c", f"echo {shlex.quote(reason)}; exit {SKIPPED}"])]
+    preload = {"LD_PRELOAD": str(guarded_memory.build(run.out))}
+    return [module("faults.memory_fuzz", place / "memory", "--seed", run.seed, "--seconds", run.times(120), **preload)]
+
+
 def shared_directory(run: Run, place: Path, keep: Path) -> list[Command]:
     options = ["--seconds", run.times(60), "--seed", str(run.seed), "--keep", str(keep)]
     return [module("nightly.shared_directory", place, *options)]
@@ -213,6 +221,7 @@ STAGES = (
     Stage("cancels-uvloop", "random cancels on uvloop", 120, cancels("uvloop")),
     Stage("cancels-trio", "random cancels on trio", 120, cancels("trio")),
     Stage("headers", "mutated headers, compared with the official reader", 125, headers),
+    Stage("memory", "targets without memory, between pages without access: all that fills and saves", 125, memory),
     Stage("rehearse-gpu", "the stages of the GPU's benchmark on the simulated device", 130, rehearse),
     Stage("shared-directory", "four savers and four readers on one directory", 65, shared_directory),
     Stage("mutants", "each mutant of the device path must be caught in each run", 1700, mutants, alone=True),

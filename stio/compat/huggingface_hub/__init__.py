@@ -50,8 +50,10 @@ from stio.compat.huggingface_hub.tensors import (
     require_contiguous,
     tf_nbytes,
 )
+from stio.device.tensor_memory import require_data_of
 from stio.errors import CheckpointNotFoundError, printable
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
+from stio.loading.module_tree import require_memory_of
 from stio.storage.open import open_directory
 
 __all__ = [
@@ -181,7 +183,8 @@ def save_torch_state_dict(
 
     Raises:
         FileNotFoundError: There is no such directory.
-        ValueError: A pattern without `{suffix}`, a malformed size, a tensor that is sparse or not contiguous.
+        ValueError: A pattern without `{suffix}`, a malformed size, a tensor that is sparse or not contiguous, or whose
+            memory was freed or shrunk.
         RuntimeError: Tensors overlap and none of them covers their storage; a tensor on meta.
         StorageError: The system refused.
     """
@@ -198,6 +201,7 @@ def save_torch_state_dict(
         counted = {name: as_counted(tensor) for name, tensor in remaining.items()}
     else:
         logger.warning(_UNSAFE)
+        require_data_of(state_dict)  # torch.save would write a file that nothing can read
     split = split_torch_state_dict_into_shards(
         counted, filename_pattern=filename_pattern, max_shard_size=max_shard_size
     )
@@ -248,7 +252,8 @@ def load_torch_model(
 
     Raises:
         FileNotFoundError: The path, or a shard, does not exist.
-        ValueError: It is no checkpoint, or a malformed one; or a file is a link that leads out of its directory.
+        ValueError: It is no checkpoint, or a malformed one; or a file is a link that leads out of its directory; or
+            the memory of a tensor of the model was freed or shrunk, or is read-only (`MismatchError`).
         OSError: A file's metadata name another format; the system refused.
         RuntimeError: Names or shapes differ.
     """
@@ -272,7 +277,7 @@ def load_torch_model(
         state_dict = load_state_dict_from_file(
             checkpoint_file=file, map_location=map_location, weights_only=weights_only, mmap=mmap, safe=safe
         )
-    return fill(model, state_dict, strict=strict)
+    return fill(model, state_dict, strict=strict, path=str(path))
 
 
 @contextmanager
@@ -315,6 +320,7 @@ def _load_sharded_checkpoint(
     with open_directory(os.fsdecode(save_directory), follow_symlinks=False) as root:
         index = read_index(root, whole + INDEX_SUFFIX, Path(whole).suffix)
         with open_files(root, index.shards, safe=safe) as files:
+            require_memory_of(model, index.weight_map, path=os.fsdecode(save_directory))
             for file in files:
                 state_dict = load_state_dict_from_file(
                     file,
@@ -324,7 +330,7 @@ def _load_sharded_checkpoint(
                     safe=safe,
                 )
                 loaded |= dict.fromkeys(state_dict)
-                model.load_state_dict(state_dict, strict=False)
+                fill(model, state_dict, strict=False, path=file.path)
                 del state_dict  # before the next one is loaded
     # The loaded names are those in the shards: the index may differ from them.
     if unexpected := [name for name in loaded if name not in index.weight_map]:

@@ -37,6 +37,7 @@ from stio.format.header import Header
 from stio.format.index import ShardIndex, parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.loading.body import collect, reading_operation
+from stio.loading.module_tree import require_memory_of
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.runtime.memory import allocate
@@ -272,8 +273,14 @@ def missing_and_unexpected(model: nn.Module, loaded: Iterable[str]) -> tuple[lis
     return [name for name in known if name not in given], [name for name in given if name not in known]
 
 
-def fill(model: nn.Module, state_dict: Any, *, strict: bool) -> _IncompatibleKeys:
-    """Load all tensors into a model; a name that is tied to a loaded one counts as loaded."""
+def fill(model: nn.Module, state_dict: Any, *, strict: bool, path: str) -> _IncompatibleKeys:
+    """Load all tensors into a model; a name that is tied to a loaded one counts as loaded.
+
+    Raises:
+        MismatchError: The memory of a tensor of the model was freed or shrunk, or is read-only.
+    """
+    if isinstance(state_dict, Mapping):
+        require_memory_of(model, state_dict, path=path)
     by_tie = strict and isinstance(state_dict, Mapping) and bool(_tied(model, set(state_dict)))
     result: _IncompatibleKeys = model.load_state_dict(state_dict, strict=strict and not by_tie)
     if by_tie:  # torch's own check ignores ties, so it runs only where there are none

@@ -1,8 +1,8 @@
 """One open file: its checked header, its bytes as regions of memory, and the tensors that a framework makes of them.
 
 `mmap` maps the whole file privately; the mapping needs no descriptor and exists as long as an array over it. `pread`
-keeps the descriptor as long as the file or a slice of it is referenced, and reads exactly the requested bytes. A load
-to an accelerator keeps the descriptor too.
+keeps the descriptor as long as the file or a slice of it is referenced, and reads exactly the requested bytes. A file
+that the system does not map is read so too. A load to an accelerator keeps the descriptor too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stio.runtime import memory
 from stio.runtime.limits import HUGE_PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.storage.local import LocalFile, open_file
-from stio.storage.mapped import MappedFile
+from stio.storage.mapped import map_if_possible
 
 Backend = Literal["mmap", "pread"]
 
@@ -151,11 +151,13 @@ class File:
             self.header = self._read_header(file)
             self._mapped: Region | None = None
             if backend == "mmap":
-                with reading(path):
-                    self._mapped = MappedFile(file, lazy=True).region
-        finally:
-            if (backend == "mmap" and not keep_open) or not hasattr(self, "header"):
-                self.close()
+                mapped = map_if_possible(file, lazy=True)
+                self._mapped = None if mapped is None else mapped.region
+                if mapped is not None and not keep_open:
+                    self.close()
+        except BaseException:
+            self.close()
+            raise
 
     def _read_header(self, file: LocalFile) -> Header:
         nbytes = file.identity.nbytes

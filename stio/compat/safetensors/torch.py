@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stio.compat.safetensors._errors import SafetensorError, saving
+from stio.compat.safetensors._errors import SafetensorError, reading, saving
 from stio.compat.safetensors._file import copied
 from stio.compat.safetensors._open import path_of, safe_open
 from stio.compat.safetensors._serialize import (
@@ -35,8 +35,10 @@ from stio.compat.safetensors._tensors import Tensors, require_torch_dtypes
 from stio.compat.safetensors._write import write_tensors
 from stio.device.copy_out import copy_out
 from stio.device.describe import describe_tensors
+from stio.device.tensor_memory import require_data_of
 from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, tensors_in
 from stio.device.torch_private import copy_of
+from stio.loading.module_tree import require_memory_of
 
 __all__ = ["load", "load_file", "load_model", "save", "save_file", "save_model", "storage_ptr", "storage_size"]
 
@@ -150,11 +152,12 @@ def save_model(
 
     Raises:
         RuntimeError: Tensors share memory, and none of them covers it.
-        ValueError: A tensor that cannot be saved as it is.
+        ValueError: A tensor that cannot be saved as it is, or whose memory was freed or shrunk.
         SafetensorError: See `save_file`.
     """
     tensors = dict(model.state_dict())
     text = checked_metadata(metadata)
+    require_data_of(tensors)
     for saved, names in remove_duplicate_names(tensors).items():
         text = {} if text is None else text
         for name in names:
@@ -193,9 +196,11 @@ def load_model(
     Raises:
         RuntimeError: Names or shapes do not fit.
         OSError: See `load_file`.
-        SafetensorError: See `load_file`.
+        SafetensorError: See `load_file`; or the memory of a tensor of the module was freed or shrunk, or is read-only.
     """
     tensors = load_file(filename, device=device, backend=backend)
+    with reading(os.fspath(filename)):
+        require_memory_of(model, tensors, path=os.fspath(filename))
     duplicates = remove_duplicate_names(model.state_dict(), preferred_names=tensors)
     result = model.load_state_dict(tensors, strict=False)
     missing, unexpected = set(result.missing_keys), list(result.unexpected_keys)

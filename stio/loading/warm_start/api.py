@@ -242,7 +242,7 @@ class WarmStart:
             tensors: dict[str, torch.Tensor] = {}
             for group in ready.buffers:
                 tensors |= group.take()
-            place_buffers(module, ready.match.buffers, tensors, ready.device)
+            place_buffers(module, ready.match.buffers, tensors, ready.device, path=ready.match.report.path)
             ready.load.operation.start()
         except BaseException:
             ready.load.abandon()

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from stio.device.tensors import TORCH_DTYPES, cast, copy_all, require_dtypes
+from stio.device.tensor_memory import TargetMemory, copy_all
+from stio.device.tensors import TORCH_DTYPES, cast, require_dtypes
 from stio.device.torch_private import copy_of, moved
 from stio.errors import MismatchError, TensorNotFoundError, WarmStartError, printable
 from stio.format.state_tree import STATE_KEY
@@ -215,29 +216,42 @@ def _require_meta(module: nn.Module, parameters: Sequence[MatchedParameter], see
 
 
 def place_buffers(
-    module: nn.Module, buffers: Mapping[int, str], tensors: Mapping[str, torch.Tensor], device: torch.device
+    module: nn.Module,
+    buffers: Mapping[int, str],
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
+    *,
+    path: str,
 ) -> None:
     """Put loaded buffers into the module, and move all others to the device.
 
     If a buffer is on the device already, the values are copied into it, so that other references to it have them too.
+
+    Raises:
+        MismatchError: The memory of a buffer was freed or shrunk.
     """
+    memory = TargetMemory(path)
     made: dict[int, torch.Tensor] = {}
     used: set[str] = set()
-    for part in module.modules():
+    for prefix, part in module.named_modules():
         for leaf, old in part._buffers.items():
             if old is None:
                 continue
             if id(old) not in made:
-                source = buffers.get(id(old))
-                made[id(old)] = moved(old, device) if source is None else _placed(old, tensors[source], source in used)
+                source, name = buffers.get(id(old)), f"{prefix}.{leaf}" if prefix else leaf
                 if source is not None:
+                    made[id(old)] = _placed(old, tensors[source], source in used, name, path)
                     used.add(source)
+                else:
+                    if old.device != device:
+                        memory.require(name, old)
+                    made[id(old)] = moved(old, device)
             part._buffers[leaf] = made[id(old)]
 
 
-def _placed(old: torch.Tensor, new: torch.Tensor, is_used: bool) -> torch.Tensor:
+def _placed(old: torch.Tensor, new: torch.Tensor, is_used: bool, name: str, path: str) -> torch.Tensor:
     if old.device == new.device:
         with torch.no_grad():
-            copy_all([old], [new])
+            copy_all([old], [new], [name], path=path)
             return old
     return copy_of(new) if is_used else new

@@ -1,0 +1,232 @@
+"""Where in its storage a tensor is, and whether that memory is there: checked before it is read or written.
+
+A storage may be freed or made shorter while tensors refer to it: FSDP and the sleep modes of inference servers call
+`untyped_storage().resize_`. torch does not check that when it copies, so memory of others would be read or changed, or
+the process would end. A tensor over a mapping may be read-only: a write would end the process too. Each tensor is
+checked when its load or save begins, and again just before the copy, since another thread may have changed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from stio.device.placeholders import GATHER_FSDP
+from stio.device.tensors import PLAIN
+from stio.device.torch_private import copy_each, has_no_overrides, without_torch_function
+from stio.errors import MismatchError, printable
+from stio.runtime.memory import WritableMemory
+
+Extent: TypeAlias = tuple[int, int, int, int]
+"""The first byte of a tensor in its storage, the byte after its last one, the storage's address, and its size."""
+
+
+class ShortStorageError(Exception):
+    """The storage of a tensor does not have all of its bytes; callers raise an error of their own for it."""
+
+    def __init__(self, needed_bytes: int, held_bytes: int) -> None:
+        super().__init__("its memory was freed or shrunk (sharded training and the sleep modes of servers do that)")
+        self.needed_bytes = needed_bytes
+        """Size that the storage must have."""
+        self.held_bytes = held_bytes
+        """Size that it has."""
+
+
+def extent_of(tensor: torch.Tensor) -> Extent:
+    """Return where a dense tensor is in its storage; holds the GIL.
+
+    Raises:
+        ShortStorageError: The storage does not have all of its bytes.
+        RuntimeError: It has no storage (inside a function transform of torch).
+    """
+    nbytes, item = tensor.nbytes, tensor.itemsize
+    begin = int(tensor.storage_offset()) * item
+    end = begin + nbytes
+    if not tensor.is_contiguous():
+        end = begin + item
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            end += (size - 1) * stride * item
+    storage = tensor.untyped_storage()
+    address, held = storage.data_ptr(), storage.nbytes()
+    if nbytes and (end > held or not address):
+        raise ShortStorageError(end, held if address else 0)
+    return begin, end, address, held
+
+
+def has_overlap(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a dense tensor share memory, so that a copy into it has no defined result."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the storage of a dense tensor has all of its bytes now."""
+    try:
+        extent_of(tensor)
+    except ShortStorageError:
+        return False
+    return True
+
+
+def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with memory of their own that a tensor consists of: itself, or those that it wraps.
+
+    There are none in one that is lazy, on `meta`, sparse, nested, or handles its data in another way.
+    """
+    if type(tensor) not in PLAIN:
+        if is_lazy(tensor):
+            return
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            wrapper: Any = tensor
+            if is_traceable_wrapper_subclass(wrapper):
+                for inner in wrapper.__tensor_flatten__()[0]:
+                    yield from dense_parts(getattr(wrapper, inner))
+            return
+        with without_torch_function():
+            tensor = tensor.as_subclass(torch.Tensor)
+    if not tensor.is_meta and tensor.layout is torch.strided and not tensor.is_nested:
+        yield tensor
+
+
+def require_data(name: str, tensor: torch.Tensor) -> Extent:
+    """Return where a tensor is that a save will read.
+
+    Args:
+        name: The tensor, for the error; empty: not known.
+        tensor: A dense tensor with a storage.
+
+    Raises:
+        ValueError: Its storage does not have all of its bytes.
+    """
+    try:
+        return extent_of(tensor)
+    except ShortStorageError as error:
+        what = f"tensor {printable(name)!r}" if name else "a tensor"
+        raise ValueError(
+            f"{what} has no data: {error}; save the model while it is awake or gathered (of FSDP1: {GATHER_FSDP}); "
+            f"expected {error.needed_bytes:,} bytes, found {error.held_bytes:,}"
+        ) from None
+
+
+def require_data_of(tensors: Mapping[str, object]) -> None:
+    """Raise `ValueError` for the first tensor whose storage does not have all of its bytes; see `dense_parts`."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            for part in dense_parts(tensor):
+                require_data(name, part)
+
+
+def require_memory(name: str, tensor: torch.Tensor, *, path: str | None) -> Extent:
+    """Return where a tensor is that a load will write.
+
+    Args:
+        name: The tensor, for the error.
+        tensor: A dense tensor with a storage.
+        path: The checkpoint, for the error.
+
+    Raises:
+        MismatchError: Its storage does not have all of its bytes.
+    """
+    try:
+        if type(tensor) in PLAIN:
+            return extent_of(tensor)
+        with without_torch_function():
+            return extent_of(tensor)
+    except ShortStorageError as error:
+        raise MismatchError(
+            f"{printable(name)} cannot be filled: {error}; wake or gather the model first, or resize the memory: "
+            f"untyped_storage().resize_({error.needed_bytes})",
+            path=path,
+            expected=f"{error.needed_bytes:,} bytes",
+            found=f"{error.held_bytes:,} bytes",
+        ) from None
+
+
+class TargetMemory:
+    """Checks the memory of tensors that one load will write.
+
+    Args:
+        path: The checkpoint, for errors.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._writable: WritableMemory | None = None
+
+    def require(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise if a tensor has no memory that can be written.
+
+        Only memory that torch has not allocated itself can be read-only. If there is some, the mappings of the process
+        are read once for all tensors.
+
+        Args:
+            name: The tensor, for the error.
+            tensor: The tensor; see `dense_parts`.
+
+        Raises:
+            MismatchError: The memory was freed or shrunk, or is read-only.
+        """
+        if type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested:
+            self._require(name, tensor)  # without the cost of a generator: a module may have 100,000 tensors
+            return
+        for part in dense_parts(tensor):
+            self._require(name, part)
+
+    def _require(self, name: str, tensor: torch.Tensor) -> None:
+        begin, end, address, _ = require_memory(name, tensor, path=self._path)
+        if begin == end or not tensor.is_cpu or tensor.untyped_storage().resizable():
+            return
+        if self._writable is None:
+            self._writable = WritableMemory.now()
+        if not self._writable.holds(address + begin, end - begin):
+            raise MismatchError(
+                f"{printable(name)} cannot be filled: its memory is read-only, as that of a file that is mapped for "
+                "reading; put a clone() of it into its place first",
+                path=self._path,
+                expected="memory that can be written",
+                found="memory that is read-only or not mapped",
+            )
+
+
+def copy_all(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], names: Sequence[str], *, path: str | None
+) -> None:
+    """Copy tensors into others of the same shapes, in order; on a device in the order of the current stream.
+
+    One call for all plain ones: a call for each tensor may wait for the GIL each time. A subclass of `torch.Tensor`
+    that overrides torch's functions has a copy of its own, which only the call for one tensor reaches.
+
+    Args:
+        targets: Tensors of the caller; nothing is copied unless all of them have their memory.
+        sources: What is copied.
+        names: Names of the targets, for the error.
+        path: The checkpoint, for the error.
+
+    Raises:
+        MismatchError: Since the load began, the memory of a target was freed or shrunk.
+    """
+    plain = []
+    for name, target, source in zip(names, targets, sources, strict=True):
+        require_memory(name, target, path=path)
+        plain.append(_is_plain(type(target)) and _is_plain(type(source)))
+    copy_each(compress(targets, plain), compress(sources, plain), non_blocking=True)
+    for name, target, source, is_plain in zip(names, targets, sources, plain, strict=True):
+        if not is_plain:
+            require_memory(name, target, path=path)
+            target.copy_(source, non_blocking=True)
+
+
+def _is_plain(kind: type[torch.Tensor]) -> bool:
+    return kind in PLAIN or has_no_overrides(kind)
