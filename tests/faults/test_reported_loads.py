@@ -651,3 +651,164 @@ def test_c339_pickles(tmp_path: Path) -> None:
     (tmp_path / "m" / "._x.pt").write_bytes(b"\0\5\x16\7")
     sync.convert(tmp_path / "m", tmp_path / "out.safetensors")
     require_equal(sync.load(tmp_path / "out.safetensors"), OLD)
+
+
+# 304. Casts that lose values.
+
+WHOLE_NUMBERS = ["int8", "I8", torch.uint8, "int64", "bool", "BOOL", torch.int32, "torch.int16"]
+
+
+@pytest.mark.parametrize("dtype", WHOLE_NUMBERS, ids=str)
+def test_c304_a_cast_to_whole_numbers_is_refused(dtype: Any, old: Path) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: sync.load(old, dtype=dtype),
+        lambda: sync.open(old, dtype=dtype),
+        lambda: sync.load_into(Model(), old, dtype=dtype),
+        lambda: sync.load_into(Model("meta"), old, assign=True, dtype=dtype),
+        lambda: sync.warm_start(Model("meta"), old, dtype=dtype),
+        lambda: sync.load_state(old, dtype=dtype),
+        lambda: vllm.weights(old, dtype=dtype),
+        lambda: sync.convert(old, old.parent / "out", dtype=dtype),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="dtype="):
+            call()
+    found = CliRunner().invoke(main, ["convert", str(old), str(old.parent / "out"), "--dtype", str(dtype)])
+    assert found.exit_code == 2
+    assert not (old.parent / "out").exists()
+
+
+FLOATS = ["float16", "BF16", torch.float64, "F8_E4M3", torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_c304_a_cast_to_another_floating_dtype_is_allowed(dtype: Any, old: Path) -> None:
+    found = sync.load(old, dtype=dtype)
+    assert all(tensor.dtype.is_floating_point for tensor in found.values())
+    assert found["b"].float().tolist() == [2.0] * 4
+    sync.convert(old, old.parent / "out", dtype=dtype)
+    require_equal(sync.load(old.parent / "out"), found)
+
+
+KINDS = [
+    (torch.float32, torch.int8),
+    (torch.bfloat16, torch.int64),
+    (torch.float8_e4m3fn, torch.uint8),
+    (torch.float16, torch.bool),
+    (torch.complex64, torch.float32),
+    (torch.complex64, torch.int32),
+]
+
+
+def _with_weight(tensor: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    module.w = nn.Parameter(tensor, requires_grad=False)
+    module.register_buffer("v", tensor.clone())
+    return module
+
+
+@pytest.mark.parametrize(("stored", "own"), KINDS, ids=str)
+def test_c304_a_copy_into_a_dtype_of_another_kind_is_refused(
+    stored: torch.dtype, own: torch.dtype, tmp_path: Path
+) -> None:
+    path = save_file({"w": torch.ones(3, dtype=stored), "v": torch.ones(3, dtype=stored)}, tmp_path / WHOLE)
+    module = _with_weight(torch.zeros(3, dtype=own))
+    for strict in (True, False):
+        with pytest.raises(stio.MismatchError, match="would lose the values"):
+            sync.load_into(module, path, strict=strict)
+    assert not module.w.any()
+    with sync.open(path) as checkpoint, pytest.raises(stio.MismatchError, match="would lose the values"):
+        checkpoint.load_into(module)
+    with pytest.raises(stio.MismatchError, match="would lose the values"):
+        with sync.warm_start(_with_weight(torch.zeros(3, dtype=own, device="meta")), path):
+            pass
+    sync.load_into(module, path, assign=True)  # the advice
+    assert module.w.dtype == module.v.dtype == stored
+
+
+@pytest.mark.parametrize(
+    ("stored", "own"), [(torch.int8, torch.float32), (torch.float64, torch.float16), (torch.float32, torch.complex64)]
+)
+def test_c304_other_copies_are_those_of_torch(stored: torch.dtype, own: torch.dtype, tmp_path: Path) -> None:
+    path = save_file({"w": torch.ones(3, dtype=stored), "v": torch.ones(3, dtype=stored)}, tmp_path / WHOLE)
+    sync.load_into(module := _with_weight(torch.zeros(3, dtype=own)), path)
+    assert module.w.dtype == own
+    assert bool((module.w == 1).all())
+
+
+# 305. Buffers that stay on meta.
+
+
+class Rotary(nn.Module):
+    """A module with a buffer that no checkpoint holds."""
+
+    def __init__(self, *, persistent: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.register_buffer("inv_freq", torch.arange(3.0), persistent=persistent)
+
+
+def _on_meta(**keywords: bool) -> nn.Sequential:
+    with torch.device("meta"):
+        return nn.Sequential(Rotary(**keywords), Rotary(**keywords))
+
+
+@pytest.fixture
+def rotary(tmp_path: Path) -> Path:
+    return save_file({"0.weight": torch.ones(3), "1.weight": torch.ones(3)}, tmp_path / "r.safetensors")
+
+
+def test_c305_a_warning_names_the_buffers(rotary: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = _on_meta()
+    report = sync.load_into(module, rotary, assign=True)
+    assert report.unfilled == ("0.inv_freq", "1.inv_freq")
+    (warning,) = warnings_of(caplog)
+    assert "0.inv_freq, 1.inv_freq" in warning
+    assert "stay on 'meta'" in warning
+    for part in module:  # the advice
+        part.inv_freq = torch.arange(3.0)
+    assert not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    sync.load_into(module, rotary, assign=True)
+    assert warnings_of(caplog) == []
+
+
+def test_c305_each_way_to_load(rotary: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with sync.open(rotary) as checkpoint:
+        checkpoint.load_into(_on_meta(), assign=True)
+    assert len(warnings_of(caplog)) == 1
+    module = _on_meta()
+    for part in module:
+        part.weight = nn.Parameter(torch.zeros(3))
+    sync.load_into(module, rotary)  # into memory that is there
+    assert len(warnings_of(caplog)) == 1
+    sync.load_into(_on_meta(persistent=True), rotary, assign=True, strict=False)
+    assert len(warnings_of(caplog)) == 1
+    with pytest.raises(stio.MismatchError, match=r"would compute without their data.*0\.inv_freq"):
+        with sync.warm_start(_on_meta(), rotary):
+            pass
+
+
+def test_c305_parameters_that_the_checkpoint_lacks(rotary: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = _on_meta()
+    module.append(nn.Linear(2, 2, device="meta"))
+    for part in module[:2]:
+        part.inv_freq = torch.arange(3.0)
+    sync.load_into(module, rotary, assign=True, strict=False)
+    (warning,) = warnings_of(caplog)
+    assert "2.weight, 2.bias" in warning
+    assert "inv_freq" not in warning
+
+
+def test_c305_nothing_is_said_of_a_module_that_is_complete(rotary: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sync.load_into(nn.Sequential(Rotary(), Rotary()), rotary)
+    with pytest.raises(stio.MismatchError):
+        sync.load_into(_on_meta(persistent=True), rotary, assign=True)
+    assert warnings_of(caplog) == []
+
+
+def test_c305_a_hook_that_fills_the_buffer(rotary: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = _on_meta()
+    for part in module:
+        part.register_load_state_dict_post_hook(lambda part, _: setattr(part, "inv_freq", torch.arange(3.0)))
+    sync.load_into(module, rotary, assign=True)
+    assert warnings_of(caplog) == []
