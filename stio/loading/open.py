@@ -50,11 +50,12 @@ from stio.runtime.limits import Limits, advice_on_limit
 from stio.runtime.memory import allocate
 from stio.runtime.operation import start_thread
 from stio.runtime.urls import is_url
-from stio.storage.base import ParallelRoot, Root, Source
-from stio.storage.open import OneFile, most_open_files, open_directory, open_file, open_url
+from stio.storage.base import ParallelRoot, RequestedSource, Root, Source
+from stio.storage.open import OneFile, ReopenedFile, most_open_files, open_directory, open_file, open_url
 
 logger = logging.getLogger("stio")
 
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _MOST_EXAMINED = 8
 """Files beside an index whose headers are read: a directory may hold thousands, such as adapters."""
 
@@ -80,7 +81,8 @@ class OpenCheckpoint:
     """Open files and checked headers of one checkpoint.
 
     The files of a checkpoint with more shards than `most_open_files` are closed after their headers were read.
-    `open_files` opens them again, relative to the same directory, and only if they are still the same files.
+    `open_files` opens them again, relative to the same directory, and only if they are still the same files. If too
+    many are needed at one time, each read opens its file.
     """
 
     path: str
@@ -103,7 +105,7 @@ class OpenCheckpoint:
     """The directory behind `openers`, if this object closes it."""
 
     def open_files(self, shards: Iterable[int], owned: ExitStack) -> Sequence[Source]:
-        """Return the files of all shards, of which these are open until `owned` is closed.
+        """Return the files of all shards, of which these can be read until `owned` is closed.
 
         Raises:
             ChangedDuringReadError: A file was removed or replaced since the checkpoint was opened.
@@ -111,6 +113,20 @@ class OpenCheckpoint:
         """
         if not self.openers:
             return self.files
+        shards = [*shards]
+        if len(shards) <= most_open_files():
+            try:
+                return self._opened_again(shards, owned)
+            except StorageError as error:
+                if error.errno not in _TOO_MANY:
+                    raise  # else the process has many other files open
+        files = list(self.files)
+        for shard in shards:
+            before = files[shard]
+            files[shard] = ReopenedFile(before.path, before.identity, partial(self._open_again, shard))
+        return files
+
+    def _opened_again(self, shards: Iterable[int], owned: ExitStack) -> Sequence[Source]:
         files = list(self.files)
         with ExitStack() as opening:
             for shard in shards:
@@ -336,7 +352,7 @@ class _Opening:
             whole_index = parse_index(text, path=os.path.join(root.path, found.index), limits=self.limits)
             index = self._part(whole_index)
             files = index.shards
-        openers = {name: partial(self._replaced, partial(root.open, name)) for name in files}
+        openers = {name: partial(root.open, name) for name in files}
         if isinstance(root, ParallelRoot):
             root.open_ahead(files)
         shards = partial(self._shards, root.path, openers, index)
@@ -391,14 +407,6 @@ class _Opening:
             return index
         return index.part(index.shards if self.with_manifest else wanted)
 
-    def _replaced(self, open_one: Callable[[], Source]) -> Source:
-        file = open_one()
-        try:
-            return self.replacement(file)
-        except BaseException:
-            file.close()
-            raise
-
     def _index_text(self, root: Root, name: str, named: bool) -> bytes:
         with closing(root.open(name, trusted=named)) as file:
             nbytes = file.identity.nbytes
@@ -415,13 +423,28 @@ class _Opening:
         self, path: str, openers: Mapping[str, Callable[[], Source]], index: ShardIndex | None
     ) -> OpenCheckpoint:
         """Open all files, then read and check all headers; or one file after the other, if they are too many."""
+        try:
+            return self._shards_by(path, openers, index, in_turns=len(openers) > most_open_files())
+        except StorageError as error:
+            if error.errno not in _TOO_MANY or len(openers) == 1:
+                raise
+        return self._shards_by(path, openers, index, in_turns=True)  # the process has many other files open
+
+    def _shards_by(
+        self, path: str, openers: Mapping[str, Callable[[], Source]], index: ShardIndex | None, *, in_turns: bool
+    ) -> OpenCheckpoint:
         files: list[Source] = []
         headers: list[Header] = []
-        in_turns = len(openers) > most_open_files()
+        num_replaced = 0
         try:
             for name, open_one in openers.items():
                 self.check()
                 files.append(_shard(open_one, index))
+                if isinstance(files[-1], RequestedSource):  # it has no descriptor; a file in its place has one
+                    in_turns = False
+                    if num_replaced < most_open_files():
+                        files[-1] = self.replacement(files[-1])
+                        num_replaced += not isinstance(files[-1], RequestedSource)
                 if in_turns:
                     headers.append(self._header(files[-1], name))
                     files[-1].close()

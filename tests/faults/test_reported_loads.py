@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from support import require_equal, save_file
+from faults.load_helpers import in_a_child
+from support import nothing_left, require_equal, save_file
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -812,3 +813,160 @@ def test_c305_a_hook_that_fills_the_buffer(rotary: Path, caplog: pytest.LogCaptu
         part.register_load_state_dict_post_hook(lambda part, _: setattr(part, "inv_freq", torch.arange(3.0)))
     sync.load_into(module, rotary, assign=True)
     assert warnings_of(caplog) == []
+
+
+# 340. More shards than descriptors.
+
+MANY = 300
+
+_MANY = """
+import logging, warnings
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+expected = {f"layer.{k}": [float(k)] * 2 for k in range(300)}
+
+def require(found):
+    assert {name: tensor.tolist() for name, tensor in found.items()} == expected
+
+class Module(nn.Module):
+    def __init__(self, device="cpu"):
+        super().__init__()
+        self.layer = nn.Module()
+        for k in range(300):
+            self.layer.register_parameter(str(k), nn.Parameter(torch.full((2,), -1.0, device=device)))
+
+def into(assign=False):
+    module = Module("meta" if assign else "cpu")
+    sync.load_into(module, directory, assign=assign)
+    require(module.state_dict())
+
+def sliced():
+    assert sync.load(directory, slices={"layer.8": slice(0, 1)})["layer.8"].tolist() == [8.0]
+
+def warm():
+    module = Module("meta")
+    with sync.warm_start(module, directory) as warm:
+        warm.done()
+    require(module.state_dict())
+
+def opened():
+    with sync.open(directory) as checkpoint:
+        require(checkpoint.load())
+        require(dict(checkpoint.stream()))
+        assert checkpoint.read("layer.7").tolist() == [7.0, 7.0]
+
+def cached():
+    with sync.HostCache(1 << 22, device="cpu") as cache:
+        cache.prefetch(directory)
+        assert cache.stats().entries == 300
+        require(sync.load(directory, cache=cache))
+
+def by_dcp():
+    from torch.distributed import checkpoint as dcp
+    state = {name: torch.empty(2) for name in expected}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, storage_reader=stio.distributed.StioStorageReader(directory), no_dist=True)
+    require(state)
+
+def by_hub():
+    from stio.compat.huggingface_hub import load_torch_model
+    module = Module()
+    load_torch_model(module, directory)
+    require(module.state_dict())
+
+def by_weights():
+    from stio.integrations.iterators import weights
+    require(dict(weights(directory)))
+
+def converted(**keywords):
+    target = directory.parent / f"out{len(keywords)}"
+    sync.convert(directory, target, **keywords)
+    require(sync.load(target))
+
+def command(*arguments):
+    from click.testing import CliRunner
+    from stio.cli.main import main
+    result = CliRunner().invoke(main, list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
+
+def unindexed():
+    link = directory.parent / "unindexed"
+    link.mkdir()
+    for file in directory.glob("*.safetensors"):
+        os.link(file, link / file.name)
+    require(sync.load(link))
+
+def crowded():
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(40)]
+    try:
+        require(sync.load(directory))
+        few = directory.parent / "few"
+        sync.save({name: torch.tensor(values) for name, values in list(expected.items())[:15]}, few, max_shard_size=8)
+        assert len(sync.load(few)) == 15
+    finally:
+        for fd in held:
+            os.close(fd)
+
+"""
+
+ALL_OF_MANY = {
+    "load": "require(sync.load(directory))",
+    "map": "require(sync.load(directory, memory='map'))",
+    "lazy": "require(sync.load(directory, memory='lazy'))",
+    "copy": "require(sync.load(directory, memory='copy'))",
+    "names": "require(sync.load(directory, names=list(expected)))",
+    "predicate": "require(sync.load(directory, names=lambda name: True))",
+    "slices": "sliced()",
+    "verify": "require(sync.load(directory, verify=True))",
+    "device": "sync.load(directory, device=FakeDevice())",
+    "open": "opened()",
+    "load_into": "into()",
+    "load_into assign": "into(assign=True)",
+    "warm_start": "warm()",
+    "HostCache": "cached()",
+    "dcp": "by_dcp()",
+    "hub": "by_hub()",
+    "weights": "by_weights()",
+    "convert": "converted()",
+    "convert to shards": "converted(max_shard_size=8)",
+    "command verify": "command('verify', directory)",
+    "command diff": "command('diff', directory, directory)",
+    "command inspect": "command('inspect', directory)",
+    "command load": "command('load', directory, '--device', 'cpu')",
+    "without an index": "unindexed()",
+    "crowded": "crowded()",
+}
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tensors = {f"layer.{k}": torch.full((2,), float(k)) for k in range(MANY)}
+    directory = tmp_path_factory.mktemp("many") / "m"
+    sync.save(tensors, directory, max_shard_size=8, hash="sha256", durability="none")
+    assert len([*directory.glob("*.safetensors")]) == MANY
+    return directory
+
+
+@pytest.fixture(scope="module")
+def with_few_descriptors(zygote: Any, many: Path) -> dict[str, str]:
+    code = _MANY + "".join(f"attempt(lambda: {use})\n" for use in ALL_OF_MANY.values())
+    return dict(zip(ALL_OF_MANY, in_a_child(zygote, code, many), strict=True))
+
+
+@pytest.mark.parametrize("use", ALL_OF_MANY)
+def test_c340_all_of_many_shards(use: str, with_few_descriptors: dict[str, str]) -> None:
+    assert with_few_descriptors[use] == "done"
+
+
+def test_c340_a_file_that_changes_is_noticed(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stio.loading.open.most_open_files", lambda: 1)
+    write_checkpoint(tmp_path / "m", OLD, 2)
+    with nothing_left(), sync.open(tmp_path / "m") as checkpoint:
+        require_equal(checkpoint.load(), OLD)
+        save_file({"b": NEW["b"]}, tmp_path / "new").replace(tmp_path / "m" / SHARDS[1])
+        with pytest.raises(stio.ChangedDuringReadError):
+            checkpoint.load()
+        (tmp_path / "m" / SHARDS[1]).unlink()
+        with pytest.raises(stio.ChangedDuringReadError):
+            checkpoint.load()
+        require_equal({"a": checkpoint.read("a")}, {"a": OLD["a"]})
