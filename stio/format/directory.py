@@ -210,4 +210,6 @@ def warning_of_gone_shards(path: str, index: str, file: str) -> str:
 def _few(names: Sequence[str], number: int) -> str:
     """Return the first of so many names, for a message."""
     first = names[:_SHOWN_NAMES]
-    return ", ".join(map(printable, first)) + (f" and {number - len(first):,} others" if number > len(first) else "")
+    left = number - len(first)
+    more = f" and {left:,} other{'s' if left > 1 else ''}" if left > 0 else ""
+    return ", ".join(map(printable, first)) + more

@@ -184,7 +184,8 @@ def as_in_index(index: ShardIndex, headers: Mapping[str, Header]) -> list[Header
         headers: Header of each shard.
     """
     rows_of = {shard: headers[shard].positions for shard in index.shards}
-    stale = {} if sum(map(len, rows_of.values())) == len(index.weight_map) else _stale(index, rows_of)
+    num_found = sum(name in rows_of[shard] for name, shard in index.weight_map.items())
+    stale = {} if sum(map(len, rows_of.values())) == num_found else _stale(index, rows_of)
     return [headers[shard].without(stale.get(shard, ())) for shard in index.shards]
 
 

@@ -410,6 +410,13 @@ def test_c309_the_others_are_loaded(lacking: Path, caplog: pytest.LogCaptureFixt
         assert caught.value.found == "c"
 
 
+def test_c308_c309_both_at_once(lacking: Path) -> None:
+    save_file({"a": NEW["a"], "b": OLD["b"]}, lacking / SHARDS[1])  # as many tensors as the index names
+    require_equal(sync.load(lacking, strict=False), OLD)
+    require_equal(sync.load(lacking, names=["a", "b"]), OLD)
+    require_equal(by_hub(lacking), OLD)
+
+
 def test_c309_a_module_that_needs_it_is_refused(lacking: Path) -> None:
     module = Model()
     module.c = nn.Parameter(torch.zeros(1))
