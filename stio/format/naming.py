@@ -171,13 +171,18 @@ def check_pattern(pattern: str) -> None:
     Raises:
         TypeError: Not text.
         ValueError: `{suffix}` is not in it exactly once, something else in braces is, it does not end in
-            `.safetensors`, leads into another directory, or gives a name that is not safe on every system.
+            `.safetensors`, leads into another directory, begins with a dot, or gives a name that is not safe on every
+            system.
     """
     before, after = _around_suffix(pattern)
     if not after.endswith(FILE_SUFFIX):
         raise ValueError(f"the filename pattern must end in '{{suffix}}...{FILE_SUFFIX}', not {printable(pattern)!r}")
     if any(character in pattern for character in "/\\\0"):
         raise ValueError(f"the filename pattern {printable(pattern)!r} must name files, without a directory or NUL")
+    if is_hidden(before + after):
+        raise ValueError(
+            f"the filename pattern {printable(pattern)!r} begins with a dot; no load of the directory takes such files"
+        )
     try:
         name = f"{before}{after}"
         name.encode()

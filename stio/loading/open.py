@@ -51,8 +51,7 @@ from stio.runtime.memory import allocate
 from stio.runtime.operation import start_thread
 from stio.runtime.urls import is_url
 from stio.storage.base import ParallelRoot, RequestedSource, Root, Source
-from stio.storage.hub import HubRoot
-from stio.storage.open import OneFile, ReopenedFile, most_open_files, open_directory, open_file, open_url
+from stio.storage.open import OneFile, ReopenedFile, is_hub, most_open_files, open_directory, open_file, open_url
 
 logger = logging.getLogger("stio")
 
@@ -370,7 +369,7 @@ class _Opening:
     def _warn_of_others(self, root: Root, index_name: str, index: ShardIndex, names: Sequence[str]) -> None:
         """Warn of files in the directory that a reader of it may take for the newer checkpoint."""
         same, others = beside(index_name, index.shards, names)
-        if not isinstance(root, HubRoot):  # there it would be downloaded
+        if not is_hub(root.path):  # there it would be downloaded
             same += [name for name in others[:_MOST_EXAMINED] if self._has_names_of(root, name, index)]
         if same:
             self.warn(warning_of_others(root.path, index_name, same))

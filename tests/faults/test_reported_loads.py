@@ -653,6 +653,12 @@ def test_c339_a_hidden_file_that_the_caller_names(tmp_path: Path) -> None:
         sync.load(tmp_path)
 
 
+def test_c339_a_save_makes_no_hidden_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="begins with a dot"):
+        sync.save(OLD, tmp_path / "m", filename_pattern=".x{suffix}.safetensors")
+    assert not (tmp_path / "m").exists()
+
+
 def test_c339_pickles(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     torch.save(OLD, tmp_path / "m" / "x.pt")
