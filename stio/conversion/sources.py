@@ -6,6 +6,7 @@ headers only. The data of safetensors files are read when the save needs them (`
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,14 +28,16 @@ from stio.errors import (
     UnsupportedDtypeError,
     printable,
 )
+from stio.format.directory import beside, require_complete, warning_of_others, without_index
 from stio.format.index import parse_index
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, READ_SUFFIXES
+from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, is_hidden, is_index, names_checkpoint, whole_name
 from stio.format.olmo_names import decode_name, looks_encoded, shown
 from stio.format.other_sources import PICKLE_SUFFIXES
 from stio.format.safe_pickle import PickleRefused, PlainPickles
 from stio.format.shared import UNDECLARED, TiedNames, resolve_shared
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.limits import Limits
+from stio.runtime.log import log
 from stio.runtime.urls import is_url
 from stio.saving.tensors import tied_names
 from stio.storage.checks import refused
@@ -126,9 +129,9 @@ def _pickle_files(path: str) -> list[str] | None:
     """Return the files of `torch.save` that a path means, None if it means safetensors or nothing."""
     if os.path.isdir(path):
         return _pickles_in(path)
-    if path.endswith(READ_SUFFIXES) or not os.path.lexists(path):  # opening it raises the clearest error
+    if path.endswith(FILE_SUFFIXES) or not os.path.lexists(path):  # opening it raises the clearest error
         return None
-    if path.endswith(INDEX_SUFFIX):
+    if is_index(path):
         return _indexed_pickles(path)
     if path.endswith(PICKLE_SUFFIXES) or is_pickle(path):
         return [path]
@@ -140,21 +143,27 @@ def _pickles_in(directory: str) -> list[str] | None:
         names = sorted(os.listdir(directory))
     except OSError as error:
         raise refused("listing the directory", directory, error) from error
-    if any(name.endswith((*READ_SUFFIXES, FILE_SUFFIX + INDEX_SUFFIX)) for name in names):
+    names = [name for name in names if not is_hidden(name)]
+    if any(map(names_checkpoint, names)):
         return None
-    indices = [name for name in names if name.endswith(tuple(suffix + INDEX_SUFFIX for suffix in PICKLE_SUFFIXES))]
-    files = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
+    indices = [name for name in names if is_index(name) and whole_name(name).endswith(PICKLE_SUFFIXES)]
+    files = without_index(names, PICKLE_SUFFIXES)
     if len(indices) == 1:
         _require_inside(directory, indices)
-        return _indexed_pickles(os.path.join(directory, indices[0]))
+        paths = _indexed_pickles(os.path.join(directory, indices[0]))
+        named = [os.path.relpath(path, directory) for path in paths or ()]
+        if others := beside(indices[0], named, names, PICKLE_SUFFIXES)[0]:
+            log(logging.WARNING, "%s", warning_of_others(directory, indices[0], others))
+        return paths
     if not indices and len(files) == 1:
-        return _require_inside(directory, files)
+        require_complete(files[0].files, path=directory)
+        return _require_inside(directory, files[0].files)
     if not indices and not files:
         return None  # opening it as safetensors raises the clearest error
     raise AmbiguousCheckpointError(
         "the directory holds several checkpoints; give the path of the one you mean",
         path=directory,
-        found=", ".join(indices or files),
+        found=", ".join(indices or map(str, files)),
     )
 
 

@@ -431,10 +431,10 @@ def _in_chunks(header: Header, chunks: Sequence[tuple[int, Chunk]]) -> Header:
         names.append(str(number))
         begins.append(chunk.begin)
         ends.append(end)
-    if end < header.data_bytes:
+    if end < header.data_end:
         names.append("rest")
         begins.append(end)
-        ends.append(header.data_bytes)
+        ends.append(header.data_end)
     return replace(
         header,
         names=names,

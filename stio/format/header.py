@@ -11,8 +11,8 @@ allows, is read again by the strict scanner, member by member; that path also ma
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
 from operator import mul
@@ -421,9 +421,11 @@ class Header:
     begins: list[int]
     """First byte of each tensor's data."""
     ends: list[int]
-    """End of each tensor's data; equal to the next one's begin."""
+    """End of each tensor's data; equal to the next one's begin, unless the header `has_holes`."""
     has_metadata: bool = False
     """Whether the file has that text map: some libraries distinguish an empty one from none."""
+    has_holes: bool = False
+    """Whether the file has further tensors, which are left out here."""
     _positions: dict[str, int] = field(default_factory=dict, init=False)
     """Row of each name, filled on first use: loading all tensors in file order never needs it."""
 
@@ -452,7 +454,30 @@ class Header:
     @property
     def data_bytes(self) -> int:
         """Bytes of all tensors together."""
+        if self.has_holes:
+            return sum(self.ends) - sum(self.begins)
+        return self.data_end
+
+    @property
+    def data_end(self) -> int:
+        """End of the data of the last tensor."""
         return self.ends[-1] if self.ends else 0
+
+    def without(self, names: Collection[str]) -> Header:
+        """Return the header without some tensors, whose data is not read then."""
+        if not names:
+            return self
+        left_out = {self.positions[name] for name in names}
+        rows = [row for row in range(len(self.names)) if row not in left_out]
+        return replace(
+            self,
+            names=[self.names[row] for row in rows],
+            dtypes=[self.dtypes[row] for row in rows],
+            shapes=[self.shapes[row] for row in rows],
+            begins=[self.begins[row] for row in rows],
+            ends=[self.ends[row] for row in rows],
+            has_holes=True,
+        )
 
     def clear(self) -> None:
         """Release the rows, a slice at a time: freed at once, 100,000 of them hold the interpreter's lock for 8 ms."""

@@ -8,7 +8,7 @@ The index is untrusted text that names files to open. `parse_index` therefore ch
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from stio.errors import IndexFormatError, printable
@@ -21,6 +21,7 @@ _MAX_METADATA_BYTES = 10 * 1024 * 1024
 """Longest `metadata` of an index, since it is decoded in one call; real ones have a hundred bytes."""
 
 _SHOWN_NAMES = 3
+_LENIENT = "`stio.load(..., strict=False)`"
 _DEFAULT_LIMITS = Limits()
 
 
@@ -38,6 +39,8 @@ class ShardIndex:
     """Names of the shards, in order of their first appearance, each one checked."""
     names_elsewhere: frozenset[str] = frozenset()
     """Of a part of an index: names of the tensors in other shards."""
+    is_part: bool = False
+    """Whether it is a part of an index."""
 
     def part(self, shards: Collection[str]) -> ShardIndex:
         """Return the part of the index that names these shards only."""
@@ -48,6 +51,7 @@ class ShardIndex:
             None,
             tuple(shard for shard in self.shards if shard in chosen),
             frozenset(name for name, shard in self.weight_map.items() if shard not in chosen),
+            is_part=True,
         )
 
 
@@ -133,33 +137,37 @@ def _total_size(metadata: Mapping[str, object]) -> int | None:
 def check_against_shards(index: ShardIndex, headers: Mapping[str, Header], *, strict: bool, path: str) -> list[str]:
     """Compare an index with the headers of its shards.
 
+    Where they disagree about a tensor, the index decides: without `strict`, and for a part of an index, which is made
+    for the names that a caller has selected.
+
     Args:
         index: The parsed index.
         headers: Header of each shard that the index names.
-        strict: Whether a shard's tensor that the index leaves out is an error.
+        strict: Whether a difference is an error.
         path: The index, to name in errors.
 
     Returns:
         Warnings, as sentences.
 
     Raises:
-        IndexFormatError: A shard lacks a tensor that the index has for it, or has no header; two shards hold one
-            tensor; with `strict`, a shard holds a tensor that the index leaves out.
+        IndexFormatError: A shard has no header; a tensor is in another shard than the index has it, and not in that
+            one; two shards hold a tensor that the index leaves out; with `strict`, a shard holds a tensor that the
+            index leaves out. If the index does not decide: no shard has a tensor of the index, or two have it.
     """
     absent = [shard for shard in index.shards if shard not in headers]
     if absent:
         raise IndexFormatError("a shard is missing", path=path, expected=absent[0], found="no header for it")
     rows_of = {shard: headers[shard].positions for shard in index.shards}
+    warnings = []
+    decides = index.is_part or not strict
     missing = [name for name, shard in index.weight_map.items() if name not in rows_of[shard]]
     if missing:
-        shard = index.weight_map[missing[0]]
-        raise IndexFormatError(
-            f"{_count(missing)} not in the shard that the index names for it", path=path, expected=f"it in {shard}"
-        )
-    # Each indexed name was found in its shard. So if the shards hold as many tensors as the index names, they hold
-    # nothing else and nothing twice, and the search is not needed.
-    warnings = []
-    if sum(map(len, rows_of.values())) != len(index.weight_map):
+        warnings.append(_missing(index, missing, rows_of, decides=decides, path=path))
+    # So if the shards hold as many tensors as the index names for them, they hold nothing else and nothing twice, and
+    # the search is not needed.
+    if sum(map(len, rows_of.values())) != len(index.weight_map) - len(missing):
+        if stale := _stale(index, rows_of):
+            warnings.append(_conflict(index, stale, decides=decides, path=path))
         warnings += _unindexed(index, rows_of, strict=strict, path=path)
     total = sum(headers[shard].data_bytes for shard in index.shards)
     if index.metadata.get("total_size") is not None and index.total_size != total:
@@ -168,25 +176,100 @@ def check_against_shards(index: ShardIndex, headers: Mapping[str, Header], *, st
     return warnings
 
 
+def as_in_index(index: ShardIndex, headers: Mapping[str, Header]) -> list[Header]:
+    """Return the headers of the shards, in the order of the index, without the tensors that it gives to other shards.
+
+    Args:
+        index: The index, which `check_against_shards` has compared with the headers.
+        headers: Header of each shard.
+    """
+    rows_of = {shard: headers[shard].positions for shard in index.shards}
+    num_found = sum(name in rows_of[shard] for name, shard in index.weight_map.items())
+    stale = {} if sum(map(len, rows_of.values())) == num_found else _stale(index, rows_of)
+    return [headers[shard].without(stale.get(shard, ())) for shard in index.shards]
+
+
+def require_distinct(headers: Sequence[Header], *, path: str) -> None:
+    """Require that each tensor is in one shard only, of a checkpoint without an index.
+
+    Raises:
+        IndexFormatError: Two shards hold one tensor.
+    """
+    shard_of: dict[str, str] = {}
+    for header in headers if len(headers) > 1 else ():
+        for name in header.names:
+            if shard_of.setdefault(name, header.shard) != header.shard:
+                raise IndexFormatError(
+                    f"two shards hold the tensor {printable(name)!r}, and there is no index that decides",
+                    path=path,
+                    expected="one",
+                    found=f"{shard_of[name]} and {header.shard}",
+                )
+
+
+def _missing(
+    index: ShardIndex, missing: list[str], rows_of: Mapping[str, dict[str, int]], *, decides: bool, path: str
+) -> str:
+    """Return a warning about tensors that no shard has; raise if the index does not decide, or if another one has."""
+    name, other = missing[0], None
+    for shard, rows in rows_of.items() if not index.is_part else ():
+        if found := next(filter(rows.__contains__, missing), None):
+            name, other = found, shard
+            break
+    message = f"{_count(missing)} not in the shard that the index names for it"
+    if other is None and decides:
+        return f"{printable(path)}: {message}, and not loaded"
+    advice = f"; {_LENIENT} loads the others" if other is None else "; index and shards are of different saves"
+    raise IndexFormatError(
+        message + advice,
+        path=path,
+        expected=f"{printable(name)} in {index.weight_map[name]}",
+        found=None if other is None else f"it in {other}",
+    )
+
+
+def _stale(index: ShardIndex, rows_of: Mapping[str, dict[str, int]]) -> dict[str, list[str]]:
+    """Return by shard the tensors that it holds, and that the index gives to another shard."""
+    found = {
+        shard: [name for name in rows if index.weight_map.get(name, shard) != shard or name in index.names_elsewhere]
+        for shard, rows in rows_of.items()
+    }
+    return {shard: names for shard, names in found.items() if names}
+
+
+def _conflict(index: ShardIndex, stale: Mapping[str, list[str]], *, decides: bool, path: str) -> str:
+    """Return a warning about tensors that the index gives to another shard; raise if the index does not decide."""
+    if decides:
+        every = [name for names in stale.values() for name in names]
+        return f"{printable(path)}: {_count(every)} in another shard than the index names, and not loaded from there"
+    shard, (name, *_) = next(iter(stale.items()))
+    raise IndexFormatError(
+        f"two shards hold the tensor {printable(name)!r}; {_LENIENT} takes that of the shard which the index names",
+        path=path,
+        expected=f"it in {index.weight_map[name]} only",
+        found=f"it in {shard} too",
+    )
+
+
 def _unindexed(index: ShardIndex, rows_of: Mapping[str, dict[str, int]], *, strict: bool, path: str) -> list[str]:
     """Return a warning about the tensors that are in the shards but not in the index; with `strict`, raise."""
-    weight_map = index.weight_map
     shard_of: dict[str, str] = {}
-    extra: list[str] = []
     for shard, rows in rows_of.items():
         for name in rows:
+            if name in index.weight_map or name in index.names_elsewhere:
+                continue
             if shard_of.setdefault(name, shard) != shard:
                 raise IndexFormatError(
-                    f"two shards hold the tensor {printable(name)!r}",
+                    f"two shards hold the tensor {printable(name)!r}, and the index has it in neither",
                     path=path,
                     expected="one",
                     found=f"{shard_of[name]} and {shard}",
                 )
-            if name not in weight_map:
-                extra.append(name)
-    message = f"{_count(extra)} in a shard, but not in the index"
+    if not shard_of:
+        return []
+    message = f"{_count([*shard_of])} in a shard, but not in the index"
     if strict:
-        raise IndexFormatError(message, path=path, found=shard_of[extra[0]])
+        raise IndexFormatError(f"{message}; {_LENIENT} loads it too", path=path, found=next(iter(shard_of.values())))
     return [f"{printable(path)}: {message}"]
 
 

@@ -6,6 +6,7 @@ The names are the hub's, so that its readers read stio's checkpoints.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from string import Formatter
 from typing import NoReturn
 
@@ -14,14 +15,18 @@ from stio.errors import IndexFormatError, UnsafePathError, printable
 FILE_SUFFIX = ".safetensors"
 """End of the name of each file of tensors."""
 
-READ_SUFFIXES = (FILE_SUFFIX, ".sft")
-"""Ends of names of such files that are read. Some image models are published with the second one."""
+FILE_SUFFIXES = (FILE_SUFFIX, ".sft")
+"""Ends of names of files of tensors that are read; stio writes the first one."""
 
 INDEX_SUFFIX = ".index.json"
 """Follows the name that a single file would have."""
 
 MANIFEST_SUFFIX = ".manifest.json"
 """Follows the name of the single file, or of the index without its own `.index.json`."""
+
+_INDEX = re.compile(r"(?P<file>.+)\.index(?P<variant>(?:\.[^./]+)*)\.json", re.DOTALL)
+_KIND = re.compile(r"(?P<stem>.+?)(?P<kind>\.(?:safetensors|sft|bin|pt|pth|ckpt))(?P<variant>(?:\.[^./]+)*)", re.DOTALL)
+_SHARD = re.compile(r"(?P<before>|.*[-_.])(?P<k>[0-9]{1,9})-of-(?P<n>[0-9]{1,9})(?P<after>(?:[._-][^/]*)?)", re.DOTALL)
 
 _OTHER_KINDS = re.compile(
     r".*[^.].*?("
@@ -52,6 +57,73 @@ def advice_for_destination(name: str) -> str:
         f"{printable(stem + FILE_SUFFIX)!r} means one file, {printable(stem)!r} a directory. For a directory of this "
         "very name add a slash"
     )
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a name begins with a dot: such a file is no part of the checkpoint in its directory.
+
+    Systems and programs make them (`._model.safetensors` of macOS, `.model.old.safetensors`).
+    """
+    return name.rpartition("/")[2].startswith(".")
+
+
+def is_index(name: str) -> bool:
+    """Return whether a file of this name is an index, of files of any kind.
+
+    `transformers` and `diffusers` put the name of a variant before the suffix: `X.safetensors.index.fp16.json`.
+    """
+    return _INDEX.fullmatch(name) is not None
+
+
+def names_checkpoint(name: str) -> bool:
+    """Return whether a path ends in the name of a safetensors file, or of an index of such files."""
+    return name.endswith(FILE_SUFFIXES) or (is_index(name) and whole_name(name).endswith(FILE_SUFFIXES))
+
+
+def whole_name(index: str) -> str:
+    """Return the name that the file of an index would have, if it were not cut into shards.
+
+    The name of a variant stands before the kind of the file, wherever it is in the name of the index:
+    `X.fp16.safetensors` for `X.safetensors.index.fp16.json`, `X.fp16.safetensors.index.json` and the older
+    `X.safetensors.fp16.index.json`.
+    """
+    found = _INDEX.fullmatch(index)
+    if found is None:
+        return index
+    file = _KIND.fullmatch(found["file"])
+    if file is None:
+        return found["file"]
+    return f"{file['stem']}{file['variant']}{found['variant']}{file['kind']}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardNumber:
+    """What the name of a shard says: `model-00002-of-00003.safetensors` is number 2 of 3 of `model.safetensors`."""
+
+    k: int
+    """Number of the shard."""
+    n: int
+    """How many there are."""
+    around: tuple[str, str]
+    """The text before and after the number: equal for all shards of one checkpoint."""
+    whole: str
+    """Name that the file would have, if it were not cut into shards."""
+    digits: int
+    """Digits of a number that is filled with zeros; 0: it is not."""
+
+    def name(self, k: int) -> str:
+        """Return the name of another shard of the same checkpoint."""
+        return f"{k:0{self.digits}d}".join(self.around)
+
+
+def shard_number(name: str) -> ShardNumber | None:
+    """Return what a name says about a shard; None: it is not the name of a shard."""
+    found = _SHARD.fullmatch(name)
+    if found is None:
+        return None
+    before, k, n, after = found.group("before", "k", "n", "after")
+    digits = len(k) if k.startswith("0") or len(k) == len(n) else 0
+    return ShardNumber(int(k), int(n), (before, f"-of-{n}{after}"), f"{before.rstrip('-_.')}{after}", digits)
 
 
 def check_shard_name(name: str, *, path: str, suffix: str = FILE_SUFFIX) -> None:
@@ -109,13 +181,18 @@ def check_pattern(pattern: str) -> None:
     Raises:
         TypeError: Not text.
         ValueError: `{suffix}` is not in it exactly once, something else in braces is, it does not end in
-            `.safetensors`, leads into another directory, or gives a name that is not safe on every system.
+            `.safetensors`, leads into another directory, begins with a dot, or gives a name that is not safe on every
+            system.
     """
     before, after = _around_suffix(pattern)
     if not after.endswith(FILE_SUFFIX):
         raise ValueError(f"the filename pattern must end in '{{suffix}}...{FILE_SUFFIX}', not {printable(pattern)!r}")
     if any(character in pattern for character in "/\\\0"):
         raise ValueError(f"the filename pattern {printable(pattern)!r} must name files, without a directory or NUL")
+    if is_hidden(before + after):
+        raise ValueError(
+            f"the filename pattern {printable(pattern)!r} begins with a dot; no load of the directory takes such files"
+        )
     try:
         name = f"{before}{after}"
         name.encode()

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 
 from stio.errors import FormatError, printable
-from stio.format.naming import INDEX_SUFFIX, READ_SUFFIXES
+from stio.format.naming import FILE_SUFFIXES, INDEX_SUFFIX, is_hidden, whole_name
 from stio.runtime.urls import SCHEMES, is_url, without_secrets
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -32,7 +32,7 @@ _CONVERT = "`stio convert SOURCE DESTINATION` (stio.convert) makes safetensors o
 # At least two letters: one is a drive of Windows. `pathlib` makes one slash of two.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", re.DOTALL)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-_OTHER_SUFFIXES = (*READ_SUFFIXES, INDEX_SUFFIX, *PICKLE_SUFFIXES)
+_OTHER_SUFFIXES = (*FILE_SUFFIXES, INDEX_SUFFIX, *PICKLE_SUFFIXES)
 
 
 def is_zip_start(head: bytes) -> bool:
@@ -52,7 +52,7 @@ def refuse_pickle_at_url(source: str) -> None:
         FormatError: It names one.
     """
     path = without_secrets(source)
-    if is_url(source) and path.removesuffix(INDEX_SUFFIX).endswith(PICKLE_SUFFIXES):
+    if is_url(source) and whole_name(path).endswith(PICKLE_SUFFIXES):
         raise FormatError(f"files of torch.save are not read from URLs; download it, then {_CONVERT}", path=path)
 
 
@@ -100,12 +100,12 @@ def advice_for_names(names: Iterable[str], path: str) -> str:
             "torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY FILE.pt`) makes a file of torch.save of "
             f"it, and then {_CONVERT}; saves with stio.distributed.StioStorageWriter are safetensors from the start"
         )
-    found = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
+    found = [name for name in names if name.endswith(PICKLE_SUFFIXES) and not is_hidden(name)]
     advice = f"download it, then {_CONVERT}" if is_url(path) else _CONVERT
     return f"; {printable(found[0])} looks like a file of torch.save: {advice}" if found else ""
 
 
 def advice_for_index(name: str) -> str:
     """Return what to do about an index that cannot be read, by its name."""
-    pickled = name.removesuffix(INDEX_SUFFIX).endswith(PICKLE_SUFFIXES)
+    pickled = whole_name(name).endswith(PICKLE_SUFFIXES)
     return f"; it looks like an index of files of torch.save: {_CONVERT}" if pickled else ""

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from stio.errors import CheckpointNotFoundError, printable
-from stio.format.naming import FILE_SUFFIX
+from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, printable
+from stio.format.directory import INDEX_NAME, require_complete, without_index
+from stio.format.naming import FILE_SUFFIX, is_hidden
 from stio.integrations.iterators import weights
-from stio.loading.open import INDEX_NAME
+from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.storage.base import Root
 from stio.storage.open import OneFile, open_directory
@@ -184,20 +185,41 @@ def _sources(root: Root, patterns: Sequence[str]) -> Sequence[Root]:
     """Return the directory if it has an index; otherwise the files of the first pattern that matches any.
 
     Raises:
-        CheckpointNotFoundError: There is no such file.
+        CheckpointNotFoundError: There is no such file, or by their names shards are missing.
+        AmbiguousCheckpointError: Two files hold one tensor.
         UnsafePathError: A file is a link that leads out of the directory.
-        StorageError: A file is no regular one, or the system refused.
+        StioError: A file is no safetensors file, or the system refused.
     """
     directory = Path(root.path)
     for pattern in patterns:
         if pattern == _ALL and os.path.lexists(directory / INDEX_NAME):
             return [root]  # other files beside the indexed shards may hold the same tensors again
-        if pattern.endswith(FILE_SUFFIX) and (found := sorted(directory.glob(pattern))):
-            names = [str(path.relative_to(directory)) for path in found]
-            for name in names:  # an error comes before the first tensor
-                root.open(name).close()
+        if not pattern.endswith(FILE_SUFFIX):
+            continue
+        names = [
+            str(path.relative_to(directory)) for path in sorted(directory.glob(pattern)) if not is_hidden(path.name)
+        ]
+        for one in without_index(names):
+            require_complete(one.files, path=root.path)
+        if names:
+            _require_distinct(root, names)  # an error comes before the first tensor
             return [OneFile(root, name) for name in names]
     raise CheckpointNotFoundError("there are no safetensors files", path=root.path, expected=" or ".join(patterns))
+
+
+def _require_distinct(root: Root, names: Sequence[str]) -> None:
+    """Require that each tensor is in one of the files: otherwise the model would take the last one, silently."""
+    file_of: dict[str, str] = {}
+    for name in names:
+        with closing(open_checkpoint(OneFile(root, name))) as opened:
+            for tensor in opened.headers[0].names:
+                if file_of.setdefault(tensor, name) != name:
+                    raise AmbiguousCheckpointError(
+                        f"two files hold the tensor {printable(tensor)!r}, and there is no index; remove the files of "
+                        "another checkpoint from the directory",
+                        path=root.path,
+                        found=f"{file_of[tensor]} and {name}",
+                    )
 
 
 def _secondary(source: Any) -> _Checkpoint:

@@ -72,10 +72,11 @@ async def load(
 
     Args:
         source: A `.safetensors` (or `.sft`) file, a directory (its `model.safetensors.index.json`, its only other
-            index, or its only `*.safetensors`), an index file, or a storage of your own (`stio.testing`). A URL of one
-            of these with `s3://`, `gs://`, `az://`, `http://` or `https://` needs the extra `remote`; its bytes are
-            streamed, never mapped. `hf://owner/name@revision` needs the extra `hub`; its files are in the hub's cache
-            before the load begins.
+            index, its only `*.safetensors`, or its complete set of shards), an index file, or a storage of your own
+            (`stio.testing`). Names that begin with a dot do not count, and a variant (`model.fp16.safetensors`) is
+            loaded instead of another checkpoint only if it is named. A URL of one of these with `s3://`, `gs://`,
+            `az://`, `http://` or `https://` needs the extra `remote`; its bytes are streamed, never mapped.
+            `hf://owner/name@revision` needs the extra `hub`; its files are in the hub's cache before the load begins.
         names: What to load: one name, several names, or a predicate that gets a name. None: everything. Only the shards
             that hold these names by the index are opened; the others may be missing, and are not checked.
         slices: By name, an index as `numpy.s_[...]` gives it; only the bytes of that part are read, and short gaps
@@ -87,7 +88,7 @@ async def load(
             mapping from names, and from prefixes of names that end at a dot (the longest one counts, `""` means all
             others), or a callable that gets a name.
         dtype: Cast floating tensors to it: a dtype of torch, or its name in torch or in the format (`"bfloat16"` or
-            `"BF16"`). None: as stored.
+            `"BF16"`). A dtype that would lose their values, such as `"int8"`, is refused. None: as stored.
         memory: How tensors on the CPU get their memory: `"map"` maps the files and reads them now, `"lazy"` maps
             them and reads at the first use, `"copy"` reads into memory of their own, `"auto"` chooses between `"map"`
             and `"copy"` by the filesystem. A file that the system refuses to map is copied, with a line in the log.
@@ -95,7 +96,8 @@ async def load(
             Storage (needs kvikio), and falls back to staged reads with a warning.
         budget_bytes: Most bytes between storage and the consumer at one time. None: 512 MiB, or
             1 GiB if tensors go to an accelerator; less where memory is short.
-        strict: Index and shards must hold the same names.
+        strict: Index and shards must hold the same names. With False, and for `names`, the index decides where they
+            differ, with a warning.
         limits: Bounds on the numbers in a file, as a `stio.Limits`.
         verify: Compare every file with the checkpoint's manifest before any tensor is returned.
         follow_symlinks: Allow shards that are links to a place outside the checkpoint's directory.
@@ -188,7 +190,8 @@ async def load_into(
         checkpoint holds (`persistent=False`), which are not filled.
 
     Raises:
-        MismatchError: Module and checkpoint differ, or a tensor of the module cannot be filled.
+        MismatchError: Module and checkpoint differ, a tensor of the module cannot be filled, or a copy into its dtype
+            would lose the values (floats into integers).
         StioError: See `stio.load`.
     """
     options = LoadOptions(

@@ -9,6 +9,7 @@ their place already, so it copies only what is collected. `module_tree.py` deter
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch import nn
 
 from stio.device.base import LoadedGroup
 from stio.device.tensor_memory import TargetMemory, copy_all, has_memory, require_memory
-from stio.device.tensors import TORCH_DTYPES, torch_shape
+from stio.device.tensors import TORCH_DTYPES, loses_values, torch_shape
 from stio.errors import MismatchError, WarmStartError, one_line, printable
 from stio.format.state_tree import TREE_TENSOR
 from stio.loading.module_tree import (
@@ -32,6 +33,7 @@ from stio.loading.module_tree import (
     why_not_copied,
     why_refused,
 )
+from stio.runtime.log import log
 from stio.runtime.process import collection_paused
 
 Stored: TypeAlias = tuple[str, tuple[int, ...]]
@@ -305,6 +307,14 @@ class ModuleTarget:
                     expected="a floating or complex dtype",
                     found=f"{dtype} for {name}",
                 )
+            elif not (self.assigns or self._fills or target.is_quantized) and loses_values(dtype, target.dtype):
+                raise MismatchError(
+                    "a copy would lose the values of a tensor, whose dtype in the module is of another kind; "
+                    "assign=True keeps the dtype of the checkpoint",
+                    path=self._path,
+                    expected=str(target.dtype),
+                    found=f"{dtype} for {name}",
+                )
         if wrong:
             more = f" and {len(wrong) - _SHOWN_NAMES} others" if len(wrong) > _SHOWN_NAMES else ""
             raise MismatchError(
@@ -540,14 +550,32 @@ class ModuleTarget:
                 self._tree.put(name, new)
             if self.assigns:
                 self._make_lacking()
-            if self._tree.hooked:
-                return self._load_as_torch()
-            for name, submodule in self._tree.extra_states.items():
-                if name in self._names:
-                    submodule.set_extra_state(self._kept(name))
-            return self._report
+            report = self._complete_hooks()
+            self._warn_of_meta(report)
+            return report
         finally:
             self.discard()
+
+    def _complete_hooks(self) -> LoadReport:
+        if self._tree.hooked:
+            return self._load_as_torch()
+        for name, submodule in self._tree.extra_states.items():
+            if name in self._names:
+                submodule.set_extra_state(self._kept(name))
+        return self._report
+
+    def _warn_of_meta(self, report: LoadReport) -> None:
+        """Warn of tensors that have no data after the load: a forward would fail, or compute wrong values."""
+        left = [name for name in (*report.unfilled, *report.missing) if self._tree.has_no_data(name)]
+        if left:
+            log(
+                logging.WARNING,
+                "%s: the checkpoint does not hold these tensors of the module, and they stay on 'meta', without data; "
+                "assign each its values (setattr of its submodule), or make the module with only those parameters on "
+                "'meta' that the checkpoint holds: %s",
+                printable(self._path),
+                listed(left),
+            )
 
     def _make_lacking(self) -> None:
         """Make the counters of batches that a checkpoint of an old version lacks, as load_state_dict does."""

@@ -109,11 +109,11 @@ class ModuleTree:
         for leaf, buffer in part._buffers.items():
             if buffer is None:
                 continue
+            self._owners[prefix + leaf] = part
             if leaf in part._non_persistent_buffers_set:
                 self.never_stored.append(prefix + leaf)
             else:
                 self.tensors[prefix + leaf] = buffer
-                self._owners[prefix + leaf] = part
         if kind.refused:
             self.refused[prefix[:-1]] = kind.refused
         if isinstance(part, _NormBase):
@@ -147,6 +147,12 @@ class ModuleTree:
         found = owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf]
         assert found is not None
         return found
+
+    def has_no_data(self, name: str) -> bool:
+        """Return whether the tensor that the module has under a name, if it has one, is on `meta`."""
+        owner, leaf = self._owners.get(name), name.rpartition(".")[2]
+        found = None if owner is None else owner._parameters.get(leaf, owner._buffers.get(leaf))
+        return found is not None and is_on_meta(found)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Replace a tensor as `load_state_dict` does: recurrent modules depend on the call of `setattr`."""

@@ -18,7 +18,7 @@ import torch
 
 from stio.device.base import LoadedGroup
 from stio.device.tensor_memory import TargetMemory, copy_all
-from stio.device.tensors import torch_shape
+from stio.device.tensors import loses_values, torch_shape
 from stio.errors import FormatError, MismatchError, printable
 from stio.format.state_names import python_path
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, Reference, Tree, check_tree_bytes, parse_tree
@@ -282,6 +282,13 @@ class StateTarget:
                         path=opened.path,
                         expected=list(place.shape),
                         found=list(shape),
+                    )
+                if not place.memory.is_quantized and loses_values(dtype, place.memory.dtype):
+                    raise MismatchError(
+                        f"{place.path} is of another kind in the checkpoint, and a copy would lose its values",
+                        path=opened.path,
+                        expected=str(place.memory.dtype),
+                        found=dtype,
                     )
                 if place.index != places[0].index:
                     raise MismatchError(

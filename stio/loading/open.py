@@ -10,7 +10,6 @@ import errno
 import json
 import logging
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ from functools import partial
 from typing import Any
 
 from stio.errors import (
-    AmbiguousCheckpointError,
     ChangedDuringReadError,
     CheckpointNotFoundError,
     FormatError,
@@ -29,15 +27,22 @@ from stio.errors import (
     TensorNotFoundError,
     printable,
 )
+from stio.format.directory import (
+    NamedCheckpoint,
+    beside,
+    choose,
+    of_index,
+    warning_of_gone_shards,
+    warning_of_others,
+)
 from stio.format.gil_slices import ROWS
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
-from stio.format.index import ShardIndex, check_against_shards, parse_index
+from stio.format.index import ShardIndex, as_in_index, check_against_shards, parse_index, require_distinct
 from stio.format.manifest import MAX_MANIFEST_BYTES
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, READ_SUFFIXES, is_of_save
+from stio.format.naming import FILE_SUFFIXES, MANIFEST_SUFFIX, is_index, shard_number
 from stio.format.other_sources import (
     advice_for_index,
     advice_for_missing,
-    advice_for_names,
     advice_for_start,
     refuse_pickle_at_url,
 )
@@ -46,17 +51,16 @@ from stio.runtime.limits import Limits, advice_on_limit
 from stio.runtime.memory import allocate
 from stio.runtime.operation import start_thread
 from stio.runtime.urls import is_url
-from stio.storage.base import ParallelRoot, Root, Source
+from stio.storage.base import ParallelRoot, RequestedSource, Root, Source
 from stio.storage.checks import broken_link
-from stio.storage.open import OneFile, most_open_files, open_directory, open_file, open_url
+from stio.storage.open import OneFile, ReopenedFile, is_hub, most_open_files, open_directory, open_file, open_url
 
 logger = logging.getLogger("stio")
 
-INDEX_NAME = "model.safetensors.index.json"
-"""Name of the index that is used if a directory has several."""
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
+_MOST_EXAMINED = 8
+"""Files beside an index whose headers are read: a directory may hold thousands, such as adapters."""
 
-_STAGING = ".stio-"
-_SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
 _FIRST_READ_BYTES = 128 << 10
 """Holds the headers of about 1,000 tensors, which then need no second read. A larger first read would cost more: the
 first touch of memory is slow."""
@@ -79,7 +83,8 @@ class OpenCheckpoint:
     """Open files and checked headers of one checkpoint.
 
     The files of a checkpoint with more shards than `most_open_files` are closed after their headers were read.
-    `open_files` opens them again, relative to the same directory, and only if they are still the same files.
+    `open_files` opens them again, relative to the same directory, and only if they are still the same files. If too
+    many are needed at one time, each read opens its file.
     """
 
     path: str
@@ -92,6 +97,8 @@ class OpenCheckpoint:
     """Text metadata of the shards and of their index."""
     aliases: Mapping[str, str]
     """Names that share another tensor's data, to that tensor's name."""
+    index: str | None = None
+    """Name of its index; None: it has none."""
     manifest: ManifestText | None = None
     """The manifest of the checkpoint, if it was opened `with_manifest`."""
     openers: Sequence[Callable[[], Source]] = ()
@@ -100,7 +107,7 @@ class OpenCheckpoint:
     """The directory behind `openers`, if this object closes it."""
 
     def open_files(self, shards: Iterable[int], owned: ExitStack) -> Sequence[Source]:
-        """Return the files of all shards, of which these are open until `owned` is closed.
+        """Return the files of all shards, of which these can be read until `owned` is closed.
 
         Raises:
             ChangedDuringReadError: A file was removed or replaced since the checkpoint was opened.
@@ -108,6 +115,20 @@ class OpenCheckpoint:
         """
         if not self.openers:
             return self.files
+        shards = [*shards]
+        if len(shards) <= most_open_files():
+            try:
+                return self._opened_again(shards, owned)
+            except StorageError as error:
+                if error.errno not in _TOO_MANY:
+                    raise  # else the process has many other files open
+        files = list(self.files)
+        for shard in shards:
+            before = files[shard]
+            files[shard] = ReopenedFile(before.path, before.identity, partial(self._open_again, shard))
+        return files
+
+    def _opened_again(self, shards: Iterable[int], owned: ExitStack) -> Sequence[Source]:
         files = list(self.files)
         with ExitStack() as opening:
             for shard in shards:
@@ -253,9 +274,9 @@ class _Opening:
         refuse_pickle_at_url(url)
         root, name = open_url(url)
         try:
-            if name and not name.endswith(INDEX_SUFFIX):
+            if name and not is_index(name):
                 root = OneFile(root, name)
-            opened = self._in_root(root, name if name.endswith(INDEX_SUFFIX) else None)
+            opened = self._in_root(root, name if is_index(name) else None)
             opened.path = f"{root.path.rstrip('/')}/{name}" if name else root.path
             return opened
         except IndexFormatError as error:
@@ -263,10 +284,11 @@ class _Opening:
             raise
 
     def _at_path(self, path: str) -> OpenCheckpoint:
-        if not path.endswith(FILE_SUFFIX) and os.path.isdir(path):
+        if not path.endswith(FILE_SUFFIXES) and os.path.isdir(path):  # also one that is named like an index
             return self._in_directory(path, None)
-        if path.endswith(INDEX_SUFFIX):
-            return self._in_directory(os.path.dirname(path) or ".", os.path.basename(path))
+        folder, name = os.path.split(path)
+        if is_index(name):
+            return self._in_directory(folder or ".", name)
         try:
             return self._single(path)
         except StorageError:
@@ -299,42 +321,93 @@ class _Opening:
 
     def _in_root(self, root: Root, index_name: str | None) -> OpenCheckpoint:
         """Open the checkpoint of a directory; if a save replaces it after the listing, open the new one."""
-        named = index_name is not None  # the caller passed the path of the index: it may be a link to any place
         last: list[object] = []
         while True:
             self.check()
-            index_file, single = (index_name, "") if index_name else choose(root)
-            text = self._index_text(root, index_file, named) if index_file else b""
+            # The caller passed the path of the index: it may be a link to any place.
+            names, found = ([], of_index(index_name)) if index_name is not None else chosen(root)
+            text = b"" if found.index is None else self._index_text(root, found.index, index_name is not None)
             try:
-                index, names, stem = None, [single], single
-                if index_file is not None:
-                    index = parse_index(text, path=os.path.join(root.path, index_file), limits=self.limits)
-                    index = self._part(index)
-                    names, stem = list(index.shards), index_file.removesuffix(INDEX_SUFFIX)
-                openers = {name: partial(self._replaced, partial(root.open, name)) for name in names}
-                if isinstance(root, ParallelRoot):
-                    root.open_ahead(names)
-                shards = partial(self._shards, root.path, openers, index)
-                return _with_manifest(root, stem, shards) if self.with_manifest else shards()
+                return self._named(root, found, text, names)
             except CheckpointNotFoundError:
                 # A save removes old shards after the new index is in place. If index and listing are unchanged, a
                 # shard is missing.
-                if last == [index_file, single, text]:
-                    raise
-                last = [index_file, single, text]
+                if last == [found, text]:
+                    whole = self._instead_of_shards(root, found, text, names)
+                    if whole is None:
+                        raise
+                    return self._named(root, whole, b"", names)
+                last = [found, text]
+
+    def _named(self, root: Root, found: NamedCheckpoint, text: bytes, names: Sequence[str]) -> OpenCheckpoint:
+        """Open a checkpoint that was chosen by its name.
+
+        Args:
+            root: The directory.
+            found: The checkpoint.
+            text: Content of its index.
+            names: All names in the directory; none if the caller of stio chose the index.
+        """
+        whole_index = index = None
+        files = found.files
+        if found.index is not None:
+            whole_index = parse_index(text, path=os.path.join(root.path, found.index), limits=self.limits)
+            index = self._part(whole_index)
+            files = index.shards
+        openers = {name: partial(root.open, name) for name in files}
+        if isinstance(root, ParallelRoot):
+            root.open_ahead(files)
+        shards = partial(self._shards, root.path, openers, index)
+        opened = _with_manifest(root, found.whole, shards) if self.with_manifest else shards()
+        opened.index = found.index
+        try:
+            if whole_index is not None and found.index is not None:
+                self._warn_of_others(root, found.index, whole_index, names)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    def _warn_of_others(self, root: Root, index_name: str, index: ShardIndex, names: Sequence[str]) -> None:
+        """Warn of files in the directory that a reader of it may take for the newer checkpoint."""
+        same, others = beside(index_name, index.shards, names)
+        if not is_hub(root.path):  # there it would be downloaded
+            same += [name for name in others[:_MOST_EXAMINED] if self._has_names_of(root, name, index)]
+        if same:
+            self.warn(warning_of_others(root.path, index_name, same))
+
+    def _has_names_of(self, root: Root, name: str, index: ShardIndex) -> bool:
+        """Return whether a file has tensors with names that the index has."""
+        try:
+            with closing(root.open(name)) as file:
+                return not index.weight_map.keys().isdisjoint(self._header(file, name).names)
+        except StioError:
+            return False  # it is no checkpoint
+
+    def _instead_of_shards(
+        self, root: Root, found: NamedCheckpoint, text: bytes, names: Sequence[str]
+    ) -> NamedCheckpoint | None:
+        """Return the file that is loaded instead of an index whose shards are all gone; None: there is none.
+
+        Other writers leave the index when they replace a checkpoint in shards by a single file.
+        """
+        if found.index is None or not names:
+            return None
+        index = parse_index(text, path=os.path.join(root.path, found.index), limits=self.limits)
+        if any(shard in names or _exists(root, shard) for shard in index.shards):
+            return None
+        for name in dict.fromkeys([found.whole, *beside(found.index, (), names)[0]]):
+            if shard_number(name) is None and _exists(root, name):
+                self.warn(warning_of_gone_shards(root.path, found.index, name))
+                return NamedCheckpoint(None, (name,), name)
+        return None
 
     def _part(self, index: ShardIndex) -> ShardIndex:
         """Return the part of an index that names the shards to open."""
-        chosen = None if self.with_manifest else self.shards_of(index)
-        return index if chosen is None else index.part(chosen)
-
-    def _replaced(self, open_one: Callable[[], Source]) -> Source:
-        file = open_one()
-        try:
-            return self.replacement(file)
-        except BaseException:
-            file.close()
-            raise
+        wanted = self.shards_of(index)
+        if wanted is None:
+            return index
+        return index.part(index.shards if self.with_manifest else wanted)
 
     def _index_text(self, root: Root, name: str, named: bool) -> bytes:
         with closing(root.open(name, trusted=named)) as file:
@@ -352,24 +425,41 @@ class _Opening:
         self, path: str, openers: Mapping[str, Callable[[], Source]], index: ShardIndex | None
     ) -> OpenCheckpoint:
         """Open all files, then read and check all headers; or one file after the other, if they are too many."""
+        try:
+            return self._shards_by(path, openers, index, in_turns=len(openers) > most_open_files())
+        except StorageError as error:
+            if error.errno not in _TOO_MANY or len(openers) == 1:
+                raise
+        return self._shards_by(path, openers, index, in_turns=True)  # the process has many other files open
+
+    def _shards_by(
+        self, path: str, openers: Mapping[str, Callable[[], Source]], index: ShardIndex | None, *, in_turns: bool
+    ) -> OpenCheckpoint:
         files: list[Source] = []
         headers: list[Header] = []
-        in_turns = len(openers) > most_open_files()
+        num_replaced = 0
         try:
             for name, open_one in openers.items():
                 self.check()
                 files.append(_shard(open_one, index))
+                if isinstance(files[-1], RequestedSource):  # it has no descriptor; a file in its place has one
+                    in_turns = False
+                    if num_replaced < most_open_files():
+                        files[-1] = self.replacement(files[-1])
+                        num_replaced += not isinstance(files[-1], RequestedSource)
                 if in_turns:
                     headers.append(self._header(files[-1], name))
                     files[-1].close()
             for name, file in zip(openers, files, strict=True) if not in_turns else ():
                 self.check()
                 headers.append(self._header(file, name))
-            if index is not None:
-                for warning in check_against_shards(
-                    index, dict(zip(openers, headers, strict=True)), strict=self.strict, path=path
-                ):
+            if index is None:
+                require_distinct(headers, path=path)
+            else:
+                by_name = dict(zip(openers, headers, strict=True))
+                for warning in check_against_shards(index, by_name, strict=self.strict, path=path):
                     self.warn(warning)
+                headers = as_in_index(index, by_name)
             described: list[Mapping[str, Any]] = [header.metadata for header in headers]
             described += [index.metadata] if index is not None else []
             metadata = {key: _as_text(key, value) for one in described for key, value in one.items()}
@@ -435,38 +525,20 @@ def _read_manifest(root: Root, name: str) -> bytes | None:
         return _read(file, 0, nbytes)
 
 
-def choose(root: Root) -> tuple[str | None, str]:
-    """Return the index of a directory, or the one file that it holds."""
+def chosen(root: Root) -> tuple[Sequence[str], NamedCheckpoint]:
+    """Return the names in a directory, and the checkpoint among them; see `stio.format.directory`."""
     if isinstance(root, OneFile):
-        return None, root.name
+        return [], NamedCheckpoint(None, (root.name,), root.name)
     names = root.listdir()
-    if INDEX_NAME in names:
-        return INDEX_NAME, ""
-    indices = [name for name in names if name.endswith(FILE_SUFFIX + INDEX_SUFFIX)]
-    files = next((found for end in READ_SUFFIXES if (found := [name for name in names if name.endswith(end)])), [])
-    if len(indices) == 1:
-        return indices[0], ""
-    if not indices:  # shards with the id of a save are a checkpoint by their index alone: their save has not committed
-        files = [name for name in files if not is_of_save(name)]
-    if not indices and any(name.startswith(_STAGING) for name in names):
-        # A save was interrupted before its index was in place: the shards that it has moved are not a checkpoint.
-        files = [name for name in files if not _SHARD.search(name)]
-    if not indices and len(files) == 1:
-        return None, files[0]
-    if not indices and not files:
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
-        raise CheckpointNotFoundError(
-            "the directory holds no checkpoint; give a directory with .safetensors files, or a file"
-            + advice_for_names(names, root.path),
-            path=root.path,
-            expected=f"{INDEX_NAME} or one *{FILE_SUFFIX}",
-            found=shown or "an empty directory",
-        )
-    raise AmbiguousCheckpointError(
-        f"the directory holds several checkpoints, and no {INDEX_NAME} selects one; give the path of the one you mean",
-        path=root.path,
-        found=", ".join(indices or files),
-    )
+    return names, choose(names, path=root.path)
+
+
+def _exists(root: Root, name: str) -> bool:
+    try:
+        root.open(name).close()
+    except CheckpointNotFoundError:
+        return False
+    return True
 
 
 def _advise(error: StioError, advice: str) -> None:

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from stio.device.base import Accelerator, current_device, with_current_index
-from stio.device.tensors import DtypeLike, checked_dtype
+from stio.device.tensors import DtypeLike, checked_cast
 from stio.loading.cache.file_image import FileCache, ObjectCache
 from stio.runtime.limits import Limits, check_budget_bytes
 from stio.runtime.progress import Progress, progress_callback
@@ -96,14 +96,14 @@ class LoadOptions:
         if self.trace is not None and not isinstance(self.trace, Trace):
             raise TypeError(f"trace= takes a stio.Trace, not {self.trace!r}")
         if self.dtype is not None:
-            object.__setattr__(self, "dtype", checked_dtype(self.dtype))
+            object.__setattr__(self, "dtype", checked_cast(self.dtype))
         if self.budget_bytes is not None:
             check_budget_bytes(self.budget_bytes)
 
     @property
     def cast_dtype(self) -> torch.dtype | None:
         """The dtype to cast to."""
-        return None if self.dtype is None else checked_dtype(self.dtype)
+        return None if self.dtype is None else checked_cast(self.dtype)
 
     @property
     def host_cache(self) -> FileCache | None:

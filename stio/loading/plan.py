@@ -55,8 +55,8 @@ class FileSelection:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all tensors of the file are selected. There are no gaps then: a header has no holes."""
-        return len(self.positions) == len(self.header)
+        """Whether all tensors of the file are selected. There are no gaps then."""
+        return len(self.positions) == len(self.header) and not self.header.has_holes
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def _whole_group(index: int, number: int, run: Sequence[int], selection: FileSel
     """Plan whole tensors: dense if at most an eighth of the run is not selected, otherwise compact."""
     header, first, stop = selection.header, run[0], run[-1] + 1
     data, begin, end = header.data_start, header.begins[run[0]], header.ends[run[-1]]
-    if len(run) == stop - first:
+    if len(run) == stop - first and not header.has_holes:
         span = slice(first, stop)
         names, dtypes, shapes = header.names[span], header.dtypes[span], header.shapes[span]
         begins, payload = header.begins[span], end - begin

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, UnsafePathError, printable
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, READ_SUFFIXES, advice_for_destination
+from stio.format.directory import NamedCheckpoint, of_index, without_index
+from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, advice_for_destination, is_index
 from stio.loading.integrity import judge_files, read_manifest
-from stio.loading.open import OpenCheckpoint, choose, open_checkpoint
+from stio.loading.open import OpenCheckpoint, chosen, open_checkpoint
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Identity, ParallelRoot, RequestedSource, Requests, Root, Source
@@ -52,8 +53,9 @@ _LOCAL = Requests(nbytes=8 << 20, num_in_flight=4, gap_bytes=0)
 """How a file of this machine is copied."""
 _STAGING_SUFFIX = ".stio-pull"
 _MAX_RECORD_BYTES = 64 << 20
-_OTHER_WEIGHTS = (*READ_SUFFIXES, ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
-"""Files of a directory that are not fetched unless they belong to the checkpoint, by the ends of their names."""
+_OTHER_WEIGHTS = (*FILE_SUFFIXES, ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+"""Files of a directory that are not fetched unless they belong to the checkpoint, by the ends of their names. An index
+is not either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,20 +194,24 @@ def _open_objects(url: str, root: Root, name: str, also: Sequence[str], owned: E
         listed: list[str] = []
         if not name and not url.lower().startswith("http"):
             listed = list(root.list_all() if isinstance(root, HubRoot) else root.listdir())
-        index: str | None = name if name.endswith(INDEX_SUFFIX) else None
+        named = NamedCheckpoint(None, (name,), name)
         if not name:
-            index, name = choose(root)
+            named = chosen(root)[1]
+        elif is_index(name):
+            named = of_index(name)
     # The index is opened first and compared at the end: all shards are of one state of it.
+    index = named.index
     found = {index: _opened_object(root, index, owned)} if index is not None else {}
     if isinstance(root, HubRoot):
-        url = f"{root.resolve()}/{index or name}"  # the same commit
+        url = f"{root.resolve()}/{name}".rstrip("/")  # the same commit
     opened = open_checkpoint(url, with_manifest=True, strict=False, check=check_interrupted)
     owned.callback(opened.close)
+    if opened.index is None:  # its shards are gone, and a whole file was opened instead
+        found = {}
     files = opened.open_files(range(len(opened.files)), owned)
-    for header, file in zip(opened.headers, files, strict=True):
-        found[header.shard if index is not None else name] = file
+    found |= {header.shard: file for header, file in zip(opened.headers, files, strict=True)}
     skipped = (RECORD_NAME, ".stio-lock")
-    others = [one for one in listed if not one.endswith(_OTHER_WEIGHTS) and one not in skipped]
+    others = [one for one in listed if not one.endswith(_OTHER_WEIGHTS) and not is_index(one) and one not in skipped]
     if opened.manifest is not None and opened.manifest.texts:
         others.append(os.path.basename(opened.manifest.path))
     names = dict.fromkeys([*found, *others, *also])
@@ -227,7 +233,7 @@ def _opened_object(root: Root, name: str, owned: ExitStack) -> Source:
 def _require_plain(name: str, path: str, *, in_index: bool) -> None:
     """Raise `UnsafePathError` for a name that leads out of a directory, or hides a file of stio there."""
     parts = name.split("/")
-    is_plain = len(parts) == 1 or (in_index and name.endswith(FILE_SUFFIX))
+    is_plain = len(parts) == 1 or (in_index and name.endswith(FILE_SUFFIXES))
     is_own = parts[0].startswith(".stio-") or name == RECORD_NAME
     if not is_plain or "\0" in name or os.sep in parts[-1] or is_own:
         raise UnsafePathError(
@@ -366,7 +372,7 @@ class _Pull:
 
     def _linked(self, name: str, source: Source, fd: int) -> bool:
         """Give a file of this machine its name here too, if it is one of those that are not edited; or return False."""
-        if not isinstance(source, LocalFile) or not name.endswith(READ_SUFFIXES):
+        if not isinstance(source, LocalFile) or not name.endswith(FILE_SUFFIXES):
             return False
         with suppress(OSError):  # another filesystem, or one without hard links
             calls.fsync(source.fd)
@@ -378,11 +384,10 @@ class _Pull:
         return False
 
     def _opened(self, path: str) -> OpenCheckpoint:
-        index = next((name for name in self.record if name.endswith(INDEX_SUFFIX)), None)
-        single = next(name for name in self.record if name.endswith(READ_SUFFIXES))
-        return open_checkpoint(
-            os.path.join(path, index or single), with_manifest=True, strict=False, check=check_interrupted
-        )
+        index = next((name for name in self.record if is_index(name)), None)
+        files = without_index(self.record)[0].files
+        name = index or (files[0] if len(files) == 1 else "")
+        return open_checkpoint(os.path.join(path, name), with_manifest=True, strict=False, check=check_interrupted)
 
     def _verify(self, path: str) -> str:
         """Check the files on this machine; return the algorithm of their manifest, or "headers"."""

@@ -6,7 +6,7 @@ with the same tensor. If they are on two devices, each device has its own tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 
 from stio.device.base import Target
@@ -61,8 +61,10 @@ def select_by_device(
 
 def shards_of(
     index: ShardIndex, *, names: Names | None, slices: Mapping[str, object] | None, strict: bool
-) -> frozenset[str] | None:
-    """Return the shards that hold what is selected, by the index; None if the index does not determine them.
+) -> Collection[str] | None:
+    """Return the shards to open for what is selected, by the index; None: nothing is selected by name.
+
+    These are all shards if the index does not determine where a name is.
 
     Args:
         index: The index.
@@ -70,11 +72,13 @@ def shards_of(
         slices: By name, the part of a tensor to select; all names must exist.
         strict: Whether all names of the shards must be in the index.
     """
-    if names is None or (callable(names) and (ALIASES_KEY in index.metadata or not strict)):
+    if names is None:
         return None
+    if callable(names) and (ALIASES_KEY in index.metadata or not strict):
+        return index.shards
     selected = [*(slices or ()), *_selected(index.weight_map, names)]
     if any(name not in index.weight_map for name in selected):
-        return None  # an alias, or a name that does not exist
+        return index.shards  # an alias, or a name that does not exist
     return frozenset(index.weight_map[name] for name in selected)
 
 

@@ -8,7 +8,9 @@ its commit leaves nothing behind.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -17,9 +19,9 @@ from typing import Any, Self, TypeAlias
 from stio.device.copy_out import Readiness
 from stio.device.describe import describe_tensors
 from stio.device.placeholders import require_no_placeholders
-from stio.errors import SaveInProgressError
+from stio.errors import SaveInProgressError, StioError, printable
 from stio.format.manifest import FileState, manifest_change
-from stio.format.naming import MANIFEST_SUFFIX, manifest_name
+from stio.format.naming import MANIFEST_SUFFIX, index_name, manifest_name
 from stio.format.sharding import TensorSource
 from stio.runtime import memory
 from stio.runtime.hashing import Hasher, HashName, new_hasher
@@ -31,6 +33,7 @@ from stio.runtime.process import collection_paused, switch_interval
 from stio.runtime.progress import progress_callback
 from stio.runtime.spans import CALLER
 from stio.runtime.trace import shown, traced
+from stio.saving.hidden import hiding_index
 from stio.saving.options import (
     Destination,
     DestinationLike,
@@ -48,11 +51,13 @@ from stio.storage.base import (
     PreparedTransaction,
     Published,
     RecordingTransaction,
+    Root,
     SharedTransaction,
     Transaction,
 )
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.transaction import begin_local
+from stio.storage.open import open_directory
 
 EXIT_PATIENCE_SECONDS = 60.0
 """Longest time that the interpreter's exit waits for a save before it is rolled back."""
@@ -288,6 +293,10 @@ class PendingSave:
         sizes = [shard.nbytes for shard in plan.shards]
         notes = manifest_notes(transaction, self._manifest_name(names), self._options.hash, sizes, hashes)
         index = plan.index(names) if transaction.takes_index else None
+        where = self._absolute_destination
+        remote = where if isinstance(where, Root) else getattr(where, "root", None)
+        # Of a store before the commit: from there on no cancel is heard.
+        hiding = hiding_index(remote, *self._saved_as(plan, transaction)) if isinstance(remote, Root) else None
         with traced(self._options.trace, "commit"):
             if isinstance(transaction, PreparedTransaction):
                 transaction.prepare_commit(operation.check)
@@ -300,6 +309,19 @@ class PendingSave:
             self.written = published if isinstance(published, WrittenFiles) else None
             pattern = None if self._max_shard_bytes is None else self._options.filename_pattern
             self._when_durable(transaction.path, pattern, published)
+        if self.written is not None:  # after the commit: it may have replaced an index
+            hiding = _hiding_on_disk(transaction.path, *self._saved_as(plan, transaction))
+        if hiding is not None:
+            first = transaction.path
+            if self._max_shard_bytes is not None:  # it is a directory
+                first = f"{first.rstrip('/')}/{self._saved_as(plan, transaction)[0] or names[0]}"
+            log(
+                logging.WARNING,
+                "%s: saved, but a load of its directory follows %s there; load it by its path, or delete that index "
+                "and its shards",
+                printable(first),
+                printable(hiding),
+            )
         return SaveResult(
             path=transaction.path,
             files=names,
@@ -311,6 +333,11 @@ class PendingSave:
             committed_seconds=committed_seconds,
             hashes=hashes,
         )
+
+    def _saved_as(self, plan: WritePlan, transaction: Transaction) -> tuple[str | None, tuple[str, ...], list[str]]:
+        """Return the index, the files and the tensors of the save, for `hiding_index`."""
+        index = index_name(self._options.filename_pattern) if transaction.takes_index else None
+        return index, transaction.shard_names, [name for shard in plan.shards for name in shard.names]
 
     def _hasher(self) -> Callable[[], Hasher] | None:
         """Return what makes a hasher for each file, if there are to be digests."""
@@ -421,6 +448,16 @@ class PendingSave:
         error = operation.failure if operation is not None else None
         if error is not None and not self.delivered:
             log(logging.ERROR, "saving to %s failed, and was not awaited: %s", self.destination, error)
+
+
+def _hiding_on_disk(path: str, index: str | None, files: tuple[str, ...], tensors: list[str]) -> str | None:
+    """Return what `hiding_index` finds in the directory of a saved file, or in a saved directory."""
+    with (
+        suppress(StioError),
+        open_directory(path if os.path.isdir(path) else os.path.dirname(path), follow_symlinks=False) as root,
+    ):
+        return hiding_index(root, index, files, tensors)
+    return None
 
 
 def manifest_notes(

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, install_command, one_line
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, READ_SUFFIXES
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, names_checkpoint
 from stio.runtime.calls import Call
 from stio.runtime.log import log
 from stio.runtime.urls import without_secrets
@@ -111,7 +111,7 @@ def locate(url: str) -> tuple[HubLocation, str]:
     if (any(part in ("", ".", "..") for part in key.split("/")) and key) or not key.isprintable():
         raise CheckpointNotFoundError("this is no path of a file or directory in a repository", path=path)
     folder, name = key, ""
-    if key.endswith((*READ_SUFFIXES, FILE_SUFFIX + INDEX_SUFFIX)):
+    if names_checkpoint(key):
         folder, _, name = key.rpartition("/")
     revision = unquote(found["revision"]) if found["revision"] else None
     return HubLocation(found["repository"], revision, folder), name
@@ -271,7 +271,7 @@ class HubRoot:
                 return
             except _UnreachableError as error:
                 self._unreachable = error
-        found = [name for name in cached if name.endswith((*READ_SUFFIXES, FILE_SUFFIX + INDEX_SUFFIX))]
+        found = [name for name in cached if names_checkpoint(name)]
         if not found:
             raise self._unreachable.error from self._unreachable.__cause__
         # A file that is alone in the cache may be one of several in the repository.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from importlib import import_module
 from typing import Any
 
+from stio.runtime.memory import Region
 from stio.runtime.urls import without_secrets
 from stio.storage import async_files, local
-from stio.storage.base import Root, Source
+from stio.storage.base import Identity, Root, Source
 from stio.storage.checks import open_files_limit
 
 
@@ -78,8 +81,40 @@ def is_hub(url: str) -> bool:
 
 
 def most_open_files() -> int:
-    """Return how many files one checkpoint may keep open: half of what this process may open."""
-    return open_files_limit() // 2
+    """Return how many files one checkpoint may keep open: a quarter of what this process may open.
+
+    A comparison opens two, and a load keeps some of its own.
+    """
+    return open_files_limit() // 4
+
+
+class ReopenedFile:
+    """A file of which only path and identity are kept, and which each read opens; a `Source`.
+
+    Args:
+        path: Name for messages.
+        identity: The state of the file.
+        open_again: Opens the file in this state, or raises.
+    """
+
+    def __init__(self, path: str, identity: Identity, open_again: Callable[[], Source]) -> None:
+        self.path = path
+        """See above."""
+        self.identity = identity
+        """See above."""
+        self._open_again = open_again
+
+    def read_into(self, offset: int, regions: Sequence[Region]) -> None:
+        """Open the file, fill the regions, and close it; see `Source.read_into`."""
+        with closing(self._open_again()) as file:
+            file.read_into(offset, regions)
+
+    def check_unchanged(self) -> None:
+        """Raise `ChangedDuringReadError` if the file is not the one that was opened first."""
+        self._open_again().close()
+
+    def close(self) -> None:
+        """Do nothing: it is not open."""
 
 
 class OneFile:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stio.errors import IndexFormatError, UnsafePathError
 from stio.format.header import PREFIX_BYTES, Header, parse_header
 from stio.format.header_build import build_header
-from stio.format.index import ShardIndex, check_against_shards, parse_index
+from stio.format.index import ShardIndex, as_in_index, check_against_shards, parse_index
 from stio.format.json_scanner import Scanner
 from stio.format.naming import check_shard_name
 from stio.runtime.limits import Limits
@@ -220,10 +220,20 @@ def test_b82_shard_tensor_not_in_the_index() -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_b83_tensor_in_two_shards(strict: bool) -> None:
+    index = index_of({"c": SECOND, "d": FIRST})
+    headers = {FIRST: header_of(FIRST, a=1, d=1), SECOND: header_of(SECOND, c=3, a=1)}
+    with pytest.raises(IndexFormatError, match="two shards"):
+        check_against_shards(index, headers, strict=strict, path="i.json")
+
+
+def test_b83_c308_the_index_decides_between_two_shards() -> None:
     index = index_of({"a": FIRST, "c": SECOND})
     headers = {FIRST: header_of(FIRST, a=1), SECOND: header_of(SECOND, c=3, a=1)}
     with pytest.raises(IndexFormatError, match="two shards"):
-        check_against_shards(index, headers, strict=strict, path="i.json")
+        check_against_shards(index, headers, strict=True, path="i.json")
+    (warning,) = check_against_shards(index, headers, strict=False, path="i.json")
+    assert "'a' is in another shard than the index names" in warning
+    assert [header.names for header in as_in_index(index, headers)] == [["a"], ["c"]]
 
 
 @pytest.mark.parametrize("claimed", [7, 0, "six", 6.5])

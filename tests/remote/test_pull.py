@@ -93,7 +93,9 @@ def test_a_directory(model: str, server: HttpServer, tensors: dict[str, torch.Te
 def test_one_file(model: str, server: HttpServer, tmp_path: Path) -> None:
     shard = next(name for name in server.objects if name.endswith("-00001-of-00003.safetensors"))
     assert "headers checked" in run(server.url + shard, tmp_path / "m")
-    assert list(stio.sync.load(tmp_path / "m")) == ["w0"]
+    assert list(stio.sync.load(tmp_path / "m" / shard.rpartition("/")[2])) == ["w0"]
+    with pytest.raises(stio.CheckpointNotFoundError, match="1 of 3 shards"):  # it is not the whole checkpoint
+        stio.sync.load(tmp_path / "m")
     assert model
 
 

@@ -76,11 +76,16 @@ WITHOUT_A_DTYPE = {"assorted": "UnsupportedDtypeError", "every node": "FormatErr
 """By description of a content with every dtype, how a reader refuses it if torch lacks one."""
 
 
+CHANGED = {("retention-files-half", "run/step-1"): "old"}
+"""What later versions answer in another way, by scenario and path: a complete set of shards is loaded without its index,
+which the deletion of a checkpoint removes first."""
+
+
 def require_found(scenario: Scenario, root: Path, when: str) -> None:
     """Require that every reader finds what `scenarios.json` says, bit for bit."""
     for read in scenario.says["reads"]:
         found = look.found_by(read["way"], root / read["path"])
-        expected = read[when]
+        expected = CHANGED.get((scenario.archive.name.removesuffix(".tar.xz"), read["path"]), read[when])
         if not HAS_EVERY_DTYPE:
             expected = WITHOUT_A_DTYPE.get(expected, expected)
         where = f"{read['path']} by {read['way']}"

@@ -33,6 +33,7 @@ from stio.compat.huggingface_hub.load import (
     open_files,
     read_index,
     require_all,
+    shards_to_load,
 )
 from stio.compat.huggingface_hub.save import HubDirectory, index_text, save_pickles, save_tensors
 from stio.compat.huggingface_hub.split import (
@@ -286,7 +287,7 @@ def _opened(path: Path, *, safe: bool) -> Iterator[Path | OpenFile]:
     if path.is_file():
         yield path
         return
-    name = only_file(path, safe=safe).name
+    name = only_file(path, safe=safe)
     with open_directory(path, follow_symlinks=False) as root, open_files(root, [name], safe=safe) as (file,):
         yield file
 
@@ -319,9 +320,10 @@ def _load_sharded_checkpoint(
     loaded: dict[str, None] = {}
     with open_directory(os.fsdecode(save_directory), follow_symlinks=False) as root:
         index = read_index(root, whole + INDEX_SUFFIX, Path(whole).suffix)
-        with open_files(root, index.shards, safe=safe) as files:
+        shards = shards_to_load(root, whole + INDEX_SUFFIX, index, Path(whole).suffix)
+        with open_files(root, shards, safe=safe) as files:
             require_memory_of(model, index.weight_map, path=os.fsdecode(save_directory))
-            for file in files:
+            for shard, file in zip(shards, files, strict=True):
                 state_dict = load_state_dict_from_file(
                     file,
                     map_location="cpu" if map_location is None else map_location,
@@ -329,11 +331,15 @@ def _load_sharded_checkpoint(
                     mmap=mmap,
                     safe=safe,
                 )
+                if shard in index.shards:  # a stale tensor, which the index has in another shard
+                    for name in [name for name in state_dict if index.weight_map.get(name, shard) != shard]:
+                        del state_dict[name]
                 loaded |= dict.fromkeys(state_dict)
                 fill(model, state_dict, strict=False, path=file.path)
                 del state_dict  # before the next one is loaded
     # The loaded names are those in the shards: the index may differ from them.
-    if unexpected := [name for name in loaded if name not in index.weight_map]:
+    unexpected = [name for name in loaded if name not in index.weight_map]
+    if unexpected and shards == index.shards:
         logger.warning("the shards hold tensors that the index does not name: %s", printable(sorted(unexpected)))
     if strict:
         require_all(model, loaded)

@@ -22,7 +22,7 @@ from stio.device.base import current_device, resolve_device, with_current_index
 from stio.device.cuda import TorchAccelerator, has_streams
 from stio.device.pinned import give_back
 from stio.errors import StorageError
-from stio.format.naming import INDEX_SUFFIX
+from stio.format.naming import is_index
 from stio.loading.body import carry_out, open_source
 from stio.loading.cache.entries import CacheEntries, CacheStats, RequestedFile
 from stio.loading.cache.file_image import CachedFile, FileImage
@@ -237,8 +237,8 @@ def _place_of(source: SourceLike) -> str:
     path = source.path if isinstance(source, Root) else os.fsdecode(source)
     if is_url(path):
         path = place_of_url(path)
-        return path.rpartition("/")[0] if path.endswith(INDEX_SUFFIX) else path
-    if path.endswith(INDEX_SUFFIX):
+        return path.rpartition("/")[0] if is_index(path) else path
+    if is_index(path):
         path = os.path.dirname(path) or "."
     return os.path.realpath(path) if os.path.isdir(path) else _label(path)
 

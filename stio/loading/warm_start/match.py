@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stio.device.tensor_memory import TargetMemory, copy_all
-from stio.device.tensors import TORCH_DTYPES, cast, require_dtypes
+from stio.device.tensors import TORCH_DTYPES, cast, loses_values, require_dtypes
 from stio.device.torch_private import copy_of, moved
 from stio.errors import MismatchError, TensorNotFoundError, WarmStartError, printable
 from stio.format.state_tree import STATE_KEY
@@ -187,6 +187,14 @@ def _final_dtype(name: str, stored: str, target: torch.Tensor, cast_to: torch.dt
     require_dtypes([stored], path=path)
     own = TORCH_DTYPES[stored]
     final = cast_to if cast_to is not None and own.is_floating_point else target.dtype
+    if loses_values(stored, final):
+        raise MismatchError(
+            "a cast would lose the values of a tensor, whose dtype in the module is of another kind; "
+            "load_into(..., assign=True) keeps the dtype of the checkpoint",
+            path=path,
+            expected=str(final),
+            found=f"{stored} for {name}",
+        )
     if final != own:
         cast(name, torch.empty(1, dtype=own), final)  # an error of the cast is raised now, and not during the load
     if target.requires_grad and not (final.is_floating_point or final.is_complex):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, READ_SUFFIXES
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, names_checkpoint
 from stio.runtime import memory
 from stio.runtime.calls import Call
 from stio.runtime.memory import Region
@@ -61,7 +61,7 @@ class Answer:
 def open_url(url: str) -> tuple[RemoteRoot, str]:
     """Return the place of a URL, and the name of the file or index that it names; see `stio.storage.open.open_url`."""
     location = locate(url)
-    if not location.key.endswith((*READ_SUFFIXES, FILE_SUFFIX + INDEX_SUFFIX)):
+    if not names_checkpoint(location.key):
         return RemoteRoot(location), ""
     folder, _, name = location.key.rpartition("/")
     return RemoteRoot(replace(location, key=folder)), name

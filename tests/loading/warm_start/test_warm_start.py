@@ -310,10 +310,14 @@ async def test_casts(tmp_path):
 
 
 async def test_dtypes_that_cannot_be(tmp_path):
-    save_file({"weight": ramp(4, 3), "bias": ramp(4)}, tmp_path / "m.safetensors")
+    save_file({"weight": ramp(4, 3, dtype=torch.int32), "bias": ramp(4)}, tmp_path / "m.safetensors")
     module = nn.Linear(3, 4, device="meta")
-    await refused(module, tmp_path, MismatchError, "requires a gradient", dtype=torch.int32)
-    require_untouched(module)
+    module.weight = nn.Parameter(torch.zeros(4, 3, dtype=torch.int32, device="meta"), requires_grad=False)
+    module.bias = nn.Parameter(torch.zeros(4, dtype=torch.int32, device="meta"), requires_grad=False)
+    await refused(module, tmp_path, MismatchError, "would lose the values")
+    assert all(parameter.is_meta for parameter in module.parameters())
+    with pytest.raises(ValueError, match="would lose their values"):
+        stio.warm_start(nn.Linear(3, 4, device="meta"), tmp_path, dtype=torch.int32)
 
 
 @needs_f4

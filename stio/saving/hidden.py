@@ -1,0 +1,71 @@
+"""Finds out whether a load of the directory of a new checkpoint would load an older one instead, by an index there.
+
+A save replaces what it has saved before. The index of another checkpoint in the directory is not its own, so it stays,
+and readers of the directory follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from contextlib import closing, suppress
+
+from stio.errors import StioError
+from stio.format.directory import INDEX_NAME, NamedCheckpoint, choose, of_index, without_index
+from stio.format.index import ShardIndex, parse_index
+from stio.format.naming import INDEX_SUFFIX, shard_number
+from stio.runtime.limits import Limits
+from stio.runtime.memory import allocate
+from stio.storage.base import ParallelRoot, Root
+
+
+def hiding_index(root: Root, index: str | None, files: Collection[str], tensors: Iterable[str]) -> str | None:
+    """Return the index by which a load of a directory gets other files than those of a save; None: there is none.
+
+    Nothing is raised: what cannot be read does not decide either.
+
+    Args:
+        root: The directory.
+        index: The index of the saved checkpoint, if it has one.
+        files: Its files.
+        tensors: Names of its tensors.
+
+    Returns:
+        The name of the index. A variant, such as `model.fp16.safetensors`, is meant to be loaded by its name.
+    """
+    with suppress(StioError):
+        own = of_index(index) if index is not None else next(iter(without_index(files)), None)
+        if own is None or (index is None and any(shard_number(name) is not None for name in files)):
+            return None  # no name of a checkpoint; or a shard of one whose index comes later
+        names = _names(root, own)
+        found = choose({*names, *files}, path=root.path).index
+        if found is None or found == index or own.is_variant_of(of_index(found)):
+            return None
+        other = _read(root, found)
+        is_gone = not any(shard in names or _exists(root, shard) for shard in other.shards)
+        if is_gone or not other.weight_map or not {*other.shards}.isdisjoint(files):
+            return None
+        if of_index(found).stem == own.stem or not other.weight_map.keys().isdisjoint(tensors):
+            return found
+    return None
+
+
+def _names(root: Root, own: NamedCheckpoint) -> list[str]:
+    """Return the names in a directory; of a store those that decide, since a list of all of them may be long."""
+    if not isinstance(root, ParallelRoot):
+        return [*root.listdir()]
+    return [name for name in dict.fromkeys([INDEX_NAME, own.whole + INDEX_SUFFIX]) if _exists(root, name)]
+
+
+def _exists(root: Root, name: str) -> bool:
+    with suppress(StioError):
+        root.open(name).close()
+        return True
+    return False
+
+
+def _read(root: Root, name: str) -> ShardIndex:
+    with closing(root.open(name)) as file:
+        nbytes = min(file.identity.nbytes, Limits().header_bytes)
+        region = allocate(max(nbytes, 1)).sub(0, nbytes)
+        file.read_into(0, [region])
+        return parse_index(region.tobytes(), path=file.path)
