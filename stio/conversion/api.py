@@ -17,7 +17,6 @@ import torch
 from stio.conversion.sources import OpenSource, open_source
 from stio.device.tensors import TORCH_DTYPES, DtypeLike, checked_dtype
 from stio.errors import ClosedError, printable
-from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.naming import FILE_SUFFIX
 from stio.format.sharding import TensorSource
 from stio.runtime.hashing import HashName
@@ -33,8 +32,8 @@ from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 PathLike = str | os.PathLike[str]
 
-_CASTS = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype.is_floating_point and name != "F4"}
-"""Floating dtypes that torch can cast to, and their names in the format. It cannot cast to packed pairs (F4)."""
+_CASTS = {dtype for name, dtype in TORCH_DTYPES.items() if dtype.is_floating_point and name != "F4"}
+"""Floating dtypes that torch can cast to. It cannot cast to packed pairs (F4)."""
 
 
 async def convert(
@@ -132,8 +131,7 @@ def _floating_dtype(dtype: DtypeLike | None) -> torch.dtype | None:
         return None
     wanted = checked_dtype(dtype)
     if wanted not in _CASTS:
-        accepted = ", ".join(f"{LIBRARY_NAMES[name]} or {name}" for name in _CASTS.values())
-        raise ValueError(f"dtype= takes a floating dtype ({accepted}), not {printable(str(dtype))!r}")
+        raise ValueError(f"dtype= takes a floating dtype, such as 'bfloat16' or 'BF16', not {printable(str(dtype))!r}")
     return wanted
 
 

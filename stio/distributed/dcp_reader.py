@@ -316,7 +316,7 @@ def _read(opened: _Opened, plan: LoadPlan, planner: LoadPlanner, options: LoadOp
     for item in _placed(items, planner, opened):
         name = item.storage_index.fqn
         if name not in opened.names:
-            raise MismatchError("the checkpoint has no such tensor", path=path, found=name)
+            raise MismatchError("the checkpoint has no such tensor", path=path, requested=name)
         memory = planner.resolve_tensor(item).detach()
         info = opened.checkpoint.info(opened.names[name])
         index = tuple(
@@ -338,7 +338,7 @@ def _pickled(name: str, opened: _Opened) -> io.BytesIO:
     """Return a value of the state in the form that DCP unpickles."""
     path = opened.checkpoint.path
     if name not in opened.values:
-        raise MismatchError("the checkpoint has no plain value of this name", path=path, found=name)
+        raise MismatchError("the checkpoint has no plain value of this name", path=path, requested=name)
     value = opened.values[name]
     if _has_references(value):
         raise MismatchError(

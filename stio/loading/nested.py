@@ -18,10 +18,10 @@ import torch
 
 from stio.device.base import LoadedGroup
 from stio.device.tensors import copy_all, torch_shape
-from stio.errors import FormatError, MismatchError, printable
+from stio.errors import FormatError, MismatchError, listed, printable
 from stio.format.state_names import python_path
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, Reference, Tree, check_tree_bytes, parse_tree
-from stio.loading.module import LoadReport, PartOf, listed, no_part
+from stio.loading.module import LoadReport, PartOf, no_part
 from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import DeviceLike, DevicesLike, LoadOptions

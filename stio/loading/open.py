@@ -26,6 +26,7 @@ from stio.errors import (
     StioError,
     StorageError,
     TensorNotFoundError,
+    listed,
     printable,
 )
 from stio.format.gil_slices import ROWS
@@ -138,7 +139,7 @@ class OpenCheckpoint:
         for header in self.headers:
             if name in header:
                 return header
-        raise TensorNotFoundError("the checkpoint has no such tensor", path=self.path, found=name)
+        raise TensorNotFoundError("the checkpoint has no such tensor", path=self.path, requested=name)
 
     def info(self, name: str) -> TensorInfo:
         """Return the entry of a tensor in its header; for an alias, the entry of its target."""
@@ -452,18 +453,17 @@ def choose(root: Root) -> tuple[str | None, str]:
     if not indices and len(files) == 1:
         return None, files[0]
     if not indices and not files:
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
         raise CheckpointNotFoundError(
             "the directory holds no checkpoint; give a directory with .safetensors files, or a file"
             + advice_for_names(names, root.path),
             path=root.path,
             expected=f"{INDEX_NAME} or one *{FILE_SUFFIX}",
-            found=shown or "an empty directory",
+            found=listed(names) if names else "an empty directory",
         )
     raise AmbiguousCheckpointError(
         f"the directory holds several checkpoints, and no {INDEX_NAME} selects one; give the path of the one you mean",
         path=root.path,
-        found=", ".join(indices or files),
+        found=listed(indices or files),
     )
 
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from stio.errors import CheckpointNotFoundError, StioError, StorageError, install_command, one_line
+from stio.errors import CheckpointNotFoundError, StioError, StorageError, install_command, listed, one_line
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.runtime.calls import Call
 from stio.runtime.log import log
@@ -279,7 +279,7 @@ class HubRoot:
             f"{self._unreachable.reason}, and its cache does not show which file is the checkpoint; give the URL of "
             "the file",
             path=self.path,
-            found=", ".join(found),
+            found=listed(found),
         ) from self._unreachable.__cause__
 
     def _listed(self, revision: str | None) -> tuple[str, frozenset[str]]:

@@ -267,7 +267,7 @@ async def test_device_that_is_not_there(root, device):
     if torch.accelerator.is_available() and "cuda" in str(device):
         pytest.skip("it is there")
     error = await wrong(DeviceError, root, device=device)
-    assert error.found is not None
+    assert error.requested is not None
     assert root.log == []
 
 

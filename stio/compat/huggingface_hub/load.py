@@ -30,6 +30,7 @@ from stio.errors import (
     StorageError,
     UnsafePathError,
     UnsupportedDtypeError,
+    listed,
     printable,
     without_path,
 )
@@ -221,7 +222,7 @@ def only_file(path: Path, *, safe: bool) -> Path:
         raise AmbiguousCheckpointError(
             f"Directory '{printable(str(path))}' does not contain a valid checkpoint. Expected either a sharded "
             "checkpoint with an index file, or a single model file",
-            found=", ".join(file.name for file in found) or "none",
+            found=listed(file.name for file in found) if found else "none",
         )
     return found[0]
 

@@ -71,8 +71,8 @@ def locate(url: str) -> Location:
         raise CheckpointNotFoundError(
             "stio does not read or write URLs of this scheme",
             path=without_secrets(url),
+            requested=scheme,
             expected="s3, gs, az, http, https or hf",
-            found=scheme,
         )
     if scheme in ("http", "https"):
         try:
