@@ -28,8 +28,9 @@ from stio.cli.output import (
     rate_text,
     require_writable,
     say,
+    spelled,
 )
-from stio.errors import one_line
+from stio.errors import StioError, one_line
 from stio.runtime.trace import Trace
 from stio.runtime.units import counted, show_bytes
 from stio.runtime.urls import without_secrets
@@ -92,8 +93,10 @@ def load(
         began = perf_counter()
         try:
             tensors = run(path, names=names, device=device, memory=memory, verify=verify, trace=trace, progress=bar)
-        except ImportError as error:  # a missing package, of hashes or of GDS
-            raise CommandError(one_line(str(error))) from error
+        except StioError:
+            raise  # the group of commands explains it
+        except (ImportError, ValueError) as error:  # a missing package, or options that exclude each other
+            raise CommandError(spelled(one_line(str(error)))) from error
         if pattern is not None and not tensors:
             raise no_match(without_secrets(path), pattern, seen)
         devices = sorted({str(tensor.device) for tensor in tensors.values()})

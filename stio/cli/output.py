@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -57,7 +58,7 @@ _ADVICE: tuple[tuple[type[StioError], str], ...] = (
     (IndexFormatError, "fetch index and shards again, from one save"),
     (UnsafePathError, "do not use it unless you trust its author"),
     (IntegrityError, "fetch it again"),
-    (FormatError, "it is damaged or of another kind: fetch it again, or make one by `stio convert`"),
+    (FormatError, "it is damaged or of another kind: fetch it again"),
     (TensorNotFoundError, "`stio inspect` lists the names"),
     (UnsupportedDtypeError, "a newer torch may have it"),
     (SharedTensorsError, "save one of them"),
@@ -75,13 +76,20 @@ _ADVICE: tuple[tuple[type[StioError], str], ...] = (
 
 _SPELLED = (
     ("pass follow_symlinks=True if you trust it", "copy the file there if you trust it"),
-    ("trust_pickle=True", "--trust-pickle"),
+    (", or cast with dtype=", " with --filter"),
     ("dtype= takes a torch.dtype or the name of one", "--dtype takes the name of a dtype"),
-    ("dtype= takes", "--dtype takes"),
-    ("key= is for", "--key is for"),
+    ("dtype= takes a torch.dtype, or the name of one in", "--dtype takes the name of a dtype in"),
     ("pass limits=stio.Limits(", "in Python, pass limits=stio.Limits("),
+    (" (lock_timeout=)", ""),
+    (" (stio.convert)", ""),
+    ("names=", "--filter"),
 )
-"""Advice that names a keyword, and its form on the command line."""
+"""Advice that names a keyword without an option of its name, and its form on the command line."""
+
+_KEYWORD = re.compile(
+    r"\b(?:(device|memory|dtype|key|hash|max_shard_size|trust_pickle)=(?:True\b|'([^']*)')?|max_shard_size\b)"
+)
+"""A keyword with an option of its name, and its value if that is given."""
 
 
 class CommandError(click.ClickException):
@@ -98,7 +106,7 @@ class NoMatchError(CommandError):
 
 def explained(error: StioError) -> str:
     """Return an error as one line: what is wrong, and an advice."""
-    text = spelled(one_line(str(error)))
+    text = one_line(str(error).replace(error.message, spelled(error.message), 1))  # paths and names are not changed
     advice = next((advice for kind, advice in _ADVICE if isinstance(error, kind)), None)
     # A message with a semicolon has its advice after it.
     return text if advice is None or ";" in error.message else f"{text}; {advice}"
@@ -108,7 +116,12 @@ def spelled(text: str) -> str:
     """Return a message with options of the command line in the place of keywords of a call."""
     for keyword, option in _SPELLED:
         text = text.replace(keyword, option)
-    return text
+    return _KEYWORD.sub(_option, text)
+
+
+def _option(keyword: re.Match[str]) -> str:
+    option = f"--{(keyword[1] or 'max_shard_size').replace('_', '-')}"
+    return option if keyword[2] is None else f"{option} {shlex.quote(keyword[2])}"
 
 
 class _CheckpointPath(click.Path):

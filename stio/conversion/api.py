@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from stio.conversion.pickled_tensors import Key, check_key
 from stio.conversion.sources import OpenSource, open_source
 from stio.device.tensors import TORCH_DTYPES, DtypeLike, checked_dtype
 from stio.errors import ClosedError, printable
@@ -48,7 +49,7 @@ async def convert(
     durability: Durability = "full",
     hash: HashName | None = None,
     lock_timeout: float = LOCK_TIMEOUT_SECONDS,
-    key: str | None = None,
+    key: Key | None = None,
     trust_pickle: bool = False,
 ) -> SaveResult:
     """Convert a checkpoint to safetensors, or to other shards or another dtype, in one step and bounded memory.
@@ -71,7 +72,8 @@ async def convert(
         durability: See `stio.save`.
         hash: See `stio.save`.
         lock_timeout: See `stio.save`.
-        key: Key of the tensors in a pickle that holds other values too, such as `"state_dict"`.
+        key: Key of the tensors in a pickle that holds other values too, such as `"state_dict"`; or a path of keys, such
+            as `"model.state_dict"` or `("model", "state_dict")`. The number of an item of a list is a key.
         trust_pickle: Unpickle any object. **This executes code that the author of the file chose.**
 
     Returns:
@@ -88,8 +90,7 @@ async def convert(
     wanted = _floating_dtype(dtype)
     if budget_bytes is not None:
         check_budget_bytes(budget_bytes)
-    if key is not None and not isinstance(key, str):
-        raise TypeError(f"key= takes text, not {key!r}")
+    check_key(key)
     options = SaveOptions(
         max_shard_size=max_shard_size,
         metadata=metadata or {},

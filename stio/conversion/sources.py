@@ -7,30 +7,28 @@ headers only. The data of safetensors files are read when the save needs them (`
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
+from stio.conversion.pickled_tensors import Key, tensors_in
 from stio.conversion.read_ahead import ReadAhead
-from stio.conversion.torch_files import is_pickle, read_pickle, read_start
+from stio.conversion.torch_files import is_safetensors, kind_of_file, read_pickle, read_start
 from stio.device.describe import LazyTensor, describe_tensors
 from stio.device.tensors import TORCH_DTYPES, cast, require_dtypes, torch_shape
 from stio.errors import (
     AmbiguousCheckpointError,
     FormatError,
     IndexFormatError,
-    TensorNotFoundError,
-    UnsupportedDtypeError,
-    printable,
+    listed,
 )
 from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.format.olmo_names import decode_name, looks_encoded, shown
-from stio.format.other_sources import PICKLE_SUFFIXES
+from stio.format.other_sources import PICKLE_SUFFIXES, is_pickle_of_weights
 from stio.format.safe_pickle import PickleRefused, PlainPickles
 from stio.format.shared import ALIASES_KEY, resolve_shared
 from stio.loading.open import OpenCheckpoint, open_checkpoint
@@ -38,8 +36,6 @@ from stio.runtime.limits import Limits
 from stio.runtime.urls import is_url
 from stio.storage.checks import refused
 from stio.storage.open import open_directory
-
-_SHOWN_NAMES = 6
 
 
 @dataclass(kw_only=True)
@@ -79,7 +75,7 @@ def open_source(
     *,
     dtype: torch.dtype | None,
     window_bytes: int,
-    key: str | None,
+    key: Key | None,
     trust_pickle: bool,
     check: Callable[[], None],
 ) -> OpenSource:
@@ -89,7 +85,7 @@ def open_source(
         path: See `stio.convert`.
         dtype: Floating tensors are cast to it.
         window_bytes: Bytes of one read.
-        key: Key of the tensors in a pickle.
+        key: Key of the tensors in a pickle, or path of keys.
         trust_pickle: Unpickle anything.
         check: Called between files; may raise.
 
@@ -105,7 +101,7 @@ def open_source(
     tensors: dict[str, torch.Tensor] = {}
     for file in pickles:
         check()
-        part = _flat(file, read_pickle(file, trust_pickle=trust_pickle, mapped=True), key)
+        part = tensors_in(file, read_pickle(file, trust_pickle=trust_pickle, mapped=True), key)
         if doubled := sorted(part.keys() & tensors.keys()):
             raise IndexFormatError("two files hold a tensor of the same name", path=file, found=doubled[0])
         tensors |= part
@@ -119,12 +115,12 @@ def _pickle_files(path: str) -> list[str] | None:
     """Return the files of `torch.save` that a path means, None if it means safetensors or nothing."""
     if os.path.isdir(path):
         return _pickles_in(path)
-    if path.endswith(FILE_SUFFIX) or not os.path.lexists(path):  # opening it raises the clearest error
+    if not os.path.lexists(path):  # opening it raises the clearest error
         return None
     if path.endswith(INDEX_SUFFIX):
         return _indexed_pickles(path)
-    if path.endswith(PICKLE_SUFFIXES) or is_pickle(path):
-        return [path]
+    if kind_of_file(path) is not None or (path.endswith(PICKLE_SUFFIXES) and not is_safetensors(path)):
+        return [path]  # `read_pickle` refuses what torch.save did not write
     return None
 
 
@@ -135,8 +131,9 @@ def _pickles_in(directory: str) -> list[str] | None:
         raise refused("listing the directory", directory, error) from error
     if any(name.endswith((FILE_SUFFIX, FILE_SUFFIX + INDEX_SUFFIX)) for name in names):
         return None
+    names = [name for name in names if not name.startswith(".")]
     indices = [name for name in names if name.endswith(tuple(suffix + INDEX_SUFFIX for suffix in PICKLE_SUFFIXES))]
-    files = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
+    files = [name for name in names if is_pickle_of_weights(name)]
     if len(indices) == 1:
         _require_inside(directory, indices)
         return _indexed_pickles(os.path.join(directory, indices[0]))
@@ -147,7 +144,7 @@ def _pickles_in(directory: str) -> list[str] | None:
     raise AmbiguousCheckpointError(
         "the directory holds several checkpoints; give the path of the one you mean",
         path=directory,
-        found=", ".join(indices or files),
+        found=listed(indices or files),
     )
 
 
@@ -176,60 +173,6 @@ def _require_inside(directory: str, names: Sequence[str]) -> list[str]:
 
 
 # The tensors in them.
-
-
-def _flat(path: str, loaded: Any, key: str | None) -> dict[str, torch.Tensor]:
-    """Return the tensors by name that a pickle holds.
-
-    Raises:
-        AmbiguousCheckpointError: It holds other values too; the message lists them.
-        TensorNotFoundError: It has no such key.
-        FormatError: It holds no tensors by name.
-    """
-    if key is not None:
-        if not isinstance(loaded, Mapping) or key not in loaded:
-            keys = ", ".join(map(printable, list(loaded)[:_SHOWN_NAMES])) if isinstance(loaded, Mapping) else ""
-            raise TensorNotFoundError(
-                "the file has no such key", path=path, expected=keys or type(loaded).__name__, found=key
-            )
-        loaded = loaded[key]
-    if isinstance(loaded, nn.Module):
-        loaded = loaded.state_dict()
-    if not isinstance(loaded, Mapping):
-        raise FormatError("the file holds no tensors by name", path=path, found=type(loaded).__name__)
-    odd = [name for name, value in loaded.items() if not (isinstance(name, str) and isinstance(value, torch.Tensor))]
-    if not odd:
-        tensors = dict(loaded)
-        try:
-            describe_tensors(tensors)
-        except UnsupportedDtypeError as error:
-            error.path = path
-            raise
-        except (TypeError, ValueError) as error:  # the file is wrong here, not the call
-            raise FormatError(str(error), path=path) from error
-        return tensors
-    inner = [name for name in odd if isinstance(loaded[name], Mapping) and _has_tensors(loaded[name])]
-    hint = f"choose one with key= (--key {printable(inner[0])})" if inner else "it cannot be stored as tensors"
-    raise AmbiguousCheckpointError(
-        f"the file holds more than tensors by name; {hint}",
-        path=path,
-        found=", ".join(_described(loaded, [*inner, *(name for name in odd if name not in inner)])),
-    )
-
-
-def _has_tensors(value: Mapping[Any, Any]) -> bool:
-    return any(isinstance(item, torch.Tensor) for item in value.values())
-
-
-def _described(loaded: Mapping[Any, Any], names: Sequence[Any]) -> Iterator[str]:
-    for name in names[:_SHOWN_NAMES]:
-        value = loaded[name]
-        kind = (
-            f"{type(value).__name__} of {len(value):,}" if isinstance(value, Mapping | list) else type(value).__name__
-        )
-        yield f"{printable(name)!r} ({kind})"
-    if len(names) > _SHOWN_NAMES:
-        yield f"{len(names) - _SHOWN_NAMES} others"
 
 
 def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, Any]:
@@ -315,7 +258,6 @@ def _plain_names(opened: OpenCheckpoint) -> dict[str, str]:
             "the file holds OLMo's nested state with values that are not tensors, which plain safetensors cannot hold; "
             "load it by stio.compat.olmo",
             path=opened.path,
-            found=", ".join(others[:_SHOWN_NAMES])
-            + (f" and {len(others) - _SHOWN_NAMES} others" if len(others) > _SHOWN_NAMES else ""),
+            found=listed(others),
         )
     return names

@@ -29,6 +29,7 @@ from stio.errors import (
     listed,
     printable,
 )
+from stio.format.file_kinds import FileKind, kind_of
 from stio.format.gil_slices import ROWS
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
 from stio.format.index import ShardIndex, check_against_shards, parse_index
@@ -38,7 +39,6 @@ from stio.format.other_sources import (
     advice_for_index,
     advice_for_missing,
     advice_for_names,
-    advice_for_start,
     refuse_pickle_at_url,
 )
 from stio.format.shared import ALIASES_KEY, parse_aliases
@@ -391,8 +391,10 @@ class _Opening:
         try:
             nbytes = header_nbytes(head[:PREFIX_BYTES], file_bytes=file_bytes, limits=self.limits, path=file.path)
         except FormatError as error:
-            _advise(error, advice_for_start(head))
-            raise
+            kind = _kind_of(file)
+            if kind is None:
+                raise
+            raise FormatError(kind.refusal(file.path), path=file.path) from error
         end = PREFIX_BYTES + nbytes
         raw = head[PREFIX_BYTES:end] if end <= len(head) else _read(file, PREFIX_BYTES, nbytes)
         return parse_header(raw, file_bytes=file_bytes, path=file.path, shard=shard, limits=self.limits)
@@ -455,7 +457,7 @@ def choose(root: Root) -> tuple[str | None, str]:
     if not indices and not files:
         raise CheckpointNotFoundError(
             "the directory holds no checkpoint; give a directory with .safetensors files, or a file"
-            + advice_for_names(names, root.path),
+            + advice_for_names(names, root.path, partial(_kind_of_name, root)),
             path=root.path,
             expected=f"{INDEX_NAME} or one *{FILE_SUFFIX}",
             found=listed(names) if names else "an empty directory",
@@ -465,6 +467,16 @@ def choose(root: Root) -> tuple[str | None, str]:
         path=root.path,
         found=listed(indices or files),
     )
+
+
+def _kind_of(file: Source) -> FileKind | None:
+    return kind_of(lambda begin, end: _read(file, begin, end - begin), file.identity.nbytes)
+
+
+def _kind_of_name(root: Root, name: str) -> FileKind | None:
+    with suppress(StioError), closing(root.open(name)) as file:
+        return _kind_of(file)
+    return None
 
 
 def _advise(error: StioError, advice: str) -> None:
