@@ -253,7 +253,7 @@ class Saver(_Twin):
         keep_last: int | None = None,
         max_pending: int = 1,
         when_full: saving.WhenFull = "wait",
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
         max_shard_size: int | str | None = None,
         metadata: Mapping[str, str] | None = None,
         filename_pattern: str = DEFAULT_PATTERN,

@@ -21,7 +21,7 @@ from stio.errors import ClosedError, printable
 from stio.format.naming import FILE_SUFFIX
 from stio.format.sharding import TensorSource
 from stio.runtime.hashing import HashName
-from stio.runtime.limits import check_budget_bytes
+from stio.runtime.limits import checked_size
 from stio.runtime.memory import default_budget_bytes
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress, progress_callback
@@ -45,7 +45,7 @@ async def convert(
     dtype: DtypeLike | None = None,
     metadata: Mapping[str, str] | None = None,
     progress: Progress = None,
-    budget_bytes: int | None = None,
+    budget_bytes: int | str | None = None,
     durability: Durability = "full",
     hash: HashName | None = None,
     lock_timeout: float = LOCK_TIMEOUT_SECONDS,
@@ -67,8 +67,8 @@ async def convert(
         dtype: Cast floating tensors to it: a torch dtype, or its name in torch or in the format. None: no cast.
         metadata: Text to store in addition to that of the source. For equal keys this text is stored.
         progress: See `stio.load`.
-        budget_bytes: Most bytes of memory, 512 MiB by default: half is staging memory of the save, a quarter holds
-            tensors read ahead. A single row that is larger than an eighth of it needs memory in addition.
+        budget_bytes: Most bytes of memory, see `stio.load`, 512 MiB by default: half is staging memory of the save, a
+            quarter holds tensors read ahead. A single row that is larger than an eighth of it needs memory in addition.
         durability: See `stio.save`.
         hash: See `stio.save`.
         lock_timeout: See `stio.save`.
@@ -88,8 +88,7 @@ async def convert(
         StioError: See `stio.open` and `stio.save`. After an error the destination is unchanged.
     """
     wanted = _floating_dtype(dtype)
-    if budget_bytes is not None:
-        check_budget_bytes(budget_bytes)
+    budget = default_budget_bytes() if budget_bytes is None else checked_size(budget_bytes)
     check_key(key)
     options = SaveOptions(
         max_shard_size=max_shard_size,
@@ -102,7 +101,6 @@ async def convert(
     absolute_destination(destination)  # raises for what is no destination
     options.max_shard_bytes(destination)  # raises for a wrong argument before the work starts
     plan_writes([], max_shard_bytes=None, block_bytes=1 << 20, metadata=metadata)  # the same for the metadata
-    budget = budget_bytes or default_budget_bytes()
 
     def body(operation: Operation[SaveResult]) -> SaveResult:
         opened = open_source(

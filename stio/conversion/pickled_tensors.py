@@ -15,7 +15,6 @@ from torch import nn
 
 from stio.device.describe import describe_tensors
 from stio.errors import (
-    SHOWN_NAMES,
     AmbiguousCheckpointError,
     FormatError,
     TensorNotFoundError,
@@ -23,6 +22,7 @@ from stio.errors import (
     listed,
     printable,
 )
+from stio.runtime.units import counted
 
 Key = str | Sequence[str | int]
 """What `key=` takes: one key, keys joined by dots, or a sequence of keys."""
@@ -158,15 +158,11 @@ def _advice(loaded: Any, paths: Sequence[tuple[Any, ...]]) -> str:
     """Return what to do: the keys that lead to tensors, or how to store a value without any."""
     if not paths:
         return _SAVE_STATE
-    shown = [_as_key(loaded, steps) for steps in paths[:SHOWN_NAMES]]
+    shown = [_as_key(loaded, steps) for steps in paths[:2]]
     if len(paths) == 1:
         return f"its tensors are under {shown[0]}"
-    more = f" (and {len(paths) - len(shown):,} others)" if len(paths) > len(shown) else ""
-    return (
-        f"choose one part of it, such as {' or '.join(shown[:2])}" + more
-        if len(shown) > 2
-        else (f"choose one part of it: {' or '.join(shown)}")
-    )
+    more = f" (and {counted(len(paths) - 2, 'other')})" if len(paths) > 2 else ""
+    return f"choose one part of it: {' or '.join(shown)}{more}"
 
 
 def _as_key(loaded: Any, steps: tuple[Any, ...]) -> str:

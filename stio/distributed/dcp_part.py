@@ -57,7 +57,7 @@ class PartSave(PendingSave):
         destination: str | os.PathLike[str],
         options: SaveOptions,
         *,
-        budget_bytes: int | None,
+        budget_bytes: int | str | None,
     ) -> None:
         self._ranges, self._task = ranges, task
         self._own_bytes: list[int] = []

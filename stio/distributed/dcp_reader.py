@@ -86,7 +86,7 @@ class StioStorageReader(StorageReader):
         path: SourceLike,
         *,
         memory: Memory = "auto",
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
         limits: Limits | None = None,
         verify: bool = False,
         follow_symlinks: bool = False,

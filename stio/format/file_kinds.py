@@ -13,11 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from stio.errors import StioError, listed
-from stio.format.header import PREFIX_BYTES
 from stio.runtime.urls import is_url
 
 HEAD_BYTES = 512
 """Bytes at the start of a file that decide about its kind."""
+
+_PREFIX_BYTES = 8
+"""Bytes at the start of a safetensors file: the length of its header."""
 
 _TAIL_BYTES = 128 << 10
 """Bytes at the end of a zip archive in which names are searched."""
@@ -171,8 +173,10 @@ def kind_of(read: Callable[[int, int], bytes], nbytes: int) -> FileKind | None:
 
 def starts_like_safetensors(head: bytes, nbytes: int) -> bool:
     """Return whether the first bytes are the length of a header that fits into the file, and its first character."""
-    length = int.from_bytes(head[:PREFIX_BYTES], "little")
-    return len(head) > PREFIX_BYTES and length <= nbytes - PREFIX_BYTES and head[PREFIX_BYTES:].lstrip(b" ")[:1] == b"{"
+    length = int.from_bytes(head[:_PREFIX_BYTES], "little")
+    return (
+        len(head) > _PREFIX_BYTES and length <= nbytes - _PREFIX_BYTES and head[_PREFIX_BYTES:].lstrip(b" ")[:1] == b"{"
+    )
 
 
 def _kind_of_zip(head: bytes, tail: bytes) -> FileKind:

@@ -112,7 +112,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         ValueError: The value of a keyword is out of range.
     """
 
-    def __init__(self, *, asynchronous: bool = True, budget_bytes: int | None = None, **keywords: Any) -> None:
+    def __init__(self, *, asynchronous: bool = True, budget_bytes: int | str | None = None, **keywords: Any) -> None:
         super().__init__()
         self._asynchronous = asynchronous
         self._budget_bytes = budget_bytes

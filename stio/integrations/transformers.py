@@ -132,7 +132,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         max_shard_size: int | str | None = None,
         durability: Literal["full", "none"] = "full",
         hash: HashName | None = None,
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, not {keep_last}")
@@ -623,7 +623,7 @@ class _Savers:
         **options: See `stio.Saver`.
     """
 
-    def __init__(self, *, sharded: bool = False, budget_bytes: int | None, **options: Any) -> None:
+    def __init__(self, *, sharded: bool = False, budget_bytes: int | str | None, **options: Any) -> None:
         saver = sync.distributed.Saver if sharded else sync.Saver
         make = partial(saver, max_pending=2, budget_bytes=budget_bytes, **options)  # there is one checkpoint at a time
         self.model = make()

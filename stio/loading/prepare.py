@@ -165,7 +165,7 @@ def _fetched(
         for shard, header in enumerate(opened.headers)
     ]
     with traced(options.trace, "fetch"):
-        return cache.fetch(files, nbytes, budget_bytes=options.budget_bytes or DEFAULT_BUDGET_BYTES, owned=owned)
+        return cache.fetch(files, nbytes, budget_bytes=options.budget or DEFAULT_BUDGET_BYTES, owned=owned)
 
 
 def _deliver_made(
@@ -398,7 +398,7 @@ def _device_loads(
     # Half of the budget for staging slots, half for groups that the consumer has not released.
     num_queues = sum(accelerator is not None for accelerator in accelerators) * (2 if options.memory == "gds" else 1)
     most_bytes = ACCELERATOR_BUDGET_BYTES if num_queues else DEFAULT_BUDGET_BYTES
-    budget_bytes = options.budget_bytes or memory.default_budget_bytes(sum(sizes), most_bytes=most_bytes)
+    budget_bytes = options.budget or memory.default_budget_bytes(sum(sizes), most_bytes=most_bytes)
     num_workers, num_slots, slot_bytes = staging_sizes(
         budget_bytes, num_queues, total_bytes=sum(sizes), switch_interval=sys.getswitchinterval()
     )

@@ -57,7 +57,7 @@ async def save(
     tensors: TensorsLike,
     destination: DestinationLike,
     *,
-    budget_bytes: int | None = None,
+    budget_bytes: int | str | None = None,
     max_shard_size: int | str | None = None,
     metadata: Mapping[str, str] | None = None,
     filename_pattern: str = DEFAULT_PATTERN,
@@ -82,7 +82,8 @@ async def save(
             updated in place where it holds a checkpoint. Other files in it are not touched. A path that looks like a
             file of another kind (`w.pt`, `w.bin`) is refused, unless it is a directory or ends in a slash. A URL of one
             of these with `s3://`, `gs://` or `az://` needs the extra `remote`; one put commits it.
-        budget_bytes: Most bytes of staging memory. None: 512 MiB. A produced tensor is not included.
+        budget_bytes: Most bytes of staging memory: a number, or text such as `"2GB"`. None: 512 MiB. A produced tensor
+            is not included.
         max_shard_size: Most bytes of tensors in one file of a directory: a number, or text such as `"5GB"`. None:
             `"5GB"`. Not for a destination that is one file.
         metadata: Text to store with the checkpoint.
@@ -153,10 +154,10 @@ class Saver:
             added stays, and a warning names it.
         max_pending: Most saves under way at one time. Each holds its own snapshot.
         when_full: What `save` does when so many are under way: wait for the oldest, or raise `SaveInProgressError`.
-        budget_bytes: Most bytes of staging memory. None: as many as the snapshots take, so that a save is staged at the
-            speed of memory. Of tensors on a device staging memory is pinned, which cannot be swapped: None then means
-            at most half of the host's memory that is free. A snapshot that is larger is written while it is staged, and
-            `save` returns when its last part was copied.
+        budget_bytes: Most bytes of staging memory, see `stio.save`. None: as many as the snapshots take, so that a save
+            is staged at the speed of memory. Of tensors on a device staging memory is pinned, which cannot be swapped:
+            None then means at most half of the host's memory that is free. A snapshot that is larger is written while
+            it is staged, and `save` returns when its last part was copied.
         max_shard_size: Default for `save`; see `stio.save`.
         metadata: Default for `save`; see `stio.save`.
         filename_pattern: Default for `save`; see `stio.save`.
@@ -177,7 +178,7 @@ class Saver:
         keep_last: int | None = None,
         max_pending: int = 1,
         when_full: WhenFull = "wait",
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
         max_shard_size: int | str | None = None,
         metadata: Mapping[str, str] | None = None,
         filename_pattern: str = DEFAULT_PATTERN,

@@ -22,9 +22,9 @@ from stio.device.describe import LazyTensor
 from stio.errors import StorageError, printable
 from stio.format.naming import FILE_SUFFIX, check_pattern, suffix_of_other_kind
 from stio.format.other_sources import NO_HOME
-from stio.format.sharding import parse_size
 from stio.format.shared import SharedPolicy
 from stio.runtime.hashing import HashName, new_hasher
+from stio.runtime.limits import parse_size
 from stio.runtime.locks import require_unlocked
 from stio.runtime.notebook import table
 from stio.runtime.progress import Progress, progress_callback

@@ -85,7 +85,7 @@ class PendingSave:
         options: SaveOptions,
         *,
         pool: StagingPool | None = None,
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
         notifier: Notifier | None = None,
         when_durable: WhenDurable = lambda path, filename_pattern, written: None,
         planner: Planner | None = None,
