@@ -260,7 +260,7 @@ def say(text: str, *, to_stderr: bool = False, style: Literal["bold", "dim"] | N
     """
     width = width_of(sys.stderr if to_stderr else sys.stdout)
     if width is not None:
-        text = "\n".join(_broken(line, width) for line in text.split("\n"))
+        text = "\n".join(broken(line, width) for line in text.split("\n"))
     if style is not None and has_colours():
         text = "\n".join(click.style(line, **{style: True}) for line in text.split("\n"))
         write(text, to_stderr=to_stderr, has_style=True)
@@ -286,7 +286,8 @@ def has_colours() -> bool:
     return console().color_system is not None
 
 
-def _broken(line: str, width: int) -> str:
+def broken(line: str, width: int) -> str:
+    """Return a line as lines of at most `width` columns, broken between words; all but the first are indented."""
     if len(line) <= width:
         return line
     joined = _TOGETHER.sub(lambda match: match[0].replace(" ", "\xa0"), line)
@@ -358,7 +359,7 @@ def columns_of(
     """
     widest = [max(map(cells, column)) for column in zip(*rows, strict=True)]
     padded = _MAX_PADDED if width is None else _MAX_PADDED_ON_TERMINALS
-    widths = [widest[0], *(min(most, padded) for most in widest[1:])]
+    widths = [widest[0], *(min(most, padded) for most in widest[1:-1]), *widest[1:][-1:]]
     if width is not None:
         rest = sum(len(_GAP) + most for most in widths[1:])
         widths[0] = min(widths[0], max(_SHORTEST_NAME, width - rest))
