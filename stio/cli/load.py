@@ -81,7 +81,7 @@ def load(
         return is_selected(name)
 
     names = None if pattern is None else select
-    trace = None if timeline is None else Trace()
+    trace = Trace()
     if timeline is not None:
         require_writable(timeline, "timeline", _TIMELINES)
     with starting():
@@ -104,7 +104,7 @@ def load(
             if name != "cpu":
                 torch.accelerator.synchronize(name)
         seconds = perf_counter() - began
-    if trace is not None and timeline is not None:
+    if timeline is not None:
         getattr(trace, _TIMELINES[Path(timeline).suffix.lower()])(timeline)
     total_bytes = sum({id(tensor): tensor.nbytes for tensor in tensors.values()}.values())  # an alias counts once
     _print(
@@ -112,6 +112,7 @@ def load(
             "path": without_secrets(path),
             "device": devices,
             "memory": memory,
+            "mapped": _is_mapped(trace),
             "num_tensors": len(tensors),
             "total_bytes": total_bytes,
             "seconds": seconds,
@@ -122,6 +123,12 @@ def load(
     )
 
 
+def _is_mapped(trace: Trace) -> bool:
+    """Return whether the tensors are mapped files, and not copies."""
+    reads = {span.name for span in trace.spans} & {"map", "populate", "read"}
+    return bool(reads) and reads <= {"map", "populate"}
+
+
 def _print(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(result, indent=2))
@@ -129,6 +136,7 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
     tensors, nbytes = counted(result["num_tensors"], "tensor"), result["total_bytes"]
     device = ", ".join(result["device"]) or "no device"
     rate = rate_text(nbytes, result["seconds"]) if result["memory"] != "lazy" else "read when they are used"
-    say(f"{one_line(result['path'])}: {tensors}, {show_bytes(nbytes)} on {device} in {result['seconds']:.3f} s, {rate}")
+    where = f"mapped on {device}" if result["mapped"] else f"on {device}"
+    say(f"{one_line(result['path'])}: {tensors}, {show_bytes(nbytes)} {where} in {result['seconds']:.3f} s, {rate}")
     if result["timeline"] is not None:
         say(f"timeline: {one_line(result['timeline'])}")
