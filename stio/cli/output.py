@@ -82,6 +82,7 @@ _SPELLED = (
     ("pass limits=stio.Limits(", "in Python, pass limits=stio.Limits("),
     (" (lock_timeout=)", ""),
     (" (stio.convert)", ""),
+    ("names= of stio.load", "--filter of `stio load`"),
     ("names=", "--filter"),
 )
 """Advice that names a keyword without an option of its name, and its form on the command line."""

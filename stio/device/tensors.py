@@ -93,7 +93,7 @@ def require_dtypes(dtypes: Sequence[str], *, path: str) -> None:
     for dtype in dict.fromkeys(dtypes):
         if dtype not in TORCH_DTYPES:
             raise UnsupportedDtypeError(
-                "torch has no such dtype; leave these tensors out by names=, or convert the file",
+                "torch has no such dtype; leave these tensors out (names= of stio.load)",
                 path=path,
                 found=dtype,
             )
