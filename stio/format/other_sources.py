@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from stio.errors import FormatError, printable
-from stio.format.file_kinds import CONVERT, FileKind
+from stio.format.file_kinds import CONVERT, TORCH_SAVE, FileKind
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.runtime.urls import SCHEMES, is_url, without_secrets
 
@@ -105,8 +105,13 @@ def advice_for_names(names: Iterable[str], path: str, kind_of: Callable[[str], F
     states = [name for name in names if _OF_TRAININGS.fullmatch(name)]
     if states and not found:
         return f"; {printable(states[0])} holds the state of a training, and no weights"
-    kind = kind_of(found[0]) if found else None
-    return "" if kind is None else f"; {printable(found[0])} is {kind.name}: {kind.advice_at(path)}"
+    if not found:
+        return ""
+    kind = kind_of(found[0])
+    if kind is not None:
+        return f"; {printable(found[0])} is {kind.name}: {kind.advice_at(path)}"
+    is_named_so = is_pickle_of_weights(found[0])
+    return f"; {printable(found[0])} looks like {TORCH_SAVE.name}: {TORCH_SAVE.advice_at(path)}" if is_named_so else ""
 
 
 def advice_for_index(name: str) -> str:
