@@ -114,7 +114,7 @@ def absolute_destination(destination: DestinationLike) -> str | OneFile | Destin
             path = os.path.join(os.getcwd(), path)  # not abspath: a slash at its end means a directory
         except FileNotFoundError as error:
             raise StorageError("the working directory does not exist any more", path=path, errno=error.errno) from error
-    return OneFile(path) if isinstance(destination, OneFile) else path
+    return replace(destination, path=path) if isinstance(destination, OneFile) else path
 
 
 def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
