@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -141,6 +142,7 @@ class Saver(api.Saver):
 
     Args:
         keep_last: See `stio.Saver`; the first rank deletes.
+        adopt: See `stio.Saver`.
         max_pending: See `stio.Saver`.
         when_full: See `stio.Saver`.
         budget_bytes: Most bytes of staging memory of a rank; see `stio.Saver`.
@@ -164,6 +166,7 @@ class Saver(api.Saver):
         self,
         *,
         keep_last: int | None = None,
+        adopt: str | os.PathLike[str] | None = None,
         max_pending: int = 1,
         when_full: WhenFull = "wait",
         budget_bytes: int | None = None,
@@ -184,6 +187,7 @@ class Saver(api.Saver):
     ) -> None:
         super().__init__(
             keep_last=keep_last,
+            adopt=adopt,
             max_pending=max_pending,
             when_full=when_full,
             budget_bytes=budget_bytes,
@@ -223,6 +227,7 @@ class Saver(api.Saver):
                 nested=nested,
                 notifier=self._changed,
                 pool=self._pool,
+                when_begun=self._retention.begin,
                 when_durable=self._retention.add,
             )
             made[:] = [save]

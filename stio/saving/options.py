@@ -143,6 +143,27 @@ def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
         )
 
 
+def adopted_directory(adopt: str | os.PathLike[str] | None, keep_last: int | None) -> str | None:
+    """Return the directory whose steps a saver takes over, as an absolute path.
+
+    Raises:
+        TypeError: `adopt` is no path.
+        ValueError: It is a URL, empty or a file, or nothing is ever deleted.
+    """
+    if adopt is None:
+        return None
+    if not isinstance(adopt, str | os.PathLike):
+        raise TypeError(f"adopt= takes the path of a directory, not {type(adopt).__name__}")
+    path = os.fsdecode(adopt)
+    if is_url(path):
+        raise ValueError(f"adopt= takes a directory of this machine, not the URL {without_secrets(path)}")
+    if not path or (os.path.exists(path) and not os.path.isdir(path)):
+        raise ValueError(f"adopt= takes a directory, not {printable(path)!r}")
+    if keep_last is None:
+        raise ValueError("adopt= needs keep_last=: without it no step is deleted")
+    return os.path.abspath(path)
+
+
 class Inherited(Enum):
     """The type of `INHERITED`."""
 
