@@ -70,9 +70,11 @@ async def save(
     Of copies (`Replicate`, plain tensors) one is written. If one rank fails, is cancelled or killed, the call raises on
     all of them, and the old checkpoint remains.
 
-    Plain tensors count as equal on all ranks, and one of them is written. What differs by rank, such as the state of a
-    random generator, has to have a name or a checkpoint of its own for each rank. Values that are no tensors must be
-    equal on all ranks; a difference is an error, and is named.
+    All ranks save all names, in any order. What differs by rank, such as the state of a random generator, is gathered
+    first, by `torch.distributed.all_gather_object`, and the list is saved on all ranks. Of plain tensors one copy is
+    written. Values that are no tensors, and plain tensors of integers, bools or a single number up to 16 MiB, must be
+    equal on all ranks; a difference is an error, and is named. Other plain tensors are not compared: copies of weights
+    may differ by rounding.
 
     Args:
         module_or_state: What is saved; the same names on all ranks. A module, to save its `state_dict()`; tensors by
