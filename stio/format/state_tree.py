@@ -6,7 +6,7 @@ A value that JSON cannot express is a row of a tag and a text. Lines end between
 node. A reader decodes line by line, so neither its memory nor the interpreter's lock depends on how the text was made.
 
 Reading checks everything that can be checked before a tensor is read, and makes all containers. `Tree.fill` puts the
-tensors in later. No torch is needed here: the caller passes `parse_tree` a function that makes torch's types.
+tensors in later. No torch is needed here: a function of the caller makes the types of torch and numpy.
 """
 
 from __future__ import annotations
@@ -50,13 +50,16 @@ MAPPING_TAGS: dict[type[dict[Any, Any]], str] = {dict: "dict", OrderedDict: "ord
 SEQUENCE_TAGS: dict[type, str] = {list: "list", tuple: "tuple"}
 """Tag of each type of sequence."""
 
-ReferenceKind: TypeAlias = Literal["tensor", "parameter", "frozen_parameter", "bytes_tensor"]
+ReferenceKind: TypeAlias = Literal["tensor", "parameter", "frozen_parameter", "bytes_tensor", "array_tensor"]
+
+HOST_KINDS: frozenset[ReferenceKind] = frozenset({"bytes_tensor", "array_tensor"})
+"""References to tensors that become `bytes` and arrays of numpy in host memory, whatever the device of the load."""
 
 _MAPPINGS: dict[str, Callable[[Any], dict[Any, Any]]] = {tag: kind for kind, tag in MAPPING_TAGS.items()}
 _UNORDERED = frozenset({"dict", "counter"})
 _CONTAINERS = frozenset({*_MAPPINGS, *SEQUENCE_TAGS.values(), "size"})
 _SCALARS = frozenset({"int", "float", "text", "bytes"})
-_FOREIGN = frozenset({"dtype", "device"})
+_FOREIGN = frozenset({"dtype", "device", "ndarray", "numpy_scalar"})
 _REFERENCES = frozenset(get_args(ReferenceKind))
 _IN_KEYS = frozenset({"tuple", "float", "text"})
 _KEY_TYPES = frozenset({str, int, float, bool, type(None), tuple})
@@ -244,8 +247,8 @@ def parse_tree(
         raw: The text.
         path: File to name in errors.
         limits: Bounds on its length and on its number of nodes.
-        foreign: Makes the types of the caller's library from a tag and a value: `dtype` and `device` from text, `size`
-            from a tuple of integers. Raises ValueError for an unknown value.
+        foreign: Makes the types of other libraries from a tag and a value: `dtype`, `device`, `ndarray` and
+            `numpy_scalar` from text, `size` from a tuple of integers. Raises ValueError for an unknown value.
         check: Called once a line; may raise to end the parsing.
 
     Raises:

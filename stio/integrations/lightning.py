@@ -95,8 +95,8 @@ class _Save:
 class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed by mypy
     """Saves and loads the checkpoints of Lightning: `Trainer(plugins=[StioCheckpointIO()])`.
 
-    `stio.load_state` reads such a checkpoint too. Paths, sets, namespaces, default dicts, numpy arrays and scalars are
-    stored as tagged dicts. Loading restores them and executes nothing. A value of another type, for example an enum or
+    `stio.load_state` reads such a checkpoint too. Paths, sets, namespaces and default dicts are stored as
+    tagged dicts. Loading restores them and executes nothing. A value of another type, for example an enum or
     an object among the hyperparameters, raises an error that names its path, before anything is written.
 
     A save by Lightning's `ModelCheckpoint` in a training returns when its snapshot is complete, and the training goes
