@@ -36,7 +36,7 @@ from stio.device.tensors import TORCH_DTYPES, require_dtypes, torch_shape
 from stio.distributed.parts import part_of
 from stio.distributed.same_checkpoint import describe_opened, require_same
 from stio.errors import ClosedError, MismatchError, StioError, printable
-from stio.format.state_tree import STATE_KEY, Reference
+from stio.format.state_tree import HOST_KINDS, STATE_KEY, Reference
 from stio.loading.api import fill_from
 from stio.loading.body import open_source, verify
 from stio.loading.module import Part
@@ -262,7 +262,7 @@ def _described(operation: Operation[Any], checkpoint: OpenCheckpoint, limits: Li
         opened.paths = {name: (name,) for name in every}
         return opened
     nested = read_nested(checkpoint, limits, check=operation.check)
-    state = nested.tree.fill(lambda one: nested.long_bytes[one.name] if one.kind == "bytes_tensor" else one)
+    state = nested.tree.fill(lambda one: nested.host_values[one.name] if one.kind in HOST_KINDS else one)
     for path, value in _leaves(state if isinstance(state, Mapping) else {"state": state}):
         name = ".".join(map(str, path))
         if name in opened.paths:

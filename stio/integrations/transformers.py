@@ -51,6 +51,7 @@ from stio.integrations._step_dirs import (
 from stio.integrations._tagged import from_plain, to_plain
 from stio.runtime.hashing import HashName
 from stio.saving.pending import PendingSave
+from stio.saving.retention import warn_of_higher_steps
 from stio.sync import load_state
 
 try:
@@ -262,6 +263,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         pushes = args.push_to_hub and state.is_world_process_zero and args.hub_strategy != "end"
         self._pushes = HubPushes(args) if pushes else None
         self._training = True
+        if state.is_world_process_zero:
+            warn_of_higher_steps(self._directory(args), state.global_step)
         self._complete = 0 < state.max_steps <= state.global_step
         if state.stateful_callbacks.pop(_STATE_KEY, None) is not None:
             self._restore(args, state, now)

@@ -8,6 +8,7 @@ the caller's code runs.
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -41,6 +42,7 @@ from stio.saving.options import (
     SaveResult,
     ShardNames,
     TensorsLike,
+    adopted_directory,
 )
 from stio.saving.pending import PendingSave
 from stio.saving.retention import Retention
@@ -152,6 +154,10 @@ class Saver:
             the nearest folder such as `step-3`; else the parent folder, if its name is a number; else the last number
             in the name. A destination without any is a step of its own. What another program has replaced, changed or
             added stays, and a warning names it.
+        adopt: Directory of the steps of an earlier run that this run goes on from: its complete checkpoints count as
+            steps of this saver, in the order of their numbers, so `keep_last` deletes them too. Of them only files of
+            tensors, indexes and manifests are deleted. A directory that does not exist is no error. None: what earlier
+            runs saved stays.
         max_pending: Most saves under way at one time. Each holds its own snapshot.
         when_full: What `save` does when so many are under way: wait for the oldest, or raise `SaveInProgressError`.
         budget_bytes: Most bytes of staging memory, see `stio.save`. None: as many as the snapshots take, so that a save
@@ -176,6 +182,7 @@ class Saver:
         self,
         *,
         keep_last: int | None = None,
+        adopt: str | os.PathLike[str] | None = None,
         max_pending: int = 1,
         when_full: WhenFull = "wait",
         budget_bytes: int | str | None = None,
@@ -194,6 +201,7 @@ class Saver:
     ) -> None:
         if keep_last is not None:
             _require_count("keep_last", keep_last)
+        adopted = adopted_directory(adopt, keep_last)
         _require_count("max_pending", max_pending)
         if when_full not in ("wait", "error"):
             raise ValueError(f"when_full= takes 'wait' or 'error', not {when_full!r}")
@@ -217,6 +225,7 @@ class Saver:
         self._budget_bytes = budget_bytes
         self._closed = False
         self._start_afresh()
+        self._retention = Retention(keep_last, adopted)
         _savers.add(self)
 
     def _start_afresh(self) -> None:
@@ -388,6 +397,7 @@ class Saver:
                 options,
                 notifier=self._changed,
                 pool=self._pool,
+                when_begun=self._retention.begin,
                 when_durable=self._retention.add,
             )
 

@@ -114,7 +114,7 @@ def absolute_destination(destination: DestinationLike) -> str | OneFile | Destin
             path = os.path.join(os.getcwd(), path)  # not abspath: a slash at its end means a directory
         except FileNotFoundError as error:
             raise StorageError("the working directory does not exist any more", path=path, errno=error.errno) from error
-    return OneFile(path) if isinstance(destination, OneFile) else path
+    return replace(destination, path=path) if isinstance(destination, OneFile) else path
 
 
 def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
@@ -141,6 +141,27 @@ def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
             f"safetensors only: {printable(name + FILE_SUFFIX)!r} means one file, {printable(name)!r} a directory. "
             f"To use a directory of this name, make it first or add a slash"
         )
+
+
+def adopted_directory(adopt: str | os.PathLike[str] | None, keep_last: int | None) -> str | None:
+    """Return the directory whose steps a saver takes over, as an absolute path.
+
+    Raises:
+        TypeError: `adopt` is no path.
+        ValueError: It is a URL, empty or a file, or nothing is ever deleted.
+    """
+    if adopt is None:
+        return None
+    if not isinstance(adopt, str | os.PathLike):
+        raise TypeError(f"adopt= takes the path of a directory, not {type(adopt).__name__}")
+    path = os.fsdecode(adopt)
+    if is_url(path):
+        raise ValueError(f"adopt= takes a directory of this machine, not the URL {without_secrets(path)}")
+    if not path or (os.path.exists(path) and not os.path.isdir(path)):
+        raise ValueError(f"adopt= takes a directory, not {printable(path)!r}")
+    if keep_last is None:
+        raise ValueError("adopt= needs keep_last=: without it no step is deleted")
+    return os.path.abspath(path)
 
 
 class Inherited(Enum):
