@@ -133,14 +133,14 @@ bench-busy: $(STAMP)  ## each operation alone and beside a busy Python thread; B
 	$(BIN)/python -m benchmarks.gil
 
 # Runs in the Python environment that has torch with CUDA, and not in $(VENV): such a machine may have no network. Tests
-# whose packages are missing are skipped. Without an accelerator it fails with status 2. Each stage ends within eight
-# minutes and writes each result at once; a second run continues with the missing stages.
+# and contestants whose packages are missing are skipped; STIO_BENCH_SAFETENSORS names a folder with safetensors 0.9.
+# Without an accelerator it fails with status 2. A second run continues with the missing stages.
 GPU_OUT ?= build/gpu
-gpu:  ## tests and benchmark that need an accelerator, in stages; GPU_ARGS="--total-seconds 540" for a part
+gpu:  ## tests and benchmark on an accelerator: eight minutes at most; GPU_ARGS="--total-seconds 240" for a part
 	$(GPU_PYTHON) -m benchmarks.gpu --out $(GPU_OUT) $(GPU_ARGS)
 
-rehearse-gpu: $(STAMP)  ## the same stages, small, on the simulated device: two minutes
-	$(BIN)/python -m benchmarks.gpu --device sim --quick --again --out build/gpu-rehearsal
+rehearse-gpu: $(STAMP)  ## the same stages, small, on the simulated device: 90 seconds
+	$(BIN)/python -m benchmarks.gpu --device sim --again --out build/gpu-rehearsal $(GPU_ARGS)
 
 # In stages, two at a time; build/nightly/summary.md says what each did and found. All stages run, even if one of them
 # fails; the command then fails at the end. NIGHTLY_ARGS="--stage kills --scale 0.05" for a part, or for a short form.

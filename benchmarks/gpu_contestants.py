@@ -1,4 +1,4 @@
-"""Who loads to the device: each prepares (imports, buffers, outside the clock) and gives its function.
+"""What loads to the device: each prepares (imports, buffers, outside the clock) and gives its function.
 
 A loader takes the checkpoint's directory and gives tensors on the device, by name; a limit gives none. What has to be
 closed goes on the stack that a contestant is given.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from functools import partial
@@ -20,8 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks import files, gpu_device, gpu_limits
-from benchmarks.contestants import SWITCH_SECONDS, import_stio
-from benchmarks.gpu_child import Absent
+from benchmarks.contestants import import_stio
+from benchmarks.gpu_child import SAFETENSORS, Absent
 from benchmarks.gpu_stages import RINGS, ring_name
 
 Tensors = dict[str, Any]
@@ -45,7 +46,7 @@ def _stio(stack: ExitStack, **keywords: Any) -> Load:
 
 
 def _stio_cache(stack: ExitStack, **keywords: Any) -> Load:
-    """Load twice: the first load is the model before, which brings this one into the cache."""
+    """Load out of a cache, which the first call fills."""
     stio = import_stio()
     caches: list[Any] = []
 
@@ -76,6 +77,42 @@ def _safetensors(stack: ExitStack) -> Load:
     return load
 
 
+def _safetensors_prefetch(stack: ExitStack) -> Load:
+    """Start a loader for each shard, then take the tensors as they become ready.
+
+    That is what its documentation says of a whole checkpoint: the loaders read in the background, and share one pool of
+    pinned memory. The package has the name of the other safetensors, so its folder comes first, in a process where
+    nothing has imported that.
+    """
+    folder = os.environ.get(SAFETENSORS)
+    if not folder:
+        raise Absent(f"{SAFETENSORS} names no folder with safetensors 0.9")
+    sys.path.insert(0, folder)
+    package = imported("safetensors")
+    if not Path(package.__file__).resolve().is_relative_to(Path(folder).resolve()):
+        raise Absent(f"safetensors is {package.__file__}, and not in {folder}")
+    if not hasattr(package.safe_open, "prefetch"):
+        raise Absent(f"the safetensors in {folder} has no prefetch")
+    device = gpu_device.device()
+
+    def load(directory: Path) -> Tensors:
+        if gpu_device.is_simulated():  # it writes to CUDA's devices alone
+            tensors: Tensors = {}
+            for path in shards_of(directory):
+                with package.safe_open(path, framework="pt") as file:
+                    tensors |= {name: tensor.to(device) for name, tensor in file.get_tensors().items()}
+            return tensors
+        with ExitStack() as opened:
+            shards = [
+                opened.enter_context(package.safe_open(path, framework="pt", device=str(device)))
+                for path in shards_of(directory)
+            ]
+            loaders = [opened.enter_context(shard.prefetch()) for shard in shards]
+            return {name: tensor for loader in loaders for name, tensor in loader}
+
+    return load
+
+
 def _runai(stack: ExitStack) -> Load:
     os.environ.setdefault("RUNAI_STREAMER_LOG_LEVEL", "ERROR")
     streamer_class = imported("runai_model_streamer").SafetensorsStreamer
@@ -100,13 +137,15 @@ def _fastsafetensors(stack: ExitStack) -> Load:
     return load
 
 
-def _instanttensor(stack: ExitStack) -> Load:
-    safe_open = imported("instanttensor").safe_open
+def _instanttensor(stack: ExitStack, *, is_buffered: bool = False) -> Load:
+    package = imported("instanttensor")
     gpu_device.cuda_runtime()
+    # By default it reads past the page cache, and maps what lies in tmpfs.
+    backend = package.BackendPolicy.BUFFERED if is_buffered else None
 
     def load(directory: Path) -> Tensors:
         paths = [str(path) for path in shards_of(directory)]
-        with safe_open(paths, framework="pt", device=gpu_device.device().index) as file:
+        with package.safe_open(paths, framework="pt", device=gpu_device.device().index, backend=backend) as file:
             return dict(file.tensors())
 
     return load
@@ -147,25 +186,29 @@ def imported(name: str) -> Any:
     """Import a peer's package, and its module for torch.
 
     Raises:
-        Absent: It is not installed.
+        Absent: It is not installed, or lacks a library of the system.
     """
     if find_spec(name) is None:
         raise Absent(f"{name} is not installed")
-    package = import_module(name)
-    if name == "safetensors":
-        import_module("safetensors.torch")
+    try:
+        package = import_module(name)
+        if name == "safetensors":
+            import_module("safetensors.torch")
+    except (ImportError, OSError) as error:
+        raise Absent(f"{name} cannot be imported: {error}") from error
     return package
 
 
 CONTESTANTS: dict[str, Prepare] = {
     "stio": _stio,
-    "stio-switch": partial(_stio, switch_interval=SWITCH_SECONDS),
     "stio-gds": partial(_stio, memory="gds"),
     "stio-cache": _stio_cache,
     "safetensors": _safetensors,
+    "safetensors-prefetch": _safetensors_prefetch,
     "runai": _runai,
     "fastsafetensors": _fastsafetensors,
     "instanttensor": _instanttensor,
+    "instanttensor-buffered": partial(_instanttensor, is_buffered=True),
     "kvikio": _kvikio,
     "raw-bus": _limit(gpu_limits.bus),
     "raw-page-cache": _limit(gpu_limits.page_cache),

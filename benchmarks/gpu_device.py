@@ -51,6 +51,7 @@ def _install_simulated() -> None:
     except simdevice.Unavailable as reason:
         raise NoDevice(str(reason)) from reason
     simdevice.set_fills(False)  # no device fills memory that it gives out
+    simdevice.set_released(0)  # `meters.busy_thread` sets it
 
 
 def device() -> torch.device:

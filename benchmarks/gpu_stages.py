@@ -1,21 +1,21 @@
 """What is measured on a GPU: the stages in their order, their cases and bounds, and how the report shows them.
 
-First what a first GPU has to answer, then the comparisons. Nothing here imports torch: the command lists and reports
-without it.
+The plan has what a reader asks first: do all bits arrive; how fast is the first load of a process, how fast are later
+ones, and those beside a busy thread; loads out of a cache, new weights for a module, saves; other loaders. The other
+stages answer single questions of the design. Nothing here imports torch: the command lists and reports without it.
+
+A budget has its processes with 5.5 s each until their clocks start, of which imports are 4 s, and their loads as they
+were measured on an H200 with 16 processors: 6 GB in 0.1 to 0.9 s, three times, and 1 s to compare all bits once.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-import threading
 from functools import partial
-from pathlib import Path
 from statistics import median
+from typing import Any
 
-from benchmarks.gpu_child import Bench, Stage
+from benchmarks.gpu_child import Stage
 from benchmarks.report import (
     Bound,
     Measured,
@@ -26,7 +26,6 @@ from benchmarks.report import (
     faster,
     median_cell,
     plain,
-    ratio,
     seconds,
     show,
 )
@@ -44,9 +43,9 @@ RINGS = ((4, 32), (8, 16), (8, 32), (16, 8), (16, 16))
 TRACED = "stio traced"
 """The entry whose timeline is drawn."""
 
-_ROOT = Path(__file__).resolve().parent.parent
-_THIRD_PARTIES = ("runai", "fastsafetensors", "instanttensor", "kvikio")
-PEERS = frozenset({"safetensors", "safetensors-then", "safetensors-copy", "dcp", "dcp-copy", *_THIRD_PARTIES})
+_PREFETCH, _BUFFERED = "safetensors-prefetch", "instanttensor-buffered"
+_LOADERS = ("safetensors", _PREFETCH, _BUFFERED, "instanttensor", "fastsafetensors", "runai", "kvikio")
+PEERS = frozenset({*_LOADERS, "prefetch-copy", "dcp-copy", "safetensors-then", "dcp"})
 """A failure of one of these does not fail the stage."""
 
 
@@ -57,13 +56,14 @@ def ring_name(num_threads: int, mebibytes: int) -> str:
 
 LABELS: dict[str, str] = {
     "stio": "stio",
-    "stio-switch": "stio, switch_interval 0.5 ms",
     "stio-gds": "stio, memory='gds'",
     "stio-cache": "stio, from a HostCache",
     "safetensors": "safetensors, load_file of each shard",
+    _PREFETCH: "safetensors 0.9, prefetch of all shards",
     "runai": "Run:ai streamer, .to(device)",
     "fastsafetensors": "fastsafetensors, no GDS",
-    "instanttensor": "InstantTensor, its default (direct I/O)",
+    "instanttensor": "InstantTensor, its default (direct I/O; on tmpfs a mapping)",
+    _BUFFERED: "InstantTensor, buffered backend",
     "kvikio": "kvikio, each file whole, tensors are views",
     "raw-bus": "limit: pinned memory to device, 64 MiB a copy",
     "raw-page-cache": "limit: page cache, every processor reading",
@@ -76,8 +76,7 @@ LABELS: dict[str, str] = {
     "pin-torch": "torch's pinned memory",
     "pin-registered": "touched huge pages, then cudaHostRegister",
     "stio-saver": "stio.Saver",
-    "stio-saver-budget": "stio.Saver, budget_bytes=512 MiB",
-    "dcp": "DCP async_save, DefaultStager, pinned memory",
+    "dcp": "DCP async_save, DefaultStager kept, pinned memory",
     "raw-d2h": "limit: device to pinned memory, 64 MiB a copy",
     "kernels": "launches of seven kernels beside a busy stream, CUDA_MODULE_LOADING",
     "stio-cast": "stio.load with a cast beside a busy stream",
@@ -85,7 +84,7 @@ LABELS: dict[str, str] = {
     "wake-spin": "event.synchronize()",
     "wake-sleep": "event.synchronize(), blocking=True",
     "stio-refresh": "stio.load_into a module that is there",
-    "safetensors-copy": "safetensors, load_state_dict",
+    "prefetch-copy": "safetensors 0.9, prefetch, load_state_dict",
     "dcp-copy": "DCP, HuggingFaceStorageReader into the state dict",
     "stio-warm": "stio.warm_start, forward at once",
     "stio-then": "stio.load_into(assign=True), then forward",
@@ -99,21 +98,32 @@ LABELS: dict[str, str] = {
 }
 
 
-_RESERVED = "stio reserved"
-_SPIN_BUSY, _SLEEP_BUSY = "wake-spin busy", "wake-sleep busy"
+_BUSY = {name: f"{name} busy" for name in ("stio", _PREFETCH, "safetensors", "runai", "wake-spin", "wake-sleep")}
 
 
 def _case(
-    name: str, title: str, *entries: Entry | str, task: str = "load", state: str = "warm", rounds: int = 3
+    name: str, title: str, *entries: Entry | str, task: str = "load", state: str = "warm", place: str = "disk"
 ) -> Case:
-    """Make a case; a quick run leaves out all shapes of the ring but one."""
+    """Make a case of three rounds; a quick run leaves out all shapes of the ring but one."""
     made = tuple(entry if isinstance(entry, Entry) else Entry(entry, task=task) for entry in entries)
     shapes = {entry.name for entry in made if re.fullmatch(r"raw-ring-(?!8x16).*", entry.name)}
-    return Case(name, title, made, rounds, state=state, not_quick=frozenset(shapes))
+    return Case(name, title, made, rounds=3, state=state, place=place, not_quick=frozenset(shapes))
 
 
-def _reserved(task: str) -> Entry:
-    return Entry("stio", _RESERVED, task, options={"reserve": True})
+def _stage(name: str, budget_seconds: float, title: str, *entries: Entry | str, **options: Any) -> Stage:
+    """Make a stage of one case, named as the stage is."""
+    return Stage(name, title, budget_seconds, (_case(name, title, *entries, **options),))
+
+
+def _loads(contestant: str, num_loads: int, *, busy: bool = False, **options: Any) -> Entry:
+    """Make an entry that loads so many times in its process."""
+    key = _BUSY[contestant] if busy else contestant
+    return Entry(contestant, key, busy=busy, options={"loads": num_loads}, **options)
+
+
+def _behind(first: str, *names: str, task: str = "load") -> tuple[Entry, ...]:
+    """Make entries that run in the process of another one, after it."""
+    return tuple(Entry(name, task=task, behind=first) for name in names)
 
 
 def _kernels(loading: str) -> Entry:
@@ -121,181 +131,120 @@ def _kernels(loading: str) -> Entry:
     return Entry("kernels", f"kernels {loading.lower()}", "kernels", options={"environment": environment})
 
 
-def _run_tests(bench: Bench) -> None:
-    """Run the tests that need a device, as they come; where all were skipped nothing has been shown.
-
-    Settings of plugins that are not there are let pass, and what other versions of packages announce for the future.
-    """
-    command = [
-        *(sys.executable, "-m", "pytest", "-m", "gpu and not slow", "-v", "--color=no", "--tb=short"),
-        *(["tests/gpu/test_saves.py"] if bench.is_rehearsal else ["tests/gpu", "tests/device"]),
-        *("-o", "addopts=--import-mode=importlib --strict-markers -r fE", "-o", "minversion=7.4"),
-        *("-p", "no:cacheprovider", "-W", "ignore::pytest.PytestConfigWarning"),
-        *("-W", "default::DeprecationWarning", "-W", "default::FutureWarning"),
-    ]
-    counts: dict[str, int] = {}
-    environment = os.environ | ({"STIO_TEST_DEVICE": "sim"} if bench.is_rehearsal else {})
-    tests = subprocess.Popen(command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, stderr=sys.stderr, text=True)
-    timer = threading.Timer(max(1.0, bench.seconds_left), tests.kill)
-    timer.start()
-    try:
-        assert tests.stdout is not None
-        for line in tests.stdout:
-            print(line, end="", file=sys.stderr, flush=True)
-            if found := re.match(r"(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", line):
-                counts[found[2]] = counts.get(found[2], 0) + 1
-                if found[2] in ("FAILED", "ERROR"):
-                    bench.emit({"kind": "note", "text": f"{found[2]}: {found[1]}"})
-        status = tests.wait()
-    finally:
-        timer.cancel()
-        tests.kill()
-    bench.emit({"kind": "note", "text": ", ".join(f"{number} {name.lower()}" for name, number in counts.items())})
-    if status < 0:
-        raise SystemExit("the tests were killed when the stage's time was over")
-    if status or not counts.get("PASSED"):
-        raise SystemExit(f"pytest ended with status {status}, {counts.get('PASSED', 0)} tests passed")
-
-
-def _stage(
-    name: str,
-    seconds: float,
-    title: str,
-    *entries: Entry | str,
-    task: str = "load",
-    state: str = "warm",
-    rounds: int = 3,
-    is_fresh: bool = False,
-) -> Stage:
-    """Make a stage of one case, named as the stage is."""
-    case = _case(name, title, *entries, task=task, state=state, rounds=rounds)
-    return Stage(name, title, seconds, (case,), is_fresh)
-
-
-STAGES: tuple[Stage, ...] = (
-    Stage("tests", "the tests that need a device", 400, run=_run_tests),
+PLAN: tuple[Stage, ...] = (
+    Stage("bits", "do all bits arrive, on each path and in each dtype", 60, tests=("tests/gpu/test_bits.py",)),
     _stage(
-        *("bus", 90, "out of the page cache; reserved: the total was allocated at once and released before"),
-        *("stio", _reserved("load"), "raw-bus", "raw-page-cache"),
-        rounds=5,
+        *("loads", 89, "out of the page cache, the first load of a process, and the median of later ones"),
+        *(_loads(name, 3) for name in ("stio", "safetensors", _PREFETCH, _BUFFERED)),
+        *_behind("stio", "raw-bus", "raw-page-cache"),
+        Entry("stio", TRACED, behind="stio", rounds=1, options={"trace": True}),
     ),
     _stage(
+        *("busy", 90, "out of the page cache, later loads beside a busy pure-Python thread"),
+        *(_loads("stio", 2), _loads("stio", 2, busy=True, behind="stio"), _loads(_PREFETCH, 2, busy=True)),
+        _loads("safetensors", 1, busy=True, rounds=1, limit_seconds=25),
+        _loads("runai", 1, busy=True, rounds=1, limit_seconds=12),
+    ),
+    _stage(
+        *("cache", 29, "out of a cache in pinned memory: the first load with the filling of the cache, and later ones"),
+        *(_loads("stio-cache", 3), *_behind("stio-cache", "raw-bus")),
+    ),
+    _stage(
+        *("refresh", 53, "new weights for a module on the device whose parameters keep their addresses"),
+        *("stio-refresh", "prefetch-copy", Entry("dcp-copy", task="refresh", rounds=1)),
+        *_behind("stio-refresh", "raw-bus"),
+        task="refresh",
+    ),
+    _stage(
+        *("saves", 56, "until a change of the tensors, made as soon as it is allowed, is done: first and later saves"),
+        *("stio-saver", "dcp", *_behind("stio-saver", "raw-d2h", task="save")),
+        task="save",
+        state="",
+    ),
+    _stage(
+        *("peers", 82, "out of tmpfs, the first load of a process, and the median of later ones"),
+        *(_loads(name, 3) for name in ("stio", _PREFETCH, "instanttensor")),
+        *(_loads(name, 4, rounds=1) for name in ("fastsafetensors", "runai")),
+        place="tmpfs",
+    ),
+)
+"""What runs by default: at most 480 s with the preparation, see `benchmarks.gpu.planned_seconds`."""
+
+STAGES: tuple[Stage, ...] = (
+    *PLAN,
+    Stage("tests", "all tests that need a device", 400, tests=("tests/gpu", "tests/device")),
+    _stage(
         *("pinning", 60, "pinning host memory, and by how much other threads come late meanwhile"),
-        *("pin-none", "pin-touch", "pin-torch", "pin-registered"),
+        *("pin-none", *_behind("pin-none", "pin-touch", "pin-torch", "pin-registered", task="pin")),
         task="pin",
         state="",
     ),
     _stage(
-        *("direct", 120, "O_DIRECT reads into pinned memory, the bits of one slot compared on the device"),
-        *("raw-disk", "raw-disk-pinned", "raw-disk-registered", "raw-ring-8x16-direct"),
+        *("direct", 90, "O_DIRECT reads into pinned memory, the bits of one slot compared on the device"),
+        *("raw-disk", *_behind("raw-disk", "raw-disk-pinned", "raw-disk-registered", "raw-ring-8x16-direct")),
         state="cold",
-    ),
-    _stage(
-        *("first-save", 150, "three saves of a fresh process; by how much other threads come late during the first"),
-        *("stio-saver", "stio-saver-budget", "dcp"),
-        task="save",
-        state="",
-        is_fresh=True,
     ),
     _stage(
         *(
             "kernels",
-            120,
+            90,
             "first uses of kernels in a fresh process, beside a busy stream; the seconds are a second use's",
         ),
         *(_kernels("LAZY"), _kernels("EAGER"), Entry("stio-cast", task="cast")),
         state="",
-        is_fresh=True,
     ),
     _stage(
         *(
             "wakeup",
-            60,
+            40,
             "from the queueing of a copy of 4 MiB to the return of the call that waits for it, medians of 200",
         ),
-        *("wake-query", "wake-spin", "wake-sleep"),
-        *(Entry("wake-spin", _SPIN_BUSY, "wakeup", busy=True), Entry("wake-sleep", _SLEEP_BUSY, "wakeup", busy=True)),
+        *("wake-query", *_behind("wake-query", "wake-spin", "wake-sleep", task="wakeup")),
+        *(Entry(name, _BUSY[name], "wakeup", busy=True, behind="wake-query") for name in ("wake-spin", "wake-sleep")),
         task="wakeup",
         state="",
     ),
     _stage(
-        *("fragmentation", 120, "two models in turns, each dropped before the next; the seconds are the fourth load's"),
-        *("stio", _reserved("turns"), "safetensors"),
+        *("fragmentation", 90, "two models in turns, each dropped before the next; the seconds are the fourth load's"),
+        *("stio", "safetensors"),
         task="turns",
     ),
     _stage(
-        *("refresh", 120, "new weights for a module on the device whose parameters keep their addresses"),
-        *("stio-refresh", "safetensors-copy", "dcp-copy", Entry("raw-bus")),
-        task="refresh",
+        *("cold", 240, "from the disk to the device, two loads of a process"),
+        *(_loads(name, 2) for name in ("stio", *_LOADERS[:2], *_LOADERS[3:-1])),
+        *_behind("stio", "raw-disk"),
+        state="cold",
     ),
     _stage(
-        *("first-load", 120, "out of the page cache, the first load of a fresh process", "stio", "safetensors"),
-        is_fresh=True,
-    ),
-    _stage(
-        *("warm", 120, "out of the page cache to the device"),
-        *("stio", "stio-switch", "safetensors", "raw-bus", "raw-page-cache"),
-        Entry("stio", TRACED, rounds=1, options={"trace": True}),
-        rounds=5,
-    ),
-    _stage("cold", 150, "from the disk to the device", "stio", "safetensors", "raw-disk", state="cold"),
-    _stage(
-        *("busy", 150, "out of the page cache, beside a busy pure-Python thread"),
-        *(Entry(name, f"{name} busy", busy=True) for name in ("stio", "stio-switch", "safetensors", "runai")),
-        "stio-switch",
-    ),
-    _stage(
-        *("swap", 120, "the second of two loads, the first one's tensors dropped before it"),
-        *("stio", "stio-cache", "safetensors", "raw-bus"),
-        task="again",
-        rounds=5,
-    ),
-    _stage(
-        *("forward", 150, "from the call to the end of the first forward of 512 tokens"),
+        *("forward", 90, "from the call to the end of the first forward of 512 tokens"),
         *("stio-warm", "stio-then", "safetensors-then"),
         task="forward",
-        rounds=5,
     ),
     _stage(
-        *("save", 150, "until a change of the tensors, made as soon as it is allowed, is done: medians of later saves"),
-        *("stio-saver", "dcp", "raw-d2h"),
-        task="save",
-        state="",
-    ),
-    _stage(
-        *("decoder", 60, "forwards of 512 tokens with all weights there: the first, and the median of later ones"),
+        *("decoder", 40, "forwards of 512 tokens with all weights there: the first, and the median of later ones"),
         "decoder",
         task="forward",
     ),
     Stage(
-        *("limits", "which shape of ring is the fastest, and is a registered mapping faster", 240),
+        *("limits", "which shape of ring is the fastest, and is a registered mapping faster", 200),
         cases=(
             _case(
-                *("limits", "out of the page cache, bare", "stio", *(ring_name(*ring) for ring in RINGS)),
-                *("raw-registered", "raw-bus", "raw-page-cache"),
+                *("limits", "out of the page cache, bare", "stio"),
+                *_behind("stio", *(ring_name(*ring) for ring in RINGS)),
+                *_behind("stio", "raw-registered", "raw-bus", "raw-page-cache"),
             ),
             _case(
-                *("limits-cold", "from the disk, bare", "stio", *(ring_name(*ring) + "-direct" for ring in RINGS)),
-                "raw-disk",
+                *("limits-cold", "from the disk, bare", "stio"),
+                *_behind("stio", *(ring_name(*ring) + "-direct" for ring in RINGS), "raw-disk"),
                 state="cold",
             ),
         ),
     ),
-    _stage("gds", 120, "from the disk to the device", "stio", "stio-gds", "kvikio", "raw-disk", state="cold"),
-    Stage(
-        *("peers", "other loaders", 300),
-        cases=(
-            _case("peers", "out of the page cache to the device", "stio", "safetensors", *_THIRD_PARTIES),
-            _case("peers-cold", "from the disk to the device", "stio", "safetensors", *_THIRD_PARTIES, state="cold"),
-        ),
+    _stage(
+        *("gds", 120, "from the disk to the device", "stio", "stio-gds", "kvikio", *_behind("stio", "raw-disk")),
+        state="cold",
     ),
 )
-
-
-def _of_the_slower_limit(runs: Runs, case: str, entry: str) -> Measured:
-    """Give stio's rate through the smaller of what bus and page cache allow."""
-    limits = {name: median(runs.values(case, name, "seconds").values()) for name in ("raw-bus", "raw-page-cache")}
-    return ratio(runs, case, entry, max(limits, key=limits.__getitem__))
 
 
 def _forward_through_load(runs: Runs) -> Measured:
@@ -310,50 +259,42 @@ def _forward_through_load(runs: Runs) -> Measured:
     return Measured(mine / other, min(each), max(each), len(each), mine, other, "the load alone")
 
 
-_ALL_PEERS = ("safetensors", *_THIRD_PARTIES)
-_SLOWER = "the slower of bus and page cache"
+_first = partial(faster, key="first_seconds")
+_IN_PAGE_CACHE = ("safetensors", _PREFETCH, _BUFFERED)
+_IN_TMPFS = (_PREFETCH, "instanttensor", "fastsafetensors", "runai")
+_BUSY_PEERS = (_BUSY[_PREFETCH], _BUSY["safetensors"], _BUSY["runai"])
 
 BOUNDS: tuple[Bound, ...] = (
-    faster("bus", "stio / bus", "stio", "raw-bus"),
-    faster("bus", "stio, the total allocated before / bus", _RESERVED, "raw-bus"),
-    Bound(
-        "bus",
-        f"stio, the total allocated before / {_SLOWER}",
-        partial(_of_the_slower_limit, case="bus", entry=_RESERVED),
-    ),
-    faster("bus", "stio, the total allocated before / without", _RESERVED, "stio"),
+    _first("loads", "the first load: stio / bus", "stio", "raw-bus", 0.65),
+    _first("loads", "the first load: stio / the fastest peer", "stio", _IN_PAGE_CACHE, 1.0),
+    faster("loads", "later loads: stio / bus", "stio", "raw-bus", 0.9),
+    faster("loads", "later loads: stio / the fastest peer", "stio", _IN_PAGE_CACHE, 1.0),
+    faster("busy", "stio busy / idle", _BUSY["stio"], "stio", 0.8),
+    faster("busy", "stio / the fastest peer, both busy", _BUSY["stio"], _BUSY_PEERS, 1.0),
+    faster("cache", "stio from a HostCache / bus", "stio-cache", "raw-bus", 0.9),
+    faster("refresh", "stio / bus", "stio-refresh", "raw-bus", 0.8),
+    faster("refresh", "stio / the fastest peer", "stio-refresh", ("prefetch-copy", "dcp-copy"), 1.0),
+    cost("saves", "blocked, later saves, through the bus", "stio-saver", "raw-d2h", "seconds", 1.1),
+    cost("saves", "blocked, later saves, through DCP's", "stio-saver", "dcp", "seconds", 1.0),
+    cost("saves", "blocked, the first save, through DCP's", "stio-saver", "dcp", "first_seconds", 1.0),
+    _first("peers", "the first load: stio / the fastest peer", "stio", _IN_TMPFS, 1.0),
+    faster("peers", "later loads: stio / the fastest peer", "stio", _IN_TMPFS, 1.0),
     seconds("pinning", "a GB, torch", "pin-torch", "seconds_per_gb", None),
     seconds("pinning", "a GB, registered huge pages", "pin-registered", "seconds_per_gb", None),
     seconds("pinning", "longest stall of a launch, torch", "pin-torch", "stalls.launch.max", None, "ms"),
     faster("direct", "into pinned slots / into plain memory", "raw-disk-pinned", "raw-disk"),
-    seconds("first-save", "blocked, the first save", "stio-saver", "first_seconds", None),
-    seconds("first-save", "blocked, the first save, with a budget", "stio-saver-budget", "first_seconds", None),
-    cost("first-save", "blocked, the first save, through DCP's", "stio-saver", "dcp", "first_seconds"),
     seconds("kernels", "first launches, loaded lazily", "kernels lazy", "first_seconds", None, "ms"),
     seconds("kernels", "first launches, loaded eagerly", "kernels eager", "first_seconds", None, "ms"),
     seconds("kernels", "a load's first cast beside a busy stream", "stio-cast", "first_seconds", None),
     cost("wakeup", "a sleeping wait through a polling one", "wake-sleep", "wake-query", "seconds"),
-    cost("wakeup", "the same beside a busy thread", _SLEEP_BUSY, "wake-query", "seconds"),
-    faster("refresh", "stio / bus", "stio-refresh", "raw-bus"),
-    faster("refresh", "stio / safetensors", "stio-refresh", "safetensors-copy"),
-    faster("first-load", "stio / safetensors", "stio", "safetensors"),
-    Bound("warm", f"stio / {_SLOWER}", partial(_of_the_slower_limit, case="warm", entry="stio"), at_least=0.9),
-    faster("warm", "stio / safetensors", "stio", "safetensors"),
-    faster("peers", "stio / the fastest peer", "stio", _ALL_PEERS, 1.0),
-    faster("swap", "stio from a HostCache / bus", "stio-cache", "raw-bus", 0.95),
-    faster("swap", "stio, a second load / bus", "stio", "raw-bus"),
-    faster("busy", "stio busy / alone, both with switch_interval", "stio-switch busy", "stio-switch", 0.8),
-    faster("busy", "stio busy / alone with switch_interval", "stio busy", "stio-switch"),
-    faster("busy", "stio / safetensors, both busy", "stio busy", "safetensors busy"),
+    cost("wakeup", "the same beside a busy thread", _BUSY["wake-sleep"], "wake-query", "seconds"),
+    faster("fragmentation", "stio / safetensors", "stio", "safetensors"),
     faster("cold", "stio / disk", "stio", "raw-disk", 0.95),
-    faster("peers-cold", "stio / the fastest peer", "stio", _ALL_PEERS),
-    faster("gds", "GPUDirect Storage / staged", "stio-gds", "stio"),
+    faster("cold", "stio / the fastest peer", "stio", _IN_TMPFS),
     Bound("forward", "first forward of a warm start through the load alone", _forward_through_load, at_most=1.1),
     cost("forward", "first forward of a warm start through load, then forward", "stio-warm", "stio-then", "seconds"),
     cost("forward", "the same through safetensors, then forward", "stio-warm", "safetensors-then", "seconds"),
-    cost("save", "blocked, later saves, through the bus", "stio-saver", "raw-d2h", "seconds", 1.1),
-    cost("save", "blocked, later saves, through DCP's", "stio-saver", "dcp", "seconds", 0.5),
-    seconds("save", "blocked, the first save", "stio-saver", "first_seconds", None),
+    faster("gds", "GPUDirect Storage / staged", "stio-gds", "stio"),
 )
 
 _PEAK = ("device memory added, peak, GB", "added_peak_bytes", 1e-9, 2)
@@ -363,10 +304,11 @@ _STALLS = (
     ("longest, ms", "stalls.launch.max", 1e3, 1),
 )
 _FIRST, _DONE = ("first, s", "first_seconds", 1, 3), ("done, s", "done_seconds", 1, 3)
+_FIRST_RATE = ("GB/s", "first_rate", 1e-9, 2)
 _COLUMNS: dict[str, tuple[tuple[str, str, float, int], ...]] = {
+    **dict.fromkeys(("loads", "busy", "cache", "refresh", "peers", "cold"), (_PEAK, _FIRST, _FIRST_RATE)),
+    "saves": (_PEAK, _FIRST, _DONE),
     "pinning": (("seconds a GB", "seconds_per_gb", 1, 3), *_STALLS),
-    "first-save": (_FIRST, _DONE, *_STALLS),
-    "save": (_FIRST, _DONE, _PEAK),
     "kernels": (_FIRST, ("the busy stream's work, s", "busy_seconds", 1, 3)),
     "wakeup": (("p99, ms", "p99", 1e3, 3), ("longest, ms", "max", 1e3, 3)),
     "fragmentation": (
@@ -374,7 +316,6 @@ _COLUMNS: dict[str, tuple[tuple[str, str, float, int], ...]] = {
         ("kept by torch, GB", "reserved_bytes", 1e-9, 2),
         ("held by tensors, GB", "used_bytes", 1e-9, 2),
     ),
-    "swap": (_FIRST, _PEAK),
     "forward": (("all loaded, s", "load_seconds", 1, 3), _PEAK),
     "decoder": (_FIRST,),
 }
@@ -393,8 +334,9 @@ def _row(case: str, entry: str, runs: Runs) -> list[str]:
 
 
 def _columns(case: Case) -> Columns:
-    titles = (title for title, *_ in _COLUMNS.get(case.name, (_PEAK,)))
-    return Columns((*titles, "seconds", "min to max", "GB/s", "runs"), _row)
+    columns = _COLUMNS.get(case.name, (_PEAK,))
+    title = "later, s" if _FIRST in columns else "seconds"
+    return Columns((*(title for title, *_ in columns), title, "min to max", "GB/s", "runs"), _row)
 
 
 SUITE = Suite(
@@ -405,12 +347,14 @@ SUITE = Suite(
     prepared=None,
     columns=_columns,
     panels=(
-        Panel("warm", "seconds", "until all is on the device"),
-        Panel("cold", "seconds", "until all is on the device"),
-        Panel("swap", "seconds", "the second load"),
-        Panel("save", "seconds", "the time in which tensors may not change"),
-        Panel("peers", "seconds", "until all is on the device"),
+        Panel("loads", "first_seconds", "the first load of a process"),
+        Panel("loads", "seconds", "later loads"),
+        Panel("busy", "seconds", "beside a busy thread"),
+        Panel("cache", "seconds", "later loads, out of the cache"),
         Panel("refresh", "seconds", "into a module that is there"),
+        Panel("saves", "seconds", "the time in which tensors may not change, later saves"),
+        Panel("peers", "first_seconds", "the first load of a process, out of tmpfs"),
+        Panel("peers", "seconds", "later loads, out of tmpfs"),
     ),
     picture="Rates of loads to a GPU",
 )

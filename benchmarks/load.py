@@ -1,4 +1,4 @@
-"""Compare stio's loads with its peers' and with the disk's limit: `python -m benchmarks.load`, see README.md."""
+"""Compare stio's loads with its peers' and with the disk's limit: `python -m benchmarks.load`, see tables.md."""
 
 from __future__ import annotations
 

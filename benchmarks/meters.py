@@ -6,6 +6,7 @@ import asyncio
 import gc
 import mmap
 import os
+import sys
 import threading
 import time
 import zlib
@@ -107,7 +108,10 @@ def _touch_for_writing(array: np.ndarray) -> None:
 
 @contextmanager
 def busy_thread(enabled: bool) -> Iterator[None]:
-    """Keep a pure-Python thread busy inside the block; it has stopped when the block is left."""
+    """Keep a pure-Python thread busy inside the block; it has stopped when the block is left.
+
+    The simulated device, if there is one, gives up the GIL to it where calls for CUDA do.
+    """
     if not enabled:
         yield
         return
@@ -123,11 +127,17 @@ def busy_thread(enabled: bool) -> Iterator[None]:
     thread = threading.Thread(target=spin, name="busy", daemon=True)
     thread.start()
     started.wait()
+    device: Any = sys.modules.get("simdevice")
+    is_simulated = device is not None and device.installed()
+    if is_simulated:
+        device.set_released(device.RELEASED_SECONDS)
     try:
         yield
     finally:
         stop.append(True)
         thread.join()
+        if is_simulated:
+            device.set_released(0)
 
 
 class Heartbeat:

@@ -200,9 +200,17 @@ def show(value: float, unit: str) -> str:
     return f"{value:.3g}"
 
 
-def faster(case: str, text: str, ours: str, theirs: str | tuple[str, ...], at_least: float | None = None) -> Bound:
+def faster(
+    case: str,
+    text: str,
+    ours: str,
+    theirs: str | tuple[str, ...],
+    at_least: float | None = None,
+    *,
+    key: str = "seconds",
+) -> Bound:
     """How many times as fast ours is as theirs, of several the fastest."""
-    return Bound(case, text, partial(ratio, case=case, ours=ours, theirs=theirs), at_least=at_least)
+    return Bound(case, text, partial(ratio, case=case, ours=ours, theirs=theirs, key=key), at_least=at_least)
 
 
 def cost(
@@ -289,17 +297,17 @@ def markdown(records: list[Record], suite: Suite) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def publish(suite: Suite, records: list[Record], text: str, drawn: Path, readme: Path | None) -> None:
-    """Draw the chart to `drawn`, and write the report between its markers of `readme`, with the chart if beside it."""
+def publish(suite: Suite, records: list[Record], text: str, drawn: Path, page: Path | None) -> None:
+    """Draw the chart to `drawn`, and write the report between its markers of `page`, with the chart if beside it."""
     is_drawn = draw(records, suite, drawn)
-    if readme is None:
+    if page is None:
         return
-    if is_drawn and drawn.resolve().is_relative_to(readme.parent):
-        text += f"\n![{suite.picture}]({drawn.resolve().relative_to(readme.parent)})\n"
+    if is_drawn and drawn.resolve().is_relative_to(page.parent):
+        text += f"\n![{suite.picture}]({drawn.resolve().relative_to(page.parent)})\n"
     begin, end = suite.markers
-    head, rest = readme.read_text().split(begin, 1)
+    head, rest = page.read_text().split(begin, 1)
     _, tail = rest.split(end, 1)
-    readme.write_text(f"{head}{begin}\n\n{text}\n{end}{tail}")
+    page.write_text(f"{head}{begin}\n\n{text}\n{end}{tail}")
 
 
 def num_missed(records: list[Record], suite: Suite) -> int:
@@ -474,14 +482,14 @@ def draw(records: list[dict[str, Any]], suite: Suite, path: Path) -> bool:
     panels = [
         bar_chart.Panel(titles[panel.case], rates, [f"{panel.text}; bar: median, line: all rounds"])
         for panel in suite.panels
-        if (rates := _rates(panel, suite, runs))
+        if (rates := rates_of(panel, suite, runs))
     ]
     if panels:
         path.write_text(bar_chart.draw_panels(panels), "utf-8")
     return bool(panels)
 
 
-def _rates(panel: Panel, suite: Suite, runs: Runs) -> list[bar_chart.Rate]:
+def rates_of(panel: Panel, suite: Suite, runs: Runs) -> list[bar_chart.Rate]:
     """Return the rates of a panel, the fastest first."""
     rates = []
     contestants = {

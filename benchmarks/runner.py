@@ -149,10 +149,8 @@ def main(suite: Suite, description: str, arguments: list[str] | None = None) -> 
             records = _run(suite, cases, settings, out)
     text = report.markdown(records, suite)
     print(text)
-    write_readme = options.publish or not partial
-    report.publish(
-        suite, records, text, out.resolve().with_suffix(".svg"), HERE / "README.md" if write_readme else None
-    )
+    page = HERE / "tables.md" if options.publish or not partial else None
+    report.publish(suite, records, text, out.resolve().with_suffix(".svg"), page)
     return 1 if report.num_missed(records, suite) else 0
 
 
@@ -195,6 +193,6 @@ def _parser(suite: Suite, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--dir", type=Path, default=HERE.parent.parent, help="a directory on a real disk for the files")
     parser.add_argument("--keep", action="store_true", help="keep the files, and use those that are there")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one run")
-    parser.add_argument("--publish", action="store_true", help="write the tables of a partial run to README.md too")
+    parser.add_argument("--publish", action="store_true", help="write the tables of a partial run to tables.md too")
     parser.add_argument("--report-only", action="store_true", help="report the figures of --out again, run nothing")
     return parser

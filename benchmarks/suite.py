@@ -28,6 +28,8 @@ class Entry:
     options: dict[str, Any] = field(default_factory=dict)  # keywords for the contestant
     rounds: int | None = None  # at most so many rounds
     limit_bytes: Callable[[Layout], int] | None = None  # memory that the run may hold, enforced by the kernel
+    behind: str = ""  # the entry in whose process it runs, after that one; in one of its own where empty
+    limit_seconds: float | None = None  # its process is killed after so long
 
     @property
     def name(self) -> str:
@@ -45,7 +47,7 @@ class Case:
     rounds: int  # of a full run; a quick one has one
     layout: str = "model"  # which tensors
     state: str = "cold"  # of the files: cold, warm (large folios), faults (small folios); compat: what is compared
-    place: str = "disk"  # disk or loop (a loop mount)
+    place: str = "disk"  # disk, loop (a loop mount) or tmpfs
     cap_bytes_per_second: int | None = None  # cap on the reads from the disk
     watch_memory: bool = False  # measure the memory of each run by a control group
     touch: str = "page"  # see `meters.touch_all`
@@ -108,6 +110,6 @@ class Suite:
 
     @property
     def markers(self) -> tuple[str, str]:
-        """The lines of README.md between which the tables stand."""
+        """The lines of tables.md between which the tables stand."""
         name = "results" if self.name == "load" else f"{self.name} results"
         return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"

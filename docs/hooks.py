@@ -1,45 +1,72 @@
-"""Hooks of mkdocs: files of the benchmarks beside the page that includes their README.md, boxes for charts, search."""
+"""Hooks of mkdocs: the link to the code, files of the benchmarks, outputs, charts, search."""
 
 from __future__ import annotations
 
 import re
+import tomllib
+from html import unescape
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-_LOOKED_UP = ("reference/", "faults.md", "benchmarks.md", "threat-model.md")
+_LOOKED_UP = ("reference/", "faults.md", "benchmarks.md", "tables.md", "threat-model.md")
 """Pages to look something up. The search shows those first that explain."""
+_NOT_RUN = re.compile(r"^<!-- not run: .*-->\n", re.MULTILINE)  # see tests/pages.py
+_DRAWING = re.compile(r'<div class="language-text highlight">(<pre>.*?</pre>)', re.DOTALL)
+_COLUMNS = 100
+"""Characters of a line of code that a page shows at a width of 1280 pixels."""
 _CHART = re.compile(r'<img alt="[^"]*" src="[^"]*\.svg"\s*/?>')
 
 
+def on_config(config: MkDocsConfig) -> None:
+    """Link every page to the code, if `pyproject.toml` names its repository."""
+    project = Path(config.config_file_path).with_name("pyproject.toml").read_text("utf-8")
+    if url := tomllib.loads(project)["project"].get("urls", {}).get("Repository"):
+        config.repo_url, config.repo_name = url, urlsplit(url).path.strip("/")
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add `results/`: charts, raw figures, and a list of them, which a link to the directory opens."""
+    """Add `results/`: charts, raw figures, and a list that a link to the directory opens."""
     results = Path(config.config_file_path).parent / "benchmarks" / "results"
     found = sorted(path for path in results.iterdir() if path.suffix in (".jsonl", ".svg"))
     for path in found:
         files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
     links = "".join(f"- [{path.name}]({path.name})\n" for path in found)
     listing = f"# Raw figures of the [benchmarks](../benchmarks.md)\n\n{links}"
-    files.append(File.generated(config, "results/index.md", content=listing, inclusion=InclusionLevel.NOT_IN_NAV))
+    hidden = InclusionLevel.NOT_IN_NAV
+    files.append(File.generated(config, "results/index.md", content=listing, inclusion=hidden))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let the output of Python wrap, and give pages of tables and names half the weight in the search.
+    """Mark outputs, hide why code is not run, and put tables and names behind pages that explain.
 
-    Output has long messages of errors. Indented blocks have the same language, but their columns must stay.
+    A fence of `text` is what the Python above it prints: it wraps, and no button copies it.
+    Indented blocks have the same language, but are commands or drawings. In the search, pages of
+    tables and names have half the weight.
     """
     if page.file.src_uri.startswith(_LOOKED_UP):
         page.meta.setdefault("search", {"boost": 0.5})
-    return re.sub(r"^```text$", "``` {.text .wrapped}", markdown, flags=re.MULTILINE)
+    markdown = _NOT_RUN.sub("", markdown)
+    return re.sub(r"^```text$", "``` {.text .output .no-copy}", markdown, flags=re.MULTILINE)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put each chart into a box that scrolls, with the keyboard too: style.css keeps its text readable on a phone.
+    """Put each chart into a box that scrolls, so that style.css keeps its text readable on a phone.
 
-    A link to the directory of raw figures opens its list, also from disk, where no server adds the name of a file.
+    Drawings of characters that are wider than the page get smaller letters, since they cannot wrap.
+    A link to the directory of raw figures opens its list, also from disk, where no server adds the
+    name of a file.
     """
     html = html.replace('href="results/"', 'href="results/index.html"')
-    return _CHART.sub(lambda match: f'<span class="picture" tabindex="0">{match[0]}</span>', html)
+    html = _DRAWING.sub(_fit, html)
+    return _CHART.sub(lambda match: f'<span class="picture">{match[0]}</span>', html)
+
+
+def _fit(drawing: re.Match[str]) -> str:
+    num_columns = max(map(len, unescape(re.sub(r"<[^>]*>", "", drawing[1])).splitlines()))
+    kind = "highlight wide" if num_columns > _COLUMNS else "highlight"
+    return drawing[0].replace("highlight", kind, 1)

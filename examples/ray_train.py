@@ -34,20 +34,22 @@ def train(config):
     if found := ray.train.get_checkpoint():
         state = state_at(step)
         stio.sync.distributed.load_into(state, found.path)  # each worker reads its part
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        step = state["step"]
-        print(f"worker {worker.get_world_rank()} of {worker.get_world_size()} goes on from step {step}")
+        parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(model, optimizer, **parts)
+        step, rank = state["step"], worker.get_world_rank()
+        print(f"worker {rank} of {worker.get_world_size()} goes on from step {step}")
 
     def report(step, loss, path, pending):
         pending.result()  # durable, on all workers
-        mode = CheckpointUploadMode.NO_UPLOAD
-        ray.train.report({"step": step, "loss": loss}, Checkpoint.from_directory(path), checkpoint_upload_mode=mode)
+        checkpoint, mode = Checkpoint.from_directory(path), CheckpointUploadMode.NO_UPLOAD
+        ray.train.report({"step": step, "loss": loss}, checkpoint, checkpoint_upload_mode=mode)
 
     folder = worker.get_storage().experiment_fs_path
     with stio.sync.distributed.Saver() as saver:
         while step < config["steps"]:
             step += 1
-            batch = torch.randn(24, 16, generator=torch.Generator().manual_seed(step))  # of all workers
+            generator = torch.Generator().manual_seed(step)
+            batch = torch.randn(24, 16, generator=generator)  # of all workers
             own = batch.chunk(worker.get_world_size())[worker.get_world_rank()]
             loss = (model(own) - own.mean(1, keepdim=True)).square().mean()
             loss.backward()
@@ -57,7 +59,8 @@ def train(config):
                 if under_way:
                     report(*under_way)
                 path = f"{folder}/step-{step}"
-                under_way = step, loss.item(), path, saver.save_state(state_at(step), path)  # the training goes on
+                pending = saver.save_state(state_at(step), path)  # the training goes on
+                under_way = step, loss.item(), path, pending
         if under_way:
             report(*under_way)
 

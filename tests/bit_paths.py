@@ -2,7 +2,7 @@
 
 A path is a function of a `Case`: it moves the tensors of the case in one way, and returns what has arrived. `patterns`
 has all bit patterns of dtypes of 8 and 16 bits; for wider ones quiet and signalling NaNs of both signs, infinities,
-subnormals, both zeros, and random bits. `test_bits.py` goes all paths on the CPU, `gpu/test_bits.py` on a device, and
+subnormals, both zeros, and random bits. `test_bits.py` runs all paths on the CPU, `gpu/test_bits.py` on a device, and
 `distributed/test_bits.py` those of several ranks.
 """
 
@@ -28,6 +28,7 @@ import stio
 from stio import sync
 from stio.compat import huggingface_hub as hub
 from stio.compat import olmo
+from stio.compat.safetensors import numpy as numpy_drop_in
 from stio.compat.safetensors import safe_open
 from stio.compat.safetensors import torch as drop_in
 from stio.device.tensors import TORCH_DTYPES
@@ -37,8 +38,8 @@ from stio.testing import write_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 
-DTYPES = [name for name in TORCH_DTYPES if name != "F4"] + [name for name in TORCH_DTYPES if name == "F4"]
-"""The dtypes of the format that this torch has; all of those that it has not cannot be loaded."""
+DTYPES = list(TORCH_DTYPES)
+"""The dtypes of the format that this torch has. Tensors of other dtypes cannot be loaded."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 KINDS = {  # exponent bits of all ones, bits of the fraction
@@ -69,7 +70,7 @@ def patterns(dtype: str) -> torch.Tensor:
         quiet = 1 << fraction - 1
         nans = [infinity | quiet, infinity | quiet | 5, infinity | 2 * quiet - 1, infinity | 1, infinity | quiet - 1]
         values = [0, 1, quiet, 2 * quiet - 1, infinity, infinity - 1, *nans]
-        sign = 1 << fraction + infinity.bit_length() - fraction
+        sign = 1 << infinity.bit_length()
         both = torch.tensor([value - 2 * (value & sign) for one in values for value in (one, one | sign)])
         special = both.to(INTEGERS[8 if kind == "F64" else 4])
         if dtype == "C64":  # each pattern as real and as imaginary part
@@ -180,8 +181,8 @@ def at(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     return integers(tensor).to(device).clone().view(tensor.dtype)
 
 
-Path_ = Callable[[Case], Mapping[str, torch.Tensor]]
-PATHS: dict[str, Path_] = {}
+Move = Callable[[Case], Mapping[str, torch.Tensor]]
+PATHS: dict[str, Move] = {}
 """By name."""
 ON_CPU_ONLY: set[str] = set()
 """Names of the paths that end in host memory, whatever the device."""
@@ -189,10 +190,10 @@ BY_TORCH: set[str] = set()
 """Names of the paths on which a module's own `load_state_dict` makes the last copy. There torch makes BOOL 0 or 1."""
 
 
-def path(name: str, *, cpu_only: bool = False, by_torch: bool = False) -> Callable[[Path_], Path_]:
+def path(name: str, *, cpu_only: bool = False, by_torch: bool = False) -> Callable[[Move], Move]:
     """Put a function into the table."""
 
-    def put(function: Path_) -> Path_:
+    def put(function: Move) -> Move:
         assert name not in PATHS
         PATHS[name] = function
         if cpu_only:
@@ -458,6 +459,82 @@ def _(case: Case) -> Tensors:
     return _state(module)
 
 
+class Subclass(nn.Parameter):
+    """A parameter without code of its own for torch's functions, as users and vLLM have them."""
+
+
+class Wrapped(torch.Tensor):
+    """A tensor whose functions are overridden."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@path("load_into, subclasses")
+def _(case: Case) -> Tensors:
+    module = module_of({})
+    for name, one in case.zeros().items():
+        parameter = nn.Parameter(one, requires_grad=False)
+        if name.endswith((".matrix", ".scalar")):
+            parameter.__class__ = Subclass
+        module_at(module, name).register_parameter(name.split(".")[1], parameter)
+    sync.load_into(module, case.checkpoint())
+    return _state(module)
+
+
+@path("load_into, one subclass that overrides functions", by_torch=True)
+def _(case: Case) -> Tensors:
+    module = module_of({name: one.as_subclass(Wrapped) for name, one in case.zeros().items()})
+    sync.load_into(module, case.checkpoint())
+    return {name: one.as_subclass(torch.Tensor) for name, one in _state(module).items()}
+
+
+@path("load_into, targets of other dtypes beside")
+def _(case: Case) -> Tensors:
+    """Casts from one dtype to two, in a list with copies: they go to no kernel that takes them for one dtype."""
+    source = {f"C.{k}": torch.arange(9.0) for k in range(3)} | case.tensors
+    module = module_of(case.zeros())
+    module._modules["C"] = others = nn.Module()
+    for k, dtype in enumerate([torch.float32, torch.float64, torch.bfloat16]):
+        others.register_buffer(str(k), torch.zeros(9, dtype=dtype, device=case.device))
+    sync.load_into(module, write_checkpoint(case.folder / "with casts", source))
+    found = _state(module)
+    for k in range(3):
+        assert found.pop(f"C.{k}").tolist() == torch.arange(9.0).tolist()
+    return found
+
+
+@path("load_into, in and out of inference mode")
+def _(case: Case) -> Tensors:
+    source = case.checkpoint()
+    with torch.inference_mode():
+        first = module_of(case.zeros())
+        sync.load_into(first, source)
+        require_same_bits(_state(first), case.expected)
+    module = module_of(case.zeros())
+    sync.load_into(module, source)
+    sync.save(module, case.folder / "out")
+    require_same_bits(read_files(case.folder / "out"), case.expected)
+    return _state(module)
+
+
+@path("warm_start, buffers that the file does not have")
+def _(case: Case) -> Tensors:
+    names = [name for name in case.tensors if name.endswith(".matrix")]
+    case.expected = {name: case.tensors[name] for name in names}
+    module = nn.Module()
+    for name in names:
+        kept = _spread(torch.full_like(integers(case.tensors[name]), 0)).copy_(integers(case.tensors[name]))
+        owner = module_at(module, name)
+        owner.register_buffer("matrix", kept.view(case.tensors[name].dtype), persistent=False)
+    module.register_parameter("weight", nn.Parameter(torch.empty(3, device="meta")))
+    file = write_checkpoint(case.folder / "other", {"weight": torch.ones(3)})
+    with sync.warm_start(module, file, device=case.device) as warm:
+        warm.done()
+    return {name: one.detach() for name, one in module.named_buffers()}
+
+
 # Caches.
 
 
@@ -561,6 +638,13 @@ def _(case: Case) -> Tensors:
 @path("DCP, reader")
 def _(case: Case) -> Tensors:
     state = case.zeros()
+    dcp.load(state, storage_reader=StioStorageReader(case.checkpoint()), no_dist=True)
+    return state
+
+
+@path("DCP, reader into turned memory")
+def _(case: Case) -> Tensors:
+    state = case.zeros(_turned)
     dcp.load(state, storage_reader=StioStorageReader(case.checkpoint()), no_dist=True)
     return state
 
@@ -694,8 +778,45 @@ def of_dtype(dtype: str) -> Tensors:
     return {name: one for name, one in tensors().items() if name.startswith(f"{dtype}.")}
 
 
+@path("convert, each dtype to itself", cpu_only=True)
+def _(case: Case) -> Tensors:
+    given = {name: one for name, one in case.tensors.items() if not name.startswith("F4.")}  # which has no casts
+    sync.convert(write_checkpoint(case.folder / "given", given), case.folder / "out", dtype="BF16")
+    found = {name: one for name, one in read_files(case.folder / "out").items() if name.startswith("BF16.")}
+    case.expected = {name: one for name, one in case.tensors.items() if name in found}
+    return found
+
+
+@path("drop-in, numpy", cpu_only=True)
+def _(case: Case) -> Tensors:
+    """Of the dtypes that numpy has, into and out of arrays; strided ones too."""
+    names = [name for name in case.tensors if not name.startswith(("F4.", "F8", "BF16."))]
+    case.expected = {name: case.tensors[name] for name in names}
+    arrays = {}
+    for name in names:
+        bits, dtype = integers(case.tensors[name]).numpy(), case.tensors[name].numpy().dtype
+        arrays[name] = np.stack([bits, bits], -1)[..., 1].view(dtype) if bits.ndim else bits.view(dtype)
+    numpy_drop_in.save_file(arrays, case.folder / "out.safetensors")
+    require_same_bits(read_files(case.folder / "out.safetensors"), case.expected)
+    found = numpy_drop_in.load_file(case.folder / "out.safetensors")
+    return {
+        name: torch.from_numpy(array.view(f"u{array.itemsize}")).view(case.tensors[name].dtype)
+        for name, array in found.items()
+    }
+
+
+@path("stio.testing, write_checkpoint of turned memory", cpu_only=True)
+def _(case: Case) -> Tensors:
+    given = {}
+    for name, one in case.tensors.items():
+        memory = _turned(integers(one))
+        memory.copy_(integers(one))
+        given[name] = memory.view(one.dtype)
+    return read_files(write_checkpoint(case.folder / "out", given))
+
+
 def run(name: str, case: Case) -> None:
-    """Go a path, and compare what arrives.
+    """Run a path, and compare what arrives.
 
     Raises:
         AssertionError: A bit has changed.
@@ -714,11 +835,11 @@ def names_for(device_is_cpu: bool) -> Sequence[str]:
     return [name for name in PATHS if device_is_cpu or name not in ON_CPU_ONLY]
 
 
-def size() -> Iterator[str]:
+def describe_size() -> Iterator[str]:
     """Yield lines that say how large the table is."""
     count = {dtype: len(patterns(dtype)) for dtype in DTYPES}
     yield f"{len(PATHS)} paths, {len(DTYPES)} dtypes, {sum(count.values())} bit patterns: {len(PATHS) * sum(count.values())}"
 
 
 if __name__ == "__main__":
-    print("\n".join(size()))
+    print("\n".join(describe_size()))

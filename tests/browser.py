@@ -120,7 +120,7 @@ class Page:
         self._browser, self._session = browser, session
         self.requested: list[str] = []
         """URLs that the page has requested since `open`."""
-        self._width, self._scheme = 0, ""
+        self.width, self._scheme = 0, ""
         for domain in ("Page", "Network", "Runtime"):
             self.command(f"{domain}.enable")
 
@@ -188,8 +188,8 @@ class Page:
 
     def resize(self, width: int) -> None:
         """Give the page a width in CSS pixels."""
-        if width != self._width:
-            self._width = width
+        if width != self.width:
+            self.width = width
             size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
             self.command("Emulation.setDeviceMetricsOverride", **size)
 

@@ -1,8 +1,8 @@
 """Writes the output of commands, and their pictures, into the pages again: `make captures`. It takes a few minutes.
 
 Each page with a console runs from top to bottom, as in the tests, but the output of a command is written into the page
-instead of being compared. Output that the page shortens with `...` stays unchanged. A console with the title
-`Not run by the tests, only by make captures: why` runs here. A picture without a directory in its path is copied from
+instead of being compared. Output that the page shortens with `...` stays unchanged. A console below the line
+`<!-- not run: only by make captures: WHY -->` runs here. A picture without a directory in its path is copied from
 the directory in which the commands drew it. Pages whose commands need a server are left out. The demo draws
 `docs/demo.svg`, and `examples/timeline.py` a load of a trained model to a fake device, `docs/timeline.svg`.
 """
@@ -24,7 +24,7 @@ import support
 
 from stio.testing import FakeDevice
 
-CAPTURED = "Not run by the tests, only by make captures: "
+CAPTURED = "only by make captures: "
 _ELIDED = re.compile(r"(?<!\])\.\.\.")  # but not `[ARGS]...`, which click prints
 
 
@@ -54,7 +54,7 @@ def renew(page: Path) -> None:
     renewed: dict[int, str] = {}
 
     def capture(block: pages.Block) -> None:
-        if block.runs or block.title.startswith(CAPTURED):
+        if block.runs or block.reason.startswith(CAPTURED):
             renewed[block.line] = captured(block)
 
     where = os.getcwd()

@@ -208,15 +208,15 @@ MUTANTS = (
     mutant(
         "small tensors are views",
         "small tensors are views of the buffer that their group was copied to, so each of them holds all of it",
-        CUDA,
-        ("        return new\n", "        return list(tensors)\n"),
+        PRIVATE,
+        ("    return new\n", "    return list(tensors)\n"),
         tests="tests/gpu/test_values.py",
     ),
     mutant(
         "lists of tensors by CUDA's kernel",
         "lists of tensors on one device go to the kernel that converts them through float",
         PRIVATE,
-        ("        pairs.append((nothing, nothing))\n", "        pass\n"),
+        ("    pairs.append((nothing, nothing))\n", ""),
         tests="tests/gpu/test_bits.py::test_c301_no_path_changes_a_bit_of_a_dtype_alone[load_into]",
     ),
     mutant(
@@ -236,8 +236,8 @@ MUTANTS = (
     mutant(
         "strided parts of the drop-in by kernels",
         "a part of a tensor that is not contiguous is made so by torch before it goes to the device",
-        "stio/compat/safetensors/_tensors.py",
-        ("        return (tensor if tensor.is_contiguous() else copy_of(tensor)).to(", "        return tensor.to("),
+        PRIVATE,
+        ("    return (tensor if is_plain else copy_of(tensor)).to(device)\n", "    return tensor.to(device)\n"),
         tests=f"{BITS}[drop-in, get_slice]",
     ),
     mutant(

@@ -5,8 +5,12 @@ loop, like the cells of a notebook: `await` works at the top level, and so does 
 `python`, `console` (commands after `$ `, which bash runs) and `text`, the output of the Python block before it. The
 output must equal the text; `...` matches anything in a line, or any number of lines if it is alone in a line.
 
-A title is shown in the page. `title="Not run ..."` gives the reason why a block cannot run here: it is compiled, and
-the names of stio that it uses are looked up. Any other title is a file name: the block is written to that file.
+The line `<!-- not run: REASON -->` directly above a fence says why the block cannot run here: it is compiled, and the
+names of stio that it uses are looked up. Readers do not see this line. They see the title of a fence. The title of a
+block that runs is a file name: the block is written to that file.
+
+A command that ends in ` &` starts a server. It runs until the end of the page, and its output is not shown. A page names
+the port 8000, and the tests use a free one.
 
 The output of a command is from one run. Times and rates may differ in the next run. `captures.py` writes this output
 and the pictures of the commands into the pages.
@@ -22,10 +26,14 @@ import io
 import os
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -33,11 +41,16 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-NEED_SERVERS = ("howto/object-stores.md", "howto/hugging-face-hub.md")
-"""Pages whose code needs a server, which `test_docs.py` starts: a store, and a hub."""
+NEED_SERVERS = ("howto/object-stores.md", "howto/hugging-face-hub.md", "howto/server.md")
+"""Pages whose code needs what `test_docs.py` has: a store, a hub, a free port."""
+PORT = 8000
+"""The port that pages name."""
 LANGUAGES = ("python", "console", "text", "yaml")
 
-_FENCE = re.compile(r'^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+NOT_RUN = re.compile(r"^<!-- not run: (.+) -->\n", re.MULTILINE)
+_FENCE = re.compile(
+    r'(?:^<!-- not run: ([^\n]+) -->\n)?^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE
+)
 _MEASURED = re.compile(r"(?<![\w.,])[0-9][0-9.,]* (?:([kMGT]?B/s)|s|ms|µs)(?![\w/])")
 _TOP_LEVEL_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 _PROMPT = """
@@ -50,8 +63,14 @@ runpy.run_module("asyncio", run_name="__main__", alter_sys=True)
 """
 """Runs `python -m asyncio`."""
 PYTHON = sys.executable
-"""What commands run as `python`; `stio` is its module."""
-_SHELL = 'stio() { "$STIO_PYTHON" -m stio "$@"; }; python() { "$STIO_PYTHON" "$@"; }; set -o pipefail\n'
+"""What commands run as `python`; `stio` and `uvicorn` are its modules."""
+_PATIENCE_SECONDS = 60
+_SHELL = (
+    'stio() { "$STIO_PYTHON" -m stio "$@"; }; python() { "$STIO_PYTHON" "$@"; }; '
+    'uvicorn() { "$STIO_PYTHON" -m uvicorn --port "$STIO_PORT" "$@"; }; '
+    'curl() { command curl --silent --show-error "$@"; }; set -o pipefail\n'
+)
+"""In a terminal, curl shows no progress either."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +83,8 @@ class Block:
     language: str
     title: str
     text: str
+    reason: str = ""
+    """Why the tests do not run it; empty if they do."""
 
     @property
     def place(self) -> str:
@@ -71,7 +92,7 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        return not self.title.startswith("Not run")
+        return not self.reason
 
     @property
     def is_file(self) -> bool:
@@ -87,21 +108,23 @@ def blocks_of(page: Path) -> list[Block]:
     text = page.read_text()
     name = page.relative_to(DOCS).as_posix() if page.is_relative_to(DOCS) else page.name
     found = [
-        Block(name, text.count("\n", 0, match.start(3)) + 1, match[1], match[2] or "", match[3])
+        Block(name, text.count("\n", 0, match.start(4)) + 1, match[2], match[3] or "", match[4], match[1] or "")
         for match in _FENCE.finditer(text)
     ]
     if len(re.findall(r"^[ \t]*(?:```|~~~)", text, re.MULTILINE)) != 2 * len(found):
         raise PageError(f"{name}: a fence is indented, not closed, or has unknown options")
+    if text.count("<!-- not run") != sum(not block.runs for block in found):
+        raise PageError(f"{name}: '<!-- not run: REASON -->' with no reason, or not directly above a fence")
     for before, block in pairwise([None, *found]):
         assert block is not None
         if block.language not in LANGUAGES:
             raise PageError(f"{block.place}: {block.language or 'no language'} is not one of {', '.join(LANGUAGES)}")
-        if block.title and not (block.runs or re.match(r"Not run [^:]*: \S", block.title)):
-            raise PageError(f"{block.place}: the title gives no reason why it is not run")
+        if block.title.lower().startswith("not run"):
+            raise PageError(f"{block.place}: readers see the title; say why it is not run in a line above the fence")
         if block.language == "yaml" and block.runs:
-            raise PageError(f"{block.place}: yaml is not run here; the title must say why")
+            raise PageError(f"{block.place}: yaml is not run here; the line above the fence must say why")
         if block.is_file and not re.fullmatch(r"\w+\.\w+", block.title):
-            raise PageError(f"{block.place}: the title is neither a reason nor a file name")
+            raise PageError(f"{block.place}: the title of a block that runs is a file name")
         if block.language == "text" and not (
             before and before.language == "python" and before.runs and not before.is_file
         ):
@@ -141,18 +164,19 @@ def require_shown(block: Block, shown: str, printed: str) -> None:
 # Run a page.
 
 
-def run_page(page: Path, on_console: Callable[[Block], None] | None = None) -> dict[str, Any]:
+def run_page(page: Path, on_console: Callable[[Block], None] | None = None, port: int = PORT) -> dict[str, Any]:
     """Run a page in the working directory; return the names that its Python defined.
 
     Args:
         page: The page.
         on_console: Runs each console block, also those that the tests do not run. By default `run_commands`, which
             compares the output.
+        port: What stands for the port of the page.
     """
-    blocks = blocks_of(page)
+    blocks = [replace(block, text=block.text.replace(f":{PORT}", f":{port}")) for block in blocks_of(page)]
     names: dict[str, Any] = {"__name__": "__main__"}
 
-    async def run() -> None:
+    async def run(servers: contextlib.ExitStack) -> None:
         for block, after in pairwise([*blocks, None]):
             assert block is not None
             if on_console is not None and block.language == "console":
@@ -162,14 +186,20 @@ def run_page(page: Path, on_console: Callable[[Block], None] | None = None) -> d
             elif block.is_file:
                 write_file(block, Path())
             elif block.language == "console":
-                run_commands(block)
+                for command, shown in commands(block):
+                    script, env = script_of(command, port)
+                    if command.endswith(" &"):
+                        servers.enter_context(run_server(block, script.removesuffix(" &"), env, port))
+                    else:
+                        run_command(block, script, shown, env)
             elif block.language == "python":
                 printed = await execute(block, names)
                 shown = after.text if after is not None and after.language == "text" else ""
                 if shown or printed:  # a page shows all output of its code
                     require_shown(block, shown, printed)
 
-    asyncio.run(run())
+    with contextlib.ExitStack() as servers:
+        asyncio.run(run(servers))
     return names
 
 
@@ -199,16 +229,9 @@ def commands(block: Block) -> Iterator[tuple[str, str]]:
         yield match[1].rstrip(), match[2]
 
 
-def run_commands(block: Block) -> None:
-    """Run the commands of a console block, and compare their output."""
-    for command, shown in commands(block):
-        script, env = script_of(command)
-        run_command(block, script, shown, env)
-
-
-def script_of(command: str) -> tuple[str, dict[str, str]]:
-    """Return a command for bash and its environment; `stio` and `python` use this interpreter."""
-    return _SHELL + command, {**environment(), "STIO_PYTHON": PYTHON, "COLUMNS": "80"}
+def script_of(command: str, port: int = PORT) -> tuple[str, dict[str, str]]:
+    """Return a command for bash and its environment; `stio`, `python` and `uvicorn` use this interpreter."""
+    return _SHELL + command, {**environment(), "STIO_PYTHON": PYTHON, "STIO_PORT": str(port), "COLUMNS": "80"}
 
 
 def run_command(block: Block, script: str, shown: str, env: dict[str, str]) -> str:
@@ -219,6 +242,29 @@ def run_command(block: Block, script: str, shown: str, env: dict[str, str]) -> s
     if shown:
         require_shown(block, shown, done.stdout)
     return done.stdout
+
+
+@contextlib.contextmanager
+def run_server(block: Block, script: str, env: dict[str, str], port: int) -> Iterator[None]:
+    """Run a line of bash that starts a server, from when it can be reached until the end of the `with` block."""
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            ["bash", "-ec", script], env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            deadline = time.monotonic() + _PATIENCE_SECONDS
+            while process.poll() is None and time.monotonic() < deadline:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    break
+                time.sleep(0.02)
+            else:
+                log.seek(0)
+                raise PageError(f"{block.place}: no server listens on port {port}:\n{script}\n{log.read()}")
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait(_PATIENCE_SECONDS)
 
 
 def environment() -> dict[str, str]:

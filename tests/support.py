@@ -504,11 +504,17 @@ async def cancelled_after_every_round(
 # Other processes.
 
 
+def python_path(*paths: Path) -> str:
+    """Return the PYTHONPATH of a process that finds the checkout, and packages that this process finds by its own."""
+    first = paths or (REPOSITORY, REPOSITORY / "tests")
+    return os.pathsep.join([*map(str, first), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run_python(
     code: str, *arguments: object, timeout: float = 60.0, python: str | Path = sys.executable, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run a script in a fresh interpreter, or another one (see `crash.zygote`), that finds stio; a hang fails."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     return subprocess.run(
         [python, "-W", "error", "-c", textwrap.dedent(code), *map(str, arguments)],
         capture_output=True,

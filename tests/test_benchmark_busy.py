@@ -163,6 +163,7 @@ def test_the_table_of_simulated_loads() -> None:
         return {"resident, idle": figures(idle), "resident, busy": figures(busy_rate)}
 
     lines = gil.table({"/x/a": [found(40, 4), found(40, 6)], "/x/b": [found(50, 20), found(50, 20)]}).splitlines()
-    assert lines[3].split()[:8] == ["resident,", "busy", "5.0", "(4.0", "to", "6.0)", "0.12", "0.3"]
-    assert lines[4].split()[:7] == ["b", "20.0", "(20.0", "to", "20.0)", "0.40", "0.3"]
-    assert lines[4].split()[7] == "4.17"  # median of 20 / 4 and 20 / 6
+    assert lines[0].startswith("simulated ")
+    assert lines[3].split()[:7] == ["resident,", "busy", "5.0", "(4.0", "to", "6.0)", "0.12"]
+    assert lines[4].split()[:6] == ["b", "20.0", "(20.0", "to", "20.0)", "0.40"]
+    assert lines[4].split()[6] == "4.17"  # median of 20 / 4 and 20 / 6

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import runpy
+import shutil
+import socket
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import captures
@@ -20,6 +24,7 @@ from crash.zygote import Zygote
 from pages import DOCS, ROOT, Block, PageError
 
 import stio
+from benchmarks import overview, report
 from stio.runtime import bar_chart
 from tests.distributed.ranks import PRELOADED
 
@@ -49,8 +54,8 @@ def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p
     monkeypatch.setattr(pages, "PYTHON", str(page_zygote.python))
     monkeypatch.setenv("PYTHON_EXEC", str(page_zygote.python))  # what torchrun starts its workers with
     monkeypatch.chdir(tmp_path)
-    with SERVERS.get(page, nothing)(monkeypatch, tmp_path):
-        names = pages.run_page(DOCS / page)
+    with SERVERS.get(page, nothing)(monkeypatch, tmp_path) as port:
+        names = pages.run_page(DOCS / page, port=port or pages.PORT)
     is_code = [
         block.language == "python" and block.runs and not block.is_file for block in pages.blocks_of(DOCS / page)
     ]
@@ -106,8 +111,22 @@ def nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AbstractContextM
     return nullcontext()
 
 
-SERVERS = dict(zip(pages.NEED_SERVERS, (store, hub), strict=True))
-"""What runs beside the code of a page."""
+@contextmanager
+def free_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[int]:
+    """Give a port for the server that the page starts, and that its clients reach without a proxy."""
+    for package in ("fastapi", "httpx", "uvicorn"):
+        pytest.importorskip(package)
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "localhost")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    yield port
+
+
+SERVERS = dict(zip(pages.NEED_SERVERS, (store, hub, free_port), strict=True))
+"""What runs beside the code of a page, or the port for its own server."""
 
 
 def test_the_tutorial_can_be_pasted(tmp_path: Path, page_zygote: Zygote) -> None:
@@ -156,7 +175,7 @@ def bar_chart_of_one_rate() -> str:
 
 def test_a_capture_that_takes_minutes_has_the_shape_of_its_command() -> None:
     left_out = [
-        block for page in WITH_CODE for block in pages.blocks_of(DOCS / page) if block.title.startswith(CAPTURED)
+        block for page in WITH_CODE for block in pages.blocks_of(DOCS / page) if block.reason.startswith(CAPTURED)
     ]
     assert [block.page for block in left_out] == ["howto/command-line.md"]
     ((command, shown),) = pages.commands(left_out[0])
@@ -172,14 +191,14 @@ def test_captures_write_the_output_into_the_page(tmp_path: Path) -> None:
     page = page_of(
         tmp_path,
         "# Page\n\n```console\n$ echo 1; printf '<svg/>' > a.svg\n2\n$ echo 3 4\n...4\n$ true\n```\n\n![a](a.svg)\n"
-        f'```console title="{CAPTURED}why"\n$ echo 5\n?\n```\n'
-        '```console title="Not run by the tests: why"\n$ exit 1\n6\n```\n',
+        f"<!-- not run: {CAPTURED}why -->\n```console\n$ echo 5\n?\n```\n"
+        "<!-- not run: why -->\n```console\n$ exit 1\n6\n```\n",
     )
     captures.renew(page)
     assert page.read_text() == (
         "# Page\n\n```console\n$ echo 1; printf '<svg/>' > a.svg\n1\n$ echo 3 4\n...4\n$ true\n```\n\n![a](a.svg)\n"
-        f'```console title="{CAPTURED}why"\n$ echo 5\n5\n```\n'
-        '```console title="Not run by the tests: why"\n$ exit 1\n6\n```\n'
+        f"<!-- not run: {CAPTURED}why -->\n```console\n$ echo 5\n5\n```\n"
+        "<!-- not run: why -->\n```console\n$ exit 1\n6\n```\n"
     )
     assert (tmp_path / "a.svg").read_text() == "<svg/>"
 
@@ -216,7 +235,8 @@ def test_links_and_includes_point_to_existing_files(page: str) -> None:
     for target in re.findall(r'^--8<-- "(.+)"$', text, re.MULTILINE):
         assert (ROOT / target).is_file(), target
         for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / target).read_text()):
-            assert link.startswith(("https://", "results/")), f"{target}: {link} is not on the site"
+            is_on_site = link.startswith(("https://", "results/")) or (DOCS / link).is_file()
+            assert is_on_site and (link.startswith("https://") or (ROOT / target).parent.joinpath(link).exists()), link
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -226,6 +246,43 @@ def test_the_reference_has_every_public_name() -> None:
     for name in set(stio.__all__) - {"__version__", "sync"}:
         assert f"stio.{name}" in found, name
     assert [name for name in found if pages.find(name) is None] == []
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_code_has_lines_that_the_page_shows_whole(page: str) -> None:
+    """At a width of 1,280 pixels; outputs and consoles wrap. `test_site.py` measures it in a browser."""
+    blocks = [block for block in pages.blocks_of(DOCS / page) if block.language in ("python", "yaml")]
+    long = [f"{block.place}: {line}" for block in blocks for line in block.text.splitlines() if len(line) > 100]
+    assert long == []
+
+
+def test_the_charts_of_the_benchmarks_are_drawn_from_the_recorded_figures() -> None:
+    """By `python -m benchmarks.overview`. The page begins with one of them."""
+    for name, chart in overview.charts().items():
+        assert (ROOT / "benchmarks" / "results" / name).read_text() == chart, name
+    _, _, first, *_ = (ROOT / "benchmarks" / "README.md").read_text().splitlines()
+    assert first.endswith("(results/overview.svg)")
+
+
+@pytest.mark.parametrize("module", ["load", "save", "compat", "frameworks", "server", "distributed"])
+def test_benchmarks_publish_between_the_markers_of_their_tables(module: str, tmp_path: Path) -> None:
+    suite = import_module(f"benchmarks.{module}").SUITE
+    page = tmp_path / "tables.md"
+    page.write_text((ROOT / "benchmarks" / "tables.md").read_text())
+    report.publish(suite, [], "the new report\n", tmp_path / "chart.svg", page)
+    begin, end = suite.markers
+    assert page.read_text().split(begin)[1].split(end)[0].strip() == "the new report"
+
+
+def test_every_page_links_to_the_code_if_the_project_names_its_repository(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    on_config = runpy.run_path(str(DOCS / "hooks.py"))["on_config"]
+    for urls, expected in (("", None), ('urls = {Repository = "https://host/team/stio"}', "https://host/team/stio")):
+        (tmp_path / "pyproject.toml").write_text(f"[project]\n{urls}\n")
+        config = SimpleNamespace(config_file_path=str(tmp_path / "mkdocs.yml"), repo_url=None, repo_name=None)
+        on_config(config)
+        assert config.repo_url == expected
+        assert config.repo_name == (expected and "team/stio")
 
 
 def test_make_docs_builds_strictly() -> None:
@@ -280,13 +337,17 @@ def test_shown_output_is_compared_with_printed_output(shown: str, printed: str, 
         ("```\nls\n```\n", "no language"),
         ("- list\n\n    ```python\n    1\n    ```\n", "a fence is indented"),
         ('```python norun="1"\n1\n```\n', "unknown options"),
-        ('```python title="Not run here"\n1\n```\n', "gives no reason"),
-        ('```python title="Listing one"\n1\n```\n', "neither a reason nor a file name"),
-        ('```python title="Not run here: why"\nstio.lode(1)\n```\n', "stio has no stio.lode"),
-        ('```python title="Not run here: why"\nawait stio.load(1, devise=2)\n```\n', r"stio.load\(devise=\)"),
-        ('```python title="Not run here: why"\nstio.Saver(keep=2)\n```\n', r"stio.Saver\(keep=\)"),
-        ('```python title="Not run here: why"\nfrom stio import lode\n```\n', "stio.lode"),
-        ('```python title="Not run here: why"\nimport stio.lode\n```\n', "stio.lode"),
+        ("<!-- not run -->\n```python\n1\n```\n", "with no reason"),
+        ("<!-- not run: why -->\n\n```python\n1\n```\n", "not directly above a fence"),
+        ('```python title="Not run here: why"\n1\n```\n', "readers see the title"),
+        ('<!-- not run: why -->\n```python title="Not run here"\n1\n```\n', "readers see the title"),
+        ("```yaml\na: 1\n```\n", "yaml is not run here"),
+        ('```python title="Listing one"\n1\n```\n', "is a file name"),
+        ("<!-- not run: why -->\n```python\nstio.lode(1)\n```\n", "stio has no stio.lode"),
+        ("<!-- not run: why -->\n```python\nawait stio.load(1, devise=2)\n```\n", r"stio.load\(devise=\)"),
+        ("<!-- not run: why -->\n```python\nstio.Saver(keep=2)\n```\n", r"stio.Saver\(keep=\)"),
+        ("<!-- not run: why -->\n```python\nfrom stio import lode\n```\n", "stio.lode"),
+        ("<!-- not run: why -->\n```python\nimport stio.lode\n```\n", "stio.lode"),
     ],
 )
 def test_a_wrong_page_fails(text: str, said: str, tmp_path: Path) -> None:
@@ -299,14 +360,14 @@ def test_code_that_fails_names_its_line(tmp_path: Path) -> None:
         pages.run_page(page_of(tmp_path, "# Page\n\n```python\na = 1\na / 0\n```\n"))
     assert caught.traceback[-1].lineno == 4  # pytest counts from 0
     with pytest.raises(SyntaxError):
-        pages.check_unrun(Block("page.md", 1, "python", "Not run here: why", "def\n"))
+        pages.check_unrun(Block("page.md", 1, "python", "", "def\n", "why"))
 
 
 def test_blocks_that_cannot_run_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = (
-        '```python title="Not run here: a GPU"\nimport stio\nraise SystemExit(await stio.load("m", device="cuda"))\n```\n'
-        '```console title="Not run here: it downloads"\n$ exit 1\n```\n'
+        '<!-- not run: a GPU -->\n```python title="On a GPU"\nimport stio\nraise SystemExit(await stio.load("m", device="cuda"))\n```\n'
+        "<!-- not run: it downloads -->\n```console\n$ exit 1\n```\n"
         '```python title="made.py"\nprint("made")\n```\n```console\n$ python made.py\nmade\n```\n'
     )
     pages.run_page(page_of(tmp_path, text))
@@ -316,3 +377,35 @@ def test_a_page_that_cannot_be_pasted_fails(tmp_path: Path) -> None:
     page = page_of(tmp_path, "```python\nfor k in range(2):\n    print(k)\nprint(3)\n```\n\n```text\n0\n1\n3\n```\n")
     with pytest.raises(PageError, match="SyntaxError"):
         pages.run_in_repl(pages.blocks_of(page), cwd=tmp_path)
+
+
+def test_a_server_of_a_page_has_a_free_port_and_ends_with_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with free_port(monkeypatch, tmp_path) as port:
+        start = f"echo hello > a.txt; python -m http.server {port} --bind 127.0.0.1"
+        text = f"```console\n$ {start} &\n$ curl localhost:8000/a.txt\nhello\n```\n"
+        pages.run_page(page_of(tmp_path, text), port=port)
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+
+
+def test_a_server_that_does_not_start_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with free_port(monkeypatch, tmp_path) as port, pytest.raises(PageError, match="no server listens(.|\n)*no module"):
+        pages.run_page(page_of(tmp_path, "```console\n$ echo no module &\n```\n"), port=port)
+
+
+@pytest.mark.parametrize("page", ["README.md", *PAGES])
+def test_readers_do_not_see_why_code_is_not_run(page: str) -> None:
+    """README has no hook of mkdocs: what is in its source is what a git host shows, but for comments."""
+    text = (ROOT / page if page == "README.md" else DOCS / page).read_text()
+    seen = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    assert not re.search(r"not run (here|by the tests)", seen, re.IGNORECASE)
+
+
+def test_the_reference_starts_with_an_example() -> None:
+    first, second, *_ = pages.blocks_of(DOCS / "reference" / "index.md")
+    assert (first.language, second.language) == ("python", "text")
+    before = (DOCS / "reference" / "index.md").read_text().split("```")[0]
+    assert before.split() == ["#", "Reference"]

@@ -23,7 +23,7 @@ import pytest
 import torch
 from crash.zygote import Zygote
 from safetensors.torch import save_file
-from support import eventually
+from support import eventually, python_path
 from torch.nn import functional
 
 ROOT = Path(__file__).parents[1]
@@ -136,7 +136,7 @@ def server(command: list[str], port: int, **options: Any) -> Iterator[Server]:
         [*INTERPRETER, *command],
         cwd=ROOT,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "examples")])},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT, ROOT / "tests", ROOT / "examples")},
         **options,
     )
     try:

@@ -106,10 +106,16 @@ _SCRIPT = r"""
       if (scrolls(box) && fits(box)) return false;
     return !fits(element);
   });
+  const wide = [...document.querySelectorAll("article pre > code")].filter((code) => code.scrollWidth > code.clientWidth);
+  const boxes = [...document.querySelectorAll("article .md-typeset__scrollwrap, article .picture")];
+  const unmarked = boxes.filter((box) =>
+    (box.scrollLeft + box.clientWidth < box.scrollWidth - 1) !== box.classList.contains("has-more"));
   const pictures = [...document.images].filter((image) => !image.naturalWidth).map((image) => image.src);
   return {
     wide: root.scrollWidth > root.clientWidth ? `${root.scrollWidth} > ${root.clientWidth}` : "",
     cut: cut.map((element) => element.textContent.slice(0, 60)),
+    long: wide.map((code) => code.textContent.split("\n").reduce((a, b) => (a.length < b.length ? b : a))),
+    unmarked: unmarked.map((box) => box.textContent.trim().slice(0, 60)),
     pale: [...pale].map(([colours, text]) => `${text} (${colours})`),
     empty: pictures,
     background: luminance(behind(document.body)),
@@ -118,11 +124,18 @@ _SCRIPT = r"""
 """
 
 
+_TWO_FRAMES = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))"
+
+
 def problems(page: Page, *, is_dark: bool) -> list[str]:
     """Return what is wrong with the open page at its present width and scheme."""
+    page.evaluate(_TWO_FRAMES)  # scroll.js sees a new size when it is drawn
     found = page.evaluate(_SCRIPT)
     said = [f"the page scrolls to the side: {found['wide']}"] if found["wide"] else []
     said += [f"cut: {text}" for text in found["cut"]]
+    said += [f"nothing shows that it scrolls, or it does not: {text}" for text in found["unmarked"]]
+    if page.width >= DESK:
+        said += [f"a line of code is longer than the page shows: {text}" for text in found["long"]]
     said += [f"contrast: {text}" for text in found["pale"]]
     said += [f"not loaded: {url}" for url in found["empty"]]
     if (found["background"] < 0.1) is not is_dark:
@@ -239,6 +252,34 @@ def test_links_and_anchors_exist(site: Path) -> None:
     assert broken(site) == []
 
 
+SHOWN = {
+    "loading": {
+        "stio.RemoteRoot": {"path", "listdir", "close"},
+        "stio.HostCache": {"prefetch", "stats", "evict", "close"},
+        "stio.DiskCache": {"path", "max_bytes", "stats", "leftovers", "evict"},
+        "stio.WarmStart": {"done", "aclose"},
+    },
+    "events": {"stio.Trace": {"spans", "save_chrome", "save_svg", "save_html"}},
+    "distributed": {
+        "stio.distributed.save": {"save"},
+        "stio.distributed.StioStorageReader": set[str](),
+        "stio.distributed.StioStorageWriter": {"result"},
+    },
+    "integrations": {"stio.integrations.transformers.StioCallback": {"resume", "wait"}},
+}
+"""What the reference shows of classes that have other members for stio, torch or a framework to call."""
+
+
+@pytest.mark.parametrize(("name", "members"), SHOWN.items())
+def test_the_reference_shows_what_users_call(name: str, members: dict[str, set[str]], site: Path) -> None:
+    text = (site / "reference" / f"{name}.html").read_text("utf-8")
+    found = set(Links(site / "reference" / f"{name}.html").identifiers)
+    for owner, shown in members.items():
+        assert owner in found
+        assert {each.rpartition(".")[2] for each in found if each.rpartition(".")[0] == owner} == shown
+    assert "patience" not in text and "LoadOptions, order" not in text, "parameters that are for tests, or for stio"
+
+
 def test_every_file_of_html_is_checked(site: Path) -> None:
     assert sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html")) == sorted([*PAGES, FOR_SERVERS])
 
@@ -267,6 +308,8 @@ def bad_page(folder: Path, body: str, style: str = "") -> str:
         (f"<article><pre><code>{'x' * 200}</code></pre></article>", "pre{overflow:hidden}", ["cut"]),
         (f"<article><pre><code>{'x' * 200}</code></pre></article>", "pre{overflow:auto}", []),
         ("<img src='missing.svg'>", "", ["not loaded"]),
+        ("<article><p class=picture><b>wide</b></p></article>", "p{overflow:auto}b{padding:500px}", ["nothing shows"]),
+        ("<article><p class='picture has-more'>fits</p></article>", "", ["nothing shows"]),
     ],
 )
 def test_a_bad_page_is_found(body: str, style: str, said: list[str], tmp_path: Path, page: Page) -> None:
@@ -274,7 +317,52 @@ def test_a_bad_page_is_found(body: str, style: str, said: list[str], tmp_path: P
     page.resize(PHONE)
     page.open(bad_page(tmp_path, body, style))
     found = problems(page, is_dark=False)
-    assert [text.partition(":")[0].partition(" of ")[0] for text in found] == said
+    assert [text.partition(":")[0].partition(" of ")[0].partition(" that ")[0] for text in found] == said
+
+
+def test_a_long_line_of_code_is_found_at_a_desk_only(tmp_path: Path, page: Page) -> None:
+    page.prefer("light")
+    url = bad_page(
+        tmp_path, f"<article><pre><code>{'x' * 200}</code></pre></article>", "code{display:block;overflow:auto}"
+    )
+    for width, number in ((DESK, 1), (PHONE, 0)):
+        page.resize(width)
+        page.open(url)
+        assert len(problems(page, is_dark=False)) == number
+
+
+WIDE = {"index.html": "article .picture", "versions.html": "article .md-typeset__scrollwrap"}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_the_right_end_of_a_wide_box_can_be_reached_on_a_phone(name: str, site: Path, page: Page) -> None:
+    """It fades while there is more, and the keyboard scrolls it."""
+    page.resize(PHONE)
+    page.open((site / name).as_uri())
+    box = f"document.querySelector({WIDE[name]!r})"
+    page.wait(f"{box}.classList.contains('has-more')")
+    assert page.evaluate(f"getComputedStyle({box}).maskImage").startswith("linear-gradient")
+    assert page.evaluate(f"{box}.tabIndex") == 0
+    page.evaluate(f"{box}.scrollLeft = {box}.scrollWidth")
+    page.wait(f"!{box}.classList.contains('has-more')")
+    last = "[...this.querySelectorAll('img, th')].pop().getBoundingClientRect().right <= innerWidth"
+    assert page.evaluate(f"(function () {{ return {last} }}).call({box})")
+
+
+def test_outputs_look_unlike_code_and_have_no_button(site: Path, page: Page) -> None:
+    page.resize(DESK)
+    page.open((site / "tutorial.html").as_uri())
+    page.wait("document.querySelector('.language-python .md-code__nav')")
+    assert page.evaluate("document.querySelectorAll('.output').length") > 5
+    assert page.evaluate("document.querySelectorAll('.output .md-code__nav').length") == 0
+    ground = "getComputedStyle(document.querySelector('.%s pre > code')).backgroundColor"
+    assert page.evaluate(f"{ground % 'output'} !== {ground % 'language-python'}")
+    assert page.evaluate("getComputedStyle(document.querySelector('.output'), '::before').content") == '"Output"'
+
+
+def test_readers_of_the_site_do_not_see_why_code_is_not_run(site: Path) -> None:
+    for path in site.rglob("*.html"):
+        assert "<!-- not run" not in path.read_text("utf-8"), path
 
 
 def test_c244_a_request_to_elsewhere_is_found(tmp_path: Path, page: Page) -> None:

@@ -1,6 +1,6 @@
 """OLMo's nested state in safetensors files: OLMo's functions under another import.
 
-    from stio.compat.olmo import load_state_dict, safetensors_file_to_state_dict, state_dict_to_safetensors_file
+    from stio.compat.olmo import safetensors_file_to_state_dict, state_dict_to_safetensors_file
 
 These functions read and write OLMo's own files: names hold pickled key paths, and a value that is not a tensor is a
 pickle in a tensor.

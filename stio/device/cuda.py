@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stio.device.pinned import PinnedAllocator
-from stio.device.torch_private import copy_each, new_bytes
+from stio.device.torch_private import clones_of_bytes, copy_each, new_bytes
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
@@ -187,9 +187,7 @@ class TorchAccelerator:
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy uint8 tensors in one call; called `on_queue`, so on the copy stream."""
-        new = new_bytes([tensor.nbytes for tensor in tensors], self.device)
-        copy_each(new, tensors)
-        return new
+        return clones_of_bytes(tensors, self.device)
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> TorchEvent:
         """Queue copies on the copy stream, in one call, and an event behind them.

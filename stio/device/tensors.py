@@ -13,6 +13,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -294,12 +295,24 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy tensors into others of the same shapes, in order; on a device in the order of the current stream.
 
-    One call for all plain ones: a call for each tensor may wait for the GIL each time. A subclass of `torch.Tensor` may
-    have a copy of its own, which only the call for one tensor reaches.
+    One call for all plain ones: a call for each tensor may wait for the GIL each time. A subclass of `torch.Tensor`
+    that overrides torch's functions has a copy of its own, which only the call for one tensor reaches.
     """
-    plain = [type(target) in PLAIN and type(source) in PLAIN for target, source in zip(targets, sources, strict=True)]
-    if not all(plain):
-        for target, source in zip(targets, sources, strict=True):
+    pairs = list(zip(targets, sources, strict=True))
+    plain = [_is_plain(type(target)) and _is_plain(type(source)) for target, source in pairs]
+    copy_each(compress(targets, plain), compress(sources, plain), non_blocking=True)
+    for (target, source), is_plain in zip(pairs, plain, strict=True):
+        if not is_plain:
             target.copy_(source, non_blocking=True)
-    else:
-        copy_each(targets, sources, non_blocking=True)
+
+
+def _is_plain(kind: type[torch.Tensor]) -> bool:
+    """Return whether torch copies tensors of a type without code of a subclass."""
+    if kind in PLAIN:
+        return True
+    overrides = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or kind.copy_ is not torch.Tensor.copy_
+    return overrides in _NO_OVERRIDES and not own
+
+
+_NO_OVERRIDES = (getattr(torch.Tensor.__torch_function__, "__func__", None), torch._C._disabled_torch_function_impl)

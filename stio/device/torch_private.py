@@ -27,54 +27,68 @@ _reinterpret = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size in bytes, the dtype by which elements are moved without arithmetic."""
 
-_EXACT = frozenset({*INTEGERS.values(), torch.int8, torch.float32, torch.float64})
-"""Dtypes that each kernel of torch copies bit for bit, on each kind of device."""
-
 _COPIED_AS_INTEGERS = frozenset({torch.bool, getattr(torch, "float4_e2m1fn_x2", torch.bool)})
 """Dtypes of which the CPU makes no plain copies: BOOL bytes become 0 or 1, and most copies of packed F4 are refused."""
 
-_CPU = torch.device("cpu")
 _empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def copy_each(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Copy tensors into others of the same shapes, in one call, which releases the GIL once.
+    """Copy tensors into others of the same shapes; one call of torch makes all copies. Autograd records nothing.
 
     Tensors of equal dtypes are copied bit for bit. torch alone does not do so:
 
     - CUDA's kernels for lists of tensors convert 16-bit floats to float32 and back, which changes NaNs
-      (pytorch/pytorch#159333). In some versions of torch they convert 8-bit floats too, in others they refuse them.
-      These kernels take no list with tensors on two devices. So a pair on the CPU is added to the list: torch then
-      copies one tensor after the other, and a contiguous one as memory.
-    - What is not contiguous, BOOL, and packed F4 are copied as integers of the same size.
+      (pytorch/pytorch#159333). In some versions of torch they convert 8-bit floats too, in others they refuse them, and
+      they write targets of two dtypes as if all had the first one. These kernels take no list with tensors on two
+      devices. So a pair on the CPU is added to the list: torch then copies one tensor after the other, and a contiguous
+      one as memory.
+    - BOOL and packed F4, and what is not contiguous, are copied as integers of the same size.
 
-    To copy all tensors as integers would do, but to make a view, and to end it, releases the GIL.
+    To copy all tensors as integers would do, but creating a view and freeing it release the GIL.
     """
-    pairs = [_movable(*pair) for pair in zip(targets, sources, strict=True)]
+    pairs = [_pair_to_copy(*pair) for pair in zip(targets, sources, strict=True)]
     if not pairs:
         return
-    if any(target.dtype not in _EXACT for target, _ in pairs):
-        nothing = _empty(torch.uint8, _CPU)
-        pairs.append((nothing, nothing))
-    torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs], non_blocking=non_blocking)
+    # Made anew: one that is kept would be an inference tensor for good if the first call is in inference mode.
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+    pairs.append((nothing, nothing))
+    with torch.no_grad():
+        torch._foreach_copy_([one for one, _ in pairs], [one for _, one in pairs], non_blocking=non_blocking)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous copy of a tensor, bit for bit, in memory of its own; see `copy_each`."""
-    made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    made = torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
     copy_each([made], [tensor])
     return made
 
 
-def _movable(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def moved(tensor: torch.Tensor, device: torch.device | str | int) -> torch.Tensor:
+    """Return a tensor on a device, bit for bit.
+
+    Before a transfer torch makes a tensor contiguous by a plain copy.
+    """
+    is_plain = tensor.dtype not in _COPIED_AS_INTEGERS or tensor.is_contiguous()
+    return (tensor if is_plain else copy_of(tensor)).to(device)
+
+
+def clones_of_bytes(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Return copies of uint8 tensors `[size]` of a device, each an allocation of its own; one kernel copies many."""
+    new = new_bytes([tensor.nbytes for tensor in tensors], device)
+    torch._foreach_copy_(new, list(tensors))
+    return new
+
+
+def _pair_to_copy(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two tensors, as integers if torch would otherwise compute with elements of their common dtype."""
     dtype = target.dtype
-    if dtype != source.dtype or dtype in _EXACT:
+    if dtype != source.dtype:
         return target, source
     if dtype not in _COPIED_AS_INTEGERS and target.is_contiguous() and source.is_contiguous():
         return target, source
     integer = INTEGERS.get(dtype.itemsize)
-    if integer is None or any(conj_neg_bits(target)) or any(conj_neg_bits(source)):
+    if integer in (None, dtype) or any(conj_neg_bits(target)) or any(conj_neg_bits(source)):
         return target, source
     return target.view(integer), source.view(integer)
 

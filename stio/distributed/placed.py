@@ -27,7 +27,8 @@ _WILDCARDS = frozenset("*?[")
 class Placements:
     """Where the tensors of a checkpoint are on a mesh of ranks, for loads without a module.
 
-        placements = stio.distributed.Placements(mesh, {"*.q_proj.weight": [Shard(0)], "*.o_proj.weight": [Shard(1)]})
+        rules = {"*.q_proj.weight": [Shard(0)], "*.o_proj.weight": [Shard(1)]}
+        placements = stio.distributed.Placements(mesh, rules)
         tensors = await stio.load("model/", placements=placements)
 
     Each rank of the mesh makes the same rules, and the load reads its part of each tensor. The results are `DTensor`s.

@@ -25,7 +25,7 @@ NUM_WORKERS = 4
 
 ACCELERATOR_BUDGET_BYTES = 1 << 30
 """Default budget of a load to an accelerator. Half of it is pinned as two slots of 256 MiB: beside a busy Python thread
-a load made some 60 blocks a second, whatever their size. That was simulated; an H200 measured about 5 (2026-11-26)."""
+a load on an H200 takes about 5 blocks a second, whatever their size (2026-11-26)."""
 
 AHEAD_BYTES = 1 << 30
 """Memory on a device that is allocated in one call, if the caller keeps all tensors."""

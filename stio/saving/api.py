@@ -139,7 +139,7 @@ class Saver:
 
         async with stio.Saver(keep_last=3) as saver:
             pending = await saver.save(model.state_dict(), "step-100/")  # the snapshot is complete
-            ...                                                          # training continues, tensors may change
+            ...                                                          # training continues
             result = await pending                                       # durable, or it raises
 
     The failure of a save that was not awaited is raised by the next `save`, or on leaving the block. Leaving the block

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from stio.device.describe import describe_tensors
+from stio.device.torch_private import copy_of
 from stio.format.header_build import build_header
 from stio.format.naming import shard_name
 from stio.format.sharding import build_index
@@ -45,5 +46,5 @@ def write_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor], num_s
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    tensor = tensor.detach().contiguous()
+    tensor = tensor.detach() if tensor.is_contiguous() else copy_of(tensor)
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""

@@ -27,6 +27,7 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 import torch
+from support import python_path
 
 import stio.compat
 import stio.compat.safetensors
@@ -869,9 +870,8 @@ sys.exit(3)
 def run_program(
     directory: Path, *arguments: str, path: str = "", python: str | Path = sys.executable
 ) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, (path, str(Path(stio.__file__).parents[1]))))
-    }
+    first = [Path(path)] if path else []
+    environment = os.environ | {"PYTHONPATH": python_path(*first, Path(stio.__file__).parents[1])}
     command = [python, "-m", "stio.compat", *arguments]
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support import REPOSITORY
+from support import python_path
 
 SOURCE = Path(__file__).with_name("shim.c")
 
@@ -52,7 +52,7 @@ def run_module(
     python: str | Path = sys.executable,
 ) -> str:
     """Run a module of the tests in a process of its own; return what it printed, or fail with it."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     if preload is not None:
         environment["LD_PRELOAD"] = str(preload)
     found = subprocess.run(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support import REPOSITORY, eventually
+from support import eventually, python_path
 
 SAVING = """
 import asyncio, atexit, os, signal, sys, threading
@@ -98,7 +98,7 @@ class Zygote:
 
     def __init__(self, directory: Path, modules: Sequence[str] = ("torch", "stio.sync", "support")) -> None:
         address = f"stio-zygote-{os.getpid()}-{secrets.token_hex(8)}"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
+        environment = {**os.environ, "PYTHONPATH": python_path()}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "crash.zygote_main", address, *modules],
             stdin=subprocess.PIPE,

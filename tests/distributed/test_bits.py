@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from stio import sync
 from stio.device.base import resolve_device
-from stio.distributed import Placements, StioStorageReader, StioStorageWriter
+from stio.distributed import Placements, StioStager, StioStorageReader, StioStorageWriter
 from stio.testing import write_checkpoint
 
 KINDS = ["matrix", "cube", "large"]
@@ -77,9 +77,12 @@ def saves(source: str, folder: str, way: str) -> None:
     state = spread(init_device_mesh("cpu", (NUM_RANKS,)), PLACED[way], fill=True)
     sync.distributed.save(state, f"{folder}/saved")
     dcp.save(state, storage_writer=StioStorageWriter(f"{folder}/by-dcp"))
+    dcp.async_save(state, storage_writer=StioStorageWriter(f"{folder}/staged"), async_stager=StioStager()).result()
+    with sync.distributed.Saver() as saver:
+        saver.save(state, f"{folder}/by-saver").result()
     dist.barrier()
     if dist.get_rank() == 0:
-        for name in ("saved", "by-dcp"):
+        for name in ("saved", "by-dcp", "staged", "by-saver"):
             bit_paths.require_same_bits(bit_paths.read_files(Path(folder, name)), whole())
 
 

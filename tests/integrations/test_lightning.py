@@ -25,7 +25,7 @@ from integrations.test_train_example import run_kills
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
-from support import eventually, require_equal
+from support import eventually, python_path, require_equal
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -204,7 +204,7 @@ def test_killed_20_times(tmp_path: Path, trainer_zygote: Zygote, case: str) -> N
 
 @pytest.mark.slow
 def test_sharded_ranks_save_and_resume(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     command = [sys.executable, "-m", "integrations.lightning_sharded", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -213,7 +213,7 @@ def test_sharded_ranks_save_and_resume(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_resume_with_their_own_generators(tmp_path: Path) -> None:
     """Also: the launcher of forked ranks passes weights in a file, which must be there when its process ends."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     command = [sys.executable, "-m", "integrations.lightning_ranks", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,7 @@ import pytest
 import torch
 from crash.zygote import Zygote
 from integrations.plain_case import NUM_STEPS
-from support import REPOSITORY
+from support import REPOSITORY, python_path
 
 from stio import sync
 
@@ -19,7 +19,7 @@ KILLS = int(os.environ.get("STIO_TRAIN_KILLS", "0"))
 
 
 def run_kills(zygote: Zygote, case: str, directory: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     command = [str(zygote.python), "-m", "integrations.kills", f"integrations.{case}", str(directory)]
     return subprocess.run([*command, *map(str, arguments)], env=environment, capture_output=True, text=True)
 

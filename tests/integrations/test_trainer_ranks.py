@@ -8,16 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import REPOSITORY
+from support import python_path
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["failing_ranks", "fsdp_ranks"])
 def test_processes_together(tmp_path: Path, case: str) -> None:
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     done = subprocess.run(
         [sys.executable, "-m", f"integrations.{case}", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         timeout=300,

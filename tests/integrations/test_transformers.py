@@ -17,7 +17,7 @@ import pytest
 import torch
 from integrations.trainer_case import NUM_STEPS, STEPS_PER_EPOCH, WEIGHTS, AtStep, make_model, make_trainer, result
 from safetensors.torch import load_file
-from support import REPOSITORY, require_equal
+from support import python_path, require_equal
 from transformers import EarlyStoppingCallback, GPT2LMHeadModel, Trainer
 
 import stio
@@ -151,7 +151,7 @@ def test_two_processes(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     command = [sys.executable, "-m", "integrations.ranks", str(tmp_path)]
-    shared = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]), "WORLD_SIZE": "2"}
+    shared = {"PYTHONPATH": python_path(), "WORLD_SIZE": "2"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         subprocess.Popen(

@@ -231,7 +231,8 @@ STAGES = (
 
 
 def python_path() -> str:
-    return os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+    inherited = filter(None, [os.environ.get("PYTHONPATH")])
+    return os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), *inherited])
 
 
 class Runner:

@@ -34,7 +34,7 @@ import torch._dynamo  # an optimizer's first step imports it, for seconds
 from crash import shim
 from crash.generations import fast_directory
 from crash.shim import KILL, KILL_AFTER, MKDIR, OPEN, RENAME, UNLINK, WRITE, Fault, Shim
-from support import ALL_DTYPES, REPOSITORY, ramp
+from support import ALL_DTYPES, python_path, ramp
 from versions import archive, look
 from versions.look import MANY, describe_state, describe_tensors, tensors_of
 
@@ -881,8 +881,12 @@ def _start_again_with_the_shim() -> None:
     if reason:
         raise SystemExit(reason)
     folder = Path(tempfile.mkdtemp())
-    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
-    environment = {**os.environ, "LD_PRELOAD": str(shim.build(folder)), "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(shim.build(folder)),
+        "PYTHONPATH": python_path(),
+        "HF_HUB_OFFLINE": "1",
+    }
     os.execve(sys.executable, [sys.executable, "-m", "versions.make_files", *sys.argv[1:]], environment)
 
 

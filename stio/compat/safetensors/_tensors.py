@@ -17,7 +17,7 @@ from stio.compat.safetensors._errors import SafetensorError, UnsupportedDtypeErr
 from stio.compat.safetensors._file import File, Framework, offsets_in
 from stio.compat.safetensors._index import checked
 from stio.device.tensors import TORCH_DTYPES, select_and_cast, tensors_in, torch_shape, typed
-from stio.device.torch_private import INTEGERS, copy_of
+from stio.device.torch_private import INTEGERS, moved
 from stio.format.header import Header
 from stio.format.slicing import WORTHWHILE_STRIDE_BYTES, select
 from stio.runtime.memory import Region
@@ -70,9 +70,7 @@ class Tensors(Framework):
         dtype, shape = header.dtypes[row], header.shapes[row]
         _require_torch_dtype(dtype, shape)
         tensor = (_view if file.is_mapped else _read)(file, row, dtype, shape, index)
-        if self._device == "cpu":
-            return tensor
-        return (tensor if tensor.is_contiguous() else copy_of(tensor)).to(self._device)
+        return tensor if self._device == "cpu" else moved(tensor, self._device)
 
 
 def _view(file: File, row: int, dtype: str, shape: Shape, index: Any) -> torch.Tensor:

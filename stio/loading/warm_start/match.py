@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stio.device.tensors import TORCH_DTYPES, cast, copy_all, require_dtypes
-from stio.device.torch_private import copy_of
+from stio.device.torch_private import copy_of, moved
 from stio.errors import MismatchError, TensorNotFoundError, WarmStartError, listed, printable
 from stio.loading.module import LoadReport, ModuleTarget
 from stio.loading.open import OpenCheckpoint
@@ -227,7 +227,7 @@ def place_buffers(
                 continue
             if id(old) not in made:
                 source = buffers.get(id(old))
-                made[id(old)] = old.to(device) if source is None else _placed(old, tensors[source], source in used)
+                made[id(old)] = moved(old, device) if source is None else _placed(old, tensors[source], source in used)
                 if source is not None:
                     used.add(source)
             part._buffers[leaf] = made[id(old)]

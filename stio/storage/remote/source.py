@@ -76,8 +76,6 @@ class RemoteRoot:
             the environment.
         client_options: Settings of obstore's client, such as `{"proxy_url": "http://proxy:3128"}`.
         credential_provider: A credential provider of obstore (`obstore.auth`).
-        requests: Size and number of the reads of a load.
-        patience: How often failed requests are repeated.
 
     Raises:
         ImportError: obstore is not installed.
@@ -92,8 +90,8 @@ class RemoteRoot:
         config: Options | None = None,
         client_options: Options | None = None,
         credential_provider: Callable[[], Any] | None = None,
-        requests: Requests = REQUESTS,
-        patience: Patience | None = None,
+        requests: Requests = REQUESTS,  # for tests, as is `patience`: size and number of the reads of a load
+        patience: Patience | None = None,  # how often failed requests are repeated
     ) -> None:
         self.location = locate(url) if isinstance(url, str) else url
         """The place in its store."""

@@ -21,7 +21,7 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch as official
 import torch
-from support import needs_f4
+from support import needs_f4, python_path
 
 import stio.compat.safetensors as package
 from stio.compat.safetensors import SafetensorError, _safe_open_handle, safe_open
@@ -212,7 +212,7 @@ def test_permission_denied(file: Path) -> None:
 
 
 def _here() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(package.__file__).parents[3])}
+    return {**os.environ, "PYTHONPATH": python_path(Path(package.__file__).parents[3])}
 
 
 TYPE_ERRORS: list[tuple[str, Callable[[Path], object]]] = [
