@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from stio.runtime.operation import Cancelled, current_operation, end_all_at_exit
+from stio.runtime.panics import without_panic
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.workers import is_interrupted
 
@@ -73,7 +74,7 @@ class Call(Generic[T]):
         try:
             self._value = work()  # type: ignore[misc]  # set until here
         except BaseException as error:
-            self._error = error
+            self._error = without_panic(error)
         del work
         self._ended.release()
 

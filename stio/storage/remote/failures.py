@@ -21,11 +21,14 @@ from stio.errors import (
     StorageError,
     one_line,
 )
+from stio.runtime.panics import PanicError, without_panic
 from stio.runtime.urls import without_secrets
+from stio.storage.remote.settings import set_variables
 
 Kind = Literal[
     "busy", "stalled", "broken", "unreachable", "wrong", "expired", "anonymous",  # another attempt may succeed
-    "missing", "no bucket", "no name", "changed", "denied", "unranged", "tls", "elsewhere", "range", "other",
+    "missing", "no bucket", "no name", "changed", "denied", "unranged", "tls", "elsewhere", "range", "other", "panic",
+    "no credentials",
 ]  # fmt: skip
 """Kinds of failures."""
 
@@ -36,6 +39,7 @@ _AGAIN = ("busy", "stalled", "broken", "unreachable", "wrong", "expired", "anony
 _SLOW = ("stalled", "anonymous")
 
 _STATUS = re.compile(r"status code: (\d{3})")
+_PROVIDER = re.compile(r"credential provider: CredentialsError: (.*)")
 _METADATA = re.compile(r"169\.254\.\d+\.\d+|metadata\.google\.internal|/latest/api/token|/metadata/identity")
 _BUCKET = re.compile(
     r"<Code>(NoSuchBucket|ContainerNotFound)</Code>|The specified (bucket|container) does not exist", re.IGNORECASE
@@ -133,6 +137,8 @@ class Failure:
                 errno=errno.ETIMEDOUT,
             )
         what, remedy, number = _MESSAGES[self.kind]
+        if self.kind == "panic" and (names := set_variables(path.partition("://")[0])):
+            remedy = f"{remedy}; these variables are set: {', '.join(names)}"
         return StorageError(f"{what}{tried}; {remedy.format(work=work)}{cause}", path=path, errno=number)
 
 
@@ -167,6 +173,12 @@ _MESSAGES: dict[Kind, tuple[str, str, int]] = {
         "followed to http://)",
         errno.EREMOTE,
     ),
+    "panic": (
+        "obstore has failed inside (a panic)",
+        "check the URL and the settings of the store for values that a URL or a header cannot have",
+        errno.EIO,
+    ),
+    "no credentials": ("there are no credentials", "correct what the variable names", errno.EACCES),
     "range": ("the store has no such range of the object", "{work} again", errno.EINVAL),
     "other": ("the request failed", "the store says why", errno.EIO),
 }
@@ -178,6 +190,9 @@ def failure_of(error: BaseException) -> Failure:
     name = type(error).__name__
     if isinstance(error, WrongAnswerError):
         return Failure("wrong", str(error))
+    error = without_panic(error)
+    if isinstance(error, PanicError):
+        return Failure("panic", error.cause)
     if _BUCKET.search(str(error).partition("Debug source:")[0]):
         return Failure("no bucket", _summary(str(error)))
     if isinstance(error, FileNotFoundError):
@@ -185,9 +200,11 @@ def failure_of(error: BaseException) -> Failure:
     if type(error).__module__.partition(".")[0] != "obstore" and not isinstance(error, OSError | ValueError):
         raise error
     text, _, details = str(error).partition("Debug source:")
-    found = _STATUS.search(text)
-    status = int(found[1]) if found else 0
+    answered = _STATUS.search(text)
+    status = int(answered[1]) if answered else 0
     summary = _summary(text)
+    if found := _PROVIDER.search(text):
+        return Failure("no credentials", found[1])
     if _METADATA.search(text):
         return Failure("anonymous", f"the metadata service of the machine: {summary}")
     if "Could not parse path" in text:

@@ -24,9 +24,9 @@ from stio.storage.checks import cut_short
 from stio.storage.remote.failures import WrongAnswerError
 from stio.storage.remote.plain_http import PlainHttp, PlainObject, plain_address
 from stio.storage.remote.requests import Patience, Requester, require_usable
+from stio.storage.remote.settings import Options
 from stio.storage.remote.stores import (
     Location,
-    Options,
     authorization_of,
     link_to,
     locate,
