@@ -35,12 +35,17 @@ class Call(Generic[T]):
     Args:
         work: The function.
         on_own_thread: It always runs on another thread: the calling thread gives it its work piece by piece.
+        check: Called now and then while a caller waits for the result; what it raises, the caller gets, and leaves the
+            function behind.
 
     Raises:
         RuntimeError: It needs a thread of its own, and the system starts no more threads.
     """
 
-    def __init__(self, work: Callable[[], T], *, on_own_thread: bool = False) -> None:
+    def __init__(
+        self, work: Callable[[], T], *, on_own_thread: bool = False, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._check = check
         self._work: Callable[[], T] | None = work
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -60,6 +65,7 @@ class Call(Generic[T]):
         while not self._ended.acquire(True, LOOK_SECONDS):
             if is_interrupted():
                 raise Cancelled
+            self._check()
         error, self._error = self._error, None
         if error is not None:
             try:

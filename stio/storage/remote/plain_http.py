@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import re
 import select
 import socket
 import struct
@@ -30,6 +31,8 @@ from stio.runtime.operation import Cancelled
 from stio.runtime.urls import without_secrets
 from stio.runtime.workers import is_interrupted
 from stio.storage.base import Identity
+from stio.storage.remote.answers import RateWatch, retry_after
+from stio.storage.remote.failures import RefusedError, StalledError
 
 _CONNECT_SECONDS = 10.0
 """For all addresses of a host."""
@@ -52,7 +55,15 @@ class _ClosedError(NotServedError):
 
 
 class _SilentError(NotServedError):
-    """The server sent no bytes for too long."""
+    """The server sent no bytes, or too few, for too long."""
+
+
+class _BusyError(NotServedError):
+    """The server refuses the request for the moment, and says for how long."""
+
+    def __init__(self, status: int, reason: str, seconds: float) -> None:
+        super().__init__(f"the server answered {status}")
+        self.refused = RefusedError(status, reason, "", retry_after_seconds=seconds)
 
 
 class PlainObject:
@@ -82,8 +93,20 @@ class PlainObject:
         self._warnings = warnings
         self._num_failures = 0
 
-    def read(self, begin: int, regions: Sequence[Region], expected: Identity) -> bool:
+    def read(
+        self,
+        begin: int,
+        regions: Sequence[Region],
+        expected: Identity,
+        wait: Callable[[RefusedError], None] | None = None,
+    ) -> bool:
         """Fill the regions, as `PlainHttp.read` does; return False if that fails.
+
+        Args:
+            begin: See `PlainHttp.read`.
+            regions: See `PlainHttp.read`.
+            expected: See `PlainHttp.read`.
+            wait: Called before another attempt where the server requests a pause; it may raise.
 
         Raises:
             Cancelled: The thread should end.
@@ -91,10 +114,17 @@ class PlainObject:
         """
         if self._num_failures >= _MOST_FAILURES:
             return False
-        if time.monotonic() >= self._link[1]:
-            self._link = self._renew()
         try:
-            self._server.read(self._link[0], begin, regions, expected, self._headers)
+            while True:
+                if time.monotonic() >= self._link[1]:
+                    self._link = self._renew()
+                try:
+                    self._server.read(self._link[0], begin, regions, expected, self._headers)
+                    break
+                except _BusyError as error:
+                    if wait is None:
+                        raise
+                    wait(error.refused)
         except NotServedError as error:
             self._num_failures += 1
             # Another failure may only mean that this server needs obstore. If that fails too, there is a warning.
@@ -224,6 +254,7 @@ class PlainHttp:
         """Read the answer, until a time at most; return whether the connection may be used again."""
         buffer = bytearray(_HEAD_BYTES)
         num, head_end = 0, -1
+        watch = RateWatch(self._stall_seconds)
         while head_end < 0:
             if num == len(buffer):
                 raise NotServedError("the head of the answer is too long")
@@ -240,6 +271,7 @@ class PlainHttp:
         ahead = memoryview(buffer)[head_end + 4 : num]
         if len(ahead) > end - begin:
             raise NotServedError("the answer is too long")
+        watch.begin()
         for region in regions:
             at = min(len(ahead), region.nbytes)
             if at:
@@ -248,6 +280,11 @@ class PlainHttp:
             while at < region.nbytes:
                 part = (c_ubyte * (region.nbytes - at)).from_address(region.address + at)
                 got = self._some(connection, part, until, socket.MSG_WAITALL)
+                watch.add(got)
+                try:
+                    watch.check()
+                except StalledError as error:
+                    raise _SilentError(f"the server sends too slowly: {error} for {self._stall_seconds:g} s") from None
                 if not got:
                     raise NotServedError("the server closed the connection early")
                 at += got
@@ -330,12 +367,16 @@ def _wait_connected(connection: socket.socket, seconds: float) -> None:
 def _check_head(head: str, begin: int, end: int, expected: Identity) -> bool:
     """Require that an answer is the range, from the expected state; return whether the connection may be used again."""
     first, *lines = head.split("\r\n")
-    if not first.startswith("HTTP/1.1 206"):
-        raise NotServedError(f"the server answered {first[:40]!r}")
     fields: dict[str, list[str]] = {}
     for line in lines:
         name, _, value = line.partition(":")
         fields.setdefault(name.strip().lower(), []).append(value.strip())
+    if not first.startswith("HTTP/1.1 206"):
+        busy = re.match(r"HTTP/1\.[01] (429|503) ?(.{0,40})", first)
+        seconds = retry_after(fields.get("retry-after", [""])[0])
+        if busy is not None and seconds:
+            raise _BusyError(int(busy[1]), busy[2], seconds)
+        raise NotServedError(f"the server answered {first[:40]!r}")
     wanted = {
         "content-range": [f"bytes {begin}-{end - 1}/{expected.nbytes}"],
         "content-length": [str(end - begin)],

@@ -36,6 +36,10 @@ class CredentialsError(Exception):
     """The service gives no credentials; the text, which has no secret, says why. obstore passes the text on."""
 
 
+class BusyCredentialsError(CredentialsError):
+    """Another attempt may get credentials."""
+
+
 def pod_credentials(path: str, authorities: Authorities) -> Provider | None:
     """Return the provider that the environment names, in the order of AWS's own tools; None: it names none.
 
@@ -154,7 +158,9 @@ def _answer(name: str, request: Request, authorities: Authorities) -> bytes:
             found = error.read(_MOST_BYTES).decode(errors="replace")
             if "<Code>" in found:
                 code = f", {one_line(found.partition('<Code>')[2].partition('<')[0][:80])}"
-        raise CredentialsError(f"{host} refuses credentials for {name} (status {error.code}{code})") from None
+        kind = BusyCredentialsError if error.code == 429 or error.code >= 500 else CredentialsError
+        raise kind(f"{host} refuses credentials for {name} (status {error.code}{code})") from None
     except (OSError, HTTPException, ValueError) as error:
         reason = one_line(str(getattr(error, "reason", error)))
-        raise CredentialsError(f"{host} gives no credentials for {name}: {reason}") from None
+        kind = BusyCredentialsError if isinstance(error, TimeoutError | ConnectionError) else CredentialsError
+        raise kind(f"{host} gives no credentials for {name}: {reason}") from None

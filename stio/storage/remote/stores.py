@@ -147,6 +147,7 @@ def new_store(
     client_options: Options | None = None,
     credential_provider: Callable[[], Any] | None = None,
     num_retries: int = 0,
+    retry_seconds: float = 0.0,
 ) -> Any:
     """Connect to the store of a location; sends nothing.
 
@@ -158,6 +159,7 @@ def new_store(
         credential_provider: A credential provider of obstore.
         num_retries: How often obstore repeats a request. Those of loads are repeated by
             `stio.storage.remote.requests`, which a cancel interrupts.
+        retry_seconds: For so long obstore repeats a request, however often; 0: it has no influence.
 
     Raises:
         ImportError: obstore is not installed.
@@ -191,7 +193,7 @@ def new_store(
         return make(
             target,
             client_options=client | dict(client_options or {}),
-            retry_config={"max_retries": num_retries},
+            retry_config=_retries(num_retries, retry_seconds),
             **settings,
         )
     except (exceptions.BaseError, ValueError, TypeError) as error:
@@ -200,6 +202,16 @@ def new_store(
         raise StorageError(f"the settings for this store are wrong: {reason}{advice}", path=location.shown) from None
     except BaseException as error:
         raise without_panic(error) from None
+
+
+def _retries(num_retries: int, seconds: float) -> dict[str, Any]:
+    if not num_retries or not seconds:
+        return {"max_retries": num_retries}
+    pauses = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10), "base": 2}
+    return {"max_retries": _MOST_RETRIES, "retry_timeout": timedelta(seconds=seconds), "backoff": pauses}
+
+
+_MOST_RETRIES = 1000
 
 
 def _settings(
