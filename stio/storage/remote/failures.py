@@ -107,8 +107,8 @@ class UnrangedError(Exception):
     """An answer that is the whole object in place of a range."""
 
 
-PAGE = "a web page (HTML)"
-"""What `StorageError.found` is where a server sent one."""
+PAGE = "no answer of a store"
+"""What `StorageError.found` is where a server sent a web page, or what may be one."""
 
 
 class PageError(Exception):
@@ -252,7 +252,7 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, UnrangedError):
         return Failure("unranged", "")
     if isinstance(error, PageError):
-        return Failure("page", _summary(str(error)))
+        return Failure("page", f"a web page (HTML) {_summary(str(error))}".rstrip())
     if isinstance(error, RefusedError):
         found = _of_text(name, str(error), "")
         if found.kind == "elsewhere" and error.region:
@@ -286,7 +286,9 @@ def _of_text(name: str, text: str, details: str) -> Failure:
         return Failure("missing", summary)
     if name in ("PreconditionError", "AlreadyExistsError") or status == 412:
         return Failure("changed", summary)
-    if name == "NotSupportedError":
+    if "Header missing from response" in text or "invalid list response" in text:
+        return Failure("page", summary)
+    if name == "NotSupportedError" or "Received non-partial response" in text:
         return Failure("unranged", "")
     if status == 416:
         return Failure("range", summary)

@@ -4,6 +4,10 @@ obstore collects an answer in memory of its own, on a thread of its own: the byt
 takes five turns at the interpreter's lock a request. This takes two and copies nothing. It does one thing, a range of
 an object whose state is known. Whatever else a server does is a `NotServedError`, and the caller gets the range by
 obstore, which handles redirects, proxies and errors, and repeats what may succeed.
+
+`ask` makes one request by Python's own client, with TLS too, and returns the whole head of the answer. An error of
+obstore has a status and a text, but no `Retry-After`, no region of a bucket and no type of the content. So an object of
+http without TLS is opened by it. Elsewhere it repeats a request that obstore was refused. It follows no redirect.
 """
 
 from __future__ import annotations
@@ -14,15 +18,27 @@ import logging
 import re
 import select
 import socket
+import ssl
 import struct
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_char_p, c_int, c_size_t, c_ssize_t, c_ubyte
+from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.error import HTTPError
+from urllib.parse import urlsplit, urlunsplit
+from urllib.request import (
+    HTTPRedirectHandler,
+    HTTPSHandler,
+    ProxyHandler,
+    Request,
+    build_opener,
+    getproxies,
+    proxy_bypass,
+)
 
 from stio.runtime.calls import LOOK_SECONDS
 from stio.runtime.log import RareWarnings, log
@@ -31,7 +47,7 @@ from stio.runtime.operation import Cancelled
 from stio.runtime.urls import without_secrets
 from stio.runtime.workers import is_interrupted
 from stio.storage.base import Identity
-from stio.storage.remote.answers import RateWatch, retry_after
+from stio.storage.remote.answers import RateWatch, require_no_page, retry_after
 from stio.storage.remote.failures import RefusedError, StalledError
 
 _CONNECT_SECONDS = 10.0
@@ -44,6 +60,10 @@ _MOST_FAILURES = 3
 """After so many failures without a success between them, an object is read by obstore alone."""
 _HEAD_BYTES = 8 << 10
 """Longest head of an answer."""
+
+
+class ConnectionFailedError(Exception):
+    """There was no answer."""
 
 
 class NotServedError(Exception):
@@ -394,3 +414,113 @@ def _close_all(idle: list[tuple[socket.socket, float]]) -> None:
     """Close connections without dropping the GIL, which 32 calls of `socket.close` do."""
     while idle:
         quick_libc.close(idle.pop()[0].detach())
+
+
+# One request by Python's client.
+
+_REGION = re.compile(r"<Region>([\w-]+)</Region>|s3[.-]([a-z]{2,}-[a-z-]+-\d)\.amazonaws")
+_PIECE_BYTES = 64 << 10
+_MOST_BODY_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The head of an answer, and its body."""
+
+    status: int
+    """200 or 206."""
+    fields: Mapping[str, str]
+    """Its fields, by their names in lower case."""
+    body: bytes
+    """As many bytes as were asked for; of a status 200 not more than those."""
+
+
+def ask(
+    url: str,
+    headers: Mapping[str, str],
+    num_bytes: int,
+    *,
+    stall_seconds: float,
+    authorities: Mapping[str, Any],
+    data: bytes | None = None,
+    is_local: bool = False,
+) -> Head:
+    """Make one request. Blocks, and cannot be interrupted.
+
+    Args:
+        url: A URL of http or https, without a user.
+        headers: Fields of the request.
+        num_bytes: Most bytes of the body to read.
+        stall_seconds: Longest time without enough bytes; see `RateWatch`.
+        authorities: See `stio.storage.remote.stores.added_authorities`.
+        data: Body of the request; with one it is a POST.
+        is_local: No proxy is used.
+
+    Raises:
+        RefusedError: The status is no success.
+        PageError: It is a web page.
+        StalledError: The bytes come too slowly.
+        ConnectionFailedError: There was no answer, or it ended early.
+    """
+    handlers: list[Any] = [_NoRedirect(), *([ProxyHandler({})] if is_local else [])]
+    if url.lower().startswith("https:"):
+        context = ssl.create_default_context()
+        if authorities:
+            context.load_verify_locations(cadata=authorities["root_certificate"].decode())
+        handlers.append(HTTPSHandler(context=context))
+    try:
+        with build_opener(*handlers).open(Request(url, data, dict(headers)), timeout=stall_seconds) as answer:
+            fields = {name.lower(): value for name, value in answer.headers.items()}
+            body = _read(answer, num_bytes, stall_seconds)
+            require_no_page(fields.get("content-type", ""), body)
+            return Head(answer.status, fields, body)
+    except HTTPError as error:
+        with error:
+            raise _refused(error) from None
+    except TimeoutError:
+        raise StalledError("") from None
+    except (OSError, HTTPException, ValueError) as error:
+        if isinstance(getattr(error, "reason", None), TimeoutError):
+            raise StalledError("") from None
+        raise ConnectionFailedError(str(error)) from None
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    def redirect_request(self, *values: Any) -> None:
+        return None
+
+
+def _read(answer: Any, num_bytes: int, stall_seconds: float) -> bytes:
+    watch, found = RateWatch(stall_seconds), bytearray()
+    watch.begin()
+    while len(found) < num_bytes:
+        data = answer.read1(min(_PIECE_BYTES, num_bytes - len(found)))
+        if not data:
+            break
+        found += data
+        watch.add(len(data))
+        watch.check()
+    return bytes(found)
+
+
+def _refused(error: HTTPError) -> Exception:
+    try:
+        body = error.read(_MOST_BODY_BYTES)
+    except (OSError, HTTPException):
+        body = b""
+    text = body.decode(errors="replace")
+    region = _REGION.search(text)
+    named = error.headers.get("x-amz-bucket-region") or (region and (region[1] or region[2])) or ""
+    return RefusedError(
+        error.code,
+        str(error.reason or ""),
+        text,
+        retry_after_seconds=retry_after(error.headers.get("Retry-After", "")),
+        region=named if re.fullmatch(r"[\w-]{1,40}", named) else "",
+    )
+
+
+def split_user(url: str) -> str:
+    """Return a URL without user and password."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import errno
 import json
-import ssl
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 from urllib.parse import urlencode, urlsplit
-from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 from xml.etree import ElementTree
 
 from stio.errors import StorageError, one_line
+from stio.storage.remote.failures import PageError, RefusedError, StalledError, failure_of
+from stio.storage.remote.plain_http import ConnectionFailedError, ask
 from stio.storage.remote.settings import usable, variable
 
 _SECONDS = 10
@@ -80,7 +78,7 @@ def _by_web_identity(url: str, authorities: Authorities) -> Mapping[str, Any]:
         "RoleSessionName": variable("AWS_ROLE_SESSION_NAME") or "stio",
         "WebIdentityToken": _token("AWS_WEB_IDENTITY_TOKEN_FILE"),
     }
-    answer = _answer("AWS_WEB_IDENTITY_TOKEN_FILE", Request(url, urlencode(form).encode()), authorities)
+    answer = _answer("AWS_WEB_IDENTITY_TOKEN_FILE", url, authorities, form=urlencode(form).encode())
     try:
         found = ElementTree.fromstring(answer).find(".//{*}Credentials")
     except ElementTree.ParseError:
@@ -95,7 +93,7 @@ def _by_container(url: str, name: str, authorities: Authorities) -> Mapping[str,
         token = _token("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE")
     elif text := variable("AWS_CONTAINER_AUTHORIZATION_TOKEN"):
         token = _one_line(text, "AWS_CONTAINER_AUTHORIZATION_TOKEN")
-    answer = _answer(name, Request(url, headers={"Authorization": token} if token else {}), authorities)
+    answer = _answer(name, url, authorities, token=token)
     try:
         fields = json.loads(answer)
     except (ValueError, RecursionError):
@@ -141,26 +139,22 @@ def _one_line(text: str, name: str) -> str:
     return text
 
 
-def _answer(name: str, request: Request, authorities: Authorities) -> bytes:
-    context = ssl.create_default_context()
-    if request.type == "https" and (added := authorities("s3")):
-        context.load_verify_locations(cadata=added["root_certificate"].decode())
-    local = request.host.rpartition("@")[2].startswith("169.254.")
-    handlers = [HTTPSHandler(context=context), *([ProxyHandler({})] if local else [])]
-    host = urlsplit(request.full_url).hostname
+def _answer(name: str, url: str, authorities: Authorities, *, token: str = "", form: bytes | None = None) -> bytes:
+    host = urlsplit(url).hostname or ""
     try:
-        with build_opener(*handlers).open(request, timeout=_SECONDS) as answer:
-            data: bytes = answer.read(_MOST_BYTES)
-            return data
-    except HTTPError as error:
-        with error:
-            code = ""
-            found = error.read(_MOST_BYTES).decode(errors="replace")
-            if "<Code>" in found:
-                code = f", {one_line(found.partition('<Code>')[2].partition('<')[0][:80])}"
-        kind = BusyCredentialsError if error.code == 429 or error.code >= 500 else CredentialsError
-        raise kind(f"{host} refuses credentials for {name} (status {error.code}{code})") from None
-    except (OSError, HTTPException, ValueError) as error:
-        reason = one_line(str(getattr(error, "reason", error)))
-        kind = BusyCredentialsError if isinstance(error, TimeoutError | ConnectionError) else CredentialsError
-        raise kind(f"{host} gives no credentials for {name}: {reason}") from None
+        return ask(
+            url,
+            {"Authorization": token} if token else {},
+            _MOST_BYTES,
+            stall_seconds=_SECONDS,
+            authorities=authorities("s3") if url.startswith("https") else {},
+            data=form,
+            is_local=host.startswith("169.254."),
+        ).body
+    except RefusedError as error:
+        found = failure_of(error)
+        kind = BusyCredentialsError if found.kind == "busy" else CredentialsError
+        raise kind(f"{host} refuses credentials for {name} (status {error.status}): {found.cause}") from None
+    except (PageError, StalledError, ConnectionFailedError) as error:
+        kind = CredentialsError if isinstance(error, PageError) else BusyCredentialsError
+        raise kind(f"{host} gives no credentials for {name}: {one_line(str(error))}".rstrip(": ")) from None

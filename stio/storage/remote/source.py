@@ -24,7 +24,7 @@ from stio.runtime.memory import Region
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Identity, Requests, Transaction
 from stio.storage.checks import cut_short
-from stio.storage.remote.answers import ConnectionFailedError, Head, ask, is_page, split_user
+from stio.storage.remote.answers import is_page
 from stio.storage.remote.failures import (
     PAGE,
     PageError,
@@ -33,7 +33,15 @@ from stio.storage.remote.failures import (
     WrongAnswerError,
     failure_of,
 )
-from stio.storage.remote.plain_http import PlainHttp, PlainObject, plain_address
+from stio.storage.remote.plain_http import (
+    ConnectionFailedError,
+    Head,
+    PlainHttp,
+    PlainObject,
+    ask,
+    plain_address,
+    split_user,
+)
 from stio.storage.remote.requests import (
     Attempts,
     Patience,
@@ -191,7 +199,7 @@ class RemoteRoot:
         try:
             yield
         except StorageError as error:
-            if error.errno in (errno.EREMOTE, errno.EOPNOTSUPP):
+            if error.errno in (errno.EREMOTE, errno.EOPNOTSUPP, errno.EPROTO):
                 with suppress(CheckpointNotFoundError):
                     self._open(name).close()
             raise

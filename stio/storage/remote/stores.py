@@ -323,11 +323,12 @@ def link_to(store: Any, location: Location) -> tuple[str, float]:
 
 def _given_endpoint(settings: Options) -> str:
     given = {key.lower().removeprefix("aws_").removeprefix("azure_storage_"): value for key, value in settings.items()}
-    return str(given.get("endpoint_url_s3") or given.get("endpoint") or given.get("endpoint_url") or "")
+    names = ("endpoint_url_s3", "endpoint", "endpoint_url", "google_base_url", "base_url")
+    return str(next((given[name] for name in names if given.get(name)), ""))
 
 
 def _endpoint(scheme: str, settings: Options) -> str:
-    names = {"s3": _AWS_ENDPOINTS, "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")}
+    names = {"s3": _AWS_ENDPOINTS, "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"), "gs": ("GOOGLE_BASE_URL",)}
     found = filter(None, map(variable, names.get(scheme, ())))
     return str(_given_endpoint(settings) or next(found, ""))
 
