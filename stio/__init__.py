@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from stio.loading.cache.disk_cache import DiskCache as DiskCache
     from stio.loading.cache.entries import CacheStats as CacheStats
     from stio.loading.cache.host_cache import HostCache as HostCache
+    from stio.loading.latest import latest as latest
     from stio.loading.module import LoadReport as LoadReport
     from stio.loading.options import LoadOptions as LoadOptions
     from stio.loading.warm_start.api import WarmStart as WarmStart
@@ -91,6 +92,7 @@ _NAMES = {
     "stio.loading.cache.disk_cache": "DiskCache",
     "stio.loading.cache.entries": "CacheStats",
     "stio.loading.cache.host_cache": "HostCache",
+    "stio.loading.latest": "latest",
     "stio.loading.module": "LoadReport",
     "stio.loading.options": "LoadOptions",
     "stio.loading.warm_start.api": "WarmStart warm_start",

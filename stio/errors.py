@@ -28,12 +28,13 @@
     └── DeviceError (RuntimeError)           there is no such device, or it refused an allocation or a copy
         └── DeviceMemoryError                the device is out of memory; has needed and free bytes
 
-A wrong call and a wrong file never share a class. Each error has the attributes path, offset, expected and found, as
-far as they are known. Errors can be pickled: workers of a process pool raise them too.
+A wrong call and a wrong file never share a class. Each error has the attributes path, offset, requested, expected and
+found, as far as they are known. Errors can be pickled: workers of a process pool raise them too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
@@ -67,6 +68,16 @@ __all__ = [
 ]
 
 SHOWN_CHARACTERS = 120
+"""Most characters of one value in a message."""
+
+SHOWN_NAMES = 5
+"""Most names of a list in a message."""
+
+_LISTED_CHARACTERS = 100
+"""Most characters of a list, so that its end fits into `SHOWN_CHARACTERS` too."""
+
+_LONGEST_WORD = 40
+"""A text is cut before a word of at most this length; a longer word is cut."""
 
 DISTRIBUTION = "stio-torch"
 """Name of the project on the package index. The name `stio` is another project there."""
@@ -84,11 +95,29 @@ def install_command(extra: str) -> str:
 
 
 def printable(value: object) -> str:
-    """Return untrusted text for a message: control characters escaped, cut to `SHOWN_CHARACTERS`."""
+    """Return untrusted text for a message: control characters escaped, cut between words to `SHOWN_CHARACTERS`."""
     text = value if isinstance(value, str) else repr(value)
     if len(text) > SHOWN_CHARACTERS:
-        text = f"{text[:SHOWN_CHARACTERS]}... ({len(text):,} characters)"
+        shown = text[:SHOWN_CHARACTERS]
+        if not text[SHOWN_CHARACTERS].isspace():
+            start = max(map(shown.rfind, " \t\n"))
+            shown = shown[:start] if start >= SHOWN_CHARACTERS - _LONGEST_WORD else shown
+        text = f"{shown.rstrip(' ,;')}... ({len(text):,} characters)"
     return one_line(text)
+
+
+def listed(names: Iterable[object], *, separator: str = ", ") -> str:
+    """Return names for a message on one line: the first few of many, and how many others there are."""
+    every = list(names)
+    if not every:
+        return "nothing"
+    shown: list[str] = []
+    for name in map(printable, every[:SHOWN_NAMES]):
+        if shown and len(separator.join([*shown, name])) > _LISTED_CHARACTERS:
+            break
+        shown.append(name)
+    left_out = len(every) - len(shown)
+    return separator.join(shown) + (f" and {left_out:,} other{'s' if left_out > 1 else ''}" if left_out else "")
 
 
 def one_line(text: str) -> str:
@@ -103,6 +132,7 @@ class StioError(Exception):
         message: The problem, and its remedy.
         path: File or directory of the error.
         offset: Byte offset in that file.
+        requested: What the call named, and there is not, or cannot be: a tensor, a key, a device.
         expected: Value that the format, the plan or the call requires.
         found: Value that was found instead.
     """
@@ -113,6 +143,7 @@ class StioError(Exception):
         *,
         path: str | None = None,
         offset: int | None = None,
+        requested: object = None,
         expected: object = None,
         found: object = None,
         **details: object,
@@ -121,6 +152,7 @@ class StioError(Exception):
         self.message = message
         self.path = path
         self.offset = offset
+        self.requested = requested
         self.expected = expected
         self.found = found
         self._details = details
@@ -130,7 +162,8 @@ class StioError(Exception):
         return f"{printable(self.path)}: {text}" if self.path is not None else text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = {"path": self.path, "offset": self.offset, "expected": self.expected, "found": self.found}
+        names = ("path", "offset", "requested", "expected", "found")
+        fields = {name: getattr(self, name) for name in names}
         return _rebuild, (type(self), self.message, {**fields, **self._details})
 
 
@@ -139,6 +172,8 @@ def without_path(error: StioError) -> str:
     notes = []
     if error.offset is not None:
         notes.append(f"at byte {error.offset:,}")
+    if error.requested is not None:
+        notes.append(f"requested {printable(error.requested)}")
     if error.expected is not None:
         notes.append(f"expected {printable(error.expected)}")
     if error.found is not None:

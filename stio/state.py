@@ -16,7 +16,7 @@ from stio.device.base import LoadedGroup
 from stio.device.tensors import DtypeLike
 from stio.errors import FormatError, printable
 from stio.format.shared import SharedPolicy
-from stio.format.state_tree import Reference, Tree
+from stio.format.state_tree import HOST_KINDS, Reference, Tree
 from stio.loading.body import gather, reading_operation
 from stio.loading.nested import read_nested
 from stio.loading.open import OpenCheckpoint
@@ -37,7 +37,7 @@ async def save_state(
     state: object,
     destination: DestinationLike,
     *,
-    budget_bytes: int | None = None,
+    budget_bytes: int | str | None = None,
     max_shard_size: int | str | None = None,
     metadata: Mapping[str, str] | None = None,
     filename_pattern: str = DEFAULT_PATTERN,
@@ -55,7 +55,8 @@ async def save_state(
 
     Supported types: dict, OrderedDict, Counter (keys: text, integers of 64 bits, floats but NaN, bools, None, tuples of
     those), list, tuple; tensors, parameters (restored as parameters, with their `requires_grad`), `stio.LazyTensor`;
-    text, integers, floats, bools, None, bytes; `torch.Size`, `torch.dtype`, `torch.device`. The values of a tensor are
+    text, integers, floats, bools, None, bytes; `torch.Size`, `torch.dtype`, `torch.device`; arrays and scalars of
+    numpy, except objects and records (`np.random.get_state()` may be saved as it is). The values of a tensor are
     saved, as by `stio.save`. The items of a container are saved, and not its attributes (such as the `_metadata` of a
     module's state_dict).
 
@@ -115,7 +116,7 @@ async def load_state(
     device: DevicesLike = "cpu",
     dtype: DtypeLike | None = None,
     memory: Memory = "copy",
-    budget_bytes: int | None = None,
+    budget_bytes: int | str | None = None,
     strict: bool = True,
     limits: Limits | None = None,
     verify: bool = False,
@@ -188,7 +189,7 @@ def restore(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOpti
     names = (lambda name: name not in holds_bytes) if holds_bytes else None
     groups = gather(operation, opened, names, options)
     with collection_paused(tree.num_nodes):
-        made = [_filled(tree, groups, nested.long_bytes, opened.path)]
+        made = [_filled(tree, groups, nested.host_values, opened.path)]
 
     def take() -> Any:
         # The operation's thread may be the last to hold this function, and at the interpreter's exit a thread that
@@ -200,14 +201,14 @@ def restore(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOpti
     return take
 
 
-def _filled(tree: Tree, groups: list[LoadedGroup], long_bytes: Mapping[str, bytes], path: str) -> Any:
+def _filled(tree: Tree, groups: list[LoadedGroup], host_values: Mapping[str, object], path: str) -> Any:
     """Put the tensors into the tree. Their bytes are not used here: copies to the device may be under way."""
     tensors = {name: tensor for group in groups for name, tensor in group.tensors.items()}
     parameters: dict[tuple[int, bool], nn.Parameter] = {}
 
     def resolve(reference: Reference) -> object:
-        if reference.kind == "bytes_tensor":
-            return long_bytes[reference.name]
+        if reference.kind in HOST_KINDS:
+            return host_values[reference.name]
         tensor = tensors[reference.name]
         if reference.kind == "tensor":
             return tensor

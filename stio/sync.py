@@ -10,6 +10,7 @@ notebook, but it blocks that loop. Outside notebooks the first such call warns.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -251,9 +252,10 @@ class Saver(_Twin):
         self,
         *,
         keep_last: int | None = None,
+        adopt: str | os.PathLike[str] | None = None,
         max_pending: int = 1,
         when_full: saving.WhenFull = "wait",
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
         max_shard_size: int | str | None = None,
         metadata: Mapping[str, str] | None = None,
         filename_pattern: str = DEFAULT_PATTERN,
@@ -269,6 +271,7 @@ class Saver(_Twin):
     ) -> None:
         self._twin = saving.Saver(
             keep_last=keep_last,
+            adopt=adopt,
             max_pending=max_pending,
             when_full=when_full,
             budget_bytes=budget_bytes,

@@ -26,7 +26,7 @@ PARENTS = {
 
 
 def make(cls):
-    fields = {"path": "/a/b", "offset": 4096, "expected": (1, "x"), "found": None}
+    fields = {"path": "/a/b", "offset": 4096, "expected": (1, "x"), "found": None, "requested": None}
     if issubclass(cls, errors.StorageError):
         fields["errno"] = errno.EIO
     if issubclass(cls, errors.DeviceMemoryError | errors.HostMemoryError | errors.NoSpaceError):

@@ -39,9 +39,9 @@ from stio.cli.output import (
 )
 from stio.errors import one_line
 from stio.format.header_build import build_header
-from stio.format.sharding import parse_size
 from stio.loading.open import open_checkpoint
 from stio.runtime.bar_chart import Rate, draw_rates, text_bar
+from stio.runtime.limits import parse_size
 from stio.runtime.memory import fits
 from stio.runtime.units import show_bytes
 from stio.runtime.urls import is_url, without_secrets

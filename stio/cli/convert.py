@@ -30,7 +30,9 @@ from stio.runtime.urls import without_secrets
     metavar="DTYPE",
     help="Cast floating tensors to it: a name of torch or of the format, such as 'bfloat16' or 'BF16'.",
 )
-@click.option("--key", metavar="KEY", help="Key of the tensors in a .pt file, such as 'state_dict'.")
+@click.option(
+    "--key", metavar="KEY", help="Key of the tensors in a .pt file, or keys joined by dots, such as 'model.state_dict'."
+)
 @click.option(
     "--trust-pickle", is_flag=True, help="Unpickle any object: executes code that the author of the file chose."
 )

@@ -2,6 +2,7 @@
 
 From top to bottom: the command, the comparison, the text of the result. The comparison matches tensors by name. Those
 with equal dtype and shape are read in pieces by a few workers; where the bytes differ, `numbers.py` compares values.
+Floats of two dtypes, as a conversion leaves them, are compared too: as float64, which holds the values of both.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ from stio.cli.output import (
     PATH,
     ZERO_OR_MORE,
     Bar,
+    broken,
+    columns_of,
+    has_colours,
     matcher,
     no_match,
     say,
     width_of,
+    write,
 )
-from stio.errors import one_line, printable
+from stio.errors import one_line
+from stio.format.dtypes import BITS
 from stio.format.header import TensorInfo
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.memory import Region, allocate, libc
@@ -44,6 +50,12 @@ from stio.storage.base import Source
 
 PIECE_BYTES = 6 << 20
 """Bytes of one side that are read at once: a whole number of values of each dtype, also of packed 6-bit values."""
+
+_MOST_ROWS = 20
+"""Differences of each kind that are listed."""
+
+_FLOATS = ("F", "BF")
+"""Starts of the names of floating dtypes."""
 
 NUM_WORKERS = 2
 """Workers. With their pieces, and the numbers made from them, a comparison holds about 100 MB at most."""
@@ -60,6 +72,7 @@ NUM_WORKERS = 2
     type=ZERO_OR_MORE,
     help="Values that differ by at most this count as equal, and so do two NaN. Without it, bits are compared.",
 )
+@click.option("--all", "show_all", is_flag=True, help=f"List all differences, and not {_MOST_ROWS} of each kind.")
 @JSON_OPTION
 @NO_PROGRESS_OPTION
 def diff(
@@ -68,14 +81,16 @@ def diff(
     pattern: str | None,
     header_only: bool,
     tolerance: float | None,
+    show_all: bool,
     as_json: bool,
     no_progress: bool,
 ) -> int:
     """Compare two checkpoints.
 
-    Compares names, dtypes, shapes, and values bit by bit, but not metadata. A and B are .safetensors files, directories
-    with checkpoints, their indices, or URLs of these. The number of shards does not matter, and memory does not depend
-    on their size.
+    Compares names, dtypes, shapes, and values bit by bit, but not metadata. Floats of two dtypes, such as those of a
+    converted checkpoint, are compared as the wider one: with --tolerance by that, otherwise by what rounding to the
+    narrower one can change. A and B are .safetensors files, directories with checkpoints, their indices, or URLs of
+    these. The number of shards does not matter, and memory does not depend on their size.
     Exit status: 0 equal, 1 different, 2 an error, 3 nothing matches --filter.
     """
     if tolerance is not None and header_only:
@@ -91,7 +106,7 @@ def diff(
     if as_json:
         click.echo(json.dumps(_as_json(found, a, b, header_only, tolerance), indent=2))
     else:
-        say("\n".join(_lines(found, a, b, header_only, tolerance)))
+        _print(found, a, b, header_only, tolerance, None if show_all else _MOST_ROWS)
     return 0 if found.equal else NO
 
 
@@ -123,20 +138,22 @@ class Comparison:
     only_b: tuple[TensorInfo, ...]
     """Tensors of B whose names A does not have."""
     changed: tuple[tuple[TensorInfo, TensorInfo], ...]
-    """Tensors with the same name and another dtype or shape. Their values are not compared."""
+    """Tensors with the same name and another dtype or shape whose values are not compared."""
     num_same: int
-    """Number of tensors with the same name, dtype and shape."""
-    differing: tuple[tuple[TensorInfo, Difference], ...]
+    """Number of tensors with the same name, dtype and shape; with a tolerance, also those of two floating dtypes."""
+    differing: tuple[tuple[TensorInfo, TensorInfo, Difference], ...]
     """Those among them with different values; empty if only headers are compared."""
-    within: tuple[tuple[TensorInfo, Difference], ...] = ()
+    within: tuple[tuple[TensorInfo, TensorInfo, Difference], ...] = ()
     """With a tolerance: those with other bits, but no value beyond it."""
+    cast: tuple[tuple[TensorInfo, TensorInfo, Difference], ...] = ()
+    """Without a tolerance: tensors of two floating dtypes. Their values differ beyond rounding, or not at all."""
     left_out: frozenset[str] = frozenset()
     """Names on either side that were not selected."""
 
     @property
     def equal(self) -> bool:
         """Whether there is no difference."""
-        return not (self.only_a or self.only_b or self.changed or self.differing)
+        return not (self.only_a or self.only_b or self.changed or self.differing or self.cast)
 
 
 @dataclass(slots=True)
@@ -153,6 +170,20 @@ class _Pair:
     @property
     def is_same_kind(self) -> bool:
         return (self.a.dtype, self.a.shape) == (self.b.dtype, self.b.shape)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether both are floats, of two dtypes and one shape."""
+        return self.a.shape == self.b.shape and self.a.dtype != self.b.dtype and self._has_floats
+
+    @property
+    def _has_floats(self) -> bool:
+        return self.a.dtype.startswith(_FLOATS) and self.b.dtype.startswith(_FLOATS)
+
+    @property
+    def values_in_piece(self) -> int:
+        """Number of values that are read at once."""
+        return PIECE_BYTES * 8 // max(BITS[self.a.dtype], BITS[self.b.dtype])
 
 
 def compare(
@@ -188,7 +219,7 @@ def compare(
                 for opened in (opened_a, opened_b):
                     opened.files = list(opened.open_files(range(len(opened.files)), owned))
             compare_values = None if header_only else partial(_compare_values, tolerance, progress, operation.check)
-            return _compare(opened_a, opened_b, is_selected, compare_values)
+            return _compare(opened_a, opened_b, is_selected, compare_values, has_tolerance=tolerance is not None)
 
     operation: Operation[Comparison] = Operation(body, name="diff")
     return operation.result()
@@ -199,22 +230,27 @@ def _compare(
     b: OpenCheckpoint,
     is_selected: Callable[[str], bool],
     compare_values: Callable[[list[_Pair]], None] | None,
+    *,
+    has_tolerance: bool,
 ) -> Comparison:
     every_a, every_b = _tensors(a), _tensors(b)
     of_a, of_b = ({name: one for name, one in every.items() if is_selected(name)} for every in (every_a, every_b))
     pairs = [_Pair(*of_a[name], *of_b[name]) for name in of_a if name in of_b]
-    same = [pair for pair in pairs if pair.is_same_kind]
+    cast = [pair for pair in pairs if pair.is_cast] if compare_values is not None else []
+    same = [pair for pair in pairs if pair.is_same_kind or (has_tolerance and pair.is_cast)]
     if compare_values is not None:
-        compare_values(same)
+        compare_values([pair for pair in pairs if pair.is_same_kind or pair.is_cast])
         for file in (*a.files, *b.files):
             file.check_unchanged()
+    compared = [(pair.a, pair.b, one) for pair in same if (one := pair.difference)]
     return Comparison(
         only_a=tuple(info for name, (info, _) in of_a.items() if name not in of_b),
         only_b=tuple(info for name, (info, _) in of_b.items() if name not in of_a),
-        changed=tuple((pair.a, pair.b) for pair in pairs if not pair.is_same_kind),
+        changed=tuple((one.a, one.b) for one in pairs if not one.is_same_kind and one not in cast),
         num_same=len(same),
-        differing=tuple((pair.a, one) for pair in same if (one := pair.difference) and one.num_differing),
-        within=tuple((pair.a, one) for pair in same if (one := pair.difference) and not one.num_differing),
+        differing=tuple(one for one in compared if one[2].num_differing),
+        within=tuple(one for one in compared if not one[2].num_differing),
+        cast=() if has_tolerance else tuple((pair.a, pair.b, pair.difference or Difference()) for pair in cast),
         left_out=frozenset((every_a.keys() | every_b.keys()) - of_a.keys() - of_b.keys()),
     )
 
@@ -237,7 +273,7 @@ def _compare_values(
 ) -> None:
     """Add the differences of all values to the pairs; `check` is called between pieces, and may raise to end it."""
     total_bytes = sum(pair.a.nbytes for pair in pairs)
-    pieces = ((pair, start) for pair in pairs for start in range(0, pair.a.nbytes, PIECE_BYTES))
+    pieces = ((pair, start) for pair in pairs for start in range(0, prod(pair.a.shape), pair.values_in_piece))
     pool = WorkerPool("diff")
 
     def work() -> None:
@@ -249,17 +285,23 @@ def _compare_values(
                 return
             check()
             pair, start = piece
-            nbytes = min(PIECE_BYTES, pair.a.nbytes - start)
-            a, b = memory_a.sub(0, nbytes), memory_b.sub(0, nbytes)
-            pair.file_a.read_into(pair.a.file_offset + start, [a])
-            pair.file_b.read_into(pair.b.file_offset + start, [b])
-            if not _same(a, b):
-                found = _differences(pair.a.dtype, a, b, tolerance)
+            a = _read_piece(pair.file_a, pair.a, start, pair.values_in_piece, memory_a)
+            b = _read_piece(pair.file_b, pair.b, start, pair.values_in_piece, memory_b)
+            if pair.is_cast or not _same(a, b):
+                found = _differences(pair.a.dtype, a, pair.b.dtype, b, tolerance)
                 with pool.changed:
                     pair.difference = found if pair.difference is None else pair.difference.merge(found)
-            progress(nbytes, total_bytes)
+            progress(a.nbytes, total_bytes)
 
     pool.run(work, NUM_WORKERS)
+
+
+def _read_piece(file: Source, info: TensorInfo, start: int, count: int, memory: Region) -> Region:
+    """Read at most `count` values of a tensor, from the value `start` on; both are at whole bytes."""
+    first = start * BITS[info.dtype] // 8
+    piece = memory.sub(0, min(count * BITS[info.dtype] // 8, info.nbytes - first))
+    file.read_into(info.file_offset + first, [piece])
+    return piece
 
 
 def _same(a: Region, b: Region) -> bool:
@@ -268,26 +310,59 @@ def _same(a: Region, b: Region) -> bool:
     return not libc.memcmp(*map(ctypes.c_void_p, (a.address, b.address)), ctypes.c_size_t(a.nbytes))
 
 
-def _differences(dtype: str, a: Region, b: Region, tolerance: float | None) -> Difference:
+def _differences(dtype_a: str, a: Region, dtype_b: str, b: Region, tolerance: float | None) -> Difference:
     module: Any = import_module("stio.cli.numbers")  # it imports numpy, which equal checkpoints do not need
-    found: Difference = module.differences(dtype, a.tobytes(), b.tobytes(), tolerance)
+    found: Difference
+    if dtype_a == dtype_b:
+        found = module.differences(dtype_a, a.tobytes(), b.tobytes(), tolerance)
+    else:
+        found = module.cast_differences(dtype_a, a.tobytes(), dtype_b, b.tobytes(), tolerance)
     return found
 
 
 # The text of the result.
 
 
-def _lines(found: Comparison, a: str, b: str, header_only: bool, tolerance: float | None) -> Iterator[str]:
-    """Yield a line for each difference, in the natural order of names, then the verdict; short names on a terminal."""
-    shown = one_line if width_of(sys.stdout) is None else printable
-    for side, tensors in ((a, found.only_a), (b, found.only_b)):
-        for info in sorted(tensors, key=_order):
-            yield f"only in {one_line(side)}: {shown(info.name)}  {_kind(info)}"
-    for of_a, of_b in sorted(found.changed, key=lambda pair: _order(pair[0])):
-        yield f"changed: {shown(of_a.name)}  {_kind(of_a)} -> {_kind(of_b)}"
-    for info, difference in sorted(found.differing, key=lambda pair: _order(pair[0])):
-        yield f"differs: {shown(info.name)}  {_kind(info)}  {_amount(info, difference, tolerance)}"
-    yield f"{one_line(a)} and {one_line(b)}: {_verdict(found, header_only, tolerance)}"
+_STYLES = {"only in A": "red", "only in B": "green", "changed": "yellow", "differs": "yellow"}
+"""Kinds of differences, in the order in which they are listed, and their colours."""
+
+
+def _print(
+    found: Comparison, a: str, b: str, header_only: bool, tolerance: float | None, most_rows: int | None
+) -> None:
+    """Print the verdict, then a table of the differences; on a terminal with short names and colours."""
+    sides = (one_line(a), one_line(b)) if found.equal else (f"{one_line(a)} (A)", f"{one_line(b)} (B)")
+    say(f"{' and '.join(sides)}: {_verdict(found, header_only, tolerance)}", style=None if found.equal else "bold")
+    width = width_of(sys.stdout)
+    rows, notes = [["", "name", "dtype and shape", "values"]], []
+    for kind, every in _rows(found):
+        rows += [[kind, one_line(name), *cells] for name, *cells in every[:most_rows]]
+        if most_rows is not None and len(every) > most_rows:
+            rows.append([kind, "", "", ""])
+            notes.append(f"{len(every) - most_rows:,} more; --all lists them")
+    if len(rows) == 1:
+        return
+    waiting = iter(notes)
+    is_styled = has_colours()
+    cells = columns_of([[name, kind, *others] for kind, name, *others in rows], right=set(), width=width)
+    for name, kind, *others in cells:
+        line = "  ".join([kind, name, *others]).rstrip() if name.strip() else f"{kind}  {next(waiting)}"
+        line = line if width is None else broken(line, width)
+        style = _STYLES.get(kind.strip())
+        if is_styled:
+            line = click.style(kind, fg=style) + line[len(kind) :] if style else click.style(line, bold=True)
+        write(line, has_style=is_styled)
+
+
+def _rows(found: Comparison) -> Iterator[tuple[str, list[list[str]]]]:
+    """Yield each kind of difference with name, dtype and shape, and values of its tensors, in natural order."""
+    for kind, tensors in (("only in A", found.only_a), ("only in B", found.only_b)):
+        yield kind, [[info.name, _kind(info), ""] for info in sorted(tensors, key=_order)]
+    changed = [(a, b, "") for a, b in found.changed]
+    changed += [(a, b, _amount(a, one, "beyond rounding") or "equal after rounding") for a, b, one in found.cast]
+    yield "changed", [[a.name, _change(a, b), text] for a, b, text in sorted(changed, key=lambda row: _order(row[0]))]
+    differing = sorted(found.differing, key=lambda row: _order(row[0]))
+    yield "differs", [[a.name, _change(a, b), _amount(a, difference)] for a, b, difference in differing]
 
 
 def _order(info: TensorInfo) -> tuple[list[Any], str]:
@@ -298,10 +373,17 @@ def _kind(info: TensorInfo) -> str:
     return f"{info.dtype} {list(info.shape)}"
 
 
-def _amount(info: TensorInfo, difference: Difference, tolerance: float | None) -> str:
-    text = f"{difference.num_differing:,} of {counted(prod(info.shape), 'value')}"
-    if tolerance is not None:
-        text += f" beyond {tolerance:g}"
+def _change(a: TensorInfo, b: TensorInfo) -> str:
+    if a.shape != b.shape:
+        return f"{_kind(a)} -> {_kind(b)}"
+    return _kind(a) if a.dtype == b.dtype else f"{a.dtype} -> {_kind(b)}"
+
+
+def _amount(info: TensorInfo, difference: Difference, beyond: str = "") -> str:
+    """Return how many values differ, and by how much; empty: none does."""
+    if not difference.num_differing:
+        return ""
+    text = " ".join(filter(None, [f"{difference.num_differing:,} of {prod(info.shape):,}", beyond]))
     if difference.max_abs is not None:
         text += f", by at most {difference.max_abs:.6g}"
     if difference.num_nan:
@@ -313,18 +395,25 @@ def _verdict(found: Comparison, header_only: bool, tolerance: float | None) -> s
     values = "names, dtypes and shapes" if header_only else "values"
     near = ""
     if tolerance is not None:
-        largest = max((one.max_abs for _, one in found.within if one.max_abs is not None), default=0)
+        largest = max((one.max_abs for _, _, one in found.within if one.max_abs is not None), default=0)
         near = f", with a tolerance of {tolerance:g}"
         if found.within:
             near += f"; differences up to {largest:.6g} were tolerated, in {counted(len(found.within), 'tensor')}"
     if found.equal:
         return f"equal, {counted(found.num_same, 'tensor')} compared by {values}{near}"
-    parts = []
-    if only := len(found.only_a) + len(found.only_b):
-        parts.append(f"{counted(only, 'name')} on one side only")
+    parts = [
+        f"{counted(len(only), 'name')} only in {side}"
+        for side, only in (("A", found.only_a), ("B", found.only_b))
+        if only
+    ]
     if found.changed:
         parts.append(f"{counted(len(found.changed), 'tensor')} of another dtype or shape")
-    if not header_only:
+    beyond = sum(one.num_differing > 0 for _, _, one in found.cast)
+    if len(found.cast) > beyond:
+        parts.append(f"{counted(len(found.cast) - beyond, 'tensor')} of another dtype and equal after rounding")
+    if beyond:
+        parts.append(f"{counted(beyond, 'tensor')} of another dtype and other values")
+    if found.differing or (found.num_same and not header_only):
         parts.append(f"{len(found.differing):,} of {counted(found.num_same, 'tensor')} of other values{near}")
     return f"different, {', '.join(parts)}"
 
@@ -333,16 +422,17 @@ def _as_json(found: Comparison, a: str, b: str, header_only: bool, tolerance: fl
     def described(info: TensorInfo) -> dict[str, object]:
         return {"name": info.name, "dtype": info.dtype, "shape": list(info.shape)}
 
-    def values(pairs: Iterable[tuple[TensorInfo, Difference]]) -> list[dict[str, object]]:
+    def values(pairs: Iterable[tuple[TensorInfo, TensorInfo, Difference]]) -> list[dict[str, object]]:
         return [
             {
                 **described(info),
+                **({"dtype_in_b": other.dtype} if other.dtype != info.dtype else {}),
                 "num_values": prod(info.shape),
                 "num_differing": difference.num_differing,
                 "num_nan_on_one_side": difference.num_nan,
                 "max_abs_difference": _plain(difference.max_abs),
             }
-            for info, difference in pairs
+            for info, other, difference in pairs
         ]
 
     return {
@@ -354,7 +444,11 @@ def _as_json(found: Comparison, a: str, b: str, header_only: bool, tolerance: fl
         "num_compared": found.num_same,
         "only_in_a": [described(info) for info in found.only_a],
         "only_in_b": [described(info) for info in found.only_b],
-        "changed": [{"name": a.name, "a": described(a), "b": described(b)} for a, b in found.changed],
+        "changed": [
+            {"name": a.name, "a": described(a), "b": described(b)}
+            for a, b in (*((a, b) for a, b, _ in found.cast), *found.changed)
+        ],
+        "cast": values(found.cast),
         "values": values(found.differing),
         "within_tolerance": values(found.within),
     }

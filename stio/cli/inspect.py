@@ -31,9 +31,10 @@ from stio.cli.output import (
     width_of,
     write,
 )
-from stio.errors import one_line, printable
+from stio.errors import one_line
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import TensorInfo
+from stio.format.shared import ALIASES_KEY
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.units import counted, natural_key, show_bytes
 
@@ -42,6 +43,9 @@ MAX_LEVELS = 32
 
 _MAX_SHARDS = 8
 """Shards that are listed below a table on a terminal; of more, the first and the last."""
+
+_MAX_ALIASES = 8
+"""Aliases that are listed below a table on a terminal."""
 
 _PADDED = 48
 """Labels in a tree are padded to this width; a longer label moves its own line only."""
@@ -79,9 +83,9 @@ def _print(listing: _Listing, lines: Iterable[str], shards: list[str], width: in
     say(listing.headline(), style="bold")
     if text := "\n".join(lines):
         write(text, has_style=has_colours())
-    notes = [*shards, *listing.notes()]
+    notes = [*shards, *listing.dtypes(), *listing.alias_lines(width), *listing.metadata_lines(width)]
     if notes:
-        say("\n".join(notes if width is None else map(printable, notes)), style="dim")
+        say("\n".join(notes), style="dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,8 @@ class _Listing:
 
     path: str
     num_tensors: int
-    shards: dict[str, int]
+    shards: dict[str, tuple[int, int]]
+    """Bytes of the tensors and of the file of each shard."""
     tensors: list[TensorInfo]
     aliases: dict[str, str]
     metadata: dict[str, object]
@@ -131,22 +136,42 @@ class _Listing:
         shown = {tensor.shard for tensor in self.tensors}
         lines = [
             f"shard {k}/{len(self.shards)}: {one_line(name)}, {show_bytes(nbytes)}"
-            for k, (name, nbytes) in enumerate(self.shards.items(), 1)
+            for k, (name, (nbytes, _)) in enumerate(self.shards.items(), 1)
             if name in shown
         ]
         if is_whole or len(lines) <= _MAX_SHARDS:
             return lines
         return [lines[0], f"{len(lines) - 2:,} more shards: --wide lists them", lines[-1]]
 
-    def notes(self) -> Iterator[str]:
-        """Yield a line for each dtype, alias and entry of the metadata."""
+    def dtypes(self) -> Iterator[str]:
+        """Yield a line for each dtype."""
         for dtype, (count, nbytes) in self.by_dtype().items():
             in_torch = f" ({LIBRARY_NAMES[dtype]})" if dtype in LIBRARY_NAMES else ""
             yield f"{dtype}{in_torch}: {counted(count, 'tensor')}, {show_bytes(nbytes)}"
-        for alias, target in self.aliases.items():
-            yield f"alias {one_line(alias)} = {one_line(target)}"
+
+    def alias_lines(self, width: int | None) -> Iterator[str]:
+        """Yield a line for each alias; with a width, names are shortened, and the first ones of many are shown."""
+        pairs = sorted(self.aliases.items(), key=lambda pair: natural_key(pair[0]))
+        if width is None:
+            yield from (f"alias {one_line(alias)} = {one_line(target)}" for alias, target in pairs)
+            return
+        rest = max(2 * _SHORTEST_LABEL, width - len("alias  = "))
+        for alias, target in pairs[:_MAX_ALIASES]:
+            first = shortened(one_line(alias), max(rest // 2, rest - cells(one_line(target))))
+            yield f"alias {first} = {shortened(one_line(target), rest - cells(first))}"
+        if len(pairs) > _MAX_ALIASES:
+            yield f"{len(pairs) - _MAX_ALIASES:,} more aliases: --wide lists them"
+
+    def metadata_lines(self, width: int | None) -> Iterator[str]:
+        """Yield a line for each entry of the metadata but the aliases; with a width, long values are cut."""
         for key, value in self.metadata.items():
-            yield f"metadata {one_line(key)}: {one_line(value if isinstance(value, str) else json.dumps(value))}"
+            if key == ALIASES_KEY:
+                continue
+            line = f"metadata {one_line(key)}: {one_line(value if isinstance(value, str) else json.dumps(value))}"
+            if width is not None and cells(line) > width:
+                number = f"... ({len(line):,} characters)"
+                line = line[: max(0, min(width, len(line)) - len(number))] + number
+            yield line
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -154,7 +179,7 @@ class _Listing:
             "num_tensors": len(self.tensors),
             "total_bytes": self.total_bytes,
             "dtypes": {d: {"num_tensors": count, "nbytes": nbytes} for d, (count, nbytes) in self.by_dtype().items()},
-            "shards": [{"name": name, "file_bytes": nbytes} for name, nbytes in self.shards.items()],
+            "shards": [{"name": name, "file_bytes": nbytes} for name, (_, nbytes) in self.shards.items()],
             "metadata": self.metadata,
             "aliases": self.aliases,
             "tensors": [asdict(tensor) for tensor in self.tensors],
@@ -166,7 +191,7 @@ def _list(opened: OpenCheckpoint, pattern: str | None) -> _Listing:
     return _Listing(
         path=opened.path,
         num_tensors=sum(len(header) for header in opened.headers),
-        shards={h.shard: f.identity.nbytes for h, f in zip(opened.headers, opened.files, strict=True)},
+        shards={h.shard: (h.data_bytes, f.identity.nbytes) for h, f in zip(opened.headers, opened.files, strict=True)},
         tensors=[header.info(name) for header in opened.headers for name in header.names if is_selected(name)],
         aliases={
             alias: target for alias, target in opened.aliases.items() if is_selected(alias) or is_selected(target)

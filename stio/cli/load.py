@@ -28,8 +28,9 @@ from stio.cli.output import (
     rate_text,
     require_writable,
     say,
+    spelled,
 )
-from stio.errors import one_line
+from stio.errors import StioError, one_line
 from stio.runtime.trace import Trace
 from stio.runtime.units import counted, show_bytes
 from stio.runtime.urls import without_secrets
@@ -80,7 +81,7 @@ def load(
         return is_selected(name)
 
     names = None if pattern is None else select
-    trace = None if timeline is None else Trace()
+    trace = Trace()
     if timeline is not None:
         require_writable(timeline, "timeline", _TIMELINES)
     with starting():
@@ -92,8 +93,10 @@ def load(
         began = perf_counter()
         try:
             tensors = run(path, names=names, device=device, memory=memory, verify=verify, trace=trace, progress=bar)
-        except ImportError as error:  # a missing package, of hashes or of GDS
-            raise CommandError(one_line(str(error))) from error
+        except StioError:
+            raise  # the group of commands explains it
+        except (ImportError, ValueError) as error:  # a missing package, or options that exclude each other
+            raise CommandError(spelled(one_line(str(error)))) from error
         if pattern is not None and not tensors:
             raise no_match(without_secrets(path), pattern, seen)
         devices = sorted({str(tensor.device) for tensor in tensors.values()})
@@ -101,7 +104,7 @@ def load(
             if name != "cpu":
                 torch.accelerator.synchronize(name)
         seconds = perf_counter() - began
-    if trace is not None and timeline is not None:
+    if timeline is not None:
         getattr(trace, _TIMELINES[Path(timeline).suffix.lower()])(timeline)
     total_bytes = sum({id(tensor): tensor.nbytes for tensor in tensors.values()}.values())  # an alias counts once
     _print(
@@ -109,6 +112,7 @@ def load(
             "path": without_secrets(path),
             "device": devices,
             "memory": memory,
+            "mapped": _is_mapped(trace),
             "num_tensors": len(tensors),
             "total_bytes": total_bytes,
             "seconds": seconds,
@@ -119,6 +123,12 @@ def load(
     )
 
 
+def _is_mapped(trace: Trace) -> bool:
+    """Return whether the tensors are mapped files, and not copies."""
+    reads = {span.name for span in trace.spans} & {"map", "populate", "read"}
+    return bool(reads) and reads <= {"map", "populate"}
+
+
 def _print(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(result, indent=2))
@@ -126,6 +136,7 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
     tensors, nbytes = counted(result["num_tensors"], "tensor"), result["total_bytes"]
     device = ", ".join(result["device"]) or "no device"
     rate = rate_text(nbytes, result["seconds"]) if result["memory"] != "lazy" else "read when they are used"
-    say(f"{one_line(result['path'])}: {tensors}, {show_bytes(nbytes)} on {device} in {result['seconds']:.3f} s, {rate}")
+    where = f"mapped on {device}" if result["mapped"] else f"on {device}"
+    say(f"{one_line(result['path'])}: {tensors}, {show_bytes(nbytes)} {where} in {result['seconds']:.3f} s, {rate}")
     if result["timeline"] is not None:
         say(f"timeline: {one_line(result['timeline'])}")

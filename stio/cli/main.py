@@ -24,7 +24,7 @@ from stio.cli.diff import diff
 from stio.cli.gc import gc
 from stio.cli.inspect import inspect
 from stio.cli.load import load
-from stio.cli.output import BROKEN_PIPE, ERROR, INTERRUPTED, CommandError, explained, say
+from stio.cli.output import BROKEN_PIPE, ERROR, INTERRUPTED, CommandError, explained, say, spelled
 from stio.cli.pull import pull
 from stio.cli.verify import verify
 from stio.errors import StioError, one_line
@@ -81,7 +81,7 @@ def _explained_errors() -> Iterator[None]:
     except MemoryError as error:
         raise CommandError("there is not enough memory; free some, or load a smaller part with --filter") from error
     except ImportError as error:  # the package of an extra
-        raise CommandError(one_line(str(error))) from error
+        raise CommandError(spelled(one_line(str(error)))) from error
     except OSError as error:
         name = error.filename  # of a call with a descriptor it is a number
         where = f"{one_line(os.fsdecode(name))}: " if isinstance(name, str | bytes) else ""
@@ -126,7 +126,7 @@ def _discard_output() -> None:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    _print(f"warning: {one_line(str(message))}", 0)
+    _print(f"warning: {spelled(one_line(str(message)))}", 0)
 
 
 class _LogWarnings(logging.Handler):

@@ -22,6 +22,9 @@ Array = NDArray[Any]
 _CHUNK_BYTES = 3 << 16
 """Bytes that become numbers at once; the numbers take 20 MB at most. A whole number of values of each dtype."""
 
+_CHUNK_VALUES = 1 << 16
+"""Values of two dtypes that become numbers at once."""
+
 # Bits of the exponent and of the mantissa, bias, and the meaning of special codes: infinities and NaN as in IEEE 754,
 # the last code is NaN ("fn"), NaN in place of -0 ("fnuz"), or none ("finite").
 _SMALL_FLOATS = {
@@ -33,6 +36,16 @@ _SMALL_FLOATS = {
     "F6_E2M3": (2, 3, 1, "finite"),
     "F4": (2, 1, 1, "finite"),
 }
+
+_DIGITS = {
+    "F64": (52, -1074),
+    "F32": (23, -149),
+    "F16": (10, -24),
+    "BF16": (7, -133),
+    "F8_E8M0": (0, -127),
+    **{name: (mantissa, 1 - bias - mantissa) for name, (_, mantissa, bias, _) in _SMALL_FLOATS.items()},
+}
+"""Bits of the mantissa of each floating dtype, and the exponent of its smallest positive value."""
 
 _QUIET = np.errstate(invalid="ignore", over="ignore")
 """No warnings for subtracted infinities and cast signalling NaNs: the code below handles both."""
@@ -55,6 +68,44 @@ def differences(dtype: str, a: bytes, b: bytes, tolerance: float | None = None) 
         if count:
             found = found.merge(_compared(dtype, codes_a, codes_b, differing, count, tolerance))
     return found
+
+
+@_QUIET
+def cast_differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: float | None = None) -> Difference:
+    """Compare two pieces of memory that hold as many whole values of two floating dtypes, as float64.
+
+    Args:
+        dtype_a: Name in the format of the dtype of `a`.
+        a: One side.
+        dtype_b: That of the dtype of `b`.
+        b: The other side.
+        tolerance: Values differ if they are further apart, or one of them is NaN; None: if they are further apart than
+            rounding to the narrower dtype can move them.
+    """
+    found = Difference()
+    bytes_a, bytes_b = (_CHUNK_VALUES * BITS[dtype] // 8 for dtype in (dtype_a, dtype_b))
+    for k in range(-(-len(a) // bytes_a)):
+        values_a = numbers(dtype_a, _codes(dtype_a, a[k * bytes_a : (k + 1) * bytes_a]))
+        values_b = numbers(dtype_b, _codes(dtype_b, b[k * bytes_b : (k + 1) * bytes_b]))
+        nan_a, nan_b = np.isnan(values_a), np.isnan(values_b)
+        num_nan = int(np.count_nonzero(nan_a != nan_b))
+        values_a, values_b = values_a[~(nan_a | nan_b)], values_b[~(nan_a | nan_b)]
+        gaps = _distances(values_a, values_b)
+        if tolerance is None:
+            allowed: Any = _rounding(dtype_a, dtype_b, np.maximum(np.abs(values_a), np.abs(values_b)))
+        else:
+            allowed = tolerance
+        num_differing = int(np.count_nonzero(gaps > allowed)) + num_nan
+        found = found.merge(Difference(num_differing, float(gaps.max()) if gaps.size else None, num_nan))
+    return found
+
+
+def _rounding(dtype_a: str, dtype_b: str, sizes: Array) -> Array:
+    """Return how far rounding to the nearest value of the narrower dtype can move values of these sizes."""
+    digits = min(_DIGITS[dtype_a][0], _DIGITS[dtype_b][0])
+    smallest = max(2.0 ** _DIGITS[dtype_a][1], 2.0 ** _DIGITS[dtype_b][1])
+    relative: Array = np.where(np.isfinite(sizes), sizes, 0.0) * 2.0 ** -(digits + 1)
+    return np.maximum(relative, smallest / 2)
 
 
 def _codes(dtype: str, data: bytes) -> Array:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -57,7 +58,7 @@ _ADVICE: tuple[tuple[type[StioError], str], ...] = (
     (IndexFormatError, "fetch index and shards again, from one save"),
     (UnsafePathError, "do not use it unless you trust its author"),
     (IntegrityError, "fetch it again"),
-    (FormatError, "it is damaged or of another kind: fetch it again, or make one by `stio convert`"),
+    (FormatError, "it is damaged or of another kind: fetch it again"),
     (TensorNotFoundError, "`stio inspect` lists the names"),
     (UnsupportedDtypeError, "a newer torch may have it"),
     (SharedTensorsError, "save one of them"),
@@ -75,13 +76,21 @@ _ADVICE: tuple[tuple[type[StioError], str], ...] = (
 
 _SPELLED = (
     ("pass follow_symlinks=True if you trust it", "copy the file there if you trust it"),
-    ("trust_pickle=True", "--trust-pickle"),
+    (", or cast with dtype=", " with --filter"),
     ("dtype= takes a torch.dtype or the name of one", "--dtype takes the name of a dtype"),
-    ("dtype= takes", "--dtype takes"),
-    ("key= is for", "--key is for"),
+    ("dtype= takes a torch.dtype, or the name of one in", "--dtype takes the name of a dtype in"),
     ("pass limits=stio.Limits(", "in Python, pass limits=stio.Limits("),
+    (" (lock_timeout=)", ""),
+    (" (stio.convert)", ""),
+    ("names= of stio.load", "--filter of `stio load`"),
+    ("names=", "--filter"),
 )
-"""Advice that names a keyword, and its form on the command line."""
+"""Advice that names a keyword without an option of its name, and its form on the command line."""
+
+_KEYWORD = re.compile(
+    r"\b(?:(device|memory|dtype|key|hash|max_shard_size|trust_pickle)=(?:True\b|'([^']*)')?|max_shard_size\b)"
+)
+"""A keyword with an option of its name, and its value if that is given."""
 
 
 class CommandError(click.ClickException):
@@ -98,7 +107,7 @@ class NoMatchError(CommandError):
 
 def explained(error: StioError) -> str:
     """Return an error as one line: what is wrong, and an advice."""
-    text = spelled(one_line(str(error)))
+    text = one_line(str(error).replace(error.message, spelled(error.message), 1))  # paths and names are not changed
     advice = next((advice for kind, advice in _ADVICE if isinstance(error, kind)), None)
     # A message with a semicolon has its advice after it.
     return text if advice is None or ";" in error.message else f"{text}; {advice}"
@@ -108,7 +117,12 @@ def spelled(text: str) -> str:
     """Return a message with options of the command line in the place of keywords of a call."""
     for keyword, option in _SPELLED:
         text = text.replace(keyword, option)
-    return text
+    return _KEYWORD.sub(_option, text)
+
+
+def _option(keyword: re.Match[str]) -> str:
+    option = f"--{(keyword[1] or 'max_shard_size').replace('_', '-')}"
+    return option if keyword[2] is None else f"{option} {shlex.quote(keyword[2])}"
 
 
 class _CheckpointPath(click.Path):
@@ -247,7 +261,7 @@ def say(text: str, *, to_stderr: bool = False, style: Literal["bold", "dim"] | N
     """
     width = width_of(sys.stderr if to_stderr else sys.stdout)
     if width is not None:
-        text = "\n".join(_broken(line, width) for line in text.split("\n"))
+        text = "\n".join(broken(line, width) for line in text.split("\n"))
     if style is not None and has_colours():
         text = "\n".join(click.style(line, **{style: True}) for line in text.split("\n"))
         write(text, to_stderr=to_stderr, has_style=True)
@@ -273,7 +287,8 @@ def has_colours() -> bool:
     return console().color_system is not None
 
 
-def _broken(line: str, width: int) -> str:
+def broken(line: str, width: int) -> str:
+    """Return a line as lines of at most `width` columns, broken between words; all but the first are indented."""
     if len(line) <= width:
         return line
     joined = _TOGETHER.sub(lambda match: match[0].replace(" ", "\xa0"), line)
@@ -345,7 +360,7 @@ def columns_of(
     """
     widest = [max(map(cells, column)) for column in zip(*rows, strict=True)]
     padded = _MAX_PADDED if width is None else _MAX_PADDED_ON_TERMINALS
-    widths = [widest[0], *(min(most, padded) for most in widest[1:])]
+    widths = [widest[0], *(min(most, padded) for most in widest[1:-1]), *widest[1:][-1:]]
     if width is not None:
         rest = sum(len(_GAP) + most for most in widths[1:])
         widths[0] = min(widths[0], max(_SHORTEST_NAME, width - rest))

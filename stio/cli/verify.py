@@ -26,6 +26,7 @@ from stio.errors import (
     without_path,
 )
 from stio.format.header import Header
+from stio.format.naming import INDEX_SUFFIX
 from stio.loading.integrity import judge_files, no_manifest, read_manifest
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.memory import allocate
@@ -63,10 +64,7 @@ def verify(path: str, hash_required: bool, as_json: bool, no_progress: bool) -> 
     if as_json:
         click.echo(json.dumps(_as_json(report, problem), indent=2))
     elif problem is not None:
-        text = explained(problem)
-        if problem.path == path:  # the line names it already
-            text = text.removeprefix(f"{one_line(printable(path))}: ")
-        say(f"{one_line(path)}: wrong: {text}")
+        say(f"{one_line(path)}: wrong: {_below(path, problem)}")
     else:
         say("\n".join(_lines(report)))
     return 0 if report.ok and problem is None else NO
@@ -83,6 +81,8 @@ class FileReport:
     """Name of the shard."""
     nbytes: int
     """Size of the file."""
+    data_bytes: int
+    """Bytes of its tensors."""
     num_tensors: int
     """Number of tensors in its header."""
     problem: str | None
@@ -161,7 +161,7 @@ def _examine(
             except StioError as error:
                 problem = error
         text = None if problem is None else without_path(problem)
-        files.append(FileReport(header.shard, file.identity.nbytes, len(header), text))
+        files.append(FileReport(header.shard, file.identity.nbytes, header.data_bytes, len(header), text))
     algorithm = None if manifest is None else manifest.algorithm
     return Report(path=opened.path, files=tuple(files), algorithm=algorithm, warnings=tuple(warnings))
 
@@ -196,6 +196,20 @@ def _odd_bools(file: Source, header: Header, check: Callable[[], None]) -> Itera
 # The text of the result.
 
 
+def _below(path: str, problem: StioError) -> str:
+    """Return the text of a problem after a line's path: a file below that path is named without it."""
+    text, where = explained(problem), problem.path
+    if where is None:
+        return text
+    folder = os.path.dirname(path) if path.endswith(INDEX_SUFFIX) else path
+    folder = folder.rstrip("/")
+    name = where.rstrip("/").removeprefix(folder).lstrip("/") if where.startswith(folder) else where
+    if where.rstrip("/") == path.rstrip("/"):
+        name = ""
+    shown = f"{one_line(printable(name))}: " if name else ""
+    return shown + text.removeprefix(f"{one_line(printable(where))}: ")
+
+
 def _lines(report: Report) -> Iterator[str]:
     """Yield a line for each file, one for each warning, and the verdict. A single file has the verdict only.
 
@@ -222,8 +236,8 @@ def _lines(report: Report) -> Iterator[str]:
 def _finding(file: FileReport, report: Report) -> str:
     if file.problem is not None:
         return one_line(file.problem)
-    hashed = "not compared with a hash" if report.algorithm is None else f"{report.algorithm} as in the manifest"
-    return f"header and sizes fit, {hashed} ({counted(file.num_tensors, 'tensor')}, {show_bytes(file.nbytes)})"
+    fits = "header and sizes fit" if report.algorithm is None else f"header, sizes and {report.algorithm} fit"
+    return f"{fits} ({counted(file.num_tensors, 'tensor')}, {show_bytes(file.data_bytes)})"
 
 
 def _as_json(report: Report, problem: StioError | None) -> dict[str, object]:

@@ -14,14 +14,14 @@ from functools import partial
 
 import torch
 
+from stio.conversion.pickled_tensors import Key, check_key
 from stio.conversion.sources import OpenSource, open_source
 from stio.device.tensors import TORCH_DTYPES, DtypeLike, checked_dtype
 from stio.errors import ClosedError, printable
-from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.naming import FILE_SUFFIX
 from stio.format.sharding import TensorSource
 from stio.runtime.hashing import HashName
-from stio.runtime.limits import check_budget_bytes
+from stio.runtime.limits import checked_size
 from stio.runtime.memory import default_budget_bytes
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress, progress_callback
@@ -33,8 +33,8 @@ from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 PathLike = str | os.PathLike[str]
 
-_CASTS = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype.is_floating_point and name != "F4"}
-"""Floating dtypes that torch can cast to, and their names in the format. It cannot cast to packed pairs (F4)."""
+_CASTS = {dtype for name, dtype in TORCH_DTYPES.items() if dtype.is_floating_point and name != "F4"}
+"""Floating dtypes that torch can cast to. It cannot cast to packed pairs (F4)."""
 
 
 async def convert(
@@ -45,11 +45,11 @@ async def convert(
     dtype: DtypeLike | None = None,
     metadata: Mapping[str, str] | None = None,
     progress: Progress = None,
-    budget_bytes: int | None = None,
+    budget_bytes: int | str | None = None,
     durability: Durability = "full",
     hash: HashName | None = None,
     lock_timeout: float = LOCK_TIMEOUT_SECONDS,
-    key: str | None = None,
+    key: Key | None = None,
     trust_pickle: bool = False,
 ) -> SaveResult:
     """Convert a checkpoint to safetensors, or to other shards or another dtype, in one step and bounded memory.
@@ -67,12 +67,13 @@ async def convert(
         dtype: Cast floating tensors to it: a torch dtype, or its name in torch or in the format. None: no cast.
         metadata: Text to store in addition to that of the source. For equal keys this text is stored.
         progress: See `stio.load`.
-        budget_bytes: Most bytes of memory, 512 MiB by default: half is staging memory of the save, a quarter holds
-            tensors read ahead. A single row that is larger than an eighth of it needs memory in addition.
+        budget_bytes: Most bytes of memory, see `stio.load`, 512 MiB by default: half is staging memory of the save, a
+            quarter holds tensors read ahead. A single row that is larger than an eighth of it needs memory in addition.
         durability: See `stio.save`.
         hash: See `stio.save`.
         lock_timeout: See `stio.save`.
-        key: Key of the tensors in a pickle that holds other values too, such as `"state_dict"`.
+        key: Key of the tensors in a pickle that holds other values too, such as `"state_dict"`; or a path of keys, such
+            as `"model.state_dict"` or `("model", "state_dict")`. The number of an item of a list is a key.
         trust_pickle: Unpickle any object. **This executes code that the author of the file chose.**
 
     Returns:
@@ -87,10 +88,8 @@ async def convert(
         StioError: See `stio.open` and `stio.save`. After an error the destination is unchanged.
     """
     wanted = _floating_dtype(dtype)
-    if budget_bytes is not None:
-        check_budget_bytes(budget_bytes)
-    if key is not None and not isinstance(key, str):
-        raise TypeError(f"key= takes text, not {key!r}")
+    budget = default_budget_bytes() if budget_bytes is None else checked_size(budget_bytes)
+    check_key(key)
     options = SaveOptions(
         max_shard_size=max_shard_size,
         metadata=metadata or {},
@@ -102,7 +101,6 @@ async def convert(
     absolute_destination(destination)  # raises for what is no destination
     options.max_shard_bytes(destination)  # raises for a wrong argument before the work starts
     plan_writes([], max_shard_bytes=None, block_bytes=1 << 20, metadata=options.metadata)  # the same for the metadata
-    budget = budget_bytes or default_budget_bytes()
 
     def body(operation: Operation[SaveResult]) -> SaveResult:
         opened = open_source(
@@ -132,8 +130,7 @@ def _floating_dtype(dtype: DtypeLike | None) -> torch.dtype | None:
         return None
     wanted = checked_dtype(dtype)
     if wanted not in _CASTS:
-        accepted = ", ".join(f"{LIBRARY_NAMES[name]} or {name}" for name in _CASTS.values())
-        raise ValueError(f"dtype= takes a floating dtype ({accepted}), not {printable(str(dtype))!r}")
+        raise ValueError(f"dtype= takes a floating dtype, such as 'bfloat16' or 'BF16', not {printable(str(dtype))!r}")
     return wanted
 
 

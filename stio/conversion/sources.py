@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,23 +16,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from stio.conversion.pickled_tensors import Key, tensors_in, value_at
 from stio.conversion.read_ahead import ReadAhead
-from stio.conversion.torch_files import is_pickle, read_pickle, read_start
+from stio.conversion.torch_files import is_safetensors, kind_of_file, read_pickle, read_start
 from stio.device.describe import LazyTensor, describe_tensors
 from stio.device.tensors import TORCH_DTYPES, cast, require_dtypes, torch_shape
 from stio.errors import (
     AmbiguousCheckpointError,
     FormatError,
     IndexFormatError,
-    TensorNotFoundError,
-    UnsupportedDtypeError,
-    printable,
+    listed,
 )
 from stio.format.directory import beside, require_complete, warning_of_others, without_index
 from stio.format.index import parse_index
-from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, is_hidden, is_index, names_checkpoint, whole_name
+from stio.format.naming import FILE_SUFFIX, is_hidden, is_index, names_checkpoint, whole_name
 from stio.format.olmo_names import decode_name, looks_encoded, shown
-from stio.format.other_sources import PICKLE_SUFFIXES
+from stio.format.other_sources import PICKLE_SUFFIXES, is_pickle_of_weights
 from stio.format.safe_pickle import PickleRefused, PlainPickles
 from stio.format.shared import UNDECLARED, TiedNames, resolve_shared
 from stio.loading.open import OpenCheckpoint, open_checkpoint
@@ -42,8 +41,6 @@ from stio.runtime.urls import is_url
 from stio.saving.tensors import tied_names
 from stio.storage.checks import refused
 from stio.storage.open import open_directory
-
-_SHOWN_NAMES = 6
 
 
 @dataclass(kw_only=True)
@@ -85,7 +82,7 @@ def open_source(
     *,
     dtype: torch.dtype | None,
     window_bytes: int,
-    key: str | None,
+    key: Key | None,
     trust_pickle: bool,
     check: Callable[[], None],
 ) -> OpenSource:
@@ -95,7 +92,7 @@ def open_source(
         path: See `stio.convert`.
         dtype: Floating tensors are cast to it.
         window_bytes: Bytes of one read.
-        key: Key of the tensors in a pickle.
+        key: Key of the tensors in a pickle, or path of keys.
         trust_pickle: Unpickle anything.
         check: Called between files; may raise.
 
@@ -112,10 +109,11 @@ def open_source(
     tied = UNDECLARED
     for file in pickles:
         check()
-        loaded = _chosen(file, read_pickle(file, trust_pickle=trust_pickle, mapped=True), key)
-        part = _flat(file, loaded)
-        if isinstance(loaded, nn.Module) and len(pickles) == 1:
-            tied = tied_names(loaded, part)
+        loaded = read_pickle(file, trust_pickle=trust_pickle, mapped=True)
+        part = tensors_in(file, loaded, key)
+        module = loaded if key is None else value_at(file, loaded, key)
+        if isinstance(module, nn.Module) and len(pickles) == 1:
+            tied = tied_names(module, part)
         if doubled := sorted(part.keys() & tensors.keys()):
             raise IndexFormatError("two files hold a tensor of the same name", path=file, found=doubled[0])
         tensors |= part
@@ -129,12 +127,12 @@ def _pickle_files(path: str) -> list[str] | None:
     """Return the files of `torch.save` that a path means, None if it means safetensors or nothing."""
     if os.path.isdir(path):
         return _pickles_in(path)
-    if path.endswith(FILE_SUFFIXES) or not os.path.lexists(path):  # opening it raises the clearest error
+    if not os.path.lexists(path):  # opening it raises the clearest error
         return None
     if is_index(path):
         return _indexed_pickles(path)
-    if path.endswith(PICKLE_SUFFIXES) or is_pickle(path):
-        return [path]
+    if kind_of_file(path) is not None or (path.endswith(PICKLE_SUFFIXES) and not is_safetensors(path)):
+        return [path]  # `read_pickle` refuses what torch.save did not write
     return None
 
 
@@ -147,7 +145,7 @@ def _pickles_in(directory: str) -> list[str] | None:
     if any(map(names_checkpoint, names)):
         return None
     indices = [name for name in names if is_index(name) and whole_name(name).endswith(PICKLE_SUFFIXES)]
-    files = without_index(names, PICKLE_SUFFIXES)
+    files = without_index([name for name in names if is_pickle_of_weights(name)], PICKLE_SUFFIXES)
     if len(indices) == 1:
         _require_inside(directory, indices)
         paths = _indexed_pickles(os.path.join(directory, indices[0]))
@@ -163,7 +161,7 @@ def _pickles_in(directory: str) -> list[str] | None:
     raise AmbiguousCheckpointError(
         "the directory holds several checkpoints; give the path of the one you mean",
         path=directory,
-        found=", ".join(indices or map(str, files)),
+        found=listed(indices or map(str, files)),
     )
 
 
@@ -192,68 +190,6 @@ def _require_inside(directory: str, names: Sequence[str]) -> list[str]:
 
 
 # The tensors in them.
-
-
-def _chosen(path: str, loaded: Any, key: str | None) -> Any:
-    """Return what a pickle holds under a key, or all of it.
-
-    Raises:
-        TensorNotFoundError: It has no such key.
-    """
-    if key is None:
-        return loaded
-    if not isinstance(loaded, Mapping) or key not in loaded:
-        keys = ", ".join(map(printable, list(loaded)[:_SHOWN_NAMES])) if isinstance(loaded, Mapping) else ""
-        raise TensorNotFoundError(
-            "the file has no such key", path=path, expected=keys or type(loaded).__name__, found=key
-        )
-    return loaded[key]
-
-
-def _flat(path: str, loaded: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors by name that are in a pickle.
-
-    Raises:
-        AmbiguousCheckpointError: It holds other values too; the message lists them.
-        FormatError: It holds no tensors by name.
-    """
-    if isinstance(loaded, nn.Module):
-        loaded = loaded.state_dict()
-    if not isinstance(loaded, Mapping):
-        raise FormatError("the file holds no tensors by name", path=path, found=type(loaded).__name__)
-    odd = [name for name, value in loaded.items() if not (isinstance(name, str) and isinstance(value, torch.Tensor))]
-    if not odd:
-        tensors = dict(loaded)
-        try:
-            describe_tensors(tensors)
-        except UnsupportedDtypeError as error:
-            error.path = path
-            raise
-        except (TypeError, ValueError) as error:  # the file is wrong here, not the call
-            raise FormatError(str(error), path=path) from error
-        return tensors
-    inner = [name for name in odd if isinstance(loaded[name], Mapping) and _has_tensors(loaded[name])]
-    hint = f"choose one with key= (--key {printable(inner[0])})" if inner else "it cannot be stored as tensors"
-    raise AmbiguousCheckpointError(
-        f"the file holds more than tensors by name; {hint}",
-        path=path,
-        found=", ".join(_described(loaded, [*inner, *(name for name in odd if name not in inner)])),
-    )
-
-
-def _has_tensors(value: Mapping[Any, Any]) -> bool:
-    return any(isinstance(item, torch.Tensor) for item in value.values())
-
-
-def _described(loaded: Mapping[Any, Any], names: Sequence[Any]) -> Iterator[str]:
-    for name in names[:_SHOWN_NAMES]:
-        value = loaded[name]
-        kind = (
-            f"{type(value).__name__} of {len(value):,}" if isinstance(value, Mapping | list) else type(value).__name__
-        )
-        yield f"{printable(name)!r} ({kind})"
-    if len(names) > _SHOWN_NAMES:
-        yield f"{len(names) - _SHOWN_NAMES} others"
 
 
 def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, tied: TiedNames) -> dict[str, Any]:
@@ -335,7 +271,6 @@ def _plain_names(opened: OpenCheckpoint) -> dict[str, str]:
             "the file holds OLMo's nested state with values that are not tensors, which plain safetensors cannot hold; "
             "load it by stio.compat.olmo",
             path=opened.path,
-            found=", ".join(others[:_SHOWN_NAMES])
-            + (f" and {len(others) - _SHOWN_NAMES} others" if len(others) > _SHOWN_NAMES else ""),
+            found=listed(others),
         )
     return names

@@ -161,20 +161,24 @@ def resolve_device(device: Any) -> torch.device:
         parsed = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         advice = "; `memory='lazy'` leaves tensors on the CPU in their files" if device == "disk" else ""
-        raise DeviceError(f"torch has no such device{advice}", found=device, expected=_devices_here()) from error
+        raise DeviceError(f"torch has no such device{advice}", requested=device, expected=_devices_here()) from error
     if parsed.type in ("cpu", "meta"):
         if parsed.type == "meta":
-            raise DeviceError("tensors on 'meta' have no data to load", found=device, expected="cpu or an accelerator")
+            raise DeviceError(
+                "tensors on 'meta' have no data to load", requested=device, expected="cpu or an accelerator"
+            )
         return torch.device("cpu")
     accelerator = _available_accelerator()
     if accelerator is None or parsed.type != accelerator.type:
         no_cuda = parsed.type == "cuda" and torch.version.cuda is None and torch.version.hip is None
         why = ": it is built without CUDA" if no_cuda else ""
-        raise DeviceError(f"this torch has no such device here{why}", found=str(parsed), expected=_devices_here())
+        raise DeviceError(f"this torch has no such device here{why}", requested=str(parsed), expected=_devices_here())
     index = parsed.index if parsed.index is not None else _current_index()
     num_devices = torch.accelerator.device_count()
     if index >= num_devices:
-        raise DeviceError("there is no device of that number", found=str(parsed), expected=f"0 to {num_devices - 1}")
+        raise DeviceError(
+            "there is no device of that number", requested=str(parsed), expected=f"0 to {num_devices - 1}"
+        )
     return torch.device(parsed.type, index)
 
 

@@ -165,8 +165,8 @@ class TorchAccelerator:
         if not has_streams(device):
             raise DeviceError(
                 "torch has no streams for this kind of device; load to the CPU and move the tensors",
+                requested=str(device),
                 expected="cuda, or another device with streams",
-                found=str(device),
             )
         with answering(device):
             self._stream: Any = _copy_stream(self._module, device)

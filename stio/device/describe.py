@@ -186,7 +186,6 @@ def _format_dtype(name: str, dtype: torch.dtype) -> str:
         raise UnsupportedDtypeError(
             f"tensor {printable(name)!r}: the safetensors format has no such dtype; convert it first, or save its "
             "parts (real and imaginary; of a quantized tensor `int_repr()`, scales and zero points)",
-            expected=f"one of {', '.join(sorted(str(known).removeprefix('torch.') for known in FORMAT_DTYPES))}",
             found=str(dtype),
         )
     return found

@@ -51,7 +51,7 @@ class Placement:
             found = resolve_device(device)
         except DeviceError as error:  # add the tensor's name
             message = f"{error.message}; device= leads {printable(name)!r} there"
-            raise DeviceError(message, expected=error.expected, found=error.found) from error
+            raise DeviceError(message, requested=error.requested, expected=error.expected) from error
         return self._devices.setdefault(found, found)
 
 
@@ -91,8 +91,8 @@ def _by_prefix(devices: Mapping[str, Any], name: str) -> Any:
             raise DeviceError(
                 "device= has no entry for a tensor; add one, or an entry for '', which stands for all other tensors"
                 + _advice_on_keys(devices, name),
+                requested=name,
                 expected="an entry for its name, or for a prefix of it that ends at a dot",
-                found=name,
             )
         prefix = prefix.rpartition(".")[0]
     return devices[prefix]

@@ -75,12 +75,12 @@ def checked_dtype(dtype: object) -> torch.dtype:
     found = TORCH_DTYPES.get(dtype.upper()) or vars(torch).get(dtype.lower().removeprefix("torch."))
     if isinstance(found, torch.dtype):
         return found
-    names = [f"{LIBRARY_NAMES[name]} or {name}" for name in TORCH_DTYPES]
-    every = [one for name in names for one in name.split(" or ")]
+    every = [one for name in TORCH_DTYPES for one in (LIBRARY_NAMES[name], name)]
     near = difflib.get_close_matches(dtype[:_LONGEST_NAME].upper(), [one.upper() for one in every], n=1)
     nearest = f"; did you mean {next(one for one in every if one.upper() == near[0])!r}?" if near else ""
     raise ValueError(
-        f"dtype= takes a torch.dtype or the name of one ({', '.join(names)}), not {printable(dtype)!r}{nearest}"
+        "dtype= takes a torch.dtype, or the name of one in torch or in the format, such as 'bfloat16' or 'BF16', not "
+        f"{printable(dtype)!r}{nearest}"
     )
 
 
@@ -123,9 +123,8 @@ def require_dtypes(dtypes: Sequence[str], *, path: str) -> None:
     for dtype in dict.fromkeys(dtypes):
         if dtype not in TORCH_DTYPES:
             raise UnsupportedDtypeError(
-                "torch has no such dtype; leave these tensors out by names=, or convert the file",
+                "torch has no such dtype; leave these tensors out (names= of stio.load)",
                 path=path,
-                expected=f"one of {', '.join(sorted(TORCH_DTYPES))}",
                 found=dtype,
             )
 

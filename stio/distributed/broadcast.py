@@ -201,7 +201,7 @@ def agree(
     need = _Need(
         checkpoint=_digest(opened),
         required=broadcast is True,
-        budget_bytes=options.budget_bytes or default_budget_bytes(),
+        budget_bytes=options.budget or default_budget_bytes(),
         rows=_packed(_needs(tensors, target, names, path=opened.path)),
     )
     ranks.share("need", msgspec.msgpack.encode(need))
@@ -343,7 +343,7 @@ class _Reading:
             aliases={},
             manifest=None,
         )
-        budget_bytes = options.budget_bytes or default_budget_bytes()
+        budget_bytes = options.budget or default_budget_bytes()
         received_bytes = max(chunk.nbytes for chunk in chunks)
         self._options = replace(
             options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import pickle
@@ -11,6 +12,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -57,7 +59,7 @@ class PartSave(PendingSave):
         destination: str | os.PathLike[str],
         options: SaveOptions,
         *,
-        budget_bytes: int | None,
+        budget_bytes: int | str | None,
     ) -> None:
         self._ranges, self._task = ranges, task
         self._own_bytes: list[int] = []
@@ -242,6 +244,14 @@ def values_of_items(items: Sequence[WriteItem], planner: SavePlanner) -> list[Wr
     ]
 
 
+_NUMPY_GLOBALS: list[Any] = [
+    *(np.ndarray, np.dtype, codecs.encode, bytes),
+    *{np.array([0]).__reduce__()[0], np.float64(0).__reduce__()[0]},  # private functions that make arrays and scalars
+    *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDSUMm"},
+]
+"""What pickles of numpy's arrays and scalars refer to; torch takes these files from its own planner."""
+
+
 def _value_of(item: WriteItem, planner: SavePlanner) -> object:
     if not _makes_tensors(planner):
         assert isinstance(planner, DefaultSavePlanner)
@@ -250,7 +260,8 @@ def _value_of(item: WriteItem, planner: SavePlanner) -> object:
     try:
         assert isinstance(data, io.BytesIO)
         data.seek(0)
-        return torch.load(data, weights_only=True)
+        with torch.serialization.safe_globals(_NUMPY_GLOBALS):
+            return torch.load(data, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, AssertionError) as error:
         raise TypeError(
             f"{printable(item.index.fqn)!r}: what the planner makes of it is no plain value; pass its parts, as "

@@ -36,7 +36,7 @@ from stio.device.tensors import TORCH_DTYPES, require_dtypes, torch_shape
 from stio.distributed.parts import part_of
 from stio.distributed.same_checkpoint import describe_opened, require_same
 from stio.errors import ClosedError, MismatchError, StioError, printable
-from stio.format.state_tree import STATE_KEY, Reference
+from stio.format.state_tree import HOST_KINDS, STATE_KEY, Reference
 from stio.loading.api import fill_from
 from stio.loading.body import open_source, verify
 from stio.loading.module import Part
@@ -86,7 +86,7 @@ class StioStorageReader(StorageReader):
         path: SourceLike,
         *,
         memory: Memory = "auto",
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
         limits: Limits | None = None,
         verify: bool = False,
         follow_symlinks: bool = False,
@@ -262,7 +262,7 @@ def _described(operation: Operation[Any], checkpoint: OpenCheckpoint, limits: Li
         opened.paths = {name: (name,) for name in every}
         return opened
     nested = read_nested(checkpoint, limits, check=operation.check)
-    state = nested.tree.fill(lambda one: nested.long_bytes[one.name] if one.kind == "bytes_tensor" else one)
+    state = nested.tree.fill(lambda one: nested.host_values[one.name] if one.kind in HOST_KINDS else one)
     for path, value in _leaves(state if isinstance(state, Mapping) else {"state": state}):
         name = ".".join(map(str, path))
         if name in opened.paths:
@@ -316,7 +316,7 @@ def _read(opened: _Opened, plan: LoadPlan, planner: LoadPlanner, options: LoadOp
     for item in _placed(items, planner, opened):
         name = item.storage_index.fqn
         if name not in opened.names:
-            raise MismatchError("the checkpoint has no such tensor", path=path, found=name)
+            raise MismatchError("the checkpoint has no such tensor", path=path, requested=name)
         memory = planner.resolve_tensor(item).detach()
         info = opened.checkpoint.info(opened.names[name])
         index = tuple(
@@ -338,7 +338,7 @@ def _pickled(name: str, opened: _Opened) -> io.BytesIO:
     """Return a value of the state in the form that DCP unpickles."""
     path = opened.checkpoint.path
     if name not in opened.values:
-        raise MismatchError("the checkpoint has no plain value of this name", path=path, found=name)
+        raise MismatchError("the checkpoint has no plain value of this name", path=path, requested=name)
     value = opened.values[name]
     if _has_references(value):
         raise MismatchError(

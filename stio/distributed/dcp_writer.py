@@ -48,6 +48,7 @@ from stio.errors import ClosedError, SaveInProgressError, printable
 from stio.format.naming import MANIFEST_SUFFIX, manifest_name
 from stio.runtime.blocking import run_blocking
 from stio.runtime.hashing import HashName, new_hasher
+from stio.runtime.limits import checked_size
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
@@ -112,7 +113,7 @@ class StioStorageWriter(StorageWriter):
         self,
         path: str | os.PathLike[str] | None = None,
         *,
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
         max_shard_size: int | str | None = None,
         metadata: Mapping[str, str] | None = None,
         filename_pattern: str = DEFAULT_PATTERN,
@@ -142,7 +143,8 @@ class StioStorageWriter(StorageWriter):
             trace=trace,
             switch_interval=switch_interval,
         )
-        self._budget_bytes, self._process_group, self._rank_timeout = budget_bytes, process_group, rank_timeout
+        self._budget_bytes = None if budget_bytes is None else checked_size(budget_bytes)
+        self._process_group, self._rank_timeout = process_group, rank_timeout
         self._path: str | os.PathLike[str] | None = None
         self._open: _OpenSave | None = None  # on the coordinator
         self._local_items: Sequence[WriteItem] = ()

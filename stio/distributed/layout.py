@@ -20,6 +20,10 @@ from stio.format.sharding import TensorSource
 from stio.saving.plan_parts import Part
 
 _SHOWN_CHARACTERS = 30
+_VALUES_OF = "the values of tensor "
+
+TREE = "what is no tensor"
+"""Key among the settings: the tree of a nested state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class Layout:
     """Which part that is; a tensor that has none here is whole, and all ranks have it."""
     settings: Mapping[str, str]
     """What else must be equal on all ranks: texts by what they describe."""
+    values: Mapping[str, str]
+    """Digests of the tensors whose values are compared."""
     rank: int
     """This rank."""
     num_ranks: int
@@ -63,7 +69,21 @@ class Layout:
                 if share is not None:
                     text += f" on mesh {self.meshes().index(share.mesh)} with {share.num_replicas} copies"
                 self._described[f"tensor {printable(source.name)!r}"] = text
+                if source.name in self.values:
+                    self._described[f"{_VALUES_OF}{printable(source.name)!r}"] = self.values[source.name]
         return self._described
+
+    def in_order_of_names(self, tree: str) -> Layout:
+        """Return the same layout, with the tensors in the order of their names.
+
+        Args:
+            tree: What the settings say about the tree, in the order of its keys.
+        """
+        sources = sorted(self.sources, key=lambda source: source.name)
+        shares = {source.name: self.shares[source.name] for source in sources if source.name in self.shares}
+        return replace(
+            self, sources=sources, shares=shares, settings={**self.settings, **({TREE: tree} if tree else {})}
+        )
 
     def meshes(self) -> list[str]:
         """Return the meshes of the tensors, in the order of their first tensors.
@@ -177,22 +197,32 @@ def merged(groups: Iterable[Collection[str]]) -> list[list[str]]:
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str], rank: int) -> str:
-    """Return the first difference between the states of two ranks, in a sentence.
+    """Return the first difference between the states of two ranks, in a sentence, and what to do about it.
 
     Args:
-        mine: `Layout.described` of this rank.
-        theirs: That of the first rank.
+        mine: What this rank describes.
+        theirs: What the first rank describes.
         rank: This rank.
     """
-    for what in [*theirs, *mine]:
-        if what not in mine:
-            return f"rank 0 has {what}, and rank {rank} has not"
-        if what not in theirs:
-            return f"rank {rank} has {what}, and rank 0 has not"
-        if mine[what] != theirs[what]:
-            here, there = _around_difference(mine[what], theirs[what])
-            return f"{what} differs: {there} on rank 0, {here} on rank {rank}"
-    return f"the tensors are in another order on rank {rank} than on rank 0"
+    text = f"names, shapes, options or metadata of rank {rank} differ from those of rank 0"
+    what = next((what for what in [*theirs, *mine] if mine.get(what) != theirs.get(what)), "")
+    if what not in mine and what in theirs:
+        text = f"rank 0 has {what}, and rank {rank} has not"
+    elif what not in theirs and what in mine:
+        text = f"rank {rank} has {what}, and rank 0 has not"
+    elif what.startswith(_VALUES_OF):
+        text = f"{what} differ between rank 0 and rank {rank}"
+    elif what:
+        here, there = _around_difference(mine[what], theirs[what])
+        text = f"{what} differs: {there} on rank 0, {here} on rank {rank}"
+    is_option = what.startswith(("the option", "the destination", "the metadata"))
+    return text if is_option else f"{text}; {GATHER_FIRST}"
+
+
+GATHER_FIRST = (
+    "all ranks save all names, with equal values: gather what differs by rank first, by "
+    "torch.distributed.all_gather_object, and save the list on all ranks"
+)
 
 
 def _around_difference(one: str, other: str) -> tuple[str, str]:

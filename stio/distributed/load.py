@@ -29,7 +29,7 @@ async def load_into(
     source: SourceLike,
     *,
     memory: Memory = "auto",
-    budget_bytes: int | None = None,
+    budget_bytes: int | str | None = None,
     strict: bool = True,
     limits: Limits | None = None,
     verify: bool = False,

@@ -113,15 +113,15 @@ class Placements:
             raise DeviceError(
                 f"{printable(name)} would be loaded to a device of another type than those of the mesh; pass "
                 f"device={self.mesh.device_type!r}",
+                requested=str(device),
                 expected=self.mesh.device_type,
-                found=str(device),
             )
         placements = self.of(name, shape)
         try:
             index = local_index(shape, self.mesh, placements)
         except ValueError as error:
             raise MismatchError(
-                f"{printable(name)} cannot be loaded on this rank: {error}", found=f"{list(placements)} for {shape}"
+                f"{printable(name)} cannot be loaded on this rank: {error}", requested=f"{list(placements)} for {shape}"
             ) from error
         if all(cut_of(one) is None for one in placements):
             return PlacedPart(None, partial(_distributed, self.mesh, placements, None), placements)

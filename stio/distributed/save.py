@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -46,7 +47,7 @@ async def save(
     module_or_state: object,
     destination: DestinationLike,
     *,
-    budget_bytes: int | None = None,
+    budget_bytes: int | str | None = None,
     max_shard_size: int | str | None = None,
     metadata: Mapping[str, str] | None = None,
     filename_pattern: str = DEFAULT_PATTERN,
@@ -70,9 +71,11 @@ async def save(
     Of copies (`Replicate`, plain tensors) one is written. If one rank fails, is cancelled or killed, the call raises on
     all of them, and the old checkpoint remains.
 
-    Plain tensors count as equal on all ranks, and one of them is written. What differs by rank, such as the state of a
-    random generator, has to have a name or a checkpoint of its own for each rank. Values that are no tensors must be
-    equal on all ranks; a difference is an error, and is named.
+    All ranks save all names, in any order. What differs by rank, such as the state of a random generator, is gathered
+    first, by `torch.distributed.all_gather_object`, and the list is saved on all ranks. Of plain tensors one copy is
+    written. Values that are no tensors, and plain tensors of integers, bools or a single number up to 16 MiB, must be
+    equal on all ranks; a difference is an error, and is named. Other plain tensors are not compared: copies of weights
+    may differ by rounding.
 
     Args:
         module_or_state: What is saved; the same names on all ranks. A module, to save its `state_dict()`; tensors by
@@ -142,6 +145,7 @@ class Saver(api.Saver):
 
     Args:
         keep_last: See `stio.Saver`; the first rank deletes.
+        adopt: See `stio.Saver`.
         max_pending: See `stio.Saver`.
         when_full: See `stio.Saver`.
         budget_bytes: Most bytes of staging memory of a rank; see `stio.Saver`.
@@ -165,9 +169,10 @@ class Saver(api.Saver):
         self,
         *,
         keep_last: int | None = None,
+        adopt: str | os.PathLike[str] | None = None,
         max_pending: int = 1,
         when_full: WhenFull = "wait",
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
         max_shard_size: int | str | None = None,
         metadata: Mapping[str, str] | None = None,
         filename_pattern: str = DEFAULT_PATTERN,
@@ -185,6 +190,7 @@ class Saver(api.Saver):
     ) -> None:
         super().__init__(
             keep_last=keep_last,
+            adopt=adopt,
             max_pending=max_pending,
             when_full=when_full,
             budget_bytes=budget_bytes,
@@ -224,6 +230,7 @@ class Saver(api.Saver):
                 nested=nested,
                 notifier=self._changed,
                 pool=self._pool,
+                when_begun=self._retention.begin,
                 when_durable=self._retention.add,
             )
             made[:] = [save]

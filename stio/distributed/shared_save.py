@@ -15,20 +15,22 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from stio.device.copy_out import copy_out
 from stio.device.describe import LazyTensor
-from stio.distributed.layout import Layout, Share, difference, merged
+from stio.distributed.layout import TREE, Layout, Share, difference, merged
 from stio.distributed.ranks import MOST_VALUE_BYTES, Ranks
 from stio.errors import MismatchError, printable
 from stio.format.sharding import TensorSource
 from stio.format.shared import UNDECLARED, TiedNames, resolve_shared
-from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR
+from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, sorted_tree, tree_entries
 from stio.runtime.blocking import run_blocking
 from stio.runtime.hashing import Hasher
-from stio.runtime.memory import Region
+from stio.runtime.memory import Region, allocate
 from stio.runtime.operation import Operation
 from stio.saving.options import DestinationLike, SaveOptions, SaveResult
 from stio.saving.pending import PendingSave
@@ -37,6 +39,9 @@ from stio.saving.plan_parts import Part, data_places
 from stio.storage.base import FileWriter, Note, Published, RecordingTransaction, Transaction
 
 T = TypeVar("T")
+
+_MOST_COMPARED_BYTES = 16 << 20
+"""Longest tensor that is compared with those of other ranks: SHA-256 takes 10 ms of it."""
 
 
 class ShardedSave(PendingSave):
@@ -70,11 +75,6 @@ class ShardedSave(PendingSave):
         self.told = False
         """Whether this rank has begun, or has reported that it failed before that."""
         self._undo: Callable[[], None] = _nothing
-        self._tree_digest = ""
-        tree = tensors.get(TREE_TENSOR)
-        if (options.metadata or {}).get(STATE_KEY) == POINTER and isinstance(tree, torch.Tensor):
-            text = Region(tree.data_ptr(), tree.nbytes, tree).view()
-            self._tree_digest = hashlib.sha256(text).hexdigest()
         super().__init__(tensors, destination, options, **arguments)
 
     async def complete(self) -> SaveResult:
@@ -119,16 +119,22 @@ class ShardedSave(PendingSave):
         options, ranks = self._options, self._ranks
         if options.shared == "error":
             resolve_shared(sources, "error")
+        tree = _tree_of(options.metadata, sources)
         layout = Layout(
-            sources=sources, shares=self._shares, settings=self._settings(), rank=ranks.rank, num_ranks=ranks.num_ranks
+            sources=sources,
+            shares=self._shares,
+            settings=self._settings(tree),
+            values=self._compared_values(sources),
+            rank=ranks.rank,
+            num_ranks=ranks.num_ranks,
         )
-        meshes, ties = self._agree(layout)
+        layout, metadata, meshes, ties = self._agree(layout, tree)
         whole = layout.whole(ties)
         plan = plan_writes(
             whole,
             block_bytes,
             max_shard_bytes=self._max_shard_bytes,
-            metadata=options.metadata,
+            metadata=metadata,
             shared="dedupe" if ties else "clone",
             tied=self._tied,
         )
@@ -151,7 +157,7 @@ class ShardedSave(PendingSave):
                     found=f"{sum(of_ranks):,}",
                 )
 
-    def _settings(self) -> dict[str, str]:
+    def _settings(self, tree: bytes) -> dict[str, str]:
         """Return the options that decide what is written and where; they must be equal on all ranks."""
         options = self._options
         found = {
@@ -164,45 +170,85 @@ class ShardedSave(PendingSave):
         )
         found["the destination"] = str(self._absolute_destination)
         for key, text in sorted((options.metadata or {}).items()):
-            what = "what is no tensor" if key == STATE_KEY else f"the metadata under {printable(key)!r}"
-            found[what] = self._tree_digest or text if key == STATE_KEY else text
+            if key != STATE_KEY:
+                found[f"the metadata under {printable(key)!r}"] = text
+        if tree:
+            found[TREE] = hashlib.sha256(tree).hexdigest()
         return found
 
-    def _agree(self, layout: Layout) -> tuple[list[list[str]], list[list[str]]]:
+    def _compared_values(self, sources: Sequence[TensorSource]) -> dict[str, str]:
+        """Return digests of the tensors that must have equal values on all ranks, such as states of generators.
+
+        Copies of weights may differ by rounding, and statistics of a module by the batches of a rank. So tensors of
+        several floating-point numbers are not compared, nor are large ones.
+        """
+        compared = [
+            source
+            for source in sources
+            if source.name not in self._shares
+            and source.name != TREE_TENSOR
+            and isinstance(source.data, torch.Tensor)
+            and 0 < source.nbytes <= _MOST_COMPARED_BYTES
+            and (not (source.data.is_floating_point() or source.data.is_complex()) or source.data.numel() == 1)
+        ]
+        found = {}
+        for source in compared:
+            region = allocate(source.nbytes).sub(0, source.nbytes)
+            copy_out([(source.data, 0, region)], self._ready)
+            found[source.name] = hashlib.sha256(region.view()).hexdigest()
+        return found
+
+    def _agree(
+        self, layout: Layout, tree: bytes
+    ) -> tuple[Layout, Mapping[str, str] | None, list[list[str]], list[list[str]]]:
         """Compare the layouts of all ranks.
 
+        Where only their orders differ, for example by the seed of Python's hashes, all ranks take that of the names.
+
         Returns:
-            The meshes of each rank, and the groups of names that are one tensor on all of them.
+            The layout and the metadata to save, the meshes of each rank, and the groups of names that are one tensor on
+            all of them.
 
         Raises:
             MismatchError: The layouts differ.
             RankError: On another rank.
         """
-        ties = layout.ties() if self._options.shared == "dedupe" else []
-        mine = {"digest": layout.digest(), "meshes": layout.meshes(), "ties": ties}
-        found = [json.loads(value) for value in self._arrive("layout", json.dumps(mine).encode())]
-        others = [rank for rank, one in enumerate(found) if one["digest"] != found[0]["digest"]]
-        if others:
-            self._raise_difference(layout, others)
+        metadata = self._options.metadata
+        found = self._compare("layout", layout)
+        if _ranks_that_differ(found):
+            in_order = sorted_tree(tree) if tree else b""
+            layout = layout.in_order_of_names(hashlib.sha256(in_order).hexdigest() if tree else "")
+            layout, metadata = _with_tree(layout, metadata, in_order)
+            found = self._compare("layout by names", layout)
+            if others := _ranks_that_differ(found):
+                self._raise_difference(layout, in_order, others)
         meshes = [one["meshes"] for one in found]
         groups = merged(group for one in found for group in one["ties"])
         if not groups:
-            return meshes, []
+            return layout, metadata, meshes, []
         agreed = self._arrive("ties", json.dumps([layout.is_tied(group) for group in groups]).encode())
         counts = zip(groups, *map(json.loads, agreed), strict=True)
-        return meshes, [group for group, *tied in counts if all(tied)]
+        return layout, metadata, meshes, [group for group, *tied in counts if all(tied)]
 
-    def _raise_difference(self, layout: Layout, others: Sequence[int]) -> None:
+    def _compare(self, name: str, layout: Layout) -> list[dict[str, Any]]:
+        ties = layout.ties() if self._options.shared == "dedupe" else []
+        mine = {"digest": layout.digest(), "meshes": layout.meshes(), "ties": ties}
+        return [json.loads(value) for value in self._arrive(name, json.dumps(mine).encode())]
+
+    def _raise_difference(self, layout: Layout, tree: bytes, others: Sequence[int]) -> None:
         rank = self._ranks.rank
+        mine: dict[str, str] = {}
+        if rank in (0, others[0]):
+            mine = {**layout.settings, **(tree_entries(tree) if tree else {}), **layout.described()}
+            mine.pop(TREE, None)
         if rank == 0:
-            described = zlib.compress(json.dumps(list(layout.described().items())).encode())
+            described = zlib.compress(json.dumps(list(mine.items())).encode())
             self._ranks.share("described", described if len(described) <= MOST_VALUE_BYTES else b"")
         if rank != others[0]:
             run_blocking(self._ranks.fetch("difference", of=others[0]))  # raises what that rank raises
         described = run_blocking(self._ranks.fetch("described"))
-        text = f"names, shapes, options or metadata of rank {rank} differ from those of rank 0"
-        if described:
-            text = difference(layout.described(), dict(json.loads(zlib.decompress(described))), rank)
+        theirs = dict(json.loads(zlib.decompress(described))) if described else mine
+        text = difference(mine, theirs, rank)
         raise MismatchError(f"the ranks do not save the same: {text}", path=str(self.destination))
 
     # The transaction.
@@ -234,6 +280,38 @@ class ShardedSave(PendingSave):
 
 def _nothing() -> None:
     pass
+
+
+def _ranks_that_differ(found: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [rank for rank, one in enumerate(found) if one["digest"] != found[0]["digest"]]
+
+
+def _tree_of(metadata: Mapping[str, str] | None, sources: Sequence[TensorSource]) -> bytes:
+    """Return the tree of a nested state, from the metadata or from its tensor; empty if there is none."""
+    text = (metadata or {}).get(STATE_KEY, "")
+    if text != POINTER:
+        return text.encode()
+    data = next(source.data for source in sources if source.name == TREE_TENSOR)
+    return bytes(Region(data.data_ptr(), data.nbytes, data).view())
+
+
+def _with_tree(
+    layout: Layout, metadata: Mapping[str, str] | None, tree: bytes
+) -> tuple[Layout, Mapping[str, str] | None]:
+    """Return a layout and the metadata with another text of the tree, in the place where it is."""
+    text = (metadata or {}).get(STATE_KEY)
+    if text is None:
+        return layout, metadata
+    if text != POINTER:
+        return layout, {**(metadata or {}), STATE_KEY: tree.decode()}
+    data, nbytes = torch.frombuffer(bytearray(tree), dtype=torch.uint8), len(tree)
+    sources = [
+        replace(one, data=data, shape=(nbytes,), nbytes=nbytes, span=(0, nbytes), storage_key=None)
+        if one.name == TREE_TENSOR
+        else one
+        for one in layout.sources
+    ]
+    return replace(layout, sources=sources), metadata
 
 
 class OwnPart(Protocol):

@@ -7,10 +7,11 @@ begin with a dot do not count. The rules are the same for directories, stores an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, printable
+from stio.format.file_kinds import FileKind
 from stio.format.naming import (
     FILE_SUFFIX,
     FILE_SUFFIXES,
@@ -57,12 +58,15 @@ class NamedCheckpoint:
         return f"{printable(self.files[0])} and the other shards, {len(self.files):,} files"
 
 
-def choose(names: Iterable[str], *, path: str) -> NamedCheckpoint:
+def choose(
+    names: Iterable[str], *, path: str, kind_of: Callable[[str], FileKind | None] = lambda name: None
+) -> NamedCheckpoint:
     """Return the checkpoint of a directory.
 
     Args:
         names: Names of the files in it.
         path: The directory, to name in errors.
+        kind_of: Returns the kind of a file by its content, for the error if there is no checkpoint.
 
     Raises:
         CheckpointNotFoundError: There is none, or shards are missing.
@@ -91,7 +95,7 @@ def choose(names: Iterable[str], *, path: str) -> NamedCheckpoint:
         raise CheckpointNotFoundError(
             "the directory holds no checkpoint; give a directory with .safetensors files, or a file"
             + (_HIDDEN if any(is_hidden(name) and name.endswith(FILE_SUFFIXES) for name in names) else "")
-            + advice_for_names(names, path),
+            + advice_for_names(names, path, kind_of),
             path=path,
             expected=f"{INDEX_NAME} or one *{FILE_SUFFIX}",
             found=_few(names, len(names)) or "an empty directory",

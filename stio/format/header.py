@@ -61,8 +61,9 @@ def header_nbytes(prefix: bytes, *, file_bytes: int, limits: Limits = _DEFAULT_L
     nbytes = int.from_bytes(prefix[:PREFIX_BYTES], "little")
     if nbytes > limits.header_bytes:
         raise LimitError(
-            "the header's length exceeds the limit `header_bytes`, or this is no safetensors file"
-            + (advice_on_limit("header_bytes") if nbytes <= file_bytes - PREFIX_BYTES else ""),
+            "the header's length exceeds the limit `header_bytes`" + advice_on_limit("header_bytes")
+            if nbytes <= file_bytes - PREFIX_BYTES
+            else "this is no safetensors file: its first 8 bytes are not the length of a header",
             path=path,
             offset=0,
             expected=f"at most {limits.header_bytes}",

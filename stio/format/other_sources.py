@@ -6,17 +6,24 @@ Each function is called after a source could not be opened, and returns a clause
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from stio.errors import FormatError, printable
-from stio.format.naming import FILE_SUFFIXES, INDEX_SUFFIX, is_hidden, whole_name
+from stio.format.file_kinds import CONVERT, TORCH_SAVE, FileKind
+from stio.format.naming import FILE_SUFFIXES, INDEX_SUFFIX, whole_name
 from stio.runtime.urls import SCHEMES, is_url, without_secrets
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 """Ends of names of files of `torch.save`."""
 
-PICKLE_START_BYTES = 4
-"""Bytes that `is_pickle_start` needs."""
+_OF_TRAININGS = re.compile(
+    r"(training_args|trainer_state|optim|optimizer|lr_scheduler|scheduler|scaler|grad_scaler|sampler|dl_state_dict"
+    r"|rng_state|random_states?|custom_checkpoint|.*optim_states)([-_.]?\d+)*\.(pt|pth|bin|ckpt)"
+)
+"""Names under which trainers store what is no weight: transformers, accelerate, DeepSpeed."""
+
+_SUFFIXES_OF_OTHERS = (".gguf", ".onnx", ".h5", ".keras", ".npz", ".pt2", ".tflite")
+"""Ends of names of other files of weights."""
 
 DCP_METADATA = ".metadata"
 """File of each checkpoint that `torch.distributed.checkpoint` has written, beside data such as `__0_0.distcp`."""
@@ -25,9 +32,6 @@ NO_HOME = "'~' is not replaced by a home directory here: pass os.path.expanduser
 """What to do about a path that begins with `~`."""
 
 _DCP_SUFFIX = ".distcp"
-_ZIP_MAGIC = b"PK\x03\x04"
-_PICKLE_PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-_CONVERT = "`stio convert SOURCE DESTINATION` (stio.convert) makes safetensors of it"
 
 # At least two letters: one is a drive of Windows. `pathlib` makes one slash of two.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", re.DOTALL)
@@ -35,14 +39,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _OTHER_SUFFIXES = (*FILE_SUFFIXES, INDEX_SUFFIX, *PICKLE_SUFFIXES)
 
 
-def is_zip_start(head: bytes) -> bool:
-    """Return whether a file starts like one of `torch.save` in its new format."""
-    return head.startswith(_ZIP_MAGIC)
-
-
-def is_pickle_start(head: bytes) -> bool:
-    """Return whether a file starts like one of `torch.save`, in its new or its old format."""
-    return is_zip_start(head) or head.startswith(_PICKLE_PROTOCOLS)
+def is_pickle_of_weights(name: str) -> bool:
+    """Return whether the name of a file in a directory is that of weights in a file of `torch.save`."""
+    return name.endswith(PICKLE_SUFFIXES) and not name.startswith(".") and _OF_TRAININGS.fullmatch(name) is None
 
 
 def refuse_pickle_at_url(source: str) -> None:
@@ -53,7 +52,7 @@ def refuse_pickle_at_url(source: str) -> None:
     """
     path = without_secrets(source)
     if is_url(source) and whole_name(path).endswith(PICKLE_SUFFIXES):
-        raise FormatError(f"files of torch.save are not read from URLs; download it, then {_CONVERT}", path=path)
+        raise FormatError(f"files of torch.save are not read from URLs; download it, then {CONVERT}", path=path)
 
 
 def advice_for_missing(path: str, *, parent_exists: bool) -> str:
@@ -86,26 +85,36 @@ def _advice_for_hub_id(name: str) -> str:
     return f"; it looks like an id of the Hugging Face hub: pass {'hf://' + name!r}, which downloads it"
 
 
-def advice_for_start(head: bytes) -> str:
-    """Return what to do about a file that is not in the format, by its first bytes."""
-    return f"; it starts like a file of torch.save: {_CONVERT}" if is_pickle_start(head) else ""
+def advice_for_names(names: Iterable[str], path: str, kind_of: Callable[[str], FileKind | None]) -> str:
+    """Return what to do about a directory, or a URL of one, without a checkpoint, by the names in it.
 
-
-def advice_for_names(names: Iterable[str], path: str) -> str:
-    """Return what to do about a directory, or a URL of one, without a checkpoint, by the names in it."""
+    Args:
+        names: The names.
+        path: The directory.
+        kind_of: Returns the kind of the file of a name, if it is known.
+    """
     names = list(names)
     if DCP_METADATA in names and any(name.endswith(_DCP_SUFFIX) for name in names):
         return (
             "; torch.distributed.checkpoint wrote this one: torch's dcp_to_torch_save (`python -m "
             "torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY FILE.pt`) makes a file of torch.save of "
-            f"it, and then {_CONVERT}; saves with stio.distributed.StioStorageWriter are safetensors from the start"
+            f"it, and then {CONVERT}; saves with stio.distributed.StioStorageWriter are safetensors from the start"
         )
-    found = [name for name in names if name.endswith(PICKLE_SUFFIXES) and not is_hidden(name)]
-    advice = f"download it, then {_CONVERT}" if is_url(path) else _CONVERT
-    return f"; {printable(found[0])} looks like a file of torch.save: {advice}" if found else ""
+    found = [name for name in names if is_pickle_of_weights(name)]
+    found += [name for name in names if name.endswith(_SUFFIXES_OF_OTHERS)]
+    states = [name for name in names if _OF_TRAININGS.fullmatch(name)]
+    if states and not found:
+        return f"; {printable(states[0])} holds the state of a training, and no weights"
+    if not found:
+        return ""
+    kind = kind_of(found[0])
+    if kind is not None:
+        return f"; {printable(found[0])} is {kind.name}: {kind.advice_at(path)}"
+    is_named_so = is_pickle_of_weights(found[0])
+    return f"; {printable(found[0])} looks like {TORCH_SAVE.name}: {TORCH_SAVE.advice_at(path)}" if is_named_so else ""
 
 
 def advice_for_index(name: str) -> str:
     """Return what to do about an index that cannot be read, by its name."""
     pickled = whole_name(name).endswith(PICKLE_SUFFIXES)
-    return f"; it looks like an index of files of torch.save: {_CONVERT}" if pickled else ""
+    return f"; it looks like an index of files of torch.save: {CONVERT}" if pickled else ""

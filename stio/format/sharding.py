@@ -17,11 +17,6 @@ from stio.format.gil_slices import row_slices
 
 _TOTAL_SIZE = "total_size"
 
-_UNITS = {
-    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
-    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
-}
-
 
 @dataclass(slots=True, kw_only=True)  # not frozen: making 60,000 takes 25 ms instead of 80
 class TensorSource:
@@ -43,37 +38,6 @@ class TensorSource:
     """What else must be equal, besides the span, if two names are one tensor: strides, pending conjugation."""
     data: Any
     """The tensor, from which the device package copies the bytes."""
-
-
-def parse_size(size: int | str) -> int:
-    """Return a size in bytes.
-
-    Args:
-        size: A number of bytes, or text: digits alone, or a number and a unit, in any case. TB, GB, MB and KB are
-            powers of ten, as on the hub; TiB, GiB, MiB and KiB powers of two.
-
-    Raises:
-        TypeError: Neither an integer nor text.
-        ValueError: No such unit, no number, or not a positive, finite size.
-    """
-    if isinstance(size, bool):
-        raise TypeError("a size is a number of bytes or text such as '5GB', not a bool")
-    if isinstance(size, str):
-        lowered = size.strip().lower()
-        unit = next((unit for unit in _UNITS if lowered.endswith(unit)), "")
-        number = lowered.removesuffix(unit)
-        try:
-            nbytes = int(float(number) * _UNITS[unit]) if unit else int(number)
-        except (ValueError, OverflowError):  # OverflowError: infinite
-            raise ValueError(
-                f"{printable(size)!r} is no size; give a number of bytes, or a number and KB, MB, GB, TB, KiB, MiB, "
-                "GiB or TiB"
-            ) from None
-    else:
-        nbytes = operator.index(size)
-    if nbytes <= 0:
-        raise ValueError(f"a size must be one byte or more, not {printable(size)!r}")
-    return nbytes
 
 
 def split_into_shards(sizes: Iterable[tuple[str, int, Hashable | None]], max_shard_bytes: int) -> list[list[str]]:

@@ -265,7 +265,7 @@ def _row(value: int, length: int, index: Index, shape: tuple[int, ...]) -> int:
 def _refuse(reason: str, index: Index, shape: tuple[int, ...]) -> NoReturn:
     # The text of the index, not the index: an error must not keep the caller's arrays alive.
     raise SliceError(
-        f"the index does not fit the tensor: {reason}", expected=f"one for shape {shape}", found=repr(index)
+        f"the index does not fit the tensor: {reason}", requested=repr(index), expected=f"one for shape {shape}"
     )
 
 

@@ -6,7 +6,7 @@ A value that JSON cannot express is a row of a tag and a text. Lines end between
 node. A reader decodes line by line, so neither its memory nor the interpreter's lock depends on how the text was made.
 
 Reading checks everything that can be checked before a tensor is read, and makes all containers. `Tree.fill` puts the
-tensors in later. No torch is needed here: the caller passes `parse_tree` a function that makes torch's types.
+tensors in later. No torch is needed here: a function of the caller makes the types of torch and numpy.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from stio.errors import FormatError, LimitError
 from stio.format.dtypes import U64_MAX
 from stio.format.gil_slices import WINDOW_BYTES
 from stio.format.header_build import is_encodable
+from stio.format.state_names import python_path
 from stio.runtime.limits import Limits, advice_on_limit
 
 STATE_KEY = "stio.state"
@@ -49,12 +50,16 @@ MAPPING_TAGS: dict[type[dict[Any, Any]], str] = {dict: "dict", OrderedDict: "ord
 SEQUENCE_TAGS: dict[type, str] = {list: "list", tuple: "tuple"}
 """Tag of each type of sequence."""
 
-ReferenceKind: TypeAlias = Literal["tensor", "parameter", "frozen_parameter", "bytes_tensor"]
+ReferenceKind: TypeAlias = Literal["tensor", "parameter", "frozen_parameter", "bytes_tensor", "array_tensor"]
+
+HOST_KINDS: frozenset[ReferenceKind] = frozenset({"bytes_tensor", "array_tensor"})
+"""References to tensors that become `bytes` and arrays of numpy in host memory, whatever the device of the load."""
 
 _MAPPINGS: dict[str, Callable[[Any], dict[Any, Any]]] = {tag: kind for kind, tag in MAPPING_TAGS.items()}
+_UNORDERED = frozenset({"dict", "counter"})
 _CONTAINERS = frozenset({*_MAPPINGS, *SEQUENCE_TAGS.values(), "size"})
 _SCALARS = frozenset({"int", "float", "text", "bytes"})
-_FOREIGN = frozenset({"dtype", "device"})
+_FOREIGN = frozenset({"dtype", "device", "ndarray", "numpy_scalar"})
 _REFERENCES = frozenset(get_args(ReferenceKind))
 _IN_KEYS = frozenset({"tuple", "float", "text"})
 _KEY_TYPES = frozenset({str, int, float, bool, type(None), tuple})
@@ -130,6 +135,60 @@ def encode_tree(nodes: Sequence[Node]) -> bytes:
     return _HEAD + b",\n".join(lines) + _TAIL
 
 
+# Comparing.
+
+
+def sorted_tree(raw: bytes) -> bytes:
+    """Return a tree that `encode_tree` has made, with the items of each dict in the order of their keys as text."""
+    nodes = _all_nodes(raw)
+
+    def walk() -> list[Node]:
+        node = next(nodes)
+        if type(node) is not tuple or node[0] not in _CONTAINERS:
+            return [node]
+        count = cast(int, node[1])
+        if node[0] not in _MAPPINGS:
+            return [node, *(inner for _ in range(count) for inner in walk())]
+        pairs = [(walk(), walk()) for _ in range(count)]
+        if node[0] in _UNORDERED:
+            pairs.sort(key=lambda pair: _encode(pair[0]))
+        return [node, *(inner for key, value in pairs for inner in (*key, *value))]
+
+    return encode_tree(walk())
+
+
+def tree_entries(raw: bytes) -> dict[str, str]:
+    """Return a text for each value of a tree that `encode_tree` has made, by its path in Python's syntax."""
+    nodes = _all_nodes(raw)
+    found: dict[str, str] = {}
+
+    def key() -> object:
+        node = next(nodes)
+        if type(node) is not tuple:
+            return node
+        return tuple(key() for _ in range(node[1])) if isinstance(node[1], int) else node[1]
+
+    def walk(path: list[object]) -> None:
+        node, here = next(nodes), python_path(path)
+        if type(node) is not tuple:
+            found[here] = repr(node)
+            return
+        tag, value = node
+        if not isinstance(value, int):
+            found[here] = tag if tag in _REFERENCES else f"{tag} {value}"
+            return
+        found[here] = tag if tag in _MAPPINGS else f"{tag} of {value}"
+        for number in range(value):
+            walk([*path, key() if tag in _MAPPINGS else number])
+
+    walk([])
+    return found
+
+
+def _all_nodes(raw: bytes) -> Iterator[Node]:
+    return (node for line in _lines(raw, "") for node in line)
+
+
 # Reading.
 
 
@@ -188,8 +247,8 @@ def parse_tree(
         raw: The text.
         path: File to name in errors.
         limits: Bounds on its length and on its number of nodes.
-        foreign: Makes the types of the caller's library from a tag and a value: `dtype` and `device` from text, `size`
-            from a tuple of integers. Raises ValueError for an unknown value.
+        foreign: Makes the types of other libraries from a tag and a value: `dtype`, `device`, `ndarray` and
+            `numpy_scalar` from text, `size` from a tuple of integers. Raises ValueError for an unknown value.
         check: Called once a line; may raise to end the parsing.
 
     Raises:

@@ -1,9 +1,8 @@
 """Converts the state of a framework to a nested state for `save_state`, and back.
 
-Besides containers, tensors and plain values such a state holds paths, sets, namespaces, default dicts, numpy arrays and
-scalars. They become tagged dicts, `{"stio.type": "path", "value": "/data"}`, and are restored from these. No class
-is imported by its name, so no file decides which code runs. A value of any other type is not converted: `save_state`
-raises an error that names its place.
+Besides what `save_state` takes such a state holds paths, sets, namespaces and default dicts. They become tagged dicts,
+`{"stio.type": "path", "value": "/data"}`, and are restored from these. No class is imported by its name, so no file
+decides which code runs. A value of any other type is not converted: `save_state` raises an error that names its place.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from stio.errors import FormatError, printable
@@ -57,8 +55,6 @@ def to_plain(value: Any, depth: int = 0) -> Any:
         return {TAG: "namespace", _VALUE: _mapped(vars(value), {}, depth + 1)}
     if kind is defaultdict:
         return _default_dict(value, depth)
-    if kind is np.ndarray or isinstance(value, np.generic):
-        return _array(value)
     return value
 
 
@@ -74,15 +70,6 @@ def _default_dict(value: defaultdict[Any, Any], depth: int) -> Any:
     if factory is not None and _FACTORIES.get(name) is not factory:
         return value  # any function may be here
     return {TAG: "defaultdict", _FACTORY: name or None, _VALUE: _mapped(value, {}, depth + 1)}
-
-
-def _array(value: Any) -> Any:
-    try:
-        # A copy, since the array may be read-only, have strides, or change before the snapshot.
-        tensor = torch.from_numpy(np.array(value, order="C"))
-    except (TypeError, ValueError):  # text, objects, dates, the other byte order
-        return value
-    return {TAG: "ndarray" if type(value) is np.ndarray else "scalar", _VALUE: tensor}
 
 
 def from_plain(value: Any) -> Any:
@@ -118,7 +105,7 @@ def _restored(tagged: dict[Any, Any]) -> Any:
         if tag == "defaultdict":
             name = tagged[_FACTORY]
             return defaultdict(None if name is None else _FACTORIES[name], value)
-        if tag == "ndarray" or tag == "scalar":
+        if tag == "ndarray" or tag == "scalar":  # of versions whose `save_state` took no arrays
             array = value.detach().cpu().numpy()
             return array if tag == "ndarray" else array[()]
     except (AttributeError, KeyError, TypeError, ValueError) as error:

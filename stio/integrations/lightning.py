@@ -8,6 +8,11 @@ The dict that Lightning makes becomes a nested state: one file for each checkpoi
 (`.ckpt`). Lightning removes an old checkpoint as soon as it has started to save a new one. Here the removal waits until
 the new one is durable, so a process that is killed at any time leaves a complete checkpoint.
 
+Lightning's interface is synchronous: a file exists when the call returns. So a training goes on during a save only
+where the caller does not look at the file: Lightning's own `ModelCheckpoint` saves, in a training, with loggers that do
+not read checkpoints. `ModelCheckpoint` itself asks whether a name is taken. A save that is pending counts as a file,
+and a file that is to be removed does not. Each other save is durable when the call returns.
+
 The random generators of each rank are part of a checkpoint, so a training with dropout resumes bit for bit. Lightning
 saves by the plugin of the first rank only, so the callback `RandomStates` saves them. Lightning finds it by the entry
 point of stio's distribution.
@@ -15,16 +20,19 @@ point of stio's distribution.
 A module that FSDP2 shards, under `ModelParallelStrategy`, is saved by all ranks into one such file: see
 `StioModelParallelStrategy`.
 
-This module replaces one function of Lightning that is not public: the one by which `load_from_checkpoint` reads a file.
-Files that stio saved are read by stio; other files, and other sources, go to the original.
+This module replaces functions of Lightning that are not all public. Of `ModelCheckpoint` those that save, remove and
+look for a file; without stio's plugin they call the originals. And the one by which `load_from_checkpoint` reads a
+file: files that stio saved are read by stio; other files, and other sources, go to the original.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -33,8 +41,9 @@ from typing import Any
 import torch
 
 from stio import sync
-from stio.conversion.torch_files import is_pickle
+from stio.conversion.torch_files import kind_of_file
 from stio.errors import FormatError, StioError, install_command
+from stio.format.file_kinds import TORCH_SAVE
 from stio.format.state_tree import STATE_KEY
 from stio.integrations._processes import exchange
 from stio.integrations._random import random_states, set_random_states
@@ -50,7 +59,9 @@ from stio.sync import open as open_checkpoint
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.core import saving as lightning_saving
+    from lightning.pytorch.loggers import Logger, TensorBoardLogger
     from lightning.pytorch.plugins import CheckpointIO
     from lightning.pytorch.strategies import ModelParallelStrategy
 except ModuleNotFoundError as error:
@@ -69,14 +80,16 @@ _SHARDED = ("state_dict", "optimizer_states")
 """Keys of a checkpoint whose tensors may be sharded over ranks."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Save:
     """A save under way."""
 
     pending: PendingSave
     file: str
+    removed: set[str] = field(default_factory=set)
+    """Files that Lightning has removed since."""
     unwanted: list[str] = field(default_factory=list)
-    """Files to remove when it is durable. What is taken out of the list is removed by the one that took it."""
+    """Those that still exist. What is taken out of the list is removed by the one that took it."""
     removal: Operation[None] | None = None
     """Waits for the save, then removes them."""
 
@@ -84,14 +97,18 @@ class _Save:
 class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed by mypy
     """Saves and loads the checkpoints of Lightning: `Trainer(plugins=[StioCheckpointIO()])`.
 
-    `stio.load_state` reads such a checkpoint too. Paths, sets, namespaces, default dicts, numpy arrays and scalars are
-    stored as tagged dicts. Loading restores them and executes nothing. A value of another type, for example an enum or
+    `stio.load_state` reads such a checkpoint too. Paths, sets, namespaces and default dicts are stored as
+    tagged dicts. Loading restores them and executes nothing. A value of another type, for example an enum or
     an object among the hyperparameters, raises an error that names its path, before anything is written.
 
-    An asynchronous save returns when its snapshot is complete; that of a dict which is no checkpoint of Lightning, when
-    it is durable. If it fails later, the next call raises the error, at the latest `teardown`, which waits for saves
-    under way; the end of `fit` calls it. A link to the last checkpoint (`save_last="link"`) points to a missing file
-    until that checkpoint is durable; with `save_last=True` this does not occur.
+    A save by Lightning's `ModelCheckpoint` in a training returns when its snapshot is complete, and the training goes
+    on. The file appears when it is durable; `trainer.strategy.checkpoint_io.collect()` waits for that. If such a save
+    fails, the next call raises the error, at the latest the end of the training, which waits for saves under way
+    before it calls `on_train_end` and `on_exception` of callbacks.
+
+    All other saves are durable when the call returns: `trainer.save_checkpoint`, the save that SLURM's signal causes,
+    saves outside of a training, those of subclasses of `ModelCheckpoint`, with `save_last="link"`, and with a logger
+    that reads checkpoints (`log_model`, or a logger of yours with `after_save_checkpoint`).
 
     A resumed training has the random generators of each rank as they were at the save: Python's, numpy's, torch's, and
     those of CUDA devices. With a checkpoint at the end of an epoch it therefore ends with the weights of an undisturbed
@@ -113,7 +130,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         ValueError: The value of a keyword is out of range.
     """
 
-    def __init__(self, *, asynchronous: bool = True, budget_bytes: int | None = None, **keywords: Any) -> None:
+    def __init__(self, *, asynchronous: bool = True, budget_bytes: int | str | None = None, **keywords: Any) -> None:
         super().__init__()
         self._asynchronous = asynchronous
         self._budget_bytes = budget_bytes
@@ -123,6 +140,10 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         """Whether all ranks save together; then they have to raise the same errors at the same calls."""
         self._new_saver().close()  # raises for wrong keywords
         self._under_way: list[_Save] = []  # oldest first
+        self.trains = False
+        """Whether a training has begun and not ended."""
+        self._beside: str | None = None
+        """The file that may be saved or removed while the training goes on."""
         self._warned = False
         self._written: dict[str, WrittenFiles] = {}
         """What was saved and not removed, by path."""
@@ -151,35 +172,68 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         self._save(checkpoint, path, on_ranks=True)
 
     def collect(self) -> None:
-        """Wait for saves under way.
+        """Wait until all saves are durable.
 
         Raises:
             StioError: A save failed, and its error was not raised yet.
         """
         self._collect(wait=True)
 
+    @contextmanager
+    def beside_training(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Let the training go on while this file, and no other, is saved or removed by calls in the block."""
+        before, self._beside = self._beside, _local(path)
+        try:
+            yield
+        finally:
+            self._beside = before
+
+    def expects(self, path: str | os.PathLike[str]) -> bool | None:
+        """Return whether a file will exist when all saves and removals are complete; None if none of them is of it."""
+        file = _local(path)
+        for save in reversed(self._under_way):
+            if file in save.removed:
+                return False
+            if file == save.file:
+                return True
+        return None
+
+    def begin_training(self) -> None:
+        """Let saves in `beside_training` return before they are durable."""
+        self.trains = True
+
+    def end_training(self) -> None:
+        """Wait until all saves are durable; from now on each save waits for that. See `collect`."""
+        self.trains = False
+        self.collect()
+
     def _save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], *, on_ranks: bool) -> None:
         file = _local(path)
         if on_ranks != self._on_ranks:  # the savers of both are not the same
-            self.teardown()
+            self._close()
             self._on_ranks = on_ranks
-        self._collect(wait=self._on_ranks)
+        is_beside = self._asynchronous and file == self._beside
+        earlier = self._failure(wait=on_ranks or not is_beside)
         self._keep(file)
         self._require_random_states(checkpoint)
+        where = OneFile(file, replaces_link=True)  # as Lightning: what the link leads to is another checkpoint
         try:
             state = to_plain(checkpoint)
-            # The launcher of forked ranks passes weights in a file, and ends the process that has written it.
-            if not self._asynchronous or "state_dict" not in checkpoint:
-                save = sync.distributed.save if self._on_ranks else sync.save_state
-                save(state, OneFile(file), budget_bytes=self._budget_bytes, **self._keywords)
+            if is_beside:
+                if self._saver is None:
+                    self._saver = self._new_saver()
+                self._under_way.append(_Save(self._saver.save_state(state, where), file))
+            else:
+                save = sync.distributed.save if on_ranks else sync.save_state
+                save(state, where, budget_bytes=self._budget_bytes, **self._keywords)
                 self._written[file] = describe_file(file)
-                return
-            if self._saver is None:
-                self._saver = self._new_saver()
-            self._under_way.append(_Save(self._saver.save_state(state, OneFile(file)), file))
-        except TypeError as error:
+        except BaseException as error:
             _advise(error)
+            if earlier is not None:
+                logger.error("an earlier save failed too: %s", earlier)
             raise
+        if earlier is not None:
+            raise earlier
 
     def load_checkpoint(
         self,
@@ -205,7 +259,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         return _load(_local(path), map_location)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, as soon as all saves under way are durable. A missing file is no error.
+        """Remove a checkpoint, when all saves under way are durable. A missing file is no error.
 
         Only a checkpoint of this class is removed. A file that another program has replaced since stays, and a warning
         names it.
@@ -214,15 +268,19 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             StioError: The operating system reported an error, or an earlier save failed and did not raise it yet.
         """
         file = _local(path)
+        is_beside = file == self._beside
         if not self._on_ranks:  # there only the first rank is called
-            self._collect()
+            self._collect(wait=not is_beside)
         if not self._under_way:
             self._remove(file)
             return
         save = self._under_way[-1]  # those before it end before it
+        save.removed.add(file)
         save.unwanted.append(file)
-        if save.pending.done():  # perhaps the thread has looked for the last time
+        if not is_beside or save.pending.done():  # in that case the thread has perhaps looked for the last time
             self._remove_unwanted(save)
+            if not is_beside and save.removal is not None:
+                save.removal.result()
         elif save.removal is None:
             removal = Operation(
                 lambda _: self._remove_unwanted(save), name="remove", exit_patience=EXIT_PATIENCE_SECONDS
@@ -235,6 +293,10 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         Raises:
             StioError: A save failed, and its error was not raised yet.
         """
+        self.trains = False
+        self._close()
+
+    def _close(self) -> None:
         try:
             self._collect(wait=True)
         finally:
@@ -249,19 +311,28 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
 
     def _collect(self, *, wait: bool = False) -> None:
         """Collect saves that have ended: remove the files that they replace, raise the first error."""
-        failed: StioError | None = None
-        while self._under_way and (wait or self._under_way[0].pending.done()):
-            save = self._under_way.pop(0)
+        failed = self._failure(wait=wait)
+        if failed is not None:
+            raise failed
+
+    def _failure(self, *, wait: bool) -> Exception | None:
+        """Collect saves that have ended, or all; return the first error. A signal's handler may call this again."""
+        failed: Exception | None = None
+        while self._under_way:
+            save = self._under_way[0]
+            if not (wait or save.pending.done()):
+                break
             try:
                 save.pending.result()
                 self._written_by(save)
                 if save.removal is not None:
                     save.removal.result()
                 self._remove_unwanted(save)
-            except StioError as error:
+            except Exception as error:
                 failed = failed or error  # the files that it should replace stay
-        if failed is not None:
-            raise failed
+            with suppress(ValueError):  # the handler has collected it
+                self._under_way.remove(save)
+        return failed
 
     def _written_by(self, save: _Save) -> None:
         if save.pending.written is not None:
@@ -271,6 +342,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
     def _keep(self, file: str) -> None:
         """Do not remove a file that is to be replaced: the rename does it in one step."""
         for save in self._under_way:
+            save.removed.discard(file)
             while file in save.unwanted:
                 try:
                     save.unwanted.remove(file)
@@ -363,9 +435,13 @@ class StioModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]  #
         sharded = {key: value for key, value in checkpoint.items() if key in _SHARDED}
         rest = {key: value for key, value in checkpoint.items() if key not in _SHARDED}
         failed: Exception | None = None
+        earlier: Exception | None = None
         sent = b""
         try:
             plugin.collect()
+        except Exception as error:
+            earlier = error
+        try:
             if self.global_rank == 0:
                 run_blocking(flatten(to_plain(rest), None))  # names what cannot be saved
                 sent = pickle.dumps((os.fspath(filepath), rest))
@@ -374,6 +450,7 @@ class StioModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]  #
             failed = error
         path, of_first = pickle.loads(exchange(self.world_size, failed, sent)[0])
         plugin.save_on_ranks({**of_first, **sharded}, path)
+        exchange(self.world_size, earlier)  # an earlier save that failed on one rank is an error on all
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -411,12 +488,18 @@ class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed
 
     It saves those of Python, numpy, torch, and torch's CUDA devices. Saving is a collective call if there are several
     ranks, as Lightning's `save_checkpoint` is. A rank that the checkpoint does not have goes on with the generators
-    that it has, after a warning.
+    that it has, after a warning. Only with this callback does a training go on while a checkpoint is written.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._restored: dict[str, Any] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let the first callback tell the plugin when the training begins and ends."""
+        if stage == "fit" and _plugin_of(trainer) is not None:
+            others = [one for one in trainer.callbacks if not isinstance(one, _TrainingEnds)]
+            trainer.callbacks = [_TrainingEnds(), *others]  # a new list: Lightning iterates over the old one
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the states of all ranks."""
@@ -472,6 +555,89 @@ class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed
             raise FormatError(f"the checkpoint holds random generators of another form: {error}") from error
 
 
+class _TrainingEnds(Callback):  # type: ignore[misc]  # lightning is not followed by mypy
+    """Waits for all saves when a training ends, before other callbacks look for the files."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if (plugin := _plugin_of(trainer)) is not None:
+            plugin.begin_training()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if (plugin := _plugin_of(trainer)) is not None:
+            plugin.end_training()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        try:
+            self.on_train_end(trainer, pl_module)
+        except StioError as error:
+            logger.error("saving failed too: %s", error)  # the first exception is the one to raise
+
+
+def _plugin_of(trainer: Trainer) -> StioCheckpointIO | None:
+    """Return the plugin of a trainer, if it is stio's and is not inside another one."""
+    plugin = trainer.strategy.checkpoint_io
+    return plugin if isinstance(plugin, StioCheckpointIO) else None
+
+
+def _is_unnoticed(callback: ModelCheckpoint, trainer: Trainer) -> bool:
+    """Return whether nothing looks at a file of this callback right after it was saved or removed.
+
+    A subclass may do so. A link may not point to a missing file: a training that is resumed would not see it.
+    """
+    return (
+        type(callback) is ModelCheckpoint
+        and callback.save_last != "link"
+        and not any(_reads_checkpoints(one) for one in trainer.loggers)
+    )
+
+
+def _reads_checkpoints(one: Logger) -> bool:
+    called = getattr(type(one), "after_save_checkpoint", None)
+    if called in (Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint):
+        return False  # they do nothing
+    is_lightnings = type(one).__module__.startswith("lightning.")
+    return not (is_lightnings and getattr(one, "_log_model", True) is False)
+
+
+def _beside_training(original: Callable[..., None]) -> Callable[..., None]:
+    """Return the function by which a `ModelCheckpoint` saves or removes a file, for trainings that go on meanwhile."""
+
+    @functools.wraps(original)
+    def call(self: ModelCheckpoint, trainer: Trainer, filepath: str) -> None:
+        plugin = _plugin_of(trainer)
+        if plugin is None or not plugin.trains or not _is_unnoticed(self, trainer):
+            original(self, trainer, filepath)
+            return
+        with plugin.beside_training(filepath):
+            original(self, trainer, filepath)
+
+    return call
+
+
+def _with_saves_under_way(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Return the function by which a `ModelCheckpoint` looks for a file, for files that are not there yet."""
+
+    @functools.wraps(original)
+    def file_exists(self: ModelCheckpoint, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:
+        plugin = _plugin_of(trainer)
+        if plugin is None or "://" in os.fspath(filepath):
+            return original(self, filepath, trainer)
+        found = plugin.expects(filepath)
+        # As Lightning: the first rank decides, since it saves.
+        return bool(trainer.strategy.broadcast(self._fs.exists(filepath) if found is None else found))
+
+    return file_exists
+
+
+_SAVES, _REMOVES, _LOOKS = "_save_checkpoint", "_remove_checkpoint", "file_exists"
+"""Methods of `ModelCheckpoint`. Without one of them each save is durable when it returns."""
+
+if all(hasattr(ModelCheckpoint, name) for name in (_SAVES, _REMOVES, _LOOKS)):
+    setattr(ModelCheckpoint, _SAVES, _beside_training(getattr(ModelCheckpoint, _SAVES)))
+    setattr(ModelCheckpoint, _REMOVES, _beside_training(getattr(ModelCheckpoint, _REMOVES)))
+    setattr(ModelCheckpoint, _LOOKS, _with_saves_under_way(getattr(ModelCheckpoint, _LOOKS)))
+
+
 def _unwrapped(plugin: Any) -> StioCheckpointIO | None:
     """Return stio's plugin, which may be inside others; None if it is another one."""
     while not isinstance(plugin, StioCheckpointIO) and hasattr(plugin, "checkpoint_io"):
@@ -479,7 +645,7 @@ def _unwrapped(plugin: Any) -> StioCheckpointIO | None:
     return plugin if isinstance(plugin, StioCheckpointIO) else None
 
 
-def _advise(error: Exception) -> None:
+def _advise(error: BaseException) -> None:
     if isinstance(error, TypeError) and "hyper_parameters" in str(error):
         error.add_note("save_hyperparameters(ignore=[...]) leaves it out of the checkpoint")
 
@@ -488,7 +654,7 @@ def _load(file: str, map_location: Any) -> dict[str, Any]:
     """Load a checkpoint; see `StioCheckpointIO.load_checkpoint`."""
     if not (map_location is None or isinstance(map_location, str | torch.device) or callable(map_location)):
         raise TypeError(f"map_location must be a device, not {type(map_location).__name__}")
-    if is_pickle(file):
+    if kind_of_file(file) is TORCH_SAVE:
         raise FormatError(
             "this is a checkpoint of torch.save, and StioCheckpointIO loads its own ones. It makes one of it by "
             "`StioCheckpointIO(asynchronous=False).save_checkpoint(torch.load(OLD, map_location='cpu'), NEW)`",
@@ -528,7 +694,9 @@ def _is_checkpoint(file: str) -> bool:
 
 
 def _local(path: str | os.PathLike[str]) -> str:
+    """Return the path of a file, with the links to its directory resolved: one file has one path."""
     text = os.fspath(path)
     if "://" in text:
         raise ValueError(f"StioCheckpointIO saves to local paths, not to {text}")
-    return os.path.abspath(text)
+    folder, name = os.path.split(os.path.abspath(text))
+    return os.path.join(os.path.realpath(folder), name)

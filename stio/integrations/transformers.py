@@ -50,6 +50,7 @@ from stio.integrations._step_dirs import (
 from stio.integrations._tagged import from_plain, to_plain
 from stio.runtime.hashing import HashName
 from stio.saving.pending import PendingSave
+from stio.saving.retention import warn_of_higher_steps
 from stio.sync import load_state
 
 try:
@@ -131,7 +132,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         max_shard_size: int | str | None = None,
         durability: Literal["full", "none"] = "full",
         hash: HashName | None = None,
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, not {keep_last}")
@@ -261,6 +262,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         pushes = args.push_to_hub and state.is_world_process_zero and args.hub_strategy != "end"
         self._pushes = HubPushes(args) if pushes else None
         self._training = True
+        if state.is_world_process_zero:
+            warn_of_higher_steps(self._directory(args), state.global_step)
         self._complete = 0 < state.max_steps <= state.global_step
         if state.stateful_callbacks.pop(_STATE_KEY, None) is not None:
             self._restore(args, state, now)
@@ -622,7 +625,7 @@ class _Savers:
         **options: See `stio.Saver`.
     """
 
-    def __init__(self, *, sharded: bool = False, budget_bytes: int | None, **options: Any) -> None:
+    def __init__(self, *, sharded: bool = False, budget_bytes: int | str | None, **options: Any) -> None:
         saver = sync.distributed.Saver if sharded else sync.Saver
         make = partial(saver, max_pending=2, budget_bytes=budget_bytes, **options)  # there is one checkpoint at a time
         self.model = make()

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, printable
+from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, listed, printable
 from stio.format.directory import INDEX_NAME, require_complete, without_index
 from stio.format.naming import FILE_SUFFIX, is_hidden
 from stio.integrations.iterators import weights
@@ -39,7 +39,6 @@ LOAD_FORMAT = "stio"
 _LOADERS = "vllm.model_executor.model_loader"
 _ALL = f"*{FILE_SUFFIX}"
 _DOWNLOADS = (_ALL, f"*{INDEX_NAME.removeprefix('model')}")
-_SHOWN_NAMES = 5
 
 
 def register() -> None:
@@ -268,5 +267,4 @@ def _require_all(model: nn.Module, loaded: set[str]) -> None:
         if hasattr(getattr(module, "quant_method", None), "process_weights_after_loading"):
             missing -= {f"{name}.{parameter}" if name else parameter for parameter, _ in module.named_parameters()}
     if missing:
-        shown = ", ".join(map(printable, sorted(missing)[:_SHOWN_NAMES]))
-        raise ValueError(f"{len(missing)} of the model's weights are not in the checkpoint: {shown}")
+        raise ValueError(f"{len(missing)} of the model's weights are not in the checkpoint: {listed(sorted(missing))}")

@@ -56,7 +56,7 @@ async def load(
     device: DevicesLike = "cpu",
     dtype: DtypeLike | None = None,
     memory: Memory = "auto",
-    budget_bytes: int | None = None,
+    budget_bytes: int | str | None = None,
     strict: bool = True,
     limits: Limits | None = None,
     verify: bool = False,
@@ -94,8 +94,8 @@ async def load(
             and `"copy"` by the filesystem. A file that the system refuses to map is copied, with a line in the log.
             `"gds"` reads from the disk into an accelerator's memory by GPUDirect
             Storage (needs kvikio), and falls back to staged reads with a warning.
-        budget_bytes: Most bytes between storage and the consumer at one time. None: 512 MiB, or
-            1 GiB if tensors go to an accelerator; less where memory is short.
+        budget_bytes: Most bytes between storage and the consumer at one time: a number, or text such as `"2GB"` or
+            `"512MiB"`. None: 512 MiB, or 1 GiB if tensors go to an accelerator; less where memory is short.
         strict: Index and shards must hold the same names. With False, and for `names`, the index decides where they
             differ, with a warning.
         limits: Bounds on the numbers in a file, as a `stio.Limits`.
@@ -151,7 +151,7 @@ async def load_into(
     device: DevicesLike = "cpu",
     dtype: DtypeLike | None = None,
     memory: Memory = "auto",
-    budget_bytes: int | None = None,
+    budget_bytes: int | str | None = None,
     strict: bool = True,
     limits: Limits | None = None,
     verify: bool = False,
@@ -274,7 +274,7 @@ def open(
     device: DevicesLike = "cpu",
     dtype: DtypeLike | None = None,
     memory: Memory = "auto",
-    budget_bytes: int | None = None,
+    budget_bytes: int | str | None = None,
     strict: bool = True,
     limits: Limits | None = None,
     verify: bool = False,

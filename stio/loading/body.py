@@ -90,7 +90,7 @@ def _fetch_all(opened: OpenCheckpoint, cache: ObjectCache, options: LoadOptions)
             files = cache.fetch(
                 opened.files,
                 [file.identity.nbytes for file in opened.files],
-                budget_bytes=options.budget_bytes or DEFAULT_BUDGET_BYTES,
+                budget_bytes=options.budget or DEFAULT_BUDGET_BYTES,
                 owned=opening,
             )
             opening.pop_all()
@@ -107,7 +107,7 @@ def verify(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOptio
     """With `verify=True`, compare the files with their manifest, before any tensor is read."""
     if options.verify:
         with traced(options.trace, "verify"), _damage_discarded(options.disk_cache):
-            verify_files(opened, check=operation.check, budget_bytes=options.budget_bytes or DEFAULT_BUDGET_BYTES)
+            verify_files(opened, check=operation.check, budget_bytes=options.budget or DEFAULT_BUDGET_BYTES)
 
 
 def carry_out(operation: Operation[Any], scheduler: LoadScheduler) -> None:

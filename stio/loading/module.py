@@ -22,7 +22,7 @@ from torch import nn
 from stio.device.base import LoadedGroup
 from stio.device.tensor_memory import TargetMemory, copy_all, has_memory, require_memory
 from stio.device.tensors import TORCH_DTYPES, loses_values, torch_shape
-from stio.errors import MismatchError, WarmStartError, one_line, printable
+from stio.errors import MismatchError, WarmStartError, listed, one_line, printable
 from stio.format.state_tree import TREE_TENSOR
 from stio.loading.module_tree import (
     ModuleTree,
@@ -39,7 +39,6 @@ from stio.runtime.process import collection_paused
 Stored: TypeAlias = tuple[str, tuple[int, ...]]
 """Dtype and shape of a tensor, as in the format."""
 
-_SHOWN_NAMES = 5
 _SHOWN_CHARACTERS = 2000
 _WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """What wrappers of torch add to names: `torch.compile`, DDP and `DataParallel`, `checkpoint_wrapper`, FSDP."""
@@ -316,9 +315,8 @@ class ModuleTarget:
                     found=f"{dtype} for {name}",
                 )
         if wrong:
-            more = f" and {len(wrong) - _SHOWN_NAMES} others" if len(wrong) > _SHOWN_NAMES else ""
             raise MismatchError(
-                f"shapes differ, the checkpoint's for the module's: {'; '.join(wrong[:_SHOWN_NAMES])}{more}",
+                f"shapes differ, the checkpoint's for the module's: {listed(wrong, separator='; ')}",
                 path=self._path,
             )
 
@@ -705,11 +703,3 @@ def _prefix_of(name: str, known: Collection[str]) -> str:
 
 _MAX_DOTS, _MAX_CHARACTERS = 8, 1000
 """Bounds on the search for a prefix: names may come from a hostile file."""
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names for a message, the first few of many."""
-    if not names:
-        return "nothing"
-    more = f" and {len(names) - _SHOWN_NAMES} others" if len(names) > _SHOWN_NAMES else ""
-    return ", ".join(printable(name) for name in names[:_SHOWN_NAMES]) + more

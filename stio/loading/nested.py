@@ -8,29 +8,47 @@ without nested state counts as a mapping of its tensors.
 
 from __future__ import annotations
 
+import base64
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NoReturn, TypeAlias
 
+import numpy as np
 import torch
 
 from stio.device.base import LoadedGroup
 from stio.device.tensor_memory import TargetMemory, copy_all
 from stio.device.tensors import loses_values, torch_shape
-from stio.errors import FormatError, MismatchError, printable
+from stio.errors import FormatError, MismatchError, listed, printable
+from stio.format.dtypes import LIBRARY_NAMES
+from stio.format.header import TensorInfo
 from stio.format.state_names import python_path
-from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, Reference, Tree, check_tree_bytes, parse_tree
-from stio.loading.module import LoadReport, PartOf, listed, no_part
+from stio.format.state_tree import (
+    HOST_KINDS,
+    POINTER,
+    STATE_KEY,
+    TREE_TENSOR,
+    Reference,
+    Tree,
+    check_tree_bytes,
+    parse_tree,
+)
+from stio.loading.module import LoadReport, PartOf, no_part
 from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import DeviceLike, DevicesLike, LoadOptions
 from stio.runtime.limits import Limits
-from stio.runtime.memory import allocate
+from stio.runtime.memory import Region, allocate
 from stio.runtime.process import collection_paused
 
-_PLAIN_VALUES = (type(None), bool, int, float, str, bytes, torch.Size, torch.dtype, torch.device)
+_PLAIN_VALUES = (
+    *(type(None), bool, int, float, str, bytes, torch.Size, torch.dtype, torch.device),
+    *(np.ndarray, np.generic),
+)
 
 _Keys: TypeAlias = list[object]
 """Keys and indexes that lead to a value of the state."""
@@ -44,8 +62,8 @@ class NestedState:
     """Containers, plain values, and references to tensors."""
     holds_bytes: frozenset[str]
     """Names of tensors that hold bytes of the state, the tree itself among them."""
-    long_bytes: Mapping[str, bytes]
-    """The bytes that are values of the state, by the name of their tensor."""
+    host_values: Mapping[str, object]
+    """Bytes and arrays of numpy that are values of the state, by the name of their tensor."""
 
 
 def read_nested(opened: OpenCheckpoint, limits: Limits, *, check: Callable[[], None] = lambda: None) -> NestedState:
@@ -63,11 +81,15 @@ def read_nested(opened: OpenCheckpoint, limits: Limits, *, check: Callable[[], N
     raw, holds_bytes = _tree_text(opened, limits)
     with collection_paused(len(raw)):
         tree = parse_tree(raw, path=opened.path, limits=limits, foreign=_torch_value, check=check)
-    holds_bytes |= {reference.name for reference in tree.references if reference.kind == "bytes_tensor"}
+    kinds = {reference.name: reference.kind for reference in tree.references if reference.kind in HOST_KINDS}
+    holds_bytes |= kinds.keys()
     _require_match(opened, tree, holds_bytes)
     check()
-    long_bytes = {name: _read_bytes(opened, name) for name in holds_bytes if name != TREE_TENSOR}
-    return NestedState(tree, frozenset(holds_bytes), long_bytes)
+    values = {
+        name: _read_bytes(opened, name) if kind == "bytes_tensor" else _read_array(opened, name)
+        for name, kind in kinds.items()
+    }
+    return NestedState(tree, frozenset(holds_bytes), values)
 
 
 def _tree_text(opened: OpenCheckpoint, limits: Limits) -> tuple[bytes, set[str]]:
@@ -99,22 +121,40 @@ def _read_bytes(opened: OpenCheckpoint, name: str) -> bytes:
             expected="U8 of one dimension",
             found=f"{info.dtype} {list(info.shape)}",
         )
-    if not info.nbytes:
-        return b""
+    return _read(opened, info).tobytes() if info.nbytes else b""
+
+
+def _read_array(opened: OpenCheckpoint, name: str) -> np.ndarray[Any, Any]:
+    """Read a tensor as an array of numpy."""
+    info = opened.info(name)
+    dtype = LIBRARY_NAMES.get(info.dtype)
+    if dtype is None or dtype not in np.sctypeDict:
+        raise FormatError(
+            f"tensor {printable(name)!r} should hold an array of numpy", path=opened.path, found=info.dtype
+        )
+    array = np.empty(info.shape, dtype)
+    if info.nbytes:
+        region = _read(opened, info)  # its memory ends with it
+        array.reshape(-1).view(np.uint8)[:] = np.frombuffer(region.view(), np.uint8)
+    return array
+
+
+def _read(opened: OpenCheckpoint, info: TensorInfo) -> Region:
+    """Read the data of a tensor into host memory."""
     shard = next(k for k, header in enumerate(opened.headers) if header.shard == info.shard)
     region = allocate(info.nbytes).sub(0, info.nbytes)
     with ExitStack() as owned:
         file = opened.open_files([shard], owned)[shard]
         file.read_into(info.file_offset, [region])
         file.check_unchanged()
-    return region.tobytes()
+    return region
 
 
 def _require_match(opened: OpenCheckpoint, tree: Tree, holds_bytes: set[str]) -> None:
     """Require that the tree and the checkpoint name the same tensors."""
     in_tree = {reference.name for reference in tree.references} | (holds_bytes & {TREE_TENSOR})
     stored = {name for header in opened.headers for name in header.names} | opened.aliases.keys()
-    as_tensors = {reference.name for reference in tree.references if reference.kind != "bytes_tensor"}
+    as_tensors = {reference.name for reference in tree.references if reference.kind not in HOST_KINDS}
     for names, message in (
         (in_tree - stored, "the state refers to a tensor that does not exist"),
         (holds_bytes & as_tensors, "the state refers to a tensor that holds bytes of the state"),
@@ -128,7 +168,9 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).val
 
 
 def _torch_value(tag: str, value: Any) -> object:
-    """Return a value of a type of torch; see `parse_tree`."""
+    """Return a value of a type of torch or numpy; see `parse_tree`."""
+    if tag in ("ndarray", "numpy_scalar"):
+        return _numpy_value(tag, value)
     if tag == "size":
         return torch.Size(map(operator.index, value))
     if tag == "dtype":
@@ -139,6 +181,42 @@ def _torch_value(tag: str, value: Any) -> object:
         return torch.device(value)
     except RuntimeError:
         raise ValueError("this torch has no such device") from None
+
+
+_NUMPY = re.compile(
+    r"([<>|]?[biufcSUMm][0-9]{1,10}(?:\[[0-9]{0,9}[a-zA-Z]{1,7}\])?);([0-9]*(?:,[0-9]+)*);([A-Za-z0-9+/=]*)"
+)
+
+
+def _numpy_value(tag: str, text: str) -> object:
+    """Return an array or a scalar of numpy, made of its dtype, its shape and its bytes."""
+    found = _NUMPY.fullmatch(text)
+    if found is None:
+        raise ValueError("it is no array of numpy")
+    try:
+        dtype, shape = np.dtype(found[1]), tuple(map(int, filter(None, found[2].split(","))))
+        data = base64.b64decode(found[3], validate=True)
+        # numpy allocates elements of no bytes too.
+        if len(data) != dtype.itemsize * prod(shape) or (not dtype.itemsize and prod(shape) > 1):
+            raise ValueError("the bytes do not fit its dtype and shape")
+        if tag == "numpy_scalar":
+            return _numpy_scalar(dtype, shape, data)
+        array = np.zeros(shape, dtype)
+        if data:
+            array.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
+        return array
+    except (TypeError, OverflowError, MemoryError) as error:
+        raise ValueError(str(error)) from None
+
+
+def _numpy_scalar(dtype: np.dtype[Any], shape: tuple[int, ...], data: bytes) -> object:
+    if shape:
+        raise ValueError("a scalar has no shape")
+    if dtype.kind == "S":  # an element of an array would lose zeros at its end
+        return np.bytes_(data)
+    if dtype.kind == "U":
+        return np.str_(data.decode("utf-32-be" if dtype.str[0] == ">" else "utf-32-le", "surrogatepass"))
+    return np.frombuffer(data, dtype)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +252,7 @@ class StateTarget:
         self._checkpoint: OpenCheckpoint
         self._memory: TargetMemory
         self._is_nested = True
-        self._long_bytes: Mapping[str, bytes] = {}
+        self._host_values: Mapping[str, object] = {}
 
     def select(self, opened: OpenCheckpoint, options: LoadOptions, check: Callable[[], None]) -> list[str]:
         """Compare the state with that of the checkpoint; return the names of the tensors to read.
@@ -207,13 +285,13 @@ class StateTarget:
             names = [*(name for header in opened.headers for name in header.names), *opened.aliases]
             return {name: Reference("tensor", name) for name in names}
         nested = read_nested(opened, options.limits or Limits(), check=check)
-        self._long_bytes = nested.long_bytes
+        self._host_values = nested.host_values
         return nested.tree.fill(lambda reference: reference)
 
     def _merge(self, mine: Any, stored: Any, keys: _Keys) -> Any:
         """Compare a value of the state with the stored one; return what takes its place."""
-        if type(stored) is Reference and stored.kind == "bytes_tensor":
-            stored = self._long_bytes[stored.name]
+        if type(stored) is Reference and stored.kind in HOST_KINDS:
+            stored = self._host_values[stored.name]
         if isinstance(mine, torch.Tensor) or type(stored) is Reference:
             if not isinstance(mine, torch.Tensor) or type(stored) is not Reference:
                 self._fail(keys, mine, stored)
@@ -362,6 +440,8 @@ class StateTarget:
 
 def _is_same(mine: object, stored: object) -> bool:
     """Return whether a plain value is the stored one; 0.0 and -0.0 are two."""
+    if isinstance(mine, np.ndarray | np.generic):
+        return False  # replaced in any case
     return type(mine) is type(stored) and mine == stored and (not isinstance(mine, float) or repr(mine) == repr(stored))
 
 

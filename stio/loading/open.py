@@ -35,6 +35,7 @@ from stio.format.directory import (
     warning_of_gone_shards,
     warning_of_others,
 )
+from stio.format.file_kinds import FileKind, kind_of
 from stio.format.gil_slices import ROWS
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
 from stio.format.index import ShardIndex, as_in_index, check_against_shards, parse_index, require_distinct
@@ -43,7 +44,6 @@ from stio.format.naming import FILE_SUFFIXES, MANIFEST_SUFFIX, is_index, shard_n
 from stio.format.other_sources import (
     advice_for_index,
     advice_for_missing,
-    advice_for_start,
     refuse_pickle_at_url,
 )
 from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
@@ -161,7 +161,7 @@ class OpenCheckpoint:
         for header in self.headers:
             if name in header:
                 return header
-        raise TensorNotFoundError("the checkpoint has no such tensor", path=self.path, found=name)
+        raise TensorNotFoundError("the checkpoint has no such tensor", path=self.path, requested=name)
 
     def info(self, name: str) -> TensorInfo:
         """Return the entry of a tensor in its header; for an alias, the entry of its target."""
@@ -482,8 +482,10 @@ class _Opening:
         try:
             nbytes = header_nbytes(head[:PREFIX_BYTES], file_bytes=file_bytes, limits=self.limits, path=file.path)
         except FormatError as error:
-            _advise(error, advice_for_start(head))
-            raise
+            kind = _kind_of(file)
+            if kind is None:
+                raise
+            raise FormatError(kind.refusal(file.path), path=file.path) from error
         end = PREFIX_BYTES + nbytes
         raw = head[PREFIX_BYTES:end] if end <= len(head) else _read(file, PREFIX_BYTES, nbytes)
         return parse_header(raw, file_bytes=file_bytes, path=file.path, shard=shard, limits=self.limits)
@@ -530,7 +532,7 @@ def chosen(root: Root) -> tuple[Sequence[str], NamedCheckpoint]:
     if isinstance(root, OneFile):
         return [], NamedCheckpoint(None, (root.name,), root.name)
     names = root.listdir()
-    return names, choose(names, path=root.path)
+    return names, choose(names, path=root.path, kind_of=partial(_kind_of_name, root))
 
 
 def _exists(root: Root, name: str) -> bool:
@@ -539,6 +541,16 @@ def _exists(root: Root, name: str) -> bool:
     except CheckpointNotFoundError:
         return False
     return True
+
+
+def _kind_of(file: Source) -> FileKind | None:
+    return kind_of(lambda begin, end: _read(file, begin, end - begin), file.identity.nbytes)
+
+
+def _kind_of_name(root: Root, name: str) -> FileKind | None:
+    with suppress(StioError), closing(root.open(name)) as file:
+        return _kind_of(file)
+    return None
 
 
 def _advise(error: StioError, advice: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from stio.device.base import Accelerator, current_device, with_current_index
 from stio.device.tensors import DtypeLike, checked_cast
 from stio.loading.cache.file_image import FileCache, ObjectCache
-from stio.runtime.limits import Limits, check_budget_bytes
+from stio.runtime.limits import Limits, checked_size
 from stio.runtime.progress import Progress, progress_callback
 from stio.runtime.trace import Trace
 from stio.storage.base import Root
@@ -56,7 +56,7 @@ class LoadOptions:
     memory: Memory = "auto"
     """How tensors on the CPU get their memory. `"gds"`: a file of which at most half is in the page cache is read from
     the disk to an accelerator by GPUDirect Storage (kvikio); if that fails it is staged, with a warning."""
-    budget_bytes: int | None = None
+    budget_bytes: int | str | None = None
     """Most bytes under way; None: `DEFAULT_BUDGET_BYTES`, or `ACCELERATOR_BUDGET_BYTES`, less where memory is short."""
     strict: bool = True
     """Index and shards, or module and checkpoint, must hold the same names."""
@@ -98,7 +98,12 @@ class LoadOptions:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", checked_cast(self.dtype))
         if self.budget_bytes is not None:
-            check_budget_bytes(self.budget_bytes)
+            checked_size(self.budget_bytes)
+
+    @property
+    def budget(self) -> int | None:
+        """`budget_bytes` as a number."""
+        return None if self.budget_bytes is None else checked_size(self.budget_bytes)
 
     @property
     def cast_dtype(self) -> torch.dtype | None:

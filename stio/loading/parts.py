@@ -14,8 +14,8 @@ import torch
 from stio.device.base import LoadedGroup
 from stio.device.tensor_memory import TargetMemory, copy_all
 from stio.device.tensors import TORCH_DTYPES, torch_shape
-from stio.errors import MismatchError, printable
-from stio.loading.module import LoadReport, Part, Stored, listed
+from stio.errors import MismatchError, listed, printable
+from stio.loading.module import LoadReport, Part, Stored
 from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused
 
 Box: TypeAlias = tuple[slice, ...]

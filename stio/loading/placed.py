@@ -15,7 +15,7 @@ import torch
 from stio.device.base import Target
 from stio.device.placement import Placement
 from stio.device.tensors import torch_shape
-from stio.errors import MismatchError, TensorNotFoundError, printable
+from stio.errors import MismatchError, TensorNotFoundError, listed, printable
 from stio.format.header import Header
 from stio.loading.plan import Names
 from stio.loading.select import listed_names
@@ -106,7 +106,7 @@ def place(
         raise TensorNotFoundError(
             "a rule of placements= matches no tensor of the checkpoint; strict=False allows that",
             path=path,
-            found=", ".join(map(printable, unused)),
+            requested=listed(unused),
         )
     parts: dict[str, PlacedPart] = {}
     by_source: dict[str, str] = {}

@@ -150,7 +150,7 @@ def _not_found(name: str, headers: Sequence[Header], path: str) -> TensorNotFoun
     hint = f"; did you mean {', '.join(map(repr, close))}?" if close else f"; it has {len(every):,} others"
     if "*" in name:
         hint = "; names are whole: for a pattern pass a function, such as lambda name: fnmatch.fnmatch(name, PATTERN)"
-    return TensorNotFoundError(f"the checkpoint has no such tensor{hint}", path=path, found=name)
+    return TensorNotFoundError(f"the checkpoint has no such tensor{hint}", path=path, requested=name)
 
 
 def plan_reads(selections: Sequence[FileSelection], slices: Mapping[str, object]) -> ReadPlan:
@@ -247,7 +247,7 @@ def _sliced_group(index: int, number: int, k: int, part: object, selection: File
             chosen = whole_rows(image_bytes=selection.block_bytes)
     except SliceError as error:  # add the name of the tensor
         message = f"{printable(name)!r}: {error.message}"
-        raise SliceError(message, expected=error.expected, found=error.found) from None
+        raise SliceError(message, requested=error.requested, expected=error.expected) from None
     absolute = header.data_start + header.begins[k]
     if len(chosen.starts) == 1:
         begin = absolute + chosen.starts[0]

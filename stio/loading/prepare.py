@@ -165,7 +165,7 @@ def _fetched(
         for shard, header in enumerate(opened.headers)
     ]
     with traced(options.trace, "fetch"):
-        return cache.fetch(files, nbytes, budget_bytes=options.budget_bytes or DEFAULT_BUDGET_BYTES, owned=owned)
+        return cache.fetch(files, nbytes, budget_bytes=options.budget or DEFAULT_BUDGET_BYTES, owned=owned)
 
 
 def _deliver_made(
@@ -401,12 +401,12 @@ def _device_loads(
     accelerators = [_accelerator(device) for device, _, _ in selections]
     if options.memory == "gds":
         if accelerators and not any(accelerators):
-            raise DeviceError("memory='gds' reads to an accelerator", expected="an accelerator", found="cpu")
+            raise DeviceError("memory='gds' reads to an accelerator", requested="cpu", expected="an accelerator")
         require_kvikio()
     # Half of the budget for staging slots, half for groups that the consumer has not released.
     num_queues = sum(accelerator is not None for accelerator in accelerators) * (2 if options.memory == "gds" else 1)
     most_bytes = ACCELERATOR_BUDGET_BYTES if num_queues else DEFAULT_BUDGET_BYTES
-    budget_bytes = options.budget_bytes or memory.default_budget_bytes(sum(sizes), most_bytes=most_bytes)
+    budget_bytes = options.budget or memory.default_budget_bytes(sum(sizes), most_bytes=most_bytes)
     num_workers, num_slots, slot_bytes = staging_sizes(
         budget_bytes, num_queues, total_bytes=sum(sizes), switch_interval=sys.getswitchinterval()
     )
@@ -570,7 +570,7 @@ def _by_stored_name(slices: Mapping[str, object], opened: OpenCheckpoint) -> dic
     for name, index in slices.items():
         target = opened.aliases.get(name, name)
         if not any(target in header for header in opened.headers):
-            raise TensorNotFoundError("slices= names a tensor that does not exist", path=opened.path, found=target)
+            raise TensorNotFoundError("slices= names a tensor that does not exist", path=opened.path, requested=name)
         if target in stored and not _is_same_index(stored[target], index):
             raise ValueError(
                 f"slices= has two different parts of one tensor, {printable(name)} and another name of it; "

@@ -20,7 +20,7 @@ from stio.device.base import LoadedGroup
 from stio.loading.cache.file_image import CachedFile
 from stio.loading.plan import Block, Group, ReadPlan
 from stio.runtime import stats
-from stio.runtime.limits import check_budget_bytes
+from stio.runtime.limits import checked_size
 from stio.runtime.locks import Condition
 from stio.runtime.process import be_nice
 from stio.runtime.progress import ProgressEvent, ProgressReporter, close_bar
@@ -349,7 +349,7 @@ class Budget:
     """
 
     def __init__(self, total_bytes: int) -> None:
-        self.total_bytes = check_budget_bytes(total_bytes)
+        self.total_bytes = checked_size(total_bytes)
         """The budget."""
         self._held: dict[int, int] = {}  # bytes by key
         self._held_bytes = 0

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from stio.runtime.operation import Cancelled, current_operation, end_all_at_exit
+from stio.runtime.panics import without_panic
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.workers import is_interrupted
 
@@ -34,12 +35,17 @@ class Call(Generic[T]):
     Args:
         work: The function.
         on_own_thread: It always runs on another thread: the calling thread gives it its work piece by piece.
+        check: Called now and then while a caller waits for the result; what it raises, the caller gets, and leaves the
+            function behind.
 
     Raises:
         RuntimeError: It needs a thread of its own, and the system starts no more threads.
     """
 
-    def __init__(self, work: Callable[[], T], *, on_own_thread: bool = False) -> None:
+    def __init__(
+        self, work: Callable[[], T], *, on_own_thread: bool = False, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._check = check
         self._work: Callable[[], T] | None = work
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -59,6 +65,7 @@ class Call(Generic[T]):
         while not self._ended.acquire(True, LOOK_SECONDS):
             if is_interrupted():
                 raise Cancelled
+            self._check()
         error, self._error = self._error, None
         if error is not None:
             try:
@@ -73,7 +80,7 @@ class Call(Generic[T]):
         try:
             self._value = work()  # type: ignore[misc]  # set until here
         except BaseException as error:
-            self._error = error
+            self._error = without_panic(error)
         del work
         self._ended.release()
 

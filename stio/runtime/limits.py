@@ -1,11 +1,16 @@
-"""Bounds and sizes that the whole package uses: limits for untrusted files, the default budget, sizes of pages.
+"""Bounds and sizes that the whole package uses: limits for untrusted files, the default budget, sizes as text.
 
 A limit is checked before memory is allocated, so a wrong number in a file costs an error and no memory.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, fields
+from typing import TypeAlias
+
+Size: TypeAlias = int | str
+"""A size: a number of bytes, or text such as `"5GB"` or `"512MiB"`; see `parse_size`."""
 
 DEFAULT_BUDGET_BYTES = 512 << 20
 """Memory that a load, a save or a conversion may use for bytes under way, unless `budget_bytes` is given."""
@@ -17,7 +22,15 @@ HUGE_PAGE_BYTES = 2 << 20
 """Size of a transparent huge page where stio requests them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_UNITS = {
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
+}
+_SHOWN = 40
+"""Most characters of a wrong size in a message."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class Limits:
     """Bounds on what an untrusted file may request, checked before anything is allocated.
 
@@ -26,24 +39,35 @@ class Limits:
         ValueError: A bound is negative.
     """
 
-    header_bytes: int = 100_000_000
-    """Largest header. The default is the limit of the format itself."""
-    max_tensors: int = 1_000_000
+    header_bytes: int
+    """Largest header: a number of bytes, or text such as `"200MB"`. The default is the limit of the format itself."""
+    max_tensors: int
     """Most tensors in one file."""
-    max_rank: int = 64
+    max_rank: int
     """Most dimensions of one tensor (the limit of torch)."""
-    state_bytes: int = 100_000_000
-    """Longest description of the tree of a nested state, in bytes of text."""
-    max_state_nodes: int = 4_000_000
+    state_bytes: int
+    """Longest description of the tree of a nested state, in bytes of text; see `header_bytes`."""
+    max_state_nodes: int
     """Most values (containers, keys and leaves) of a nested state."""
 
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
+    def __init__(
+        self,
+        *,
+        header_bytes: Size = 100_000_000,
+        max_tensors: int = 1_000_000,
+        max_rank: int = 64,
+        state_bytes: Size = 100_000_000,
+        max_state_nodes: int = 4_000_000,
+    ) -> None:
+        given = (header_bytes, max_tensors, max_rank, state_bytes, max_state_nodes)
+        for one, value in zip(fields(self), given, strict=True):
+            if isinstance(value, str) and one.name.endswith("_bytes"):
+                value = checked_size(value, one.name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{one.name} takes a whole number, not {value!r}")
             if value < 0:
                 raise ValueError(f"{one.name} must not be negative, not {value}")
+            object.__setattr__(self, one.name, value)
 
 
 def advice_on_limit(field: str) -> str:
@@ -51,15 +75,51 @@ def advice_on_limit(field: str) -> str:
     return f"; if you trust the file, pass limits=stio.Limits({field}=...) with a higher limit"
 
 
-def check_budget_bytes(budget_bytes: int) -> int:
-    """Return `budget_bytes` unchanged if it is valid.
+def parse_size(size: Size) -> int:
+    """Return a size in bytes.
+
+    Args:
+        size: A number of bytes, or text: digits alone, or a number and a unit, in any case. TB, GB, MB and KB are
+            powers of ten, as on the hub; TiB, GiB, MiB and KiB powers of two.
 
     Raises:
-        TypeError: It is no whole number.
-        ValueError: It is not positive.
+        TypeError: Neither an integer nor text.
+        ValueError: No such unit, no number, or not a positive, finite size.
     """
-    if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool):
-        raise TypeError(f"budget_bytes takes a number of bytes, not {budget_bytes!r}")
-    if budget_bytes <= 0:
-        raise ValueError(f"budget_bytes must be positive, not {budget_bytes}")
-    return budget_bytes
+    if isinstance(size, bool):
+        raise TypeError("a size is a number of bytes or text such as '5GB', not a bool")
+    if isinstance(size, str):
+        lowered = size.strip().lower()
+        unit = next((unit for unit in _UNITS if lowered.endswith(unit)), "")
+        number = lowered.removesuffix(unit)
+        try:
+            nbytes = int(float(number) * _UNITS[unit]) if unit else int(number)
+        except (ValueError, OverflowError):  # OverflowError: infinite
+            raise ValueError(
+                f"{size[:_SHOWN]!r} is no size; give a number of bytes, or a number and KB, MB, GB, TB, KiB, MiB, "
+                "GiB or TiB"
+            ) from None
+    else:
+        nbytes = operator.index(size)
+    if nbytes <= 0:
+        raise ValueError(f"a size must be one byte or more, not {str(size)[:_SHOWN]!r}")
+    return nbytes
+
+
+def checked_size(size: Size, keyword: str = "budget_bytes") -> int:
+    """Return a size in bytes, which a keyword takes.
+
+    Raises:
+        TypeError: It is neither a whole number nor text.
+        ValueError: It is not positive, or a text that is no size.
+    """
+    if isinstance(size, str):
+        try:
+            return parse_size(size)
+        except ValueError as error:
+            raise ValueError(f"{keyword}: {error}") from None
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise TypeError(f"{keyword} takes a number of bytes, or text such as '2GB', not {size!r}")
+    if size <= 0:
+        raise ValueError(f"{keyword} must be positive, not {size}")
+    return size

@@ -33,6 +33,7 @@ from stio.runtime import stats
 from stio.runtime.blocking import run_blocking, runs_blocking
 from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
+from stio.runtime.panics import without_panic
 from stio.runtime.process import after_fork_in_child, name_thread
 
 T = TypeVar("T")
@@ -325,7 +326,7 @@ class Operation(Generic[T]):
             self._value = self._body(self)
         except BaseException as error:
             _clear_frames(error)
-            self._error = error
+            self._error = without_panic(error)
         # The body's closure refers to plans, files and buffers: they must be freed before a caller is woken.
         del self._body
         _live.discard(self)

@@ -15,6 +15,7 @@ from functools import partial
 
 from stio.runtime.locks import Condition
 from stio.runtime.operation import Cancelled, current_operation, start_thread
+from stio.runtime.panics import without_panic
 from stio.runtime.process import be_nice
 
 _thread_local = threading.local()
@@ -141,7 +142,7 @@ class WorkerPool:
         except BaseException as error:
             with self.changed:
                 if self._error is None and not isinstance(error, Cancelled):
-                    self._error = error
+                    self._error = without_panic(error)
             self.stop()
         _thread_local.pool = outer
         with self.changed:

@@ -8,6 +8,7 @@ the caller's code runs.
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -40,6 +41,7 @@ from stio.saving.options import (
     SaveOptions,
     SaveResult,
     ShardNames,
+    adopted_directory,
 )
 from stio.saving.pending import PendingSave
 from stio.saving.retention import Retention
@@ -57,7 +59,7 @@ async def save(
     tensors: TensorsLike,
     destination: DestinationLike,
     *,
-    budget_bytes: int | None = None,
+    budget_bytes: int | str | None = None,
     max_shard_size: int | str | None = None,
     metadata: Mapping[str, str] | None = None,
     filename_pattern: str = DEFAULT_PATTERN,
@@ -82,7 +84,8 @@ async def save(
             updated in place where it holds a checkpoint. Other files in it are not touched. A path that looks like a
             file of another kind (`w.pt`, `w.sft`) is refused, unless it is a directory or ends in a slash. A URL of one
             of these with `s3://`, `gs://` or `az://` needs the extra `remote`; one put commits it.
-        budget_bytes: Most bytes of staging memory. None: 512 MiB. A produced tensor is not included.
+        budget_bytes: Most bytes of staging memory: a number, or text such as `"2GB"`. None: 512 MiB. A produced tensor
+            is not included.
         max_shard_size: Most bytes of tensors in one file of a directory: a number, or text such as `"5GB"`. None:
             `"5GB"`. Not for a destination that is one file.
         metadata: Text to store with the checkpoint. `checkpoint.metadata` of another one is accepted: entries that each
@@ -152,12 +155,16 @@ class Saver:
             the nearest folder such as `step-3`; else the parent folder, if its name is a number; else the last number
             in the name. A destination without any is a step of its own. What another program has replaced, changed or
             added stays, and a warning names it.
+        adopt: Directory of the steps of an earlier run that this run goes on from: its complete checkpoints count as
+            steps of this saver, in the order of their numbers, so `keep_last` deletes them too. Of them only files of
+            tensors, indexes and manifests are deleted. A directory that does not exist is no error. None: what earlier
+            runs saved stays.
         max_pending: Most saves under way at one time. Each holds its own snapshot.
         when_full: What `save` does when so many are under way: wait for the oldest, or raise `SaveInProgressError`.
-        budget_bytes: Most bytes of staging memory. None: as many as the snapshots take, so that a save is staged at the
-            speed of memory. Of tensors on a device staging memory is pinned, which cannot be swapped: None then means
-            at most half of the host's memory that is free. A snapshot that is larger is written while it is staged, and
-            `save` returns when its last part was copied.
+        budget_bytes: Most bytes of staging memory, see `stio.save`. None: as many as the snapshots take, so that a save
+            is staged at the speed of memory. Of tensors on a device staging memory is pinned, which cannot be swapped:
+            None then means at most half of the host's memory that is free. A snapshot that is larger is written while
+            it is staged, and `save` returns when its last part was copied.
         max_shard_size: Default for `save`; see `stio.save`.
         metadata: Default for `save`; see `stio.save`.
         filename_pattern: Default for `save`; see `stio.save`.
@@ -176,9 +183,10 @@ class Saver:
         self,
         *,
         keep_last: int | None = None,
+        adopt: str | os.PathLike[str] | None = None,
         max_pending: int = 1,
         when_full: WhenFull = "wait",
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
         max_shard_size: int | str | None = None,
         metadata: Mapping[str, str] | None = None,
         filename_pattern: str = DEFAULT_PATTERN,
@@ -194,6 +202,7 @@ class Saver:
     ) -> None:
         if keep_last is not None:
             _require_count("keep_last", keep_last)
+        adopted = adopted_directory(adopt, keep_last)
         _require_count("max_pending", max_pending)
         if when_full not in ("wait", "error"):
             raise ValueError(f"when_full= takes 'wait' or 'error', not {when_full!r}")
@@ -217,6 +226,7 @@ class Saver:
         self._budget_bytes = budget_bytes
         self._closed = False
         self._start_afresh()
+        self._retention = Retention(keep_last, adopted)
         _savers.add(self)
 
     def _start_afresh(self) -> None:
@@ -388,6 +398,7 @@ class Saver:
                 options,
                 notifier=self._changed,
                 pool=self._pool,
+                when_begun=self._retention.begin,
                 when_durable=self._retention.add,
             )
 

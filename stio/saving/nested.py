@@ -7,16 +7,19 @@ of another type is refused by its path in the state, before anything is written.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 
 from stio.device.describe import PACKED, LazyTensor, is_packed, state_of_object
 from stio.device.tensors import PLAIN
 from stio.errors import LimitError, printable
+from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header_build import MAX_HEADER_BYTES
 from stio.format.state_names import key_label, python_path
 from stio.format.state_tree import (
@@ -40,9 +43,9 @@ Flattened: TypeAlias = tuple[dict[str, torch.Tensor | LazyTensor], dict[str, str
 """Tensors by name, and the metadata of the save."""
 
 _INLINE_BYTES = 64 << 10
-"""Longest tree in the metadata, and longest `bytes` in the tree; longer ones become tensors. A reader must parse the
-whole header before anything else, and its first read takes 128 KiB; the hub refuses an index of more than 10 MiB, and
-the tree of 100,000 leaves has 4 MiB."""
+"""Longest tree in the metadata, longest `bytes` and array in the tree; longer ones become tensors. A reader must parse
+the whole header before anything else, and its first read takes 128 KiB; the hub refuses an index of more than 10 MiB,
+and the tree of 100,000 leaves has 4 MiB."""
 
 _STEP_NODES = 2000
 """Values visited in one step, about 1 ms: on the caller's thread, or between two checks for a cancel."""
@@ -56,6 +59,9 @@ _MAX_KEY_DEPTH = 20
 _SCALARS = frozenset({str, float, int})
 
 _ADVICE: tuple[tuple[Any, str], ...] = (
+    (np.ndarray, "a subclass of an array; pass numpy.asarray(...), of a masked array its data and its mask"),
+    (np.random.Generator | np.random.BitGenerator, "pass its state: generator.bit_generator.state"),
+    (np.random.RandomState, "pass its get_state()"),
     (tuple, "to restore a named tuple its class would have to be imported; pass tuple(...) or ._asdict()"),
     (dict, "to restore it its class would have to be imported; pass dict(...)"),
     (bytearray | memoryview, "pass bytes(...), or a tensor"),
@@ -243,6 +249,8 @@ class _Walk:
             self._nodes.append(("dtype", str(value).removeprefix("torch.")))
         elif kind is torch.device:
             self._nodes.append(("device", str(value)))
+        elif kind is np.ndarray or isinstance(value, np.generic):
+            self._add_numpy(value, prefix)
         elif kind is StoredTensor and self._are_stored:
             self._nodes.append(("tensor", value.name))
         else:
@@ -318,6 +326,36 @@ class _Walk:
             self._tensors[name] = _as_tensor(value)
             self._nodes.append(("bytes_tensor", name))
 
+    def _add_numpy(self, value: Any, prefix: str) -> None:
+        dtype = value.dtype
+        if dtype.kind not in _ARRAY_KINDS or dtype.char in _LONG_DOUBLES:
+            raise TypeError(
+                f"{self._path()} is a {_type_name(value)} of dtype {printable(str(dtype))}, which save_state does not "
+                "take: convert it to numbers, text or dates of numpy"
+            )
+        is_array = type(value) is np.ndarray
+        as_tensor = dtype.isnative and dtype.name in _TENSOR_DTYPES and not self._are_stored
+        if is_array and value.nbytes > _INLINE_BYTES and as_tensor:
+            name = self._name(prefix)
+            # A copy: it may be read-only, or share memory with a tensor of the state.
+            self._tensors[name] = torch.from_numpy(np.array(value, order="C"))
+            self._nodes.append(("array_tensor", name))
+            return
+        spelled, data = dtype.str, value.tobytes()
+        if not is_array and dtype.kind == "S":  # numpy gives empty text a byte
+            spelled, data = f"|S{len(value)}", bytes(value)
+        elif not is_array and dtype.kind == "U":
+            spelled, data = f"<U{len(value)}", str(value).encode("utf-32-le", "surrogatepass")
+        text = f"{spelled};{','.join(map(str, value.shape))};{base64.b64encode(data).decode()}"
+        self._nodes.append(("ndarray" if is_array else "numpy_scalar", text))
+
+
+_ARRAY_KINDS = frozenset("biufcSUMm")
+_LONG_DOUBLES = frozenset("gG")
+"""Numbers whose size depends on the machine."""
+
+_TENSOR_DTYPES = frozenset(LIBRARY_NAMES.values())
+
 
 def _as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -329,8 +367,6 @@ def _type_name(value: object) -> str:
 
 
 def _advice(value: object) -> str:
-    if type(value).__module__ == "numpy":
-        return "convert it, a scalar by .item(), an array by torch.from_numpy()"
     if is_packed(value):
         return PACKED
     if found := state_of_object(value):

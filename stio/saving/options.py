@@ -18,9 +18,9 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkabl
 from stio.errors import StorageError, printable
 from stio.format.naming import advice_for_destination, check_pattern
 from stio.format.other_sources import NO_HOME
-from stio.format.sharding import parse_size
 from stio.format.shared import MADE_ANEW, SharedPolicy
 from stio.runtime.hashing import HashName, new_hasher
+from stio.runtime.limits import parse_size
 from stio.runtime.locks import require_unlocked
 from stio.runtime.notebook import table
 from stio.runtime.progress import Progress, progress_callback
@@ -94,7 +94,7 @@ def absolute_destination(destination: DestinationLike) -> str | OneFile | Destin
             path = os.path.join(os.getcwd(), path)  # not abspath: a slash at its end means a directory
         except FileNotFoundError as error:
             raise StorageError("the working directory does not exist any more", path=path, errno=error.errno) from error
-    return OneFile(path) if isinstance(destination, OneFile) else path
+    return replace(destination, path=path) if isinstance(destination, OneFile) else path
 
 
 def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
@@ -116,6 +116,27 @@ def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
     advice = "" if isinstance(destination, OneFile) else advice_for_destination(os.path.basename(path))
     if advice and not os.path.isdir(path):
         raise ValueError(f"the destination {printable(path)!r} {advice}")
+
+
+def adopted_directory(adopt: str | os.PathLike[str] | None, keep_last: int | None) -> str | None:
+    """Return the directory whose steps a saver takes over, as an absolute path.
+
+    Raises:
+        TypeError: `adopt` is no path.
+        ValueError: It is a URL, empty or a file, or nothing is ever deleted.
+    """
+    if adopt is None:
+        return None
+    if not isinstance(adopt, str | os.PathLike):
+        raise TypeError(f"adopt= takes the path of a directory, not {type(adopt).__name__}")
+    path = os.fsdecode(adopt)
+    if is_url(path):
+        raise ValueError(f"adopt= takes a directory of this machine, not the URL {without_secrets(path)}")
+    if not path or (os.path.exists(path) and not os.path.isdir(path)):
+        raise ValueError(f"adopt= takes a directory, not {printable(path)!r}")
+    if keep_last is None:
+        raise ValueError("adopt= needs keep_last=: without it no step is deleted")
+    return os.path.abspath(path)
 
 
 class Inherited(Enum):

@@ -65,6 +65,10 @@ EXIT_PATIENCE_SECONDS = 60.0
 Planner: TypeAlias = Callable[[Sequence[TensorSource], int], WritePlan]
 """Assigns each tensor to a file, and makes the headers; called with the tensors and the block size in bytes."""
 
+WhenBegun: TypeAlias = Callable[[str, str | None], None]
+"""Called on a save's thread before anything is written: the destination, links resolved, and the pattern of the file
+names in a directory, None for one file."""
+
 WhenDurable: TypeAlias = Callable[[str, str | None, Published], None]
 """Called on a save's thread with what it published: the destination, links resolved; the pattern of the file names in a
 directory, None for one file; and the files."""
@@ -90,8 +94,9 @@ class PendingSave:
         options: SaveOptions,
         *,
         pool: StagingPool | None = None,
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
         notifier: Notifier | None = None,
+        when_begun: WhenBegun = lambda path, filename_pattern: None,
         when_durable: WhenDurable = lambda path, filename_pattern, written: None,
         planner: Planner | None = None,
     ) -> None:
@@ -116,7 +121,7 @@ class PendingSave:
         self._order: dict[str, PendingSave | None] = {}
         self.started = False
         """Whether the save has its place behind the one before it."""
-        self._when_durable = when_durable
+        self._when_begun, self._when_durable = when_begun, when_durable
         self.staged = False
         """Whether the snapshot is complete: the tensors may change."""
         self.delivered = False
@@ -271,12 +276,14 @@ class PendingSave:
             commit=options.commit,
             durability=options.durability,
         )
-        if options.hash is not None and isinstance(transaction, PreparedTransaction):
-            try:
+        try:
+            if options.hash is not None and isinstance(transaction, PreparedTransaction):
                 transaction.require_names(self._manifest_name(transaction.shard_names))
-            except BaseException:
-                transaction.roll_back()
-                raise
+            if isinstance(transaction, RecordingTransaction):
+                self._when_begun(transaction.path, self._own_pattern())
+        except BaseException:
+            transaction.roll_back()
+            raise
         return transaction
 
     def _commit(
@@ -307,8 +314,7 @@ class PendingSave:
         if isinstance(transaction, RecordingTransaction):  # what a caller's own destination holds is not deleted
             published = transaction.published()
             self.written = published if isinstance(published, WrittenFiles) else None
-            pattern = None if self._max_shard_bytes is None else self._options.filename_pattern
-            self._when_durable(transaction.path, pattern, published)
+            self._when_durable(transaction.path, self._own_pattern(), published)
         if self.written is not None:  # after the commit: it may have replaced an index
             hiding = _hiding_on_disk(transaction.path, *self._saved_as(plan, transaction))
         if hiding is not None:
@@ -338,6 +344,10 @@ class PendingSave:
         """Return the index, the files and the tensors of the save, for `hiding_index`."""
         index = index_name(self._options.filename_pattern) if transaction.takes_index else None
         return index, transaction.shard_names, [name for shard in plan.shards for name in shard.names]
+
+    def _own_pattern(self) -> str | None:
+        """Return the pattern of the file names in a directory, None if the destination is one file."""
+        return None if self._max_shard_bytes is None else self._options.filename_pattern
 
     def _hasher(self) -> Callable[[], Hasher] | None:
         """Return what makes a hasher for each file, if there are to be digests."""

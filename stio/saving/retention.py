@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TypeAlias
 
-from stio.errors import StioError
+from stio.errors import StioError, printable
+from stio.format.naming import FILE_SUFFIX
+from stio.format.step_names import series_of, step_named, step_of
 from stio.runtime.log import log
 from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Identity, Published
+from stio.storage.commit.earlier_saves import EarlierSave, find_earlier_saves
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.target import DirectoryIdentity
 
@@ -29,61 +31,12 @@ _Place: TypeAlias = tuple[str, str | None]
 _MOST_ATTEMPTS = 256
 """Most records of saves that were begun, and of which nothing is durable."""
 
+_FILES = (FILE_SUFFIX, ".ckpt")
+_MOST_SHOWN = 8
+"""Most steps that a warning lists."""
+
 _MOST_UNDELETED = 16
 """Most checkpoints whose deletion is tried again."""
-
-_WORD = r"(?:step|epoch|iteration|iter|checkpoint|ckpt)"
-_AFTER_WORD = re.compile(rf"{_WORD}[^0-9A-Za-z]{{0,2}}([0-9]+)", re.IGNORECASE)
-# Further numbers may follow: `epoch=0-step=100`, `step-3-loss-0.25`.
-_STEP_FOLDER = re.compile(
-    rf"(?:global[-_]?)?{_AFTER_WORD.pattern}"
-    rf"(?:[^0-9A-Za-z]+{_AFTER_WORD.pattern}|[^0-9A-Za-z]+[A-Za-z_]+[=-][0-9]+|\.[0-9]+)*",
-    re.IGNORECASE,
-)
-_NUMBER = re.compile(r"([0-9]+)(?:\.[0-9]+)*")
-_RANK = re.compile(r"(?:rank|shard|part)[^0-9A-Za-z]{0,2}[0-9]+", re.IGNORECASE)
-
-
-def step_of(path: str) -> tuple[int, str] | None:
-    """Return the number of the step of a training that a path names, and the path up to the name that holds the number.
-
-    The first of these that exists:
-
-    - the last number in the name that follows `step`, `epoch`, `iter`, `iteration`, `checkpoint` or `ckpt`;
-    - that of the nearest folder whose whole name is such a word and a number: `step-100`, `epoch=0-step=100`;
-    - the name of the parent folder, if it is a number: `100/model`;
-    - the last number in the name, but for those of ranks, shards and parts: `model-100_rank0`;
-    - the last number after such a word in the nearest folder: `step-100-ema/model`.
-
-    Args:
-        path: Path of a destination, links resolved.
-
-    Returns:
-        None if there is no such number.
-    """
-    folders = _folders_above(path)
-    name = os.path.basename(path)
-    if found := _AFTER_WORD.findall(name):
-        return int(found[-1]), path
-    for folder in folders:
-        if _STEP_FOLDER.fullmatch(os.path.basename(folder)):
-            return int(_AFTER_WORD.findall(os.path.basename(folder))[-1]), folder
-    if folders and (alone := _NUMBER.fullmatch(os.path.basename(folders[0]))):
-        return int(alone[1]), folders[0]
-    if found := _NUMBER.findall(_RANK.sub("", name)):
-        return int(found[-1]), path
-    for folder in folders:
-        if found := _AFTER_WORD.findall(os.path.basename(folder)):
-            return int(found[-1]), folder
-    return None
-
-
-def _folders_above(path: str) -> list[str]:
-    """Return the folders above a path, the nearest first, without the root."""
-    folders = []
-    while (path := os.path.dirname(path)).strip(os.sep):
-        folders.append(path)
-    return folders
 
 
 @dataclass(slots=True)
@@ -108,10 +61,15 @@ class Retention:
 
     Args:
         keep_last: Number of complete steps to keep; None: all.
+        adopt: Directory whose steps of earlier runs count as steps of this saver; None: there is none.
     """
 
-    def __init__(self, keep_last: int | None) -> None:
+    def __init__(self, keep_last: int | None, adopt: str | None = None) -> None:
         self._keep_last = keep_last
+        self._adopt = adopt
+        self._begun: set[str] = set()  # directories of steps that were examined
+        self._earlier: list[tuple[int, EarlierSave]] = []  # with their steps
+        self._adopted: set[int] = set()  # steps of earlier runs that were not saved again
         self._attempts: deque[_Place] = deque(maxlen=_MOST_ATTEMPTS)
         self._steps: dict[int | _Place, _Step] = {}  # by number; without one by place. The newest is the last one
         self._made: dict[str, DirectoryIdentity] = {}  # directories that the saver made, of all steps
@@ -129,6 +87,57 @@ class Retention:
             with suppress(OSError):  # no working directory: the save itself raises
                 place = without_secrets(path).rstrip("/") if is_url(path) else os.path.abspath(path)
                 self._attempts.append((place, filename_pattern))
+
+    def begin(self, path: str, filename_pattern: str | None) -> None:
+        """Examine the directory of the steps before the first save there: take over its steps, warn about higher ones.
+
+        Called by one save after the other, on their threads.
+
+        Args:
+            path: Its destination, links resolved.
+            filename_pattern: Names of its files, in a directory; None: it is one file.
+
+        Raises:
+            StorageError: The operating system reported an error.
+        """
+        if self._adopt is not None:
+            self._earlier = _earlier_saves(self._adopt)
+            self._adopt = None
+        self._take_over(series_of(path), filename_pattern)
+        named = step_of(path)
+        folder = os.path.dirname(named[1] if named else path)
+        if named is None or is_url(path) or folder in self._begun:
+            return
+        self._begun.add(folder)
+        warn_of_higher_steps(folder, named[0])
+
+    def _take_over(self, series: str | None, filename_pattern: str | None) -> None:
+        """Let the earlier saves of a series count as those of this saver, before all of its own."""
+        own = [
+            (number, save)
+            for number, save in self._earlier
+            if series is not None and save.filename_pattern == filename_pattern and series_of(save.path) == series
+        ]
+        if not own:
+            return
+        taken = {file for _, save in own for file in save.written.files}
+        self._earlier = [one for one in self._earlier if taken.isdisjoint(one[1].written.files)]
+        for number, save in own:
+            step = self._steps.setdefault(number, _Step())
+            if not step.saved:
+                self._adopted.add(number)
+            place = save.path, save.filename_pattern
+            step.saves[place] = save.written
+            step.saved.add(place)
+            self._made |= save.written.directories
+        adopted: dict[int | _Place, _Step] = {}
+        for number in sorted(self._adopted & self._steps.keys()):
+            adopted[number] = self._steps.pop(number)
+            adopted[number].attempted = {*adopted[number].saves}
+        for key in [*adopted][-2:]:  # a step of this run has as many parts, also those that it saves later
+            others = [save for number, save in self._earlier if number == key and save.filename_pattern is None]
+            adopted[key].attempted |= {(save.path, None) for save in others}
+        self._steps = adopted | self._steps
 
     def add(self, path: str, filename_pattern: str | None, written: Published) -> None:
         """Take a durable checkpoint into account, and delete the steps that are too old.
@@ -157,6 +166,7 @@ class Retention:
             step.saved.clear()
             step.num_expected = 1
             self._steps[key] = self._steps.pop(key)
+            self._adopted -= {named[0]} if named else set()
         step.saved.add(place)
         step.saves[place] = written
         if isinstance(written, WrittenFiles):
@@ -229,3 +239,35 @@ class Retention:
 
 def _is_below(path: str, directory: str) -> bool:
     return path == directory or path.startswith(os.path.join(directory, ""))
+
+
+def _earlier_saves(directory: str) -> list[tuple[int, EarlierSave]]:
+    """Return the checkpoints of steps in a directory, each with its step."""
+    root = os.path.realpath(directory)
+    found = [(step_of(save.path), save) for save in find_earlier_saves(directory)]
+    # A number in the path of the directory itself is not that of a step in it.
+    return [(named[0], save) for named, save in found if named is not None and len(named[1]) > len(root)]
+
+
+def warn_of_higher_steps(directory: str, step: int) -> None:
+    """Log a warning if a directory holds steps above the one at which a run begins there.
+
+    What resumes from the highest step, and what deletes by the number, would take those.
+    """
+    steps: set[int] = set()
+    with suppress(OSError), os.scandir(directory) as entries:  # without it the save itself raises, or makes it
+        for entry in entries:
+            found = step_named(entry.name)
+            if found is not None and found > step and (entry.name.endswith(_FILES) or entry.is_dir()):
+                steps.add(found)
+    if steps:
+        higher = sorted(steps)
+        shown = map(str, higher if len(higher) <= _MOST_SHOWN else [*higher[:2], "...", *higher[-2:]])
+        log(
+            logging.WARNING,
+            "%s: this run begins at step %d, and there are higher steps already: %s. What resumes from the highest "
+            "step takes one of those; save to a new directory, or remove them",
+            printable(directory),
+            step,
+            ", ".join(shown),
+        )

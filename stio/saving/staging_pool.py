@@ -13,7 +13,7 @@ from functools import partial
 from stio.device.pinned import give_back
 from stio.runtime import memory, stats
 from stio.runtime.control_groups import available_bytes, room_in_memory
-from stio.runtime.limits import check_budget_bytes
+from stio.runtime.limits import checked_size
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
 
@@ -55,8 +55,8 @@ class StagingPool:
             is larger than the budget.
     """
 
-    def __init__(self, budget_bytes: int | None) -> None:
-        self.budget_bytes = None if budget_bytes is None else check_budget_bytes(budget_bytes)
+    def __init__(self, budget_bytes: int | str | None) -> None:
+        self.budget_bytes = None if budget_bytes is None else checked_size(budget_bytes)
         """See above."""
         self._most_bytes = self.budget_bytes
         self.changed = Condition()

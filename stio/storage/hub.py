@@ -12,13 +12,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from errno import EACCES, EHOSTUNREACH, EIO, ENOENT
+from errno import EACCES, EHOSTUNREACH, EINVAL, EIO, ENOENT, EPROTO
 from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from stio.errors import CheckpointNotFoundError, StioError, StorageError, install_command, one_line
+from stio.errors import CheckpointNotFoundError, StioError, StorageError, install_command, listed, one_line
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, names_checkpoint
 from stio.runtime.calls import Call
 from stio.runtime.log import log
@@ -279,7 +279,7 @@ class HubRoot:
             f"{self._unreachable.reason}, and its cache does not show which file is the checkpoint; give the URL of "
             "the file",
             path=self.path,
-            found=", ".join(found),
+            found=listed(found),
         ) from self._unreachable.__cause__
 
     def _listed(self, revision: str | None) -> tuple[str, frozenset[str]]:
@@ -409,6 +409,17 @@ class HubRoot:
             return _UnreachableError(
                 StorageError(f"{words}; check network, proxy and HF_ENDPOINT: {text}", path=path, errno=EHOSTUNREACH),
                 words,
+            )
+        if "JSONDecodeError" in kinds:
+            return StorageError(
+                "the hub's address did not answer as the hub does, such as a login page; check network, proxy and "
+                f"HF_ENDPOINT: {text}",
+                path=path,
+                errno=EPROTO,
+            )
+        if "InvalidURL" in kinds or isinstance(error, ValueError):
+            return StorageError(
+                f"HF_ENDPOINT or HF_TOKEN cannot be used; correct it, or unset it: {text}", path=path, errno=EINVAL
             )
         if isinstance(error, OSError | RuntimeError):  # its parts that are not Python raise the latter
             what = "the file could not be downloaded; check space and permissions of the hub's cache (HF_HOME)"

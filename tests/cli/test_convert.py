@@ -66,9 +66,9 @@ def test_errors_are_one_sentence(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "d.safetensors", "--key", "state_dict")
     assert "is a file of the source" in refused(tmp_path / "d.safetensors", tmp_path / "d.safetensors")
     assert "floating dtype" in refused(source, tmp_path / "d", "--dtype", "int8")
-    assert "--dtype takes a floating dtype (" in refused(source, tmp_path / "d", "--dtype", "int8")
+    assert "--dtype takes a floating dtype, such as " in refused(source, tmp_path / "d", "--dtype", "int8")
     unknown = refused(source, tmp_path / "d", "--dtype", "bfloat61")
-    assert "--dtype takes the name of a dtype (" in unknown
+    assert "--dtype takes the name of a dtype in torch or in the format, such as " in unknown
     assert "bfloat16 or BF16" in unknown
     assert unknown.endswith("; did you mean 'bfloat16'?")
     assert "is no size" in refused(source, tmp_path / "d", "--max-shard-size", "big")

@@ -61,11 +61,11 @@ def test_lists_shards(sharded: Path) -> None:
         assert columns.split()[-1] == "shard"
         assert (first.split()[-1], second.split()[-1]) == ("1/2", "2/2")
         assert shards == [
-            "shard 1/2: model-00001-of-00002.safetensors, 80 B",
-            "shard 2/2: model-00002-of-00002.safetensors, 88 B",
+            "shard 1/2: model-00001-of-00002.safetensors, 8 B",
+            "shard 2/2: model-00002-of-00002.safetensors, 16 B",
         ]
         assert (total, metadata) == ("F32 (float32): 2 tensors, 24 B", "metadata total_size: 24")
-    assert inspect(sharded, "--filter", "w2")[3:-2] == ["shard 2/2: model-00002-of-00002.safetensors, 88 B"]
+    assert inspect(sharded, "--filter", "w2")[3:-2] == ["shard 2/2: model-00002-of-00002.safetensors, 16 B"]
 
 
 def test_filter(model: Path) -> None:

@@ -30,7 +30,7 @@ def test_loads_and_says_how_fast(model: Path) -> None:
     done = run("load", model, "--device", "cpu")
     assert done.stderr == ""
     (line,) = done.stdout.splitlines()
-    assert line.startswith(f"{model}: 9 tensors, 131 kB on cpu in 0.0")
+    assert line.startswith(f"{model}: 9 tensors, 131 kB mapped on cpu in 0.0")
     assert line.endswith("B/s")
 
 
@@ -42,6 +42,7 @@ def test_json(model: Path, memory: str) -> None:
         "path": str(model),
         "device": ["cpu"],
         "memory": memory,
+        "mapped": memory != "copy",
         "num_tensors": 9,
         "total_bytes": 8 * 64 * 64 * 4 + 6,
         "timeline": None,

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from stio.cli.output import CommandError, _broken, aligned, matcher, no_match, require_writable, shortened, spelled
+from stio.cli.output import CommandError, aligned, broken, matcher, no_match, require_writable, shortened, spelled
 from stio.errors import one_line
 
 SENTENCE = "shard 1/2, m.safetensors: 76 of 1,024 tensors, 29.5 MB in 0.123 s, 1.2 GB/s, F32 [4096, 14336] of '/a/b c'"
@@ -64,8 +64,8 @@ def test_characters_without_a_column_do_not_flood_a_terminal() -> None:
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 79])
-def test_c246_lines_are_broken_between_words(width: int) -> None:
-    lines = _broken(SENTENCE, width).split("\n")
+def test_c246_lines_arebroken_between_words(width: int) -> None:
+    lines = broken(SENTENCE, width).split("\n")
     assert " ".join(line.strip() for line in lines) == SENTENCE
     assert max(map(len, lines)) <= width
     for together in ("29.5 MB", "0.123 s", "1.2 GB/s", "[4096, 14336]", "1,024"):
@@ -75,15 +75,15 @@ def test_c246_lines_are_broken_between_words(width: int) -> None:
 
 def test_a_word_that_is_longer_than_a_line_stays_whole() -> None:
     path = "/a/" + "b" * 100
-    assert _broken(f"Error: {path}: no such file", 40).split("\n") == ["Error:", f"  {path}:", "  no such file"]
+    assert broken(f"Error: {path}: no such file", 40).split("\n") == ["Error:", f"  {path}:", "  no such file"]
 
 
 def test_short_lines_and_indents_stay() -> None:
-    assert _broken("  two  spaces", 40) == "  two  spaces"
-    assert _broken("  a b c d e f g h i j k l m", 20) == "  a b c d e f g h i\n    j k l m"
+    assert broken("  two  spaces", 40) == "  two  spaces"
+    assert broken("  a b c d e f g h i j k l m", 20) == "  a b c d e f g h i\n    j k l m"
 
 
-def test_errors_and_notes_are_broken_on_a_terminal() -> None:
+def test_errors_and_notes_arebroken_on_a_terminal() -> None:
     shown = terminal("inspect", "/nowhere/" + "x" * 40, NO_COLOR="1").splitlines()
     assert len(shown) == 2
     assert max(map(len, shown)) <= 80

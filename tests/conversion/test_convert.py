@@ -177,7 +177,9 @@ def test_two_files_with_one_name(tmp_path: Path) -> None:
 def test_wrappers(tmp_path: Path) -> None:
     path = tmp_path / "w.pt"
     torch.save({"epoch": 3, "model": {"a": ramp(5)}, "log": [1]}, path)
-    with pytest.raises(stio.AmbiguousCheckpointError, match=r"--key model.*'model' \(dict of 1\), 'epoch' \(int\)"):
+    with pytest.raises(
+        stio.AmbiguousCheckpointError, match=r"under key='model' \(found 'epoch' \(int\), 'model' \(dict of 1\)"
+    ):
         stio.sync.convert(path, tmp_path / "d.safetensors")
     stio.sync.convert(path, tmp_path / "d.safetensors", key="model")
     require_equal(stio.sync.load(tmp_path / "d.safetensors"), {"a": ramp(5)})
@@ -273,7 +275,7 @@ def test_other_nested_state_is_refused(tmp_path: Path, state: dict[str, Any], ma
         ({"dtype": "F4"}, ValueError),
         ({"dtype": 1}, TypeError),
         ({"budget_bytes": 0}, ValueError),
-        ({"budget_bytes": "1GB"}, TypeError),
+        ({"budget_bytes": "1 GBit"}, ValueError),
         ({"budget_bytes": True}, TypeError),
         ({"key": 1}, TypeError),
         ({"max_shard_size": "1MB"}, ValueError),

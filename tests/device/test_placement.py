@@ -42,7 +42,7 @@ def test_the_longest_prefix_at_a_dot_counts(name: str, expected: str) -> None:
 def test_a_name_that_nothing_covers(name: str) -> None:
     with pytest.raises(DeviceError, match="has no entry for a tensor") as caught:
         Placement({"a": "cpu"})(name)
-    assert caught.value.found == name
+    assert caught.value.requested == name
 
 
 def test_a_callable_gets_the_name() -> None:
@@ -104,7 +104,7 @@ def test_what_says_it_by_name_and_what_does_not() -> None:
         (["model.*"], "model.w", "instead of 'model.*' write 'model'"),
         (["layers.0"], "model.layers.0.w", "'layers.0' is in the name, but not at its start"),
         (["model.layers"], "layers.0.w", "the entry 'model.layers' has a prefix that the name lacks"),
-        (["other"], "w", "all other tensors (expected"),
+        (["other"], "w", "all other tensors (requested"),
     ],
 )
 def test_a_mapping_that_nearly_covers_a_name(keys: list[str], name: str, advice: str) -> None:

@@ -157,9 +157,11 @@ def strange(directory: Path, rank: int) -> None:
 
     plain = lightning.remove_checkpoint
     lightning.remove_checkpoint = no_disk
-    strategy.save_checkpoint(checkpoint, path + "-next")
-    if rank == 0:
-        strategy.remove_checkpoint(path)
+    with strategy.checkpoint_io.beside_training(path + "-next"):
+        strategy.save_checkpoint(checkpoint, path + "-next")
+    with strategy.checkpoint_io.beside_training(path):
+        if rank == 0:
+            strategy.remove_checkpoint(path)
     raised(lambda: strategy.save_checkpoint(checkpoint, path + "-last"), OSError)
     lightning.remove_checkpoint = plain
     strategy.save_checkpoint(checkpoint, path + "-last")

@@ -63,6 +63,18 @@ def checkpoints(directory: Path, **keywords: Any) -> ModelCheckpoint:
     return ModelCheckpoint(directory, **keywords)
 
 
+def save_beside(plugin: StioCheckpointIO, checkpoint: dict[str, Any], path: Path) -> None:
+    """Save as a `ModelCheckpoint` does in a training."""
+    with plugin.beside_training(path):
+        plugin.save_checkpoint(checkpoint, path)
+
+
+def remove_beside(plugin: StioCheckpointIO, path: Path) -> None:
+    """Remove as a `ModelCheckpoint` does in a training."""
+    with plugin.beside_training(path):
+        plugin.remove_checkpoint(path)
+
+
 def weights_of(module: nn.Module) -> Weights:
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
@@ -90,7 +102,8 @@ def test_a_plugin_that_has_saved_on_many_ranks_saves_alone(tmp_path: Path) -> No
     plugin = StioCheckpointIO()
     checkpoint = {"state_dict": {"w": torch.ones(2)}}
     for number, save in enumerate([plugin.save_on_ranks, plugin.save_checkpoint, plugin.save_on_ranks]):
-        save(checkpoint, tmp_path / f"{number}.ckpt")
+        with plugin.beside_training(tmp_path / f"{number}.ckpt"):
+            save(checkpoint, tmp_path / f"{number}.ckpt")
         kind: Any = sync.Saver if save == plugin.save_checkpoint else sync.distributed.Saver
         assert type(plugin._saver) is kind
     plugin.teardown()
@@ -424,17 +437,17 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, held
 def test_an_old_checkpoint_goes_when_the_new_one_is_durable(tmp_path: Path, held: threading.Event) -> None:
     old, new, plugin = tmp_path / "old.ckpt", tmp_path / "new.ckpt", StioCheckpointIO()
     held.set()
-    plugin.save_checkpoint({"state_dict": {}, "n": 1}, old)
+    save_beside(plugin, {"state_dict": {}, "n": 1}, old)
     plugin.load_checkpoint(old)  # waits
     held.clear()
-    plugin.save_checkpoint({"state_dict": {}, "n": 2}, new)
-    plugin.remove_checkpoint(old)
+    save_beside(plugin, {"state_dict": {}, "n": 2}, new)
+    remove_beside(plugin, old)
     assert visible(tmp_path) == ["old.ckpt"]
     held.set()
     plugin.teardown()
     assert names_in(tmp_path) == ["new.ckpt"]
-    plugin.remove_checkpoint(new)
-    plugin.remove_checkpoint(new)  # is not there
+    remove_beside(plugin, new)
+    remove_beside(plugin, new)  # is not there
     assert names_in(tmp_path) == []
 
 
@@ -442,30 +455,30 @@ def test_c242_a_removal_needs_no_further_call(tmp_path: Path, held: threading.Ev
     """A process that is killed before its next save would leave the old file for ever."""
     old, new, plugin = tmp_path / "old.ckpt", tmp_path / "new.ckpt", StioCheckpointIO()
     held.set()
-    plugin.save_checkpoint({"state_dict": {}, "n": 1}, old)
+    save_beside(plugin, {"state_dict": {}, "n": 1}, old)
     plugin.load_checkpoint(old)  # waits
     held.clear()
-    plugin.save_checkpoint({"state_dict": {}, "n": 2}, new)
-    plugin.remove_checkpoint(old)
-    plugin.remove_checkpoint(old)  # is a no-op
+    save_beside(plugin, {"state_dict": {}, "n": 2}, new)
+    remove_beside(plugin, old)
+    remove_beside(plugin, old)  # is a no-op
     assert visible(tmp_path) == ["old.ckpt"]
     held.set()
     assert eventually(lambda: names_in(tmp_path) == ["new.ckpt"])
-    plugin.remove_checkpoint(new)  # the save has ended
+    remove_beside(plugin, new)  # the save has ended
     assert names_in(tmp_path) == []
     plugin.teardown()
 
 
 def test_what_is_saved_again_is_not_removed(tmp_path: Path, held: threading.Event) -> None:
     file, plugin = tmp_path / "last.ckpt", StioCheckpointIO()
-    plugin.save_checkpoint({"state_dict": {}, "n": 1}, file)
-    plugin.remove_checkpoint(file)
+    save_beside(plugin, {"state_dict": {}, "n": 1}, file)
+    remove_beside(plugin, file)
     threading.Timer(0.05, held.set).start()  # the second save waits for the first
-    plugin.save_checkpoint({"state_dict": {}, "n": 2}, file)
+    save_beside(plugin, {"state_dict": {}, "n": 2}, file)
     plugin.teardown()
     assert plugin.load_checkpoint(file) == {"state_dict": {}, "n": 2}
-    plugin.save_checkpoint({"state_dict": {}, "n": 3}, file)
-    plugin.remove_checkpoint(file)
+    save_beside(plugin, {"state_dict": {}, "n": 3}, file)
+    remove_beside(plugin, file)
     plugin.teardown()
     assert names_in(tmp_path) == []
 
@@ -479,9 +492,9 @@ def test_an_error_of_a_save_is_raised_and_the_old_checkpoint_stays(tmp_path: Pat
     assert last[-1] < 4 * STEPS_PER_EPOCH
     (tmp_path / "old.ckpt").touch()
     plugin = StioCheckpointIO()
-    plugin.save_checkpoint({"state_dict": {}, "n": 1}, tmp_path / "new.ckpt")
+    save_beside(plugin, {"state_dict": {}, "n": 1}, tmp_path / "new.ckpt")
     with pytest.raises(stio.StorageError):
-        plugin.remove_checkpoint(tmp_path / "old.ckpt")  # the save may have failed by now
+        remove_beside(plugin, tmp_path / "old.ckpt")  # the save may have failed by now
         plugin.teardown()
     plugin.teardown()
     assert visible(tmp_path) == ["c", "old.ckpt"]

@@ -87,7 +87,7 @@ def test_comes_back_as_it_was(tmp_path: Path, value: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [Kind.ONE, Text.A, Pair(1), MyDict(a=1), object(), print, Kind, defaultdict(lambda: 1), np.array(["a"]), np.array([None]), np.str_("a"), np.datetime64("2020-01-01"), torch.nn.Linear(1, 1), 1j],
+    [Kind.ONE, Text.A, Pair(1), MyDict(a=1), object(), print, Kind, defaultdict(lambda: 1), np.array([None]), torch.nn.Linear(1, 1), 1j],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_what_is_of_another_type_is_refused_where_it_stands(tmp_path: Path, value: Any) -> None:
@@ -102,12 +102,9 @@ def test_the_given_state_is_not_changed() -> None:
     assert state == {"a": [Path("x")], "b": {"c": {1}}}
 
 
-def test_an_array_may_change_after_the_call() -> None:
-    array = np.zeros(3)
-    plain = to_plain([array])
-    array[:] = 1
-    assert from_plain(plain)[0].tolist() == [0, 0, 0]
-    from_plain(plain)[0][:] = 2  # and can be written to
+def test_arrays_of_earlier_versions_are_restored() -> None:
+    tagged = {"a": {TAG: "ndarray", "value": torch.arange(3)}, "b": {TAG: "scalar", "value": torch.tensor(2.5)}}
+    assert same(from_plain(tagged), {"a": np.arange(3), "b": np.float32(2.5)})
 
 
 def test_a_cycle_or_too_many_levels_end(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_extra_configuration_becomes_keywords(loaders, directory, monkeypatch):
         ({"num_threads": 8}, ValueError, r"does not take num_threads.*it takes .*budget_bytes"),
         ({"memory": "copy", "colour\n": 1}, ValueError, r"colour\\n"),
         ({"memory": "none"}, ValueError, "memory="),
-        ({"budget_bytes": "1GB"}, TypeError, "budget_bytes"),
+        ({"budget_bytes": "1 GBit"}, ValueError, "budget_bytes"),
     ],
 )
 def test_extra_configuration_that_is_wrong(loaders, extra, error, text):

@@ -240,7 +240,7 @@ def test_a_name_that_goes_nowhere_is_named_before_anything_is_read(files: dict[s
     root, device = FaultyRoot(MemoryRoot(files)), Known()
     with pytest.raises(DeviceError, match="has no entry for a tensor") as caught:
         stio.sync.load(root, device={"layers": device, "flag": "cpu", "e": "cpu"})
-    assert caught.value.found == "embed.w"
+    assert caught.value.requested == "embed.w"
     assert root.num_reads == 3  # the index and two headers
     assert root.num_open == 0
     assert device.num_staging == 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -130,6 +131,12 @@ def faults(run: Run, place: Path, keep: Path) -> list[Command]:
     return [module("crash.faults", place / "faults", "--long", *some, **preload)]
 
 
+def lightning_files(run: Run, place: Path, keep: Path) -> list[Command]:
+    if importlib.util.find_spec("lightning") is None:
+        return [Command(["sh", "-c", f"echo there is no lightning; exit {SKIPPED}"])]
+    return [module("integrations.lightning_files", "--count", run.times(40), "--seed", run.seed)]
+
+
 def cuts(filesystem: str, rounds: int) -> Callable[[Run, Path, Path], list[Command]]:
     def commands(run: Run, place: Path, keep: Path) -> list[Command]:
         options = ["--rounds", run.times(rounds), "--seed", str(run.seed), "--keep", str(keep)]
@@ -217,6 +224,7 @@ STAGES = (
     ),
     Stage("long-counts", "tests with random or repeated work, more of it", 150, long_counts, on_disk=True),
     Stage("slow", "tests with the mark slow", 300, slow, on_disk=True),
+    Stage("lightning", "files of trainings of Lightning, compared with those without stio", 60, lightning_files),
     Stage("cancels-asyncio", "random cancels on asyncio", 120, cancels("asyncio")),
     Stage("cancels-uvloop", "random cancels on uvloop", 120, cancels("uvloop")),
     Stage("cancels-trio", "random cancels on trio", 120, cancels("trio")),

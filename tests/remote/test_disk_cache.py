@@ -250,7 +250,7 @@ def test_a_damaged_file_is_fetched_again(
     assert file.read_bytes() == data
 
 
-@pytest.mark.parametrize("max_bytes", [0, -1, "1GB", True, 1.5])
+@pytest.mark.parametrize("max_bytes", [0, -1, "1 GBit", True, 1.5])
 def test_wrong_sizes(tmp_path: Path, max_bytes: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="max_bytes"):
         stio.DiskCache(tmp_path, max_bytes=max_bytes)

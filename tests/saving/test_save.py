@@ -251,7 +251,7 @@ async def test_c102_a_file_that_was_hashed_and_damaged(tmp_path):
         ({"a": torch.ones(2)}, {"budget_bytes": -1}, ValueError),
         ({"a": torch.ones(2)}, {"budget_bytes": 0}, ValueError),
         ({"a": torch.ones(2)}, {"budget_bytes": True}, TypeError),
-        ({"a": torch.ones(2)}, {"budget_bytes": "1GB"}, TypeError),
+        ({"a": torch.ones(2)}, {"budget_bytes": "1 GBit"}, ValueError),
         ({"a": torch.ones(2)}, {"switch_interval": 0}, ValueError),
         ({"a": torch.ones(2)}, {"progress": 3}, TypeError),
         ({"a": torch.ones(2)}, {"shapes": 3}, TypeError),

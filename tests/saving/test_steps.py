@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import stio.sync
+from stio.format.step_names import step_of
 from stio.saving import retention
-from stio.saving.retention import step_of
 from stio.storage.commit import retention as deletion
 from stio.storage.commit.retention import WrittenFiles
 

@@ -123,10 +123,6 @@ class Stubborn:
 
 
 REFUSED = {
-    "numpy scalar": (np.float64(1.0), r"numpy\.float64.*\.item\(\)"),
-    "numpy integer": (np.int64(1), r"numpy\.int64.*\.item\(\)"),
-    "numpy bool": (np.bool_(True), r"numpy\.bool.*\.item\(\)"),
-    "numpy array": (np.ones(2), r"numpy\.ndarray.*torch\.from_numpy"),
     "named tuple": (Point(1, 2), r"Point.*_asdict"),
     "torch's named tuple": (torch.ones(2).max(0), r"return_types\.max.*tuple\("),
     "defaultdict": (collections.defaultdict(list), r"defaultdict.*dict\("),

@@ -30,6 +30,7 @@ from stio.errors import (
     StorageError,
     UnsafePathError,
     UnsupportedDtypeError,
+    listed,
     printable,
     without_path,
 )
@@ -225,7 +226,7 @@ def only_file(path: Path, *, safe: bool) -> str:
         raise AmbiguousCheckpointError(
             f"Directory '{printable(str(path))}' does not contain a valid checkpoint. Expected either a sharded "
             "checkpoint with an index file, or a single model file",
-            found=", ".join(found) or "none",
+            found=listed(map(str, found)) if found else "none",
         )
     require_complete(found, path=str(path))
     return found[0]

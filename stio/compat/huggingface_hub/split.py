@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from stio.errors import printable
 from stio.format.naming import index_name
-from stio.format.sharding import parse_size, split_into_shards
+from stio.format.sharding import split_into_shards
+from stio.runtime.limits import parse_size
 
 logger = logging.getLogger("stio")
 

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 from stio.compat.safetensors._errors import SafetensorError, header_refused, not_found, reading
-from stio.errors import LimitError, StioError
+from stio.errors import LimitError, StioError, printable
+from stio.format.file_kinds import kind_of
 from stio.format.header import PREFIX_BYTES, Header, header_nbytes, parse_header
 from stio.runtime import memory
 from stio.runtime.limits import HUGE_PAGE_BYTES
@@ -73,7 +74,9 @@ def header_of(read: Callable[[int, int], bytes], *, file_bytes: int, path: str, 
         phrase = "header too large" if isinstance(error, LimitError) else "invalid header length"
         if len(prefix) < PREFIX_BYTES:
             phrase = "header too small"
-        raise SafetensorError(f"Error while {what}: {phrase}: {error}") from error
+        kind = kind_of(read, file_bytes)
+        reason = str(error) if kind is None else f"{printable(path)}: {kind.refusal(path)}"
+        raise SafetensorError(f"Error while {what}: {phrase}: {reason}") from error
     text = read(PREFIX_BYTES, PREFIX_BYTES + nbytes)
     try:
         return parse_header(text, file_bytes=file_bytes, path=path, shard=path)

@@ -236,7 +236,7 @@ class safe_open:  # noqa: N801 -- the original's name
         *,
         device: str | int | None = None,
         threads: int = 8,
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
     ) -> PrefetchLoader:
         """Start to read tensors in the background, and return the loader from which they are taken.
 

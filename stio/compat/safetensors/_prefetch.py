@@ -108,7 +108,7 @@ def prefetch(
     device: str | int,
     *,
     threads: int,
-    budget_bytes: int | None,
+    budget_bytes: int | str | None,
 ) -> PrefetchLoader:
     """Start to read the tensors of a plan; see `safe_open.prefetch`."""
     names, slices = _checked(plan, file)

@@ -30,6 +30,7 @@ from stio.errors import ChangedDuringReadError, StioError, StorageError
 from stio.format.naming import FILE_SUFFIX
 from stio.loading.cache.entries import CacheStats
 from stio.runtime import memory
+from stio.runtime.limits import checked_size
 from stio.runtime.locks import new_lock
 from stio.runtime.log import log
 from stio.runtime.operation import Operation
@@ -86,22 +87,19 @@ class DiskCache:
     Args:
         path: The directory; it is made, for this user only, when the first object is fetched. It must be on a
             filesystem with locks (`flock`).
-        max_bytes: Most bytes of files in it. The files that were not used for the longest time are removed for others,
-            but none that a process uses, and none if that does not make enough room.
+        max_bytes: Most bytes of files in it: a number, or text such as `"500GB"`. The files that were not used for the
+            longest time are removed for others, but none that a process uses, and none if that does not make enough
+            room.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: `max_bytes` is not positive.
+        ValueError: `max_bytes` is not positive, or no size.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, max_bytes: int) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, max_bytes: int | str) -> None:
         self.path = os.path.abspath(os.fsdecode(path))
         """The directory."""
-        if not isinstance(max_bytes, int) or isinstance(max_bytes, bool):
-            raise TypeError(f"max_bytes takes a number of bytes, not {max_bytes!r}")
-        if max_bytes <= 0:
-            raise ValueError(f"max_bytes must be positive, not {max_bytes}")
-        self.max_bytes = max_bytes
+        self.max_bytes = checked_size(max_bytes, "max_bytes")
         """Most bytes of files in it."""
         self._counts = CacheStats()
 

@@ -29,7 +29,7 @@ from stio.loading.cache.file_image import CachedFile, FileImage
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.prepare import prepare_prefetch
 from stio.runtime import memory
-from stio.runtime.limits import Limits, check_budget_bytes
+from stio.runtime.limits import Limits, checked_size
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation, start_thread
@@ -100,8 +100,8 @@ class HostCache:
     cache. An entry is one file; a file without an inode (in a storage of your own) is not held.
 
     Args:
-        budget_bytes: Most bytes of files that are held. A file that does not fit, since it is larger or loads under
-            way use the rest, is read without the cache.
+        budget_bytes: Most bytes of files that are held: a number, or text such as `"40GB"`. A file that does not fit,
+            since it is larger or loads under way use the rest, is read without the cache.
         device: Device of the loads: `"auto"` (the accelerator, if there is one), or a device as `torch.device` takes
             it. Memory is pinned for an accelerator, plain for the CPU. The device is examined when the first file is
             read. Pinned memory of a file that is evicted for another one stays in the allocator of torch, which uses it
@@ -109,14 +109,13 @@ class HostCache:
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: `budget_bytes` is not positive.
+        ValueError: `budget_bytes` is not positive, or no size.
     """
 
-    def __init__(self, budget_bytes: int, *, device: str | int | torch.device = "auto") -> None:
-        check_budget_bytes(budget_bytes)
+    def __init__(self, budget_bytes: int | str, *, device: str | int | torch.device = "auto") -> None:
         if not isinstance(device, str | int | torch.device):
             raise TypeError(f"device= takes a device of torch's or 'auto', not {device!r}")
-        self._budget_bytes = budget_bytes
+        self._budget_bytes = checked_size(budget_bytes)
         self._device: str | int | torch.device = with_current_index(device, current_device())
         self._begin()
         _caches.add(self)

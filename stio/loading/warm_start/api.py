@@ -44,7 +44,7 @@ def warm_start(
     device: DevicesLike = "cpu",
     dtype: DtypeLike | None = None,
     memory: Memory = "auto",
-    budget_bytes: int | None = None,
+    budget_bytes: int | str | None = None,
     strict: bool = True,
     limits: Limits | None = None,
     verify: bool = False,

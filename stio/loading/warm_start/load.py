@@ -270,7 +270,7 @@ class WarmStartLoad:
                 raise TensorNotFoundError(
                     "the checkpoint has no data for this parameter, which strict=False allows",
                     path=self._path,
-                    found=placeholder.name,
+                    requested=placeholder.name,
                 )
         if all(placeholder.filled for placeholder in placeholders):
             return

@@ -16,9 +16,9 @@ from torch.nn.parameter import is_lazy
 from stio.device.tensor_memory import TargetMemory, copy_all
 from stio.device.tensors import TORCH_DTYPES, cast, loses_values, require_dtypes
 from stio.device.torch_private import copy_of, moved
-from stio.errors import MismatchError, TensorNotFoundError, WarmStartError, printable
+from stio.errors import MismatchError, TensorNotFoundError, WarmStartError, listed, printable
 from stio.format.state_tree import STATE_KEY
-from stio.loading.module import LoadReport, ModuleTarget, listed
+from stio.loading.module import LoadReport, ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.warm_start.load import MatchedParameter
 from stio.loading.warm_start.parameter import PlaceholderParameter, placeholder_of
@@ -111,7 +111,7 @@ def in_order(names: Sequence[str], order: Iterable[str] | None) -> list[str]:
     found: dict[str, None] = {}
     for item in [order] if isinstance(order, str) else order:
         if item not in below:
-            raise TensorNotFoundError("order= takes names of the module's parameters and submodules", found=item)
+            raise TensorNotFoundError("order= takes names of the module's parameters and submodules", requested=item)
         found |= dict.fromkeys(below[item])
     return [*found, *(name for name in names if name not in found)]
 

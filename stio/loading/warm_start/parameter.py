@@ -17,7 +17,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import nn
 
-from stio.errors import WarmStartError, printable
+from stio.errors import WarmStartError, listed, printable
 
 _ATTRIBUTE = "_stio_placeholder"
 
@@ -204,7 +204,8 @@ def _placeholders_in(value: Any) -> Iterator[Placeholder]:
 
 
 def _use_error(func: Any, placeholders: Iterable[Placeholder]) -> WarmStartError:
-    names = ", ".join(printable(placeholder.name) for placeholder in dict.fromkeys(placeholders)) or "a parameter"
+    found = [placeholder.name for placeholder in dict.fromkeys(placeholders)]
+    names = listed(found) if found else "a parameter"
     return WarmStartError(
         f"{func} uses {names} below torch's Python functions, or by a graph that was captured before the data was "
         "loaded; trace, script and transform the module after `done()`"

@@ -15,11 +15,11 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
-from stio.errors import StorageError, printable
+from stio.errors import StorageError, listed, printable
 from stio.format.naming import INDEX_SUFFIX, MANIFEST_SUFFIX
 from stio.runtime.log import log
 from stio.storage.base import Identity
@@ -31,8 +31,6 @@ from stio.storage.commit.small_files import closing, remove_file
 from stio.storage.commit.staging_dir import DELETED_PREFIX
 from stio.storage.commit.target import DirectoryIdentity, directory_identity, identity_at
 from stio.storage.paths import resolve_links
-
-_MOST_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +228,7 @@ class _Removal:
                 if not any(file == below or file.startswith(f"{below}{os.sep}") for file in self._spare):
                     added.append(name)
         if added and warn:
-            self._warn(path, f"it holds what its save did not write: {_listed(added)}")
+            self._warn(path, f"it holds what its save did not write: {listed(added)}")
         return num_files, is_pure
 
     def _clear(self, dir_fd: int, name: str, path: str) -> bool:
@@ -378,9 +376,3 @@ def _is_same(recorded: Identity, found: Identity | None) -> bool:
     # A record from another start of the machine has no inode that could be compared.
     has_inode = recorded.device or recorded.inode
     return not has_inode and (recorded.nbytes, recorded.mtime_ns) == (found.nbytes, found.mtime_ns)
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = [printable(name) for name in names]
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

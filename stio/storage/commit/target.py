@@ -29,6 +29,8 @@ class OneFile:
 
     path: str
     """The path."""
+    replaces_link: bool = False
+    """Whether a link of this name is replaced; otherwise it is followed."""
 
     def __fspath__(self) -> str:
         return self.path
@@ -62,8 +64,8 @@ def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
     """Return what a path means as a destination.
 
     Args:
-        destination: A file if it ends in `.safetensors` or is a `OneFile`, else a directory. Links are followed; where
-            one leads to nothing, the file or directory is created there.
+        destination: A file if it ends in `.safetensors` or is a `OneFile`, else a directory. Links are followed, unless
+            the `OneFile` replaces them; where one leads to nothing, the file or directory is created there.
 
     Raises:
         StorageError: Something of another kind has this path, a link of another user in a directory such as /tmp is on
@@ -77,8 +79,12 @@ def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
     if not path:
         raise wrong(errno.ENOENT, "the destination is an empty path")
     try:
-        real = resolve_links(path)
-        mode = _mode_of(real)
+        if isinstance(destination, OneFile) and destination.replaces_link and os.path.islink(path):
+            folder, name = os.path.split(path)
+            real, mode = os.path.join(resolve_links(folder or "."), name), 0
+        else:
+            real = resolve_links(path)
+            mode = _mode_of(real)
     except StorageError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path

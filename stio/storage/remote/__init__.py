@@ -2,9 +2,11 @@
 
 A `RemoteRoot` (`source.py`; start there) is a place in a store, and opens `RemoteSource`s, which `loading/` reads as it
 reads files. `stores.py` takes a URL apart and makes a store with credentials and endpoint by the conventions of each
-provider. `requests.py` makes requests that a cancel leaves within a second, and repeats those that failed.
+provider. `settings.py` strips and checks what the environment has, and `pods.py` gets credentials for pods.
+`requests.py` makes requests that a cancel leaves within a second, and repeats those that failed.
 `failures.py` decides which failures are worth another attempt, and turns the others into errors of stio.
-`plain_http.py` reads ranges without TLS from the socket into the caller's memory.
+`plain_http.py` reads ranges without TLS from the socket into the caller's memory, and makes single requests whose
+answers are shown whole; `answers.py` judges answers. `whole.py` reads objects of servers that have no ranges.
 
 For saves: `save.py` has the transaction, which one put commits; `upload.py` sends the bytes, `folder.py` has the
 objects below a URL, and `unused.py` deletes what interrupted saves have left.

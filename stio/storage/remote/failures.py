@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from stio.errors import (
@@ -21,11 +21,14 @@ from stio.errors import (
     StorageError,
     one_line,
 )
+from stio.runtime.panics import PanicError, without_panic
 from stio.runtime.urls import without_secrets
+from stio.storage.remote.settings import set_variables
 
 Kind = Literal[
     "busy", "stalled", "broken", "unreachable", "wrong", "expired", "anonymous",  # another attempt may succeed
-    "missing", "no bucket", "no name", "changed", "denied", "unranged", "tls", "elsewhere", "range", "other",
+    "missing", "no bucket", "no name", "changed", "denied", "unranged", "tls", "elsewhere", "range", "other", "panic",
+    "no credentials", "page",
 ]  # fmt: skip
 """Kinds of failures."""
 
@@ -36,6 +39,7 @@ _AGAIN = ("busy", "stalled", "broken", "unreachable", "wrong", "expired", "anony
 _SLOW = ("stalled", "anonymous")
 
 _STATUS = re.compile(r"status code: (\d{3})")
+_PROVIDER = re.compile(r"credential provider: (Busy)?CredentialsError: (.*)")
 _METADATA = re.compile(r"169\.254\.\d+\.\d+|metadata\.google\.internal|/latest/api/token|/metadata/identity")
 _BUCKET = re.compile(
     r"<Code>(NoSuchBucket|ContainerNotFound)</Code>|The specified (bucket|container) does not exist", re.IGNORECASE
@@ -75,6 +79,42 @@ class WrongAnswerError(Exception):
     """An answer that is not what was requested; the text says in what."""
 
 
+class StalledError(Exception):
+    """An answer that comes too slowly; the text is the rate; "": no bytes came."""
+
+
+class RefusedError(Exception):
+    """An answer with a status that is no success, of which the whole head is known, unlike in an error of obstore.
+
+    Args:
+        status: The status.
+        reason: The text of the status.
+        body: The text of the answer.
+        retry_after_seconds: The pause that the server requests; 0: none.
+        region: Region of the bucket, if the answer names it.
+    """
+
+    def __init__(
+        self, status: int, reason: str, body: str, *, retry_after_seconds: float = 0.0, region: str = ""
+    ) -> None:
+        super().__init__(f"Server returned non-2xx status code: {status} {reason}: {body}")
+        self.status = status
+        self.retry_after_seconds = retry_after_seconds
+        self.region = region
+
+
+class UnrangedError(Exception):
+    """An answer that is the whole object in place of a range."""
+
+
+PAGE = "no answer of a store"
+"""What `StorageError.found` is where a server sent a web page, or what may be one."""
+
+
+class PageError(Exception):
+    """An answer that is a web page; the text is its title."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """One failed request."""
@@ -83,6 +123,10 @@ class Failure:
     """What went wrong."""
     cause: str
     """The message of the server or of the connection, on one line, without secrets."""
+    retry_after_seconds: float = 0.0
+    """The pause that the server requests; 0: none."""
+    rate: str = ""
+    """How fast the bytes came, of a stall; "": not at all."""
 
     @property
     def may_succeed(self) -> bool:
@@ -128,12 +172,21 @@ class Failure:
             )
         if self.kind == "stalled":
             return StallTimeoutError(
-                f"the store sent no bytes for {stall_seconds:g} s{tried}; check the network, or {work} again{cause}",
+                f"the store sent {self.rate or 'no bytes'} for {stall_seconds:g} s{tried}; check the network, or "
+                f"{work} again{cause}",
                 path=path,
                 errno=errno.ETIMEDOUT,
             )
         what, remedy, number = _MESSAGES[self.kind]
-        return StorageError(f"{what}{tried}; {remedy.format(work=work)}{cause}", path=path, errno=number)
+        if self.kind == "panic" and (names := set_variables(path.partition("://")[0])):
+            remedy = f"{remedy}; these variables are set: {', '.join(names)}"
+        pause = f"; it requests a pause of {self.retry_after_seconds:g} s" if self.retry_after_seconds else ""
+        return StorageError(
+            f"{what}{tried}; {remedy.format(work=work)}{pause}{cause}",
+            path=path,
+            errno=number,
+            found=PAGE if self.kind == "page" else None,
+        )
 
 
 _MESSAGES: dict[Kind, tuple[str, str, int]] = {
@@ -167,6 +220,17 @@ _MESSAGES: dict[Kind, tuple[str, str, int]] = {
         "followed to http://)",
         errno.EREMOTE,
     ),
+    "page": (
+        "the server sent something else than the data, such as a login page",
+        "log in, or correct the URL, the endpoint and the credentials",
+        errno.EACCES,
+    ),
+    "panic": (
+        "obstore has failed inside (a panic)",
+        "check the URL and the settings of the store for values that a URL or a header cannot have",
+        errno.EIO,
+    ),
+    "no credentials": ("there are no credentials", "correct what the variable names", errno.EACCES),
     "range": ("the store has no such range of the object", "{work} again", errno.EINVAL),
     "other": ("the request failed", "the store says why", errno.EIO),
 }
@@ -178,16 +242,40 @@ def failure_of(error: BaseException) -> Failure:
     name = type(error).__name__
     if isinstance(error, WrongAnswerError):
         return Failure("wrong", str(error))
-    if _BUCKET.search(str(error).partition("Debug source:")[0]):
-        return Failure("no bucket", _summary(str(error)))
-    if isinstance(error, FileNotFoundError):
-        return Failure("missing", _summary(str(error)))
+    error = without_panic(error)
+    if isinstance(error, PanicError):
+        return Failure("panic", error.cause)
+    if isinstance(error, StioError):
+        raise error
+    if isinstance(error, StalledError):
+        return Failure("stalled", "", rate=str(error))
+    if isinstance(error, UnrangedError):
+        return Failure("unranged", "")
+    if isinstance(error, PageError):
+        return Failure("page", f"a web page (HTML) {_summary(str(error))}".rstrip())
+    if isinstance(error, RefusedError):
+        found = _of_text(name, str(error), "")
+        if found.kind == "elsewhere" and error.region:
+            cause = f"the bucket is in the region {error.region}: AWS_REGION={error.region}"
+            return replace(found, cause=f"{cause}; {found.cause}".rstrip("; "))
+        return replace(found, retry_after_seconds=error.retry_after_seconds)
     if type(error).__module__.partition(".")[0] != "obstore" and not isinstance(error, OSError | ValueError):
         raise error
     text, _, details = str(error).partition("Debug source:")
-    found = _STATUS.search(text)
-    status = int(found[1]) if found else 0
+    return _of_text(name, text, details)
+
+
+def _of_text(name: str, text: str, details: str) -> Failure:
+    """Return what an error means by the name of its class, its text, and obstore's description of its source."""
+    answered = _STATUS.search(text)
+    status = int(answered[1]) if answered else 0
     summary = _summary(text)
+    if _BUCKET.search(text):
+        return Failure("no bucket", summary)
+    if name == "FileNotFoundError":
+        return Failure("missing", summary)
+    if found := _PROVIDER.search(text):
+        return Failure("busy" if found[1] else "no credentials", found[2])
     if _METADATA.search(text):
         return Failure("anonymous", f"the metadata service of the machine: {summary}")
     if "Could not parse path" in text:
@@ -198,7 +286,9 @@ def failure_of(error: BaseException) -> Failure:
         return Failure("missing", summary)
     if name in ("PreconditionError", "AlreadyExistsError") or status == 412:
         return Failure("changed", summary)
-    if name == "NotSupportedError":
+    if "Header missing from response" in text or "invalid list response" in text:
+        return Failure("page", summary)
+    if name == "NotSupportedError" or "Received non-partial response" in text:
         return Failure("unranged", "")
     if status == 416:
         return Failure("range", summary)
@@ -208,7 +298,12 @@ def failure_of(error: BaseException) -> Failure:
         return Failure("denied", summary)
     if status in (408, 409, 425, 429) or status >= 500 or "RequestTimeout" in text or "SlowDown" in text:
         return Failure("busy", summary)
-    if 300 <= status < 400 or "PermanentRedirect" in text or "AuthorizationHeaderMalformed" in text:
+    if (
+        300 <= status < 400
+        or "Received redirect without LOCATION" in text
+        or "PermanentRedirect" in text
+        or "AuthorizationHeaderMalformed" in text
+    ):
         return Failure("elsewhere", summary)
     if status:
         return Failure("other", summary)

@@ -162,7 +162,10 @@ class Folder:
             Exception: What obstore raises, or the iterator.
         """
         if self._upload_store is None:
-            self._upload_store = self.root.new_store(num_retries=self.patience.num_attempts - 1)
+            # obstore has no pauses that a store requests, and repeats every failure for as long.
+            self._upload_store = self.root.new_store(
+                num_retries=self.patience.num_attempts - 1, retry_seconds=self.patience.busy_seconds
+            )
         result = require_obstore().put(
             self._upload_store,
             self.key(name),
@@ -176,7 +179,8 @@ class Folder:
 
     def _run(self, request: Callable[[Any], T], name: str) -> T:
         path = f"{self.path}/{name}" if name else self.path
-        return self.root.requester.run(request, path, work="save")
+        with self.root.explained(name):
+            return self.root.requester.run(request, path, work="save")
 
 
 def _state_of(meta: Any) -> State:

@@ -4,6 +4,10 @@ obstore collects an answer in memory of its own, on a thread of its own: the byt
 takes five turns at the interpreter's lock a request. This takes two and copies nothing. It does one thing, a range of
 an object whose state is known. Whatever else a server does is a `NotServedError`, and the caller gets the range by
 obstore, which handles redirects, proxies and errors, and repeats what may succeed.
+
+`ask` makes one request by Python's own client, with TLS too, and returns the whole head of the answer. An error of
+obstore has a status and a text, but no `Retry-After`, no region of a bucket and no type of the content. So an object of
+http without TLS is opened by it. Elsewhere it repeats a request that obstore was refused. It follows no redirect.
 """
 
 from __future__ import annotations
@@ -11,17 +15,30 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import re
 import select
 import socket
+import ssl
 import struct
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_char_p, c_int, c_size_t, c_ssize_t, c_ubyte
+from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.error import HTTPError
+from urllib.parse import urlsplit, urlunsplit
+from urllib.request import (
+    HTTPRedirectHandler,
+    HTTPSHandler,
+    ProxyHandler,
+    Request,
+    build_opener,
+    getproxies,
+    proxy_bypass,
+)
 
 from stio.runtime.calls import LOOK_SECONDS
 from stio.runtime.log import RareWarnings, log
@@ -30,6 +47,8 @@ from stio.runtime.operation import Cancelled
 from stio.runtime.urls import without_secrets
 from stio.runtime.workers import is_interrupted
 from stio.storage.base import Identity
+from stio.storage.remote.answers import RateWatch, require_no_page, retry_after
+from stio.storage.remote.failures import RefusedError, StalledError
 
 _CONNECT_SECONDS = 10.0
 """For all addresses of a host."""
@@ -43,6 +62,10 @@ _HEAD_BYTES = 8 << 10
 """Longest head of an answer."""
 
 
+class ConnectionFailedError(Exception):
+    """There was no answer."""
+
+
 class NotServedError(Exception):
     """The range did not come as it was requested; the destination may hold other bytes. The text says why."""
 
@@ -52,7 +75,15 @@ class _ClosedError(NotServedError):
 
 
 class _SilentError(NotServedError):
-    """The server sent no bytes for too long."""
+    """The server sent no bytes, or too few, for too long."""
+
+
+class _BusyError(NotServedError):
+    """The server refuses the request for the moment, and says for how long."""
+
+    def __init__(self, status: int, reason: str, seconds: float) -> None:
+        super().__init__(f"the server answered {status}")
+        self.refused = RefusedError(status, reason, "", retry_after_seconds=seconds)
 
 
 class PlainObject:
@@ -82,8 +113,20 @@ class PlainObject:
         self._warnings = warnings
         self._num_failures = 0
 
-    def read(self, begin: int, regions: Sequence[Region], expected: Identity) -> bool:
+    def read(
+        self,
+        begin: int,
+        regions: Sequence[Region],
+        expected: Identity,
+        wait: Callable[[RefusedError], None] | None = None,
+    ) -> bool:
         """Fill the regions, as `PlainHttp.read` does; return False if that fails.
+
+        Args:
+            begin: See `PlainHttp.read`.
+            regions: See `PlainHttp.read`.
+            expected: See `PlainHttp.read`.
+            wait: Called before another attempt where the server requests a pause; it may raise.
 
         Raises:
             Cancelled: The thread should end.
@@ -91,10 +134,17 @@ class PlainObject:
         """
         if self._num_failures >= _MOST_FAILURES:
             return False
-        if time.monotonic() >= self._link[1]:
-            self._link = self._renew()
         try:
-            self._server.read(self._link[0], begin, regions, expected, self._headers)
+            while True:
+                if time.monotonic() >= self._link[1]:
+                    self._link = self._renew()
+                try:
+                    self._server.read(self._link[0], begin, regions, expected, self._headers)
+                    break
+                except _BusyError as error:
+                    if wait is None:
+                        raise
+                    wait(error.refused)
         except NotServedError as error:
             self._num_failures += 1
             # Another failure may only mean that this server needs obstore. If that fails too, there is a warning.
@@ -224,6 +274,7 @@ class PlainHttp:
         """Read the answer, until a time at most; return whether the connection may be used again."""
         buffer = bytearray(_HEAD_BYTES)
         num, head_end = 0, -1
+        watch = RateWatch(self._stall_seconds)
         while head_end < 0:
             if num == len(buffer):
                 raise NotServedError("the head of the answer is too long")
@@ -240,6 +291,7 @@ class PlainHttp:
         ahead = memoryview(buffer)[head_end + 4 : num]
         if len(ahead) > end - begin:
             raise NotServedError("the answer is too long")
+        watch.begin()
         for region in regions:
             at = min(len(ahead), region.nbytes)
             if at:
@@ -248,6 +300,11 @@ class PlainHttp:
             while at < region.nbytes:
                 part = (c_ubyte * (region.nbytes - at)).from_address(region.address + at)
                 got = self._some(connection, part, until, socket.MSG_WAITALL)
+                watch.add(got)
+                try:
+                    watch.check()
+                except StalledError as error:
+                    raise _SilentError(f"the server sends too slowly: {error} for {self._stall_seconds:g} s") from None
                 if not got:
                     raise NotServedError("the server closed the connection early")
                 at += got
@@ -330,12 +387,16 @@ def _wait_connected(connection: socket.socket, seconds: float) -> None:
 def _check_head(head: str, begin: int, end: int, expected: Identity) -> bool:
     """Require that an answer is the range, from the expected state; return whether the connection may be used again."""
     first, *lines = head.split("\r\n")
-    if not first.startswith("HTTP/1.1 206"):
-        raise NotServedError(f"the server answered {first[:40]!r}")
     fields: dict[str, list[str]] = {}
     for line in lines:
         name, _, value = line.partition(":")
         fields.setdefault(name.strip().lower(), []).append(value.strip())
+    if not first.startswith("HTTP/1.1 206"):
+        busy = re.match(r"HTTP/1\.[01] (429|503) ?(.{0,40})", first)
+        seconds = retry_after(fields.get("retry-after", [""])[0])
+        if busy is not None and seconds:
+            raise _BusyError(int(busy[1]), busy[2], seconds)
+        raise NotServedError(f"the server answered {first[:40]!r}")
     wanted = {
         "content-range": [f"bytes {begin}-{end - 1}/{expected.nbytes}"],
         "content-length": [str(end - begin)],
@@ -353,3 +414,113 @@ def _close_all(idle: list[tuple[socket.socket, float]]) -> None:
     """Close connections without dropping the GIL, which 32 calls of `socket.close` do."""
     while idle:
         quick_libc.close(idle.pop()[0].detach())
+
+
+# One request by Python's client.
+
+_REGION = re.compile(r"<Region>([\w-]+)</Region>|s3[.-]([a-z]{2,}-[a-z-]+-\d)\.amazonaws")
+_PIECE_BYTES = 64 << 10
+_MOST_BODY_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The head of an answer, and its body."""
+
+    status: int
+    """200 or 206."""
+    fields: Mapping[str, str]
+    """Its fields, by their names in lower case."""
+    body: bytes
+    """As many bytes as were asked for; of a status 200 not more than those."""
+
+
+def ask(
+    url: str,
+    headers: Mapping[str, str],
+    num_bytes: int,
+    *,
+    stall_seconds: float,
+    authorities: Mapping[str, Any],
+    data: bytes | None = None,
+    is_local: bool = False,
+) -> Head:
+    """Make one request. Blocks, and cannot be interrupted.
+
+    Args:
+        url: A URL of http or https, without a user.
+        headers: Fields of the request.
+        num_bytes: Most bytes of the body to read.
+        stall_seconds: Longest time without enough bytes; see `RateWatch`.
+        authorities: See `stio.storage.remote.stores.added_authorities`.
+        data: Body of the request; with one it is a POST.
+        is_local: No proxy is used.
+
+    Raises:
+        RefusedError: The status is no success.
+        PageError: It is a web page.
+        StalledError: The bytes come too slowly.
+        ConnectionFailedError: There was no answer, or it ended early.
+    """
+    handlers: list[Any] = [_NoRedirect(), *([ProxyHandler({})] if is_local else [])]
+    if url.lower().startswith("https:"):
+        context = ssl.create_default_context()
+        if authorities:
+            context.load_verify_locations(cadata=authorities["root_certificate"].decode())
+        handlers.append(HTTPSHandler(context=context))
+    try:
+        with build_opener(*handlers).open(Request(url, data, dict(headers)), timeout=stall_seconds) as answer:
+            fields = {name.lower(): value for name, value in answer.headers.items()}
+            body = _read(answer, num_bytes, stall_seconds)
+            require_no_page(fields.get("content-type", ""), body)
+            return Head(answer.status, fields, body)
+    except HTTPError as error:
+        with error:
+            raise _refused(error) from None
+    except TimeoutError:
+        raise StalledError("") from None
+    except (OSError, HTTPException, ValueError) as error:
+        if isinstance(getattr(error, "reason", None), TimeoutError):
+            raise StalledError("") from None
+        raise ConnectionFailedError(str(error)) from None
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    def redirect_request(self, *values: Any) -> None:
+        return None
+
+
+def _read(answer: Any, num_bytes: int, stall_seconds: float) -> bytes:
+    watch, found = RateWatch(stall_seconds), bytearray()
+    watch.begin()
+    while len(found) < num_bytes:
+        data = answer.read1(min(_PIECE_BYTES, num_bytes - len(found)))
+        if not data:
+            break
+        found += data
+        watch.add(len(data))
+        watch.check()
+    return bytes(found)
+
+
+def _refused(error: HTTPError) -> Exception:
+    try:
+        body = error.read(_MOST_BODY_BYTES)
+    except (OSError, HTTPException):
+        body = b""
+    text = body.decode(errors="replace")
+    region = _REGION.search(text)
+    named = error.headers.get("x-amz-bucket-region") or (region and (region[1] or region[2])) or ""
+    return RefusedError(
+        error.code,
+        str(error.reason or ""),
+        text,
+        retry_after_seconds=retry_after(error.headers.get("Retry-After", "")),
+        region=named if re.fullmatch(r"[\w-]{1,40}", named) else "",
+    )
+
+
+def split_user(url: str) -> str:
+    """Return a URL without user and password."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +19,17 @@ from stio.runtime.calls import LOOK_SECONDS, Call
 from stio.runtime.log import RareWarnings, log
 from stio.runtime.operation import Cancelled
 from stio.runtime.workers import is_interrupted
-from stio.storage.remote.failures import Work, failure_of
+from stio.storage.remote.answers import RateWatch
+from stio.storage.remote.failures import Failure, Work, failure_of
 from stio.storage.remote.stores import STALL_SECONDS
 
 T = TypeVar("T")
+
+
+BUSY_SECONDS = 180.0
+"""Longest time for which a request is repeated that the store refuses for the moment, unless the caller sets it."""
+
+_MOST_JITTER_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +44,124 @@ class Patience:
     """Pause before the second attempt; it doubles with each attempt. Half of it is random, so that workers that failed
     together do not come back together."""
     longest_pause_seconds: float = 10.0
-    """Longest pause."""
+    """Longest pause, unless the store requests a longer one."""
     stall_seconds: float = STALL_SECONDS
     """Longest time without a byte."""
+    busy_seconds: float = 0.0
+    """For so long a request is repeated that the store refuses for the moment (429, 503), however many attempts that
+    takes; 0: by the number of attempts."""
 
-    def pause_seconds(self, attempt: int) -> float:
-        """Return the pause after an attempt, counted from 1."""
+    def pause_seconds(self, attempt: int, requested_seconds: float = 0.0) -> float:
+        """Return the pause after an attempt, counted from 1.
+
+        Args:
+            attempt: Number of the attempt.
+            requested_seconds: Shortest pause, which the store requests (Retry-After).
+        """
         whole = min(self.longest_pause_seconds, self.first_pause_seconds * 2.0 ** (attempt - 1))
-        return whole * random.uniform(0.5, 1.0)
+        jitter = random.uniform(0.0, min(_MOST_JITTER_SECONDS, whole / 2))
+        return max(whole * random.uniform(0.5, 1.0), requested_seconds + jitter if requested_seconds else 0.0)
+
+    def is_over(self, failure: Failure, attempt: int, seconds: float, pause_seconds: float) -> bool:
+        """Return whether a request that has failed is not repeated any more, for another reason than a stall.
+
+        Args:
+            failure: The failure.
+            attempt: Number of the attempt, counted from 1.
+            seconds: Time since the first attempt.
+            pause_seconds: The pause before the next one.
+        """
+        if failure.kind == "busy" and self.busy_seconds:
+            return pause_seconds > self.busy_seconds - seconds
+        return attempt >= self.num_attempts or failure.retry_after_seconds > self.longest_pause_seconds
+
+
+def patience_of(value: Patience | float | None) -> Patience:
+    """Return how often requests are repeated, by what a caller gives: seconds, or None for the default.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is negative, or no finite number.
+    """
+    if isinstance(value, Patience):
+        return value
+    if value is None:
+        return Patience(busy_seconds=BUSY_SECONDS)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"patience= takes seconds, not {value!r}")
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"patience= takes a finite number of seconds, not {value!r}")
+    return Patience(busy_seconds=float(value))
+
+
+class Attempts:
+    """The attempts at one request.
+
+    Args:
+        requester: Makes the request.
+        path: URL of the object, without secrets.
+        expected: Identity of the object, if it was opened before.
+        work: What it is for.
+    """
+
+    def __init__(self, requester: Requester, path: str, *, expected: object = None, work: Work = "load") -> None:
+        self._requester = requester
+        self._path, self._expected, self._work = path, expected, work
+        self._began = time.monotonic()
+        self._num_slow = 0
+        self._renewed = False
+        self.number = 1
+        """Number of the attempt that is under way."""
+
+    def failed(self, failure: Failure) -> None:
+        """Wait until the next attempt should be made.
+
+        Raises:
+            Cancelled: The calling thread should end.
+            StioError: There is none; see `Failure.error`.
+        """
+        patience, requester = self._requester.patience, self._requester
+        self._num_slow += failure.is_slow
+        seconds = patience.pause_seconds(self.number, failure.retry_after_seconds)
+        last = self._num_slow >= patience.num_stalls or patience.is_over(
+            failure, self.number, time.monotonic() - self._began, seconds
+        )
+        if last or not failure.may_succeed or (failure.kind == "expired" and self._renewed):
+            raise failure.error(
+                self._path,
+                self.number,
+                stall_seconds=patience.stall_seconds,
+                expected=self._expected,
+                work=self._work,
+            )
+        most = patience.num_stalls if failure.is_slow else patience.num_attempts
+        detail = failure.cause or failure.rate
+        requested = f"; the store requests a pause of {failure.retry_after_seconds:g} s"
+        log(
+            requester.warnings.level(),
+            "%s: attempt %d%s failed (%s%s); trying again%s",
+            self._path,
+            self.number,
+            f" of {most}" if self.number < most else "",
+            failure.kind,
+            f": {detail}" if detail else "",
+            requested if failure.retry_after_seconds else "",
+        )
+        if failure.kind == "expired":
+            self._renewed = True
+            requester.connect_again()
+        else:
+            pause(seconds)
+        self.number += 1
+
+
+_thread_local = threading.local()
+
+
+def current_watch() -> RateWatch:
+    """Return what judges the rate of the request that this thread makes."""
+    watch: RateWatch | None = getattr(_thread_local, "watch", None)
+    return RateWatch(STALL_SECONDS, in_pieces=True) if watch is None else watch
 
 
 class Requester:
@@ -65,14 +183,33 @@ class Requester:
         self.warnings = RareWarnings()
         """Gives the levels of lines about requests that are repeated."""
 
+    def connect_again(self) -> None:
+        """Make the store again, with new credentials."""
+        self._store = self._connect()
+
     def begin(self, request: Callable[[Any], T]) -> Call[T]:
         """Start the first attempt at a request, which gets the store; `finish` returns its answer."""
         require_usable(self._path)
-        store = self._store
-        return Call(lambda: request(store))
+        store, watch = self._store, RateWatch(self.patience.stall_seconds, in_pieces=True)
+
+        def work() -> T:
+            _thread_local.watch = watch
+            try:
+                return request(store)
+            finally:
+                _thread_local.watch = None
+
+        return Call(work, check=watch.check)
 
     def finish(
-        self, first: Call[T], request: Callable[[Any], T], path: str, *, expected: object = None, work: Work = "load"
+        self,
+        first: Call[T],
+        request: Callable[[Any], T],
+        path: str,
+        *,
+        expected: object = None,
+        work: Work = "load",
+        again: Callable[[Any], T] | None = None,
     ) -> T:
         """Wait for an answer; repeat the request while it fails, and may succeed.
 
@@ -82,43 +219,39 @@ class Requester:
             path: URL of the object, without secrets.
             expected: Identity of the object, if it was opened before.
             work: What it is for.
+            again: The same request by a client that says more about a refusal than obstore does.
 
         Raises:
             Cancelled: The calling thread should end (`is_interrupted`).
             StioError: The request failed; see `Failure.error`.
         """
-        call, attempt, num_slow, renewed = first, 1, 0, False
+        attempts = Attempts(self, path, expected=expected, work=work)
+        call = first
         while True:
             try:
                 return call.result()
             except Exception as error:
                 failure = failure_of(error)
             del call  # its error refers to this frame
-            num_slow += failure.is_slow
-            last = attempt >= self.patience.num_attempts or num_slow >= self.patience.num_stalls
-            if last or not failure.may_succeed or (failure.kind == "expired" and renewed):
-                raise failure.error(
-                    path, attempt, stall_seconds=self.patience.stall_seconds, expected=expected, work=work
-                )
-            log(
-                self.warnings.level(),
-                "%s: attempt %d of %d failed (%s%s); trying again",
-                path,
-                attempt,
-                self.patience.num_stalls if failure.is_slow else self.patience.num_attempts,
-                failure.kind,
-                f": {failure.cause}" if failure.cause else "",
-            )
-            if failure.kind == "expired":
-                renewed, self._store = True, self._connect()
+            if again is not None and expected is None and failure.kind in ("elsewhere", "unranged"):
+                request, again = again, None  # it cannot succeed, but it says where, or what was sent
             else:
-                pause(self.patience.pause_seconds(attempt))
-            attempt += 1
+                attempts.failed(failure)
+                if again is not None and failure.kind == "busy":
+                    request = again
             call = self.begin(request)
 
-    def run(self, request: Callable[[Any], T], path: str, *, expected: object = None, work: Work = "load") -> T:
+    def run(
+        self,
+        request: Callable[[Any], T],
+        path: str,
+        *,
+        expected: object = None,
+        work: Work = "load",
+        again: Callable[[Any], T] | None = None,
+    ) -> T:
         """Make a request, and wait for its answer; see `finish`."""
-        return self.finish(self.begin(request), request, path, expected=expected, work=work)
+        return self.finish(self.begin(request), request, path, expected=expected, work=work, again=again)
 
 
 def pause(seconds: float) -> None:

@@ -35,6 +35,7 @@ from stio.storage.base import Note, Transaction
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
 from stio.storage.remote.failures import Failure, failure_of
 from stio.storage.remote.folder import Folder, State
+from stio.storage.remote.requests import pause
 from stio.storage.remote.source import RemoteRoot
 from stio.storage.remote.stores import locate
 from stio.storage.remote.unused import collect_unused
@@ -256,7 +257,7 @@ class RemoteTransaction(Uploads):
             CommitUncertainError: The store does not say whether it has it, and its put is the commit.
             StioError: The store refuses it, or does not say whether it has it.
         """
-        patience, attempt = self._folder.patience, 1
+        patience, attempt, began = self._folder.patience, 1, time.monotonic()
         while True:
             try:
                 return self._folder.put_once(name, data, state or "create")
@@ -271,10 +272,12 @@ class RemoteTransaction(Uploads):
                 return new_state  # the answer was lost
             if failure.kind in ("changed", "missing"):
                 raise self._conflict()
-            if not failure.may_succeed or attempt >= patience.num_attempts:
+            pause_seconds = patience.pause_seconds(attempt, failure.retry_after_seconds)
+            is_over = patience.is_over(failure, attempt, time.monotonic() - began, pause_seconds)
+            if is_over or not failure.may_succeed:
                 # If an attempt may have worked, that put may be on its way still.
                 raise self._unknown(name, failure) if may_arrive else self._error(failure, name)
-            time.sleep(patience.pause_seconds(attempt))
+            pause(pause_seconds)
             attempt += 1
 
     def _conflict(self) -> ConcurrentSaveError:

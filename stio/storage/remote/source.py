@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -17,22 +19,48 @@ from stio.errors import CheckpointNotFoundError, StioError, StorageError
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, names_checkpoint
 from stio.runtime import memory
 from stio.runtime.calls import Call
+from stio.runtime.log import log
 from stio.runtime.memory import Region
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Identity, Requests, Transaction
 from stio.storage.checks import cut_short
-from stio.storage.remote.failures import WrongAnswerError
-from stio.storage.remote.plain_http import PlainHttp, PlainObject, plain_address
-from stio.storage.remote.requests import Patience, Requester, require_usable
+from stio.storage.remote.answers import is_page
+from stio.storage.remote.failures import (
+    PAGE,
+    PageError,
+    RefusedError,
+    UnrangedError,
+    WrongAnswerError,
+    failure_of,
+)
+from stio.storage.remote.plain_http import (
+    ConnectionFailedError,
+    Head,
+    PlainHttp,
+    PlainObject,
+    ask,
+    plain_address,
+    split_user,
+)
+from stio.storage.remote.requests import (
+    Attempts,
+    Patience,
+    Requester,
+    current_watch,
+    patience_of,
+    require_usable,
+)
+from stio.storage.remote.settings import Options
 from stio.storage.remote.stores import (
     Location,
-    Options,
+    added_authorities,
     authorization_of,
     link_to,
     locate,
     new_store,
     require_obstore,
 )
+from stio.storage.remote.whole import WholeObject
 
 REQUESTS = Requests(nbytes=8 << 20, num_in_flight=32, gap_bytes=1 << 20)
 """At 30 ms to the first byte and 60 MB/s a connection, 8 MiB take 0.17 s, a fifth of it latency, and 32 connections
@@ -40,6 +68,9 @@ give what a fast network has. A gap of 1 MiB takes less time than another reques
 
 _HEAD_BYTES = 128 << 10
 """Read when an object is opened: as much as the first read of a header needs (`stio.loading.open`)."""
+
+_NO_PAGES = (FILE_SUFFIX, ".json")
+"""Ends of the names of files that are no web pages."""
 
 _REMOTE_DEVICE = -1
 """`Identity.device` of all remote objects."""
@@ -49,11 +80,27 @@ _USUAL_NAMES = (f"model{FILE_SUFFIX}{INDEX_SUFFIX}", f"model{FILE_SUFFIX}")
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """A range of an object that is requested."""
+
+    key: str
+    """Name of the object in the store."""
+    path: str
+    """Its URL without secrets."""
+    begin: int
+    """Offset of the first byte."""
+    end: int
+    """Offset behind the last byte; the end of the object may come before it if no state is expected."""
+    expected: Identity | None = None
+    """State of the object; None: any."""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """The bytes of a range, and the state of the object from which they are."""
 
-    data: Any
-    """Memory of obstore's, with the buffer protocol."""
+    pieces: Sequence[Any]
+    """Its bytes in order; each has the buffer protocol."""
     identity: Identity
     """The state of the object."""
 
@@ -76,6 +123,8 @@ class RemoteRoot:
             the environment.
         client_options: Settings of obstore's client, such as `{"proxy_url": "http://proxy:3128"}`.
         credential_provider: A credential provider of obstore (`obstore.auth`).
+        patience: Seconds for which a request is repeated that the store refuses for the moment (status 429 or 503). A
+            pause that the store requests (Retry-After) is made if it ends within them. None: 180.
 
     Raises:
         ImportError: obstore is not installed.
@@ -90,15 +139,15 @@ class RemoteRoot:
         config: Options | None = None,
         client_options: Options | None = None,
         credential_provider: Callable[[], Any] | None = None,
-        requests: Requests = REQUESTS,  # for tests, as is `patience`: size and number of the reads of a load
-        patience: Patience | None = None,  # how often failed requests are repeated
+        requests: Requests = REQUESTS,  # for tests: size and number of the reads of a load
+        patience: Patience | float | None = None,
     ) -> None:
         self.location = locate(url) if isinstance(url, str) else url
         """The place in its store."""
         self.path = self.location.shown
         """The URL without its secrets."""
         self._requests = requests
-        patience = patience or Patience()
+        patience = patience_of(patience)
         connect = partial(
             new_store,
             self.location,
@@ -115,9 +164,10 @@ class RemoteRoot:
         """See above."""
         # What is given for obstore's client (headers, a proxy, certificates) is known to obstore alone.
         has_proxy = any("proxy" in str(name).lower() for name in config or ())
-        self._may_be_plain = self.location.scheme in ("http", "s3") and not client_options and not has_proxy
+        self._may_be_asked = self.location.scheme in ("http", "https", "s3") and not client_options and not has_proxy
+        self._may_be_plain = self._may_be_asked and self.location.scheme != "https"
         self._servers: dict[tuple[str, int], PlainHttp] = {}
-        self._ahead: dict[str, RemoteSource | BaseException] = {}
+        self._ahead: dict[str, RemoteSource | WholeObject | BaseException] = {}
 
     def listdir(self) -> list[str]:
         """Return the names of the objects of the directory, sorted.
@@ -130,10 +180,40 @@ class RemoteRoot:
         if self.location.scheme in ("http", "https"):
             return self._usual_names()
         listing = partial(require_obstore().list_with_delimiter, prefix=self.location.key or None)
-        found = self.requester.run(lambda store: listing(store), self.path)
+        with self.explained(_USUAL_NAMES[0]):
+            found = self.requester.run(lambda store: listing(store), self.path)
+        if not found["objects"] and not found["common_prefixes"]:
+            self._require_store()
         start = len(self.location.key) + 1 if self.location.key else 0
         # A console that shows directories makes an empty object with the directory's own name.
         return sorted(one["path"][start:] for one in found["objects"] if len(one["path"]) > start)
+
+    @contextmanager
+    def explained(self, name: str) -> Iterator[None]:
+        """Raise what a request for an object says of a redirect or of a web page, in place of obstore's error.
+
+        Args:
+            name: Name of the object.
+        """
+        try:
+            yield
+        except StorageError as error:
+            if error.errno in (errno.EREMOTE, errno.EOPNOTSUPP, errno.EPROTO):
+                with suppress(CheckpointNotFoundError):
+                    self._open(name).close()
+            raise
+
+    def _require_store(self) -> None:
+        """Require that a listing without objects is no web page, which obstore takes for an empty one.
+
+        Raises:
+            StorageError: A request for an object gets a page too.
+        """
+        try:
+            self._open(_USUAL_NAMES[0]).close()
+        except StioError as error:
+            if error.found == PAGE:
+                raise
 
     def _usual_names(self) -> list[str]:
         for name in _USUAL_NAMES:
@@ -164,7 +244,7 @@ class RemoteRoot:
         if len(left) > 1:
             WorkerPool("open").run(work, min(len(left), self._requests.num_in_flight))
 
-    def open(self, name: str, *, trusted: bool = False) -> RemoteSource:
+    def open(self, name: str, *, trusted: bool = False) -> RemoteSource | WholeObject:
         """Open one object.
 
         Args:
@@ -180,20 +260,93 @@ class RemoteRoot:
             raise found
         return self._open(name) if found is None else found
 
-    def _open(self, name: str) -> RemoteSource:
+    def _open(self, name: str) -> RemoteSource | WholeObject:
         key = f"{self.location.key}/{name}" if self.location.key else name
         path = replace(self.location, key=key).shown
-        head = partial(_get, key=key, path=path, begin=0, end=_HEAD_BYTES)
+        wanted = Range(key, path, 0, _HEAD_BYTES)
         try:
-            answer = self.requester.run(head, path)
+            answer = self.requester.run(partial(self._first, wanted=wanted), path, again=self.again(wanted))
         except StorageError as error:
+            if error.errno == errno.EOPNOTSUPP:
+                return self._whole(key, path)
             if error.errno != errno.EINVAL:  # no such range, not even the first bytes: the object is empty
                 raise
-            answer = Answer(None, self.requester.run(partial(_head, key=key, path=path), path))
+            answer = Answer((), self.requester.run(partial(_head, key=key, path=path), path))
             if answer.identity.nbytes:
                 raise
+        head = b"".join(map(bytes, answer.pieces))
+        if is_page(head) and name.endswith(_NO_PAGES):
+            raise failure_of(PageError()).error(path, 1, stall_seconds=self.requester.patience.stall_seconds)
         plain = self._plain(replace(self.location, key=key), answer.identity) if self._may_be_plain else None
-        return RemoteSource(self.requester, key, path, answer.identity, answer.data, self._requests, plain)
+        return RemoteSource(self, key, path, answer.identity, head, self._requests, plain)
+
+    def _whole(self, key: str, path: str) -> WholeObject:
+        """Open an object of a server that sends no parts of files."""
+        found = WholeObject(
+            self.requester,
+            key,
+            path,
+            identify=partial(_identity, path=path),
+            requests=self._requests,
+            head_bytes=_HEAD_BYTES,
+            target=_Target,
+        )
+        log(
+            self.requester.warnings.level(),
+            "%s: the server sends no parts of files (it ignores Range), so the whole file is read in order, by one "
+            "connection",
+            path,
+        )
+        return found
+
+    def _first(self, store: Any, wanted: Range) -> Answer:
+        """Return a range; from http without TLS by a client that says more about a refusal than obstore does."""
+        if (
+            self._may_be_plain
+            and self.location.scheme == "http"
+            and plain_address(self._link(store, wanted.key)) is not None
+        ):
+            return self._asked(store, wanted)
+        return _get(store, wanted)
+
+    def again(self, wanted: Range) -> Callable[[Any], Answer] | None:
+        """Return the request of a range by that client; None: the store's requests cannot be made by it."""
+        return partial(self._asked, wanted=wanted) if self._may_be_asked else None
+
+    def _link(self, store: Any, key: str) -> str:
+        """Return the URL of an object, signed where it must be; "": it cannot be."""
+        try:
+            return link_to(store, replace(self.location, key=key))[0]
+        except Exception:  # obstore says why, when it makes the request
+            return ""
+
+    def _asked(self, store: Any, wanted: Range) -> Answer:
+        """Return a range as `_get` does."""
+        link, expected = self._link(store, wanted.key), wanted.expected
+        headers = {"Range": f"bytes={wanted.begin}-{wanted.end - 1}", "Accept": "*/*"}
+        if authorization := authorization_of(link):
+            headers["Authorization"] = authorization
+        if expected is not None and expected.etag and not expected.etag.startswith("W/"):
+            headers["If-Match"] = expected.etag
+        try:
+            if not link:
+                raise ConnectionFailedError
+            found = ask(
+                split_user(link),
+                headers,
+                wanted.end - wanted.begin,
+                stall_seconds=self.requester.patience.stall_seconds,
+                authorities=added_authorities(self.location.scheme) if link.startswith("https") else {},
+            )
+        except ConnectionFailedError:
+            return _get(store, wanted)
+        except RefusedError as error:
+            if 300 <= error.status < 400 and not error.region:  # obstore follows it, or says why not
+                return _get(store, wanted)
+            raise
+        if found.status != 206:
+            raise UnrangedError
+        return _checked(found, wanted) or _get(store, wanted)
 
     def _plain(self, location: Location, identity: Identity) -> PlainObject | None:
         """Return an object as one that is read by plain http; None if its server has TLS, a proxy or no ETags."""
@@ -245,7 +398,7 @@ class RemoteSource:
     """One object of a store, in the state in which it was opened; a `Source`.
 
     Args:
-        requester: Makes its requests.
+        root: The directory.
         key: Its name in the store.
         path: Its URL without secrets.
         identity: Its state.
@@ -256,7 +409,7 @@ class RemoteSource:
 
     def __init__(
         self,
-        requester: Requester,
+        root: RemoteRoot,
         key: str,
         path: str,
         identity: Identity,
@@ -270,7 +423,8 @@ class RemoteSource:
         """See above."""
         self.requests = requests
         """See above."""
-        self._requester = requester
+        self._requester = root.requester
+        self._again = root.again
         self._key = key
         self._head = head
         self._plain = plain
@@ -300,28 +454,36 @@ class RemoteSource:
         self._head = None  # the header was read: only tensors follow
         if self._plain is not None and end - offset < 2 * self.requests.nbytes:
             require_usable(self.path)
-            if self._plain.read(offset, regions, self.identity):
+            if self._read_plain(offset, regions):
                 return
         for data in self._ranges(offset, end):
             target.fill(data, 0, len(data))
+
+    def _read_plain(self, offset: int, regions: Sequence[Region]) -> bool:
+        """Fill the regions without obstore; return False if that fails."""
+        assert self._plain is not None
+        attempts = Attempts(self._requester, self.path, expected=self.identity)
+        return self._plain.read(offset, regions, self.identity, lambda error: attempts.failed(failure_of(error)))
 
     def _ranges(self, offset: int, end: int) -> Iterator[Any]:
         """Yield the bytes of a range, one request's at a time; a few requests are under way."""
         step = self.requests.nbytes
         whole = 1 if end - offset < 2 * step else max(1, min(_MOST_AT_ONCE, self.requests.num_in_flight))
-        ahead: list[tuple[Call[Answer], Callable[[Any], Answer]]] = []
+        ahead: list[tuple[Call[Answer], Range]] = []
         at = offset
         while at < end or ahead:
             while at < end and len(ahead) < whole:
                 stop = end if whole == 1 else min(at + step, end)
-                request: Callable[[Any], Answer] = partial(
-                    _get, key=self._key, path=self.path, begin=at, end=stop, expected=self.identity
-                )
-                ahead.append((self._requester.begin(request), request))
+                wanted = Range(self._key, self.path, at, stop, self.identity)
+                ahead.append((self._requester.begin(partial(_get, wanted=wanted)), wanted))
                 at = stop
-            answer = self._requester.finish(*ahead.pop(0), self.path, expected=self.identity)
+            call, wanted = ahead.pop(0)
+            answer = self._requester.finish(
+                call, partial(_get, wanted=wanted), self.path, expected=self.identity, again=self._again(wanted)
+            )
+            del call
             self.identity.require_same(answer.identity, self.path)
-            yield answer.data
+            yield from answer.pieces
 
     def check_unchanged(self) -> None:
         """Raise `ChangedDuringReadError` if the store has another state of the object by now, or none.
@@ -331,10 +493,12 @@ class RemoteSource:
         if self.identity.nbytes:
             require_usable(self.path)
             byte = memory.allocate(1)
-            if self._plain is not None and self._plain.read(0, [byte], self.identity):
+            if self._plain is not None and self._read_plain(0, [byte]):
                 return
-            request = partial(_get, key=self._key, path=self.path, begin=0, end=1, expected=self.identity)
-            found = self._requester.run(request, self.path, expected=self.identity).identity
+            wanted = Range(self._key, self.path, 0, 1, self.identity)
+            found = self._requester.run(
+                partial(_get, wanted=wanted), self.path, expected=self.identity, again=self._again(wanted)
+            ).identity
         else:
             found = self._requester.run(
                 partial(_head, key=self._key, path=self.path), self.path, expected=self.identity
@@ -374,29 +538,64 @@ class _Target:
 # Requests. Each function is called with the store, on a thread that may be left behind.
 
 
-def _get(store: Any, *, key: str, path: str, begin: int, end: int, expected: Identity | None = None) -> Answer:
+def _get(store: Any, wanted: Range) -> Answer:
     """Return the bytes of a range, which the end of the object may shorten if no state is expected.
 
     Raises:
         WrongAnswerError: The answer has other bytes than were requested.
         ChangedDuringReadError: The answer is from another state than the expected one.
     """
-    options: dict[str, Any] = {"range": (begin, end)}
-    if expected is not None and expected.etag and not expected.etag.startswith("W/"):
-        options["if_match"] = expected.etag  # a server may ignore it
-    result = require_obstore().get(store, key, options=options)
-    identity = _identity(result.meta, path)
-    if expected is not None and identity != expected:
-        return Answer(b"", identity)  # the caller compares it
-    wanted = (begin, min(end, identity.nbytes))
-    if tuple(result.range) != wanted:
-        raise WrongAnswerError(
-            f"bytes {result.range[0]:,} to {result.range[1]:,} instead of {wanted[0]:,} to {wanted[1]:,}"
-        )
-    data = result.bytes()
-    if len(data) != wanted[1] - wanted[0]:
-        raise WrongAnswerError(f"{len(data):,} bytes instead of {wanted[1] - wanted[0]:,}")
-    return Answer(data, identity)
+    options: dict[str, Any] = {"range": (wanted.begin, wanted.end)}
+    if wanted.expected is not None and wanted.expected.etag and not wanted.expected.etag.startswith("W/"):
+        options["if_match"] = wanted.expected.etag  # a server may ignore it
+    result = require_obstore().get(store, wanted.key, options=options)
+    identity = _identity(result.meta, wanted.path)
+    if wanted.expected is not None and identity != wanted.expected:
+        return Answer((), identity)  # the caller compares it
+    begin, stop = wanted.begin, min(wanted.end, identity.nbytes)
+    if tuple(result.range) != (begin, stop):
+        raise WrongAnswerError(f"bytes {result.range[0]:,} to {result.range[1]:,} instead of {begin:,} to {stop:,}")
+    watch = current_watch()
+    watch.begin()
+    pieces = []
+    for piece in result.stream(min_chunk_size=watch.piece_bytes):
+        pieces.append(piece)
+        watch.add(len(piece))
+    watch.end()
+    num_bytes = sum(map(len, pieces))
+    if num_bytes != stop - begin:
+        raise WrongAnswerError(f"{num_bytes:,} bytes instead of {stop - begin:,}")
+    return Answer(pieces, identity)
+
+
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
+
+
+def _checked(found: Head, wanted: Range) -> Answer | None:
+    """Return the answer of Python's client as `_get` does; None if it does not say what state it is of.
+
+    Raises:
+        WrongAnswerError: It has other bytes than were requested.
+    """
+    fields = found.fields
+    sent = _CONTENT_RANGE.fullmatch(fields.get("content-range", ""))
+    try:
+        changed = parsedate_to_datetime(fields["last-modified"]) if "last-modified" in fields else None
+    except ValueError:
+        changed = None
+    if sent is None or (changed is None and not fields.get("etag")):
+        return None
+    meta = {"e_tag": fields.get("etag"), "version": None, "last_modified": changed, "size": int(sent[3])}
+    identity = _identity(meta, wanted.path)
+    if wanted.expected is not None and identity != wanted.expected:
+        return Answer((), identity)
+    begin, stop = wanted.begin, min(wanted.end, identity.nbytes)
+    if (int(sent[1]), int(sent[2]) + 1) != (begin, stop):
+        raise WrongAnswerError(f"bytes {int(sent[1]):,} to {int(sent[2]) + 1:,} instead of {begin:,} to {stop:,}")
+    length = fields.get("content-length", "")
+    if len(found.body) != stop - begin or (length and length != str(stop - begin)):
+        raise WrongAnswerError(f"{length or len(found.body)} bytes instead of {stop - begin:,}")
+    return Answer((found.body,), identity)
 
 
 def _head(store: Any, *, key: str, path: str) -> Identity:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import configparser
-import difflib
+import errno
 import math
 import os
 import re
@@ -23,9 +23,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlencode, urlsplit, urlunsplit
 
-from stio.errors import CheckpointNotFoundError, StorageError, install_command, printable
+from stio.errors import CheckpointNotFoundError, StorageError, install_command
+from stio.runtime.panics import without_panic
 from stio.runtime.urls import without_secrets
 from stio.storage.checks import refused
+from stio.storage.remote.pods import pod_credentials
+from stio.storage.remote.settings import CLIENT_NAMES as CLIENT_NAMES
+from stio.storage.remote.settings import CONFIG_NAMES as CONFIG_NAMES
+from stio.storage.remote.settings import Options, advice_on_settings, bare, checked, variable, without_values
 
 STALL_SECONDS = 30.0
 """Longest time without a byte before a request counts as failed."""
@@ -34,7 +39,6 @@ _CONNECT_SECONDS = 10
 _SIGNED_SECONDS = 3600
 _REQUEST_SECONDS = 600  # a bound for a server that sends a byte now and then
 
-Options = Mapping[str, Any]
 Query = Mapping[str, str]
 
 
@@ -71,8 +75,8 @@ def locate(url: str) -> Location:
         raise CheckpointNotFoundError(
             "stio does not read or write URLs of this scheme",
             path=without_secrets(url),
+            requested=scheme,
             expected="s3, gs, az, http, https or hf",
-            found=scheme,
         )
     if scheme in ("http", "https"):
         try:
@@ -82,6 +86,8 @@ def locate(url: str) -> Location:
             raise CheckpointNotFoundError(
                 "this is no URL: host or port is wrong; a user and a password are percent-encoded", path=_hidden(url)
             ) from None
+        if host and set(host) & set(' "%<>\\^`{|}'):
+            raise CheckpointNotFoundError("this is no URL: the host has characters that no host has", path=_hidden(url))
         if not host:
             raise CheckpointNotFoundError("the URL names no host", path=without_secrets(url))
         return Location(
@@ -95,6 +101,15 @@ def locate(url: str) -> Location:
         raise CheckpointNotFoundError(
             "no bucket has such a name; credentials come from the environment, not from the URL", path=_hidden(url)
         )
+    if not _BUCKET.fullmatch(bucket):
+        what = "container" if scheme == "az" else "bucket"
+        raise StorageError(
+            f"no {what} has such a name",
+            path=without_secrets(url),
+            errno=errno.EINVAL,
+            expected="letters, digits, '.', '_' and '-'",
+            found=bucket,
+        )
     if _SIGNATURE.search(key):
         raise CheckpointNotFoundError(
             "this URL has a signature; give the https:// URL that was signed", path=without_secrets(url)
@@ -102,6 +117,7 @@ def locate(url: str) -> Location:
     return Location(scheme, bucket, key.strip("/"))
 
 
+_BUCKET = re.compile(r"[A-Za-z0-9._$:-]+|arn:[!-~]+")
 _SIGNATURE = re.compile(r"\?(.*&)?(sig|signature|x-amz-signature|x-goog-signature)=", re.IGNORECASE | re.DOTALL)
 
 
@@ -131,6 +147,7 @@ def new_store(
     client_options: Options | None = None,
     credential_provider: Callable[[], Any] | None = None,
     num_retries: int = 0,
+    retry_seconds: float = 0.0,
 ) -> Any:
     """Connect to the store of a location; sends nothing.
 
@@ -142,6 +159,7 @@ def new_store(
         credential_provider: A credential provider of obstore.
         num_retries: How often obstore repeats a request. Those of loads are repeated by
             `stio.storage.remote.requests`, which a cancel interrupts.
+        retry_seconds: For so long obstore repeats a request, however often; 0: it has no influence.
 
     Raises:
         ImportError: obstore is not installed.
@@ -155,28 +173,19 @@ def new_store(
         "read_timeout": timedelta(seconds=stall_seconds),
         "timeout": timedelta(seconds=max(_REQUEST_SECONDS, 2 * stall_seconds)),
     }
-    settings: dict[str, Any] = {}
     try:
         if location.scheme in ("http", "https"):
             make, target = stores.HTTPStore.from_url, _without_user(location.store, client)
             client["allow_http"] = location.scheme == "http"
+            settings: dict[str, Any] = {}
         else:
             make, target = (
                 {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[location.scheme],
                 location.store,
             )
-            if location.scheme == "s3" and credential_provider is None:
-                settings, credential_provider = _aws_profile(config or {})
-            elif location.scheme == "az":
-                settings = _azure_connection()
-            settings |= config or {}
-            if location.scheme == "s3" and (endpoint := _given_endpoint(settings)):
-                # AWS_ENDPOINT_URL_S3 of the environment would go before the other names of this setting.
-                names = [name for name in settings if name.lower().endswith("endpoint_url_s3")]
-                settings[names[0] if names else "aws_endpoint_url_s3"] = endpoint
-            client["allow_http"] = _endpoint(location.scheme, settings).startswith("http://")
-            if settings:
-                settings = {"config": settings}
+            found, credential_provider = _settings(location, config or {}, credential_provider)
+            client["allow_http"] = _endpoint(location.scheme, found).startswith("http://")
+            settings = {"config": found} if found else {}
             if credential_provider is not None:
                 settings["credential_provider"] = credential_provider
         if not client["allow_http"]:
@@ -184,122 +193,45 @@ def new_store(
         return make(
             target,
             client_options=client | dict(client_options or {}),
-            retry_config={"max_retries": num_retries},
+            retry_config=_retries(num_retries, retry_seconds),
             **settings,
         )
     except (exceptions.BaseError, ValueError, TypeError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        advice = _advice_on_settings(location.scheme, reason, config or {}, client_options or {})
+        reason = without_values(location.scheme, str(error), config or {}).partition("\n")[0].rstrip(".")
+        advice = advice_on_settings(location.scheme, reason, config or {}, client_options or {})
         raise StorageError(f"the settings for this store are wrong: {reason}{advice}", path=location.shown) from None
+    except BaseException as error:
+        raise without_panic(error) from None
 
 
-def _advice_on_settings(scheme: str, reason: str, config: Options, client_options: Options) -> str:
-    """Return the nearest known names of the settings that obstore rejects, by the text of its error."""
-    for argument, given, known, other in (
-        ("config", config, CONFIG_NAMES.get(scheme, ()), CLIENT_NAMES),
-        ("client_options", client_options, CLIENT_NAMES, CONFIG_NAMES.get(scheme, ())),
-    ):
-        for name in given:
-            # "Configuration key: 'regoin' is not valid for store 'S3'." or "Invalid key: timeot."
-            if not re.search(rf"[Kk]ey: '?{re.escape(str(name))}(?![\w-])", reason, re.IGNORECASE):
-                continue
-            plain = re.sub("^(aws|google|azure(_storage)?)_", "", str(name).lower())
-            if plain in other:
-                place = "client_options" if argument == "config" else "config"
-                return f"; {printable(plain)!r} is a setting for {place}="
-            near = difflib.get_close_matches(plain[:_LONGEST_NAME], known, n=3, cutoff=0.5)
-            nearest = f"the nearest settings of {argument}= are" if near else f"{argument}= takes"
-            return f"; {nearest} {', '.join(near or known)}"
-    return ""
+def _retries(num_retries: int, seconds: float) -> dict[str, Any]:
+    if not num_retries or not seconds:
+        return {"max_retries": num_retries}
+    pauses = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10), "base": 2}
+    return {"max_retries": _MOST_RETRIES, "retry_timeout": timedelta(seconds=seconds), "backoff": pauses}
 
 
-_LONGEST_NAME = 40
+_MOST_RETRIES = 1000
 
-CLIENT_NAMES = (
-    "allow_http",
-    "allow_invalid_certificates",
-    "connect_timeout",
-    "default_content_type",
-    "default_headers",
-    "http1_only",
-    "http2_keep_alive_interval",
-    "http2_keep_alive_timeout",
-    "http2_keep_alive_while_idle",
-    "http2_only",
-    "pool_idle_timeout",
-    "pool_max_idle_per_host",
-    "proxy_url",
-    "proxy_ca_certificate",
-    "proxy_excludes",
-    "randomize_addresses",
-    "read_timeout",
-    "root_certificate",
-    "timeout",
-    "user_agent",
-)
-"""Settings of obstore's client, for an error that names the nearest one. obstore itself decides what is valid."""
 
-CONFIG_NAMES = {
-    "s3": (
-        "access_key_id",
-        "secret_access_key",
-        "session_token",
-        "region",
-        "default_region",
-        "endpoint",
-        "bucket",
-        "virtual_hosted_style_request",
-        "skip_signature",
-        "unsigned_payload",
-        "request_payer",
-        "checksum_algorithm",
-        "conditional_put",
-        "imdsv1_fallback",
-        "metadata_endpoint",
-        "container_credentials_relative_uri",
-        "container_credentials_full_uri",
-        "container_authorization_token_file",
-        "web_identity_token_file",
-        "role_arn",
-        "role_session_name",
-        "s3_express",
-        "server_side_encryption",
-        "sse_kms_key_id",
-        "sse_bucket_key_enabled",
-        "sse_customer_key_base64",
-        "disable_tagging",
-        "copy_if_not_exists",
-    ),
-    "gs": (
-        "service_account",
-        "service_account_key",
-        "bucket",
-        "application_credentials",
-        "skip_signature",
-    ),
-    "az": (
-        "account_name",
-        "account_key",
-        "client_id",
-        "client_secret",
-        "tenant_id",
-        "authority_host",
-        "sas_key",
-        "token",
-        "use_emulator",
-        "use_fabric_endpoint",
-        "endpoint",
-        "msi_endpoint",
-        "object_id",
-        "msi_resource_id",
-        "federated_token_file",
-        "use_azure_cli",
-        "skip_signature",
-        "container_name",
-        "disable_tagging",
-    ),
-}
-"""Settings of each kind of store; see `CLIENT_NAMES`."""
+def _settings(
+    location: Location, config: Options, credential_provider: Callable[[], Any] | None
+) -> tuple[dict[str, Any], Callable[[], Any] | None]:
+    """Return the settings of a store by those of the caller and of the environment, and a credential provider."""
+    settings: dict[str, Any] = {}
+    if location.scheme == "s3" and credential_provider is None:
+        settings, credential_provider = _aws_profile(config)
+    elif location.scheme == "az":
+        settings = _azure_connection()
+    settings |= config
+    if location.scheme == "s3":
+        if endpoint := _given_endpoint(settings) or _aws_endpoint(location, settings):
+            # AWS_ENDPOINT_URL_S3 of the environment would go before the other names of this setting.
+            names = [name for name in settings if name.lower().endswith("endpoint_url_s3")]
+            settings[names[0] if names else "aws_endpoint_url_s3"] = endpoint
+        if credential_provider is None and not {bare(name) for name in settings} & {"access_key_id", "skip_signature"}:
+            credential_provider = _aws_credentials(location)
+    return checked(location.scheme, settings, location.shown), credential_provider
 
 
 def added_authorities(scheme: str) -> dict[str, Any]:
@@ -310,12 +242,22 @@ def added_authorities(scheme: str) -> dict[str, Any]:
     """
     names = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
     for name in ("AWS_CA_BUNDLE", *names) if scheme == "s3" else names:
-        path = os.environ.get(name)
-        if path and os.path.isfile(path):
-            try:
-                return {"root_certificate": Path(path).read_bytes()}
-            except OSError as error:
-                raise refused(f"reading the certificates of {name}", path, error) from error
+        path = variable(name)
+        if not path or os.path.isdir(path):  # a directory of many: those of the system are used
+            continue
+        try:
+            data = Path(path).read_bytes()
+        except (OSError, ValueError) as error:
+            what = OSError(errno.EINVAL, "no path") if isinstance(error, ValueError) else error
+            raise refused(f"reading the certificates of {name}", path, what) from error
+        if b"-----BEGIN CERTIFICATE-----" not in data:
+            raise StorageError(
+                f"the file of {name} has no certificate; correct it, or unset it",
+                path=path,
+                errno=errno.EINVAL,
+                expected="-----BEGIN CERTIFICATE-----",
+            )
+        return {"root_certificate": data}
     return {}
 
 
@@ -381,19 +323,67 @@ def link_to(store: Any, location: Location) -> tuple[str, float]:
 
 def _given_endpoint(settings: Options) -> str:
     given = {key.lower().removeprefix("aws_").removeprefix("azure_storage_"): value for key, value in settings.items()}
-    return str(given.get("endpoint_url_s3") or given.get("endpoint") or given.get("endpoint_url") or "")
+    names = ("endpoint_url_s3", "endpoint", "endpoint_url", "google_base_url", "base_url")
+    return str(next((given[name] for name in names if given.get(name)), ""))
 
 
 def _endpoint(scheme: str, settings: Options) -> str:
-    own = _given_endpoint(settings)
-    names = {
-        "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-        "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-    }
-    return str(own or next((os.environ[name] for name in names.get(scheme, ()) if os.environ.get(name)), ""))
+    names = {"s3": _AWS_ENDPOINTS, "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"), "gs": ("GOOGLE_BASE_URL",)}
+    found = filter(None, map(variable, names.get(scheme, ())))
+    return str(_given_endpoint(settings) or next(found, ""))
 
 
 # AWS.
+
+_AWS_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+
+
+def _aws_endpoint(location: Location, settings: Options) -> str:
+    """Return the endpoint that the environment gives, as the tools of AWS read it; "": none."""
+    if found := next(filter(None, map(variable, _AWS_ENDPOINTS)), ""):
+        return found
+    if not any(name in os.environ for name in _AWS_ENDPOINTS):
+        return ""
+    # Set and empty means that it is not set, which obstore does not know.
+    given = {bare(name): value for name, value in settings.items()}
+    region = given.get("region") or variable("AWS_REGION") or variable("AWS_DEFAULT_REGION") or "us-east-1"
+    virtual = str(given.get("virtual_hosted_style_request") or variable("AWS_VIRTUAL_HOSTED_STYLE_REQUEST")).lower()
+    bucket = f"{location.store}." if virtual in ("1", "true", "on", "yes", "y") else ""
+    return f"https://{bucket}s3.{region}.amazonaws.com"
+
+
+def _aws_credentials(location: Location) -> Callable[[], Any] | None:
+    """Return a provider for credentials of the environment that obstore would misread; None: it finds them itself.
+
+    Raises:
+        StorageError: A key is set and empty, and nothing else gives credentials.
+    """
+    if variable("AWS_SKIP_SIGNATURE").lower() in ("1", "true", "on", "yes", "y"):
+        return None
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    empty = [name for name in names if name in os.environ and not variable(name)]
+    keys = {name: variable(name) for name in names}
+    if all(keys.values()):
+        # A token that is set and empty means that there is none.
+        tokens = [name for name in ("AWS_SESSION_TOKEN", "AWS_TOKEN") if name in os.environ]
+        if not tokens or any(map(variable, tokens)):
+            return None
+        return lambda: {
+            "access_key_id": keys[names[0]],
+            "secret_access_key": keys[names[1]],
+            "token": None,
+            "expires_at": None,
+        }
+    if not any(keys.values()) and (provider := pod_credentials(location.shown, added_authorities)) is not None:
+        return provider
+    if empty:
+        raise StorageError(
+            f"{' and '.join(empty)} {'are' if len(empty) > 1 else 'is'} set and empty; set "
+            f"{'them' if len(empty) > 1 else 'it'}, or unset {'them' if len(empty) > 1 else 'it'}",
+            path=location.shown,
+            errno=errno.EINVAL,
+        )
+    return None
 
 
 def _aws_profile(config: Options) -> tuple[dict[str, Any], Callable[[], Any] | None]:
@@ -402,19 +392,24 @@ def _aws_profile(config: Options) -> tuple[dict[str, Any], Callable[[], Any] | N
     Keys in the environment go before those of a profile, unless `AWS_PROFILE` names one; so do those of a web identity
     and of a container, which obstore finds itself.
     """
-    given = {str(key).lower().removeprefix("aws_") for key in config}
-    environment = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
-    named = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
-    has_keys = bool(os.environ.get("AWS_ACCESS_KEY_ID"))
-    if given & {"access_key_id", "skip_signature"} or os.environ.get("AWS_SKIP_SIGNATURE"):
+    given = {bare(key) for key in config}
+    environment = (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    )
+    named = variable("AWS_PROFILE") or variable("AWS_DEFAULT_PROFILE")
+    has_keys = bool(variable("AWS_ACCESS_KEY_ID"))
+    if given & {"access_key_id", "skip_signature"} or variable("AWS_SKIP_SIGNATURE"):
         return {}, None
     values = _profile_values(named or "default")
     settings: dict[str, Any] = {}
-    if "region" in values and not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
+    if "region" in values and not (variable("AWS_REGION") or variable("AWS_DEFAULT_REGION")):
         settings["region"] = values["region"]
     if "endpoint_url" in values and not _endpoint("s3", {}):
         settings["endpoint"] = values["endpoint_url"]
-    if has_keys or (not named and any(os.environ.get(name) for name in environment)):
+    if has_keys or (not named and any(map(variable, environment))):
         return settings, None
     if "aws_access_key_id" in values and "aws_secret_access_key" in values:
         settings["access_key_id"] = values["aws_access_key_id"]
@@ -431,13 +426,13 @@ def _profile_values(name: str) -> dict[str, str]:
     """Return what the two files of the AWS tools say about a profile; the one with credentials goes first."""
     home = Path(os.path.expanduser("~")) / ".aws"
     values: dict[str, str] = {}
-    for variable, file, section in (
+    for name_of_file, file, section in (
         ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
         ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
     ):
         parser = configparser.RawConfigParser()
         try:
-            parser.read(os.environ.get(variable) or home / file, encoding="utf-8")
+            parser.read(variable(name_of_file) or home / file, encoding="utf-8")
             if parser.has_section(section):
                 values |= dict(parser.items(section))
         except (configparser.Error, OSError, UnicodeDecodeError):
@@ -470,7 +465,7 @@ def _boto3_provider(profile: str | None) -> Callable[[], Any] | None:
 def _azure_connection() -> dict[str, Any]:
     """Return settings from the variables of the Azure tools that obstore does not read."""
     settings: dict[str, Any] = {}
-    text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
+    text = variable("AZURE_STORAGE_CONNECTION_STRING")
     parts = dict(part.partition("=")[::2] for part in text.split(";") if "=" in part)
     if parts.get("UseDevelopmentStorage", "").lower() == "true":
         return {"use_emulator": True}
@@ -482,7 +477,7 @@ def _azure_connection() -> dict[str, Any]:
     ):
         if parts.get(name):
             settings[key] = parts[name]
-    for variable, key in (("AZURE_STORAGE_ACCOUNT", "account_name"), ("AZURE_STORAGE_KEY", "account_key")):
-        if os.environ.get(variable) and not text:
-            settings[key] = os.environ[variable]
+    for name, key in (("AZURE_STORAGE_ACCOUNT", "account_name"), ("AZURE_STORAGE_KEY", "account_key")):
+        if variable(name) and not text:
+            settings[key] = variable(name)
     return settings

@@ -1,0 +1,304 @@
+"""Faults 332 to 334: what `load`, `diff`, `inspect` and `verify` show in a terminal of 80 and 120 columns, and in a pipe.
+
+A terminal is a pseudo-terminal of the given width, on which the real program runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import PROGRAM, run
+from rich.cells import cell_len
+from support import save_file
+
+import stio
+from stio import sync
+from stio.cli.diff import compare
+from stio.cli.numbers import cast_differences
+from stio.device.tensors import TORCH_DTYPES
+from stio.runtime.units import show_bytes
+
+LONG = "base_model.model.language_model.layers.{}.self_attention.rotary_projection.lora_A.default.weight"
+WIDTHS = pytest.mark.parametrize("width", [80, 120])
+
+
+def shown(width: int, *arguments: object, colours: bool = False) -> str:
+    """Return what the program shows on a terminal of some columns."""
+    main_fd, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR", "NO_COLOR")}
+    environment["PYTHONPATH"] = str(Path(stio.__file__).parents[1])  # the working directory is another one
+    environment |= {"TERM": "xterm-256color"} | ({} if colours else {"NO_COLOR": "1"})
+    process = subprocess.Popen([*PROGRAM, *map(str, arguments)], stdin=side, stdout=side, stderr=side, env=environment)
+    os.close(side)
+    content = b""
+    while True:
+        try:
+            content += os.read(main_fd, 65536)
+        except OSError:
+            break
+    process.wait()
+    os.close(main_fd)
+    return content.decode().replace("\r\n", "\n")
+
+
+def lines(width: int, *arguments: object) -> list[str]:
+    """Return the lines that are shown, none of them wider than the terminal."""
+    found = shown(width, *arguments).splitlines()
+    assert max(map(cell_len, found)) <= width, found
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with checkpoints of few, many and tied tensors, and with long names."""
+    folder = tmp_path_factory.mktemp("terminal")
+    os.chdir(folder)
+    generator = torch.Generator().manual_seed(1)
+    few = {"wte": torch.randn(50, 8, generator=generator), "h.bias": torch.zeros(8), "n": torch.tensor(1)}
+    many = {LONG.format(k): torch.randn(16, 4, generator=generator) for k in range(60)}
+    tuned = {name: tensor + (k % 2) / 4 for k, (name, tensor) in enumerate(many.items())}
+    tuned["new"] = tuned.pop(LONG.format(7))
+    sync.save(few, "few.safetensors")
+    sync.save(many, "many", max_shard_size="4kB", hash="sha256")
+    sync.save(tuned, "tuned.safetensors")
+    tie = torch.ones(30, 4)
+    tied = {LONG.format(k): tie for k in range(40)}
+    sync.save(tied, "tied.safetensors", metadata={"note": "word " * 200})
+    sync.convert("many", "half.safetensors", dtype="bfloat16")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+# 332: a mapping is called one.
+
+
+def test_c332_a_mapped_load_says_so() -> None:
+    for memory, text in (("auto", " mapped on cpu in "), ("map", " mapped on cpu in "), ("copy", "kB on cpu in ")):
+        done = run("load", "few.safetensors", "--device", "cpu", "--memory", memory)
+        assert text in done.stdout
+        found = json.loads(run("load", "few.safetensors", "--device", "cpu", "--memory", memory, "--json").stdout)
+        assert found["mapped"] == (memory != "copy")
+    lazy = run("load", "many", "--device", "cpu", "--memory", "lazy").stdout
+    assert re.search(r" mapped on cpu in .* s, read when they are used\n", lazy)
+
+
+def test_c332_what_is_not_mapped_does_not_say_so(tmp_path: Path) -> None:
+    sync.save({}, tmp_path / "empty.safetensors")
+    assert " on no device in " in run("load", tmp_path / "empty.safetensors", "--device", "cpu").stdout
+    timeline = tmp_path / "t.json"
+    done = run("load", "few.safetensors", "--device", "cpu", "--timeline", timeline)
+    assert " mapped on cpu" in done.stdout and timeline.exists()
+
+
+# 333: diff.
+
+
+@WIDTHS
+@pytest.mark.parametrize("other", ["tuned.safetensors", "half.safetensors"])
+def test_c333_the_verdict_is_first_and_the_columns_are_aligned(width: int, other: str) -> None:
+    found = lines(width, "diff", "many", other, "--no-progress")
+    assert found[0].startswith(f"many (A) and {other} (B): different, ")
+    start = next(k for k, line in enumerate(found) if "dtype and shape" in line)
+    column = found[start].index("dtype and shape")
+    rows = [line for line in found[start + 1 :] if "more; --all" not in line]
+    assert len(rows) > 5
+    for row in rows:
+        assert row[column:].startswith(("F32 ", "F32 -> BF16 [16, 4]"))
+        assert row[column - 1] == " "
+
+
+@pytest.mark.parametrize("arguments", [(), ("--header-only",), ("--tolerance", "0.001")])
+def test_c333_many_differences_are_limited_unless_all_are_requested(arguments: tuple[str, ...]) -> None:
+    found = run("diff", "many", "tuned.safetensors", *arguments, status=1).stdout.splitlines()
+    every = run("diff", "many", "tuned.safetensors", *arguments, "--all", status=1).stdout.splitlines()
+    assert found[0] == every[0]
+    assert len(found) <= 26
+    assert not any("--all" in line for line in every)
+    if "--header-only" not in arguments:
+        (more,) = [line for line in found if "--all" in line]
+        assert re.fullmatch(r"differs +(\d+) more; --all lists them", more)
+        differing = [line for line in every if line.startswith("differs")]
+        assert len(differing) == 20 + int(re.findall(r"\d+", more)[0]) == 29
+    assert [line.split()[3] for line in every if line.startswith("only in")] == [LONG.format(7), "new"]
+
+
+def test_c333_colours_are_for_terminals() -> None:
+    coloured = shown(100, "diff", "many", "tuned.safetensors", "--no-progress", colours=True)
+    assert "\x1b[31monly in A\x1b[0m" in coloured
+    assert "\x1b[32monly in B\x1b[0m" in coloured
+    assert "\x1b[33mdiffers  \x1b[0m" in coloured
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
+    assert plain == shown(100, "diff", "many", "tuned.safetensors", "--no-progress")
+    assert "\x1b" not in run("diff", "many", "tuned.safetensors", status=1).stdout
+    assert "\x1b[3" not in shown(100, "diff", "many", "tuned.safetensors", "--no-progress")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_c333_a_converted_checkpoint_is_compared_by_value(tmp_path: Path, dtype: str) -> None:
+    sync.convert("few.safetensors", tmp_path / "c.safetensors", dtype=dtype)
+    for sides in (("few.safetensors", tmp_path / "c.safetensors"), (tmp_path / "c.safetensors", "few.safetensors")):
+        text = run("diff", *sides, status=1).stdout
+        assert "2 tensors of another dtype and equal after rounding, 0 of 1 tensor of other values" in text
+        assert text.count("equal after rounding") == 3
+        assert run("diff", *sides, "--tolerance", "0.5").stdout.startswith(
+            f"{sides[0]} and {sides[1]}: equal, 3 tensors compared by values, with a tolerance of 0.5"
+        )
+    found = json.loads(run("diff", "few.safetensors", tmp_path / "c.safetensors", "--json", status=1).stdout)
+    assert [one["name"] for one in found["cast"]] == [one["name"] for one in found["changed"]] == ["h.bias", "wte"]
+    assert all(one["num_differing"] == 0 for one in found["cast"])
+
+
+def test_c333_a_converted_checkpoint_with_other_values_is_told(tmp_path: Path) -> None:
+    values = torch.tensor([1.0, -2.0, 1e-9, 3e38, 0.5])
+    other = values.bfloat16()
+    other[1] = -2.02
+    save_file({"w": values}, tmp_path / "a.safetensors")
+    save_file({"w": other}, tmp_path / "b.safetensors")
+    text = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", status=1).stdout
+    assert "1 tensor of another dtype and other values" in text
+    assert "F32 -> BF16 [5]  1 of 5 beyond rounding, by at most " in text
+    text = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--tolerance", "1e-3", status=1).stdout
+    assert "different, 1 of 1 tensor of other values, with a tolerance of 0.001" in text
+    assert re.search(r"differs  w     F32 -> BF16 \[5\]  2 of 5, by at most ", text)
+    assert (
+        "another dtype or shape"
+        in run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--header-only", status=1).stdout
+    )
+
+
+def test_c333_only_floats_of_one_shape_are_compared(tmp_path: Path) -> None:
+    save_file({"i": torch.ones(4), "s": torch.ones(4), "b": torch.ones(4).bool()}, tmp_path / "a.safetensors")
+    save_file({"i": torch.ones(4).int(), "s": torch.ones(2, 2).half(), "b": torch.ones(4)}, tmp_path / "b.safetensors")
+    found = compare(str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), tolerance=9.0)
+    assert (len(found.changed), found.num_same, found.equal) == (3, 0, False)
+
+
+FLOATS = [name for name, dtype in TORCH_DTYPES.items() if dtype.is_floating_point and name not in ("F4", "F64")]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("wide", ["F64", "F32"])
+def test_c333_rounding_is_within_and_a_step_more_is_not(dtype: str, wide: str) -> None:
+    """The reference is torch's own rounding, over many sizes of values, those below the smallest normal one too."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = torch.exp(torch.empty(20_000, dtype=torch.float64).uniform_(-40, 5, generator=generator))
+    if dtype == "F8_E8M0":
+        sizes = 2.0 ** torch.randint(-20, 20, (20_000,), generator=generator).double()
+    values = sizes.to(TORCH_DTYPES[wide])
+    cast = values.float().to(TORCH_DTYPES[dtype])
+    raw = [one.view(torch.uint8).numpy().tobytes() for one in (values, cast)]
+    found = cast_differences(wide, raw[0], dtype, raw[1])
+    assert found.num_differing == 0
+    assert cast_differences(dtype, raw[1], wide, raw[0]) == found
+    off = (cast.double() * 3).to(TORCH_DTYPES[wide])
+    large = int((cast.double() > 1e-2).sum())
+    found = cast_differences(wide, off.view(torch.uint8).numpy().tobytes(), dtype, raw[1])
+    if dtype != wide:
+        assert found.num_differing >= large > 0
+
+
+def test_c333_special_values_of_two_dtypes() -> None:
+    a = np.array([np.inf, -np.inf, np.nan, 1.0, np.inf, np.nan, 1e300], "<f8")
+    b = np.array([np.inf, -np.inf, np.nan, np.nan, 1.0, 1.0, np.inf], "<f4")
+    found = cast_differences("F64", a.tobytes(), "F32", b.tobytes())
+    assert (found.num_differing, found.num_nan, found.max_abs) == (4, 2, np.inf)
+    assert cast_differences("F64", a.tobytes(), "F32", b.tobytes(), 1e308).num_differing == 4
+    assert cast_differences("F64", b"", "F32", b"").max_abs is None
+
+
+def test_c333_large_tensors_of_two_dtypes_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stio.cli.diff.PIECE_BYTES", 6 << 10)
+    values = torch.arange(50_001, dtype=torch.float32)
+    save_file({"w": values}, tmp_path / "a.safetensors")
+    save_file({"w": values.double()}, tmp_path / "b.safetensors")
+    steps: list[Any] = []
+    sides = (str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"))
+    found = compare(*sides, progress=lambda nbytes, total: steps.append(nbytes))
+    assert found.cast[0][2].num_differing == 0
+    assert sum(steps) == values.nbytes
+    assert compare(*sides, tolerance=0.0).equal
+
+
+# 334: inspect and verify.
+
+
+@WIDTHS
+@pytest.mark.parametrize("name", ["few.safetensors", "many", "tied.safetensors", "tuned.safetensors"])
+@pytest.mark.parametrize("command", [("inspect",), ("inspect", "--tree"), ("verify", "--no-progress")])
+def test_c334_no_line_is_wider_than_the_terminal(width: int, name: str, command: tuple[str, ...]) -> None:
+    assert lines(width, *command, name)[0]
+
+
+@WIDTHS
+def test_c334_aliases_are_short_lines_of_one_row_each(width: int) -> None:
+    found = lines(width, "inspect", "tied.safetensors")
+    aliases = [line for line in found if line.startswith("alias ")]
+    assert len(aliases) == 8
+    for line in aliases:
+        assert re.fullmatch(r"alias \S+weight = \S+weight", line)
+    assert "31 more aliases: --wide lists them" in found
+    assert sum("stio.aliases" in line for line in found) == 0
+    (note,) = [line for line in found if line.startswith("metadata note")]
+    assert note.endswith("characters)")
+
+
+def test_c334_a_pipe_and_wide_get_all_of_them() -> None:
+    for text in (run("inspect", "tied.safetensors").stdout, shown(80, "inspect", "tied.safetensors", "--wide")):
+        text = " ".join(text.split())
+        assert text.count("alias ") == 39
+        assert f"alias {LONG.format(12)} = {LONG.format(0)}" in text
+        assert "word " * 200 in text + " "
+    assert len(json.loads(run("inspect", "tied.safetensors", "--json").stdout)["aliases"]) == 39
+
+
+def test_c334_one_size_in_all_commands(tmp_path: Path) -> None:
+    for name, nbytes in (("few.safetensors", 1640), ("many", 60 * 256)):
+        size = show_bytes(nbytes)
+        assert f" tensors, {size}, " in run("inspect", name).stdout
+        assert f" tensors, {size} " in run("load", name, "--device", "cpu").stdout
+        assert f", {size} in " in run("convert", name, tmp_path / f"{name}.copy").stdout
+    assert "(3 tensors, 1.64 kB)" in run("verify", "few.safetensors").stdout
+    shards = [line.split(", ") for line in run("inspect", "many").stdout.splitlines() if line.startswith("shard ")]
+    verified = re.findall(r"tensors?, (.*)\)", run("verify", "many").stdout)
+    assert [shard[1] for shard in shards] == verified
+
+
+@pytest.mark.parametrize("given", ["broken", "broken/", "./broken", "broken/model.safetensors.index.json"])
+@pytest.mark.parametrize("damage", ["header", "short", "text"])
+def test_c334_verify_says_a_path_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, damage: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    sync.save({f"t{k}": torch.ones(100) for k in range(6)}, "broken", max_shard_size="800")
+    shard = sorted(tmp_path.glob("broken/*-00002-of-*"))[0]
+    content = shard.read_bytes()
+    shard.write_bytes({"header": content[:8] + b"[" + content[9:], "short": content[:-9], "text": b"<html>"}[damage])
+    (found,) = run("verify", given, status=1).stdout.splitlines()
+    assert found.startswith(f"{given}: wrong: {shard.name}: ")
+    assert found.count(shard.name) == 1
+    assert found.count("broken") == 1
+    (found,) = run("verify", shard, status=1).stdout.splitlines()
+    assert found.count(shard.name) == 1
+
+
+def test_c334_a_path_that_begins_like_another_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sync.save({"a": torch.ones(3)}, "m.safetensors")
+    Path("m.safetensors").write_bytes(b"{}")
+    (found,) = run("verify", "m.safetensors", status=1).stdout.splitlines()
+    assert found.startswith("m.safetensors: wrong: ") and found.count("m.safetensors") == 1
