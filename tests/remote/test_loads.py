@@ -264,7 +264,9 @@ def test_every_fault_at_every_request(
         number += 1
     assert outcomes[-1] == "loaded"
     assert number > 4
-    if forever and fault.etag is None and not fault.unranged:  # another state, or no ranges, from the opening on is no fault
+    if (
+        forever and fault.etag is None and not fault.unranged
+    ):  # another state, or no ranges, from the opening on is no fault
         assert "loaded" not in outcomes[:-1]
 
 
