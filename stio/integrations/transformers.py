@@ -35,7 +35,7 @@ from typing import Any, Literal
 from torch import nn
 
 from stio import sync
-from stio.errors import CheckpointNotFoundError, MismatchError, StioError, install_command
+from stio.errors import CheckpointNotFoundError, MismatchError, StioError, install_command, listed
 from stio.integrations._hub_pushes import HubPushes
 from stio.integrations._processes import exchange
 from stio.integrations._random import random_states, set_random_states
@@ -553,7 +553,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _missing_states_reason(self, args: TrainingArguments, state: TrainerState) -> str | None:
         others = set(state.stateful_callbacks) - {TrainerControl.__name__, _STATE_KEY}
         if self._trainer is None and others and args.restore_callback_states_from_checkpoint:
-            return f"it cannot reach the states of {', '.join(sorted(others))}; train with StioCallback.resume(trainer)"
+            return f"it cannot reach the states of {listed(sorted(others))}; train with StioCallback.resume(trainer)"
         return None
 
     # Resuming.

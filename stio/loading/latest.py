@@ -11,6 +11,7 @@ from stio.errors import (
     CheckpointNotFoundError,
     FormatError,
     IndexFormatError,
+    listed,
 )
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.format.step_names import step_named
@@ -64,7 +65,7 @@ def latest(directory: str | os.PathLike[str]) -> str:
             message = (
                 f"several checkpoints are of the newest step, {step}: pass one of them, or save each step by one call"
             )
-            names = ", ".join(os.path.basename(entry) for entry in complete)
+            names = listed(os.path.basename(entry) for entry in complete)
             raise AmbiguousCheckpointError(message, path=path, expected="one", found=names)
         if complete:
             if incomplete:

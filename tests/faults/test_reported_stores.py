@@ -650,6 +650,20 @@ def test_c342_retry_after_by_s3_and_as_a_date(monkeypatch: pytest.MonkeyPatch) -
         assert len(server.requests) <= 6
 
 
+def test_c342_retry_after_with_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by S3: from the second answer on."""
+    authority, certificate = new_certificate(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", authority)
+
+    def answer(handler: Any, k: int) -> None:
+        send(handler, 429, Retry_After="1") if k < 3 else send_object(handler)
+
+    with Server(answer, certificate) as server:
+        loads(f"{server.url}/model.safetensors")
+        gaps = [b - a for a, b in itertools.pairwise(server.times)]
+        assert min(gaps[1:3]) >= 0.95
+
+
 def test_c342_a_pause_that_is_too_long_is_an_error() -> None:
     with Server(lambda handler, k: send(handler, 429, Retry_After="7200")) as server:
         began = time.monotonic()
@@ -753,7 +767,7 @@ def test_c343_the_log_says_what_is_repeated(caplog: pytest.LogCaptureFixture) ->
     with Server(lambda handler, k: send(handler, 500, b"oh") if k < 2 else send_object(handler)) as server:
         caplog.set_level("INFO", logger="stio")
         loads(one_file(server.url))
-        assert f"{server.url}/model.safetensors: attempt 1 of 8 failed (busy" in caplog.text
+        assert f"{server.url}/model.safetensors: attempt 1 failed (busy" in caplog.text
 
 
 TOKEN_ANSWER = """<AssumeRoleWithWebIdentityResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">

@@ -19,6 +19,7 @@ from stio.errors import (
     StallTimeoutError,
     StioError,
     StorageError,
+    listed,
     one_line,
 )
 from stio.runtime.panics import PanicError, without_panic
@@ -179,7 +180,7 @@ class Failure:
             )
         what, remedy, number = _MESSAGES[self.kind]
         if self.kind == "panic" and (names := set_variables(path.partition("://")[0])):
-            remedy = f"{remedy}; these variables are set: {', '.join(names)}"
+            remedy = f"{remedy}; these variables are set: {listed(names)}"
         pause = f"; it requests a pause of {self.retry_after_seconds:g} s" if self.retry_after_seconds else ""
         return StorageError(
             f"{what}{tried}; {remedy.format(work=work)}{pause}{cause}",

@@ -151,6 +151,8 @@ def _answer(name: str, url: str, authorities: Authorities, *, token: str = "", f
             data=form,
             is_local=host.startswith("169.254."),
         ).body
+    except StorageError as error:  # the certificates cannot be read
+        raise CredentialsError(str(error)) from None
     except RefusedError as error:
         found = failure_of(error)
         kind = BusyCredentialsError if found.kind == "busy" else CredentialsError

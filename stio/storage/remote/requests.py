@@ -135,6 +135,8 @@ class Attempts:
                 work=self._work,
             )
         most = patience.num_stalls if failure.is_slow else patience.num_attempts
+        if failure.kind == "busy" and patience.busy_seconds:
+            most = 0  # it is a matter of time
         detail = failure.cause or failure.rate
         requested = f"; the store requests a pause of {failure.retry_after_seconds:g} s"
         log(
@@ -142,7 +144,7 @@ class Attempts:
             "%s: attempt %d%s failed (%s%s); trying again%s",
             self._path,
             self.number,
-            f" of {most}" if self.number < most else "",
+            f" of {most}" if most else "",
             failure.kind,
             f": {detail}" if detail else "",
             requested if failure.retry_after_seconds else "",

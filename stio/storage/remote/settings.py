@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from stio.errors import StorageError, printable
+from stio.errors import StorageError, listed, printable
 
 Options = Mapping[str, Any]
 
@@ -289,7 +289,7 @@ def advice_on_settings(scheme: str, reason: str, config: Options, client_options
             nearest = f"the nearest settings of {argument}= are" if near else f"{argument}= takes"
             return f"; {nearest} {', '.join(near or known)}"
     names = set_variables(scheme)
-    return f"; these variables are set: {', '.join(names)}" if names else ""
+    return f"; these variables are set: {listed(names)}" if names else ""
 
 
 _LONGEST_NAME = 40
