@@ -116,7 +116,7 @@ def require_data(name: str, tensor: torch.Tensor) -> Extent:
         what = f"tensor {printable(name)!r}" if name else "a tensor"
         raise ValueError(
             f"{what} has no data: {error}; save the model while it is awake or gathered (of FSDP1: {GATHER_FSDP}); "
-            f"expected {error.needed_bytes:,} bytes, found {error.held_bytes:,}"
+            f"expected {error.needed_bytes:,} bytes, found {error.held_bytes:,} bytes"
         ) from None
 
 
