@@ -126,6 +126,8 @@ class Failure:
     """The message of the server or of the connection, on one line, without secrets."""
     retry_after_seconds: float = 0.0
     """The pause that the server requests; 0: none."""
+    is_throttled: bool = False
+    """Whether the store says that it refuses the request for the moment (429, 503)."""
     rate: str = ""
     """How fast the bytes came, of a stall; "": not at all."""
 
@@ -298,7 +300,7 @@ def _of_text(name: str, text: str, details: str) -> Failure:
     if name in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
         return Failure("denied", summary)
     if status in (408, 409, 425, 429) or status >= 500 or "RequestTimeout" in text or "SlowDown" in text:
-        return Failure("busy", summary)
+        return Failure("busy", summary, is_throttled=status in (429, 503) or "SlowDown" in text)
     if (
         300 <= status < 400
         or "Received redirect without LOCATION" in text

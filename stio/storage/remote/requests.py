@@ -71,7 +71,7 @@ class Patience:
             seconds: Time since the first attempt.
             pause_seconds: The pause before the next one.
         """
-        if failure.kind == "busy" and self.busy_seconds:
+        if failure.is_throttled and self.busy_seconds:
             return pause_seconds > self.busy_seconds - seconds
         return attempt >= self.num_attempts or failure.retry_after_seconds > self.longest_pause_seconds
 
@@ -135,7 +135,7 @@ class Attempts:
                 work=self._work,
             )
         most = patience.num_stalls if failure.is_slow else patience.num_attempts
-        if failure.kind == "busy" and patience.busy_seconds:
+        if failure.is_throttled and patience.busy_seconds:
             most = 0  # it is a matter of time
         detail = failure.cause or failure.rate
         requested = f"; the store requests a pause of {failure.retry_after_seconds:g} s"
