@@ -402,7 +402,7 @@ OPERATIONS = (
 
 MOVE_NO_TENSORS = frozenset(
     {
-        "stats",
+        *("latest", "stats"),
         *("Checkpoint.aclose", "Checkpoint.__iter__", "Checkpoint.close"),
         *("DiskCache.discard", "DiskCache.evict", "DiskCache.fetch", "DiskCache.leftovers", "DiskCache.replacement"),
         "DiskCache.stats",
@@ -411,7 +411,7 @@ MOVE_NO_TENSORS = frozenset(
         *("PendingSave.done", "PendingSave.ended", "PendingSave.outcome", "PendingSave.start"),
         "PendingSave.wait_staged",
         *("RemoteRoot.begin", "RemoteRoot.close", "RemoteRoot.listdir", "RemoteRoot.open", "RemoteRoot.open_ahead"),
-        "RemoteRoot.within",
+        *("RemoteRoot.again", "RemoteRoot.explained", "RemoteRoot.within"),
         *("SaveOptions.max_shard_bytes", "SaveOptions.with_changes"),
         *("Saver.aclose", "Saver.close"),
         *("Stream.aclose", "Stream.close", "Stream.__iter__", "Stream.promote"),

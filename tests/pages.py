@@ -262,8 +262,14 @@ def run_server(block: Block, script: str, env: dict[str, str], port: int) -> Ite
                 raise PageError(f"{block.place}: no server listens on port {port}:\n{script}\n{log.read()}")
             yield
         finally:
+            deadline = time.monotonic() + _PATIENCE_SECONDS
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
+                process.wait(_PATIENCE_SECONDS)
+                while time.monotonic() < deadline:  # bash ends before the server, which has the port until its end
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.02)
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait(_PATIENCE_SECONDS)
 
 

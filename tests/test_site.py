@@ -277,7 +277,7 @@ def test_the_reference_shows_what_users_call(name: str, members: dict[str, set[s
     for owner, shown in members.items():
         assert owner in found
         assert {each.rpartition(".")[2] for each in found if each.rpartition(".")[0] == owner} == shown
-    assert "patience" not in text and "LoadOptions, order" not in text, "parameters that are for tests, or for stio"
+    assert "LoadOptions, order" not in text, "parameters that are for tests, or for stio"
 
 
 def test_every_file_of_html_is_checked(site: Path) -> None:

@@ -69,7 +69,7 @@ def test_errors_are_one_sentence(source: Path, tmp_path: Path) -> None:
     assert "--dtype takes a floating dtype, such as " in refused(source, tmp_path / "d", "--dtype", "int8")
     unknown = refused(source, tmp_path / "d", "--dtype", "bfloat61")
     assert "--dtype takes the name of a dtype in torch or in the format, such as " in unknown
-    assert "bfloat16 or BF16" in unknown
+    assert "'bfloat16' or 'BF16'" in unknown
     assert unknown.endswith("; did you mean 'bfloat16'?")
     assert "is no size" in refused(source, tmp_path / "d", "--max-shard-size", "big")
     assert not (tmp_path / "d").exists()
