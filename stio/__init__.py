@@ -5,7 +5,7 @@
 Names are imported when they are first used, so that `import stio` does not import torch. On a running event loop the
 functions, and the classes that are entered by `async with`, are imported on a thread (`stio.runtime.first_use`). Other
 names are imported at once. Of these, `LazyTensor`, `Checkpoint`, `Stream`, `LoadReport`, `LoadOptions`, `WarmStart`,
-`SaveOptions`, `SaveResult`, `PendingSave` and `sync` import torch, and so does `stio.distributed`.
+`PendingSave` and `sync` import torch, and so does `stio.distributed`.
 
 Levels, from the base: `errors.py`; `runtime/`; `format/` (pure); `device/` and `storage/`; `loading/` and `saving/`;
 `conversion/`, `distributed/` and `state.py` (nested state); this module and `sync.py` (blocking twins); `cli/`,

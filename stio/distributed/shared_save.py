@@ -291,8 +291,8 @@ def _tree_of(metadata: Mapping[str, str] | None, sources: Sequence[TensorSource]
     text = (metadata or {}).get(STATE_KEY, "")
     if text != POINTER:
         return text.encode()
-    data = next(source.data for source in sources if source.name == TREE_TENSOR)
-    return bytes(Region(data.data_ptr(), data.nbytes, data).view())
+    data = next((source.data for source in sources if source.name == TREE_TENSOR), None)
+    return b"" if data is None else bytes(Region(data.data_ptr(), data.nbytes, data).view())
 
 
 def _with_tree(
@@ -300,7 +300,7 @@ def _with_tree(
 ) -> tuple[Layout, Mapping[str, str] | None]:
     """Return a layout and the metadata with another text of the tree, in the place where it is."""
     text = (metadata or {}).get(STATE_KEY)
-    if text is None:
+    if text is None or not tree:  # none, or metadata of another checkpoint
         return layout, metadata
     if text != POINTER:
         return layout, {**(metadata or {}), STATE_KEY: tree.decode()}

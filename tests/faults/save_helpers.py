@@ -258,7 +258,7 @@ sync.save(generation(0), MemoryDestination())  # imports what a save needs
 asyncio.run(asyncio.sleep(0))
 pids = {}
 for k, code in enumerate(scripts):
-    where = directory / str(k)
+    where = directory / f"script{k}"  # a number alone would be that of a step
     where.mkdir(mode=0o755)
     pid = os.fork()
     if not pid:
@@ -291,7 +291,7 @@ def run_together(
     assert found.returncode == 0, found.stderr
     ended = json.loads(found.stdout)
     return {
-        name: Outcome(ended[str(k)], *((directory / f"{k}.{end}").read_text() for end in ("out", "err")))
+        name: Outcome(ended[f"script{k}"], *((directory / f"script{k}.{end}").read_text() for end in ("out", "err")))
         for k, name in enumerate(scripts)
     }
 

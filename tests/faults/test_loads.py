@@ -321,8 +321,7 @@ asyncio.run(main())
 
 
 IMPORT_TORCH_AT_ONCE = {
-    "Checkpoint", "LazyTensor", "LoadOptions", "LoadReport", "PendingSave", "SaveOptions", "SaveResult", "Stream",
-    "WarmStart", "sync",
+    "Checkpoint", "LazyTensor", "LoadOptions", "LoadReport", "PendingSave", "Stream", "WarmStart", "sync",
 }  # fmt: skip
 
 

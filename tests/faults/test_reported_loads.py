@@ -407,7 +407,7 @@ def test_c309_the_others_are_loaded(lacking: Path, caplog: pytest.LogCaptureFixt
     ):
         with pytest.raises(stio.TensorNotFoundError) as caught:
             call()
-        assert caught.value.found == "c"
+        assert caught.value.requested == "c"
 
 
 def test_c308_c309_both_at_once(lacking: Path) -> None:

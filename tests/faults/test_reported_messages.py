@@ -230,9 +230,9 @@ def test_c321_an_old_checkpoint_given_to_a_load(tmp_path: Path, zipped: bool) ->
     weights = module().state_dict()
     torch.save({"state_dict": weights, "epoch": 3}, tmp_path / "old.ckpt", _use_new_zipfile_serialization=zipped)
     for load in (sync.load, sync.load_state, lambda path: sync.load_into(module(), path)):
-        with pytest.raises(stio.FormatError, match=r"a file of torch\.save: `stio convert SOURCE DESTINATION`"):
+        with pytest.raises(stio.FormatError, match=r"a file of torch\.save.*`stio convert SOURCE DESTINATION`"):
             load(tmp_path / "old.ckpt")
-    with pytest.raises(stio.AmbiguousCheckpointError, match="--key state_dict"):
+    with pytest.raises(stio.AmbiguousCheckpointError, match="key='state_dict'"):
         sync.convert(tmp_path / "old.ckpt", tmp_path / "new")
     sync.convert(tmp_path / "old.ckpt", tmp_path / "new", key="state_dict")
     require_equal(sync.load(tmp_path / "new"), weights)
