@@ -23,7 +23,7 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS)/.stio-frameworks
 # The tests start hundreds of processes; without its bytecode each of them would compile stio again.
 unexport PYTHONDONTWRITEBYTECODE
 
-PARTS := ranks frameworks children packages commands loading faults storage device types
+PARTS := ranks frameworks reported children faults packages commands loading storage device types
 .PHONY: demo test check $(PARTS:%=check-%) frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed gpu rehearse-gpu fuzz crash package release-check extras clean
 
 # DEMO_ARGS="--picture docs/demo.svg" draws the picture of the pages again; --help lists the other options.
@@ -51,6 +51,7 @@ FRAMEWORK_TESTS := tests/compat tests/frameworks tests/integrations $(PAGES)
 STORAGE := tests/storage tests/saving
 LOADING := tests/loading
 FAULTS := tests/faults tests/versions
+REPORTED := tests/faults/test_reported_*.py
 
 check-children:
 	@$(BIN)/python -m pytest -q $(QUICK) $(CHILDREN)
@@ -82,7 +83,10 @@ check-types:
 
 # A test that is expected to fail is not listed here; `make faults` lists all.
 check-faults:
-	@$(BIN)/python -m pytest -q -r fEs $(QUICK) $(FAULTS)
+	@$(BIN)/python -m pytest -q -r fEs $(QUICK) --ignore-glob='$(REPORTED)' $(FAULTS)
+
+check-reported:
+	@$(BIN)/python -m pytest -q $(QUICK) $(REPORTED)
 
 # Tests that need an accelerator run on the simulated one (tests/simdevice), in a separate process: torch can have only
 # one. The files are those that import tests/accelerators.py, since to collect all tests would take longer.
