@@ -680,7 +680,10 @@ def readers():
     thread.start()
     num_readers, since = 0, time.monotonic()
     # All threads that were started wait at the gate, except those that begin the load and those of the device.
-    while thread.is_alive() and (not num_readers or num_readers < len(started) - 2) and time.monotonic() < since + 3:
+    # A busy machine may take long until the first one does.
+    while thread.is_alive() and (
+        not num_readers or (num_readers < len(started) - 2 and time.monotonic() < since + 3)
+    ):
         if root.num_waiting != num_readers:
             num_readers, since = root.num_waiting, time.monotonic()
         time.sleep(0.001)
