@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 locks = importlib.import_module("stio.runtime.locks")
 loops = importlib.import_module("loops")
+calls = importlib.import_module("stio.storage.commit.syscalls")
 logged_under_a_lock: list[str] = []
 
 
@@ -140,3 +142,17 @@ def plain_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the priority of the test's own thread, on which such a test runs a worker."""
     for name in ("loading.scheduler", "saving.scheduler", "runtime.workers"):
         monkeypatch.setattr(importlib.import_module(f"stio.{name}"), "be_nice", lambda: None)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Saves do not become durable before the event is set."""
+    plain, release = calls.fsync, threading.Event()
+
+    def fsync(fd: int) -> None:
+        assert release.wait(30)
+        plain(fd)
+
+    monkeypatch.setattr(calls, "fsync", fsync)
+    yield release
+    release.set()

@@ -13,12 +13,14 @@ import textwrap
 import threading
 import time
 import types
+from argparse import Namespace
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -524,3 +526,20 @@ def run_python(
         check=False,
         **options,
     )
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, and of the same types all the way down."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray | np.generic):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Namespace):
+        return same(vars(one), vars(other))
+    return bool(one == other)

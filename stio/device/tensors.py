@@ -92,7 +92,7 @@ def checked_cast(dtype: object) -> torch.dtype:
         ValueError: torch has no dtype of this name, or the cast would lose the values.
     """
     found = checked_dtype(dtype)
-    if kind_of(found) < kind_of(torch.float32):
+    if _rank(found) < _rank(torch.float32):
         raise ValueError(
             f"dtype= casts floating tensors, and {printable(str(found).removeprefix('torch.'))!r} would lose their "
             "values: give a floating dtype, such as 'bfloat16', or none, and cast the loaded tensors yourself"
@@ -100,18 +100,18 @@ def checked_cast(dtype: object) -> torch.dtype:
     return found
 
 
-def kind_of(dtype: torch.dtype) -> int:
-    """Return the kind of a dtype: 0 whole numbers and truth values, 1 floating, 2 complex.
+def _rank(dtype: torch.dtype) -> int:
+    """Return the rank of a dtype: 0 whole numbers and truth values, 1 floating, 2 complex.
 
-    A cast to a lower kind loses values, not only precision: the fraction, or the imaginary part.
+    A cast to a lower rank loses values, not only precision: the fraction, or the imaginary part.
     """
     return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0
 
 
 def loses_values(stored: str, dtype: torch.dtype) -> bool:
-    """Return whether a copy of a tensor of the format into one of torch would lose its values; see `kind_of`."""
+    """Return whether a copy of a tensor of the format into one of torch would lose its values; see `_rank`."""
     own = TORCH_DTYPES.get(stored)
-    return own is not None and kind_of(own) > kind_of(dtype)
+    return own is not None and _rank(own) > _rank(dtype)
 
 
 _LONGEST_NAME = 40

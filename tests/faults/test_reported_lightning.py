@@ -41,20 +41,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Saves do not become durable before the event is set."""
-    plain, release = calls.fsync, threading.Event()
-
-    def fsync(fd: int) -> None:
-        assert release.wait(30)
-        plain(fd)
-
-    monkeypatch.setattr(calls, "fsync", fsync)
-    yield release
-    release.set()
-
-
-@pytest.fixture
 def slow() -> Iterator[None]:
     """Saves are not durable before the step after them has ended."""
     with lightning_files.slow_disk(0.1):

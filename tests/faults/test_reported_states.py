@@ -11,26 +11,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from distributed.ranks import run_ranks
+from support import same
 
 import stio
 from stio import sync
 from stio.distributed import StioStorageReader, StioStorageWriter
 from stio.format.state_tree import STATE_KEY, encode_tree
 from stio.integrations._tagged import from_plain, to_plain
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equal, and of the same types all the way down."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, np.ndarray | np.generic):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
-
 
 CODES = ["?", *"bBhHiIlLqQefdFD", "S3", "U3", "M8[ns]", "m8[s]", ">f4", ">i8", ">U2"]
 LARGE = np.arange(40_000, dtype=np.float64).reshape(4, 100, 100)

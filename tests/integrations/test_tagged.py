@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from support import same
 
 import stio
 from stio import sync
@@ -32,23 +33,6 @@ class Pair(NamedTuple):
 
 class MyDict(dict[str, int]):
     pass
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equal, and of the same types all the way down."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, np.ndarray | np.generic):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, Namespace):
-        return same(vars(one), vars(other))
-    return bool(one == other)
 
 
 KEPT = {
