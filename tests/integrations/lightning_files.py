@@ -26,6 +26,8 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 
+from stio.conversion.torch_files import kind_of_file
+from stio.format.file_kinds import TORCH_SAVE
 from stio.integrations.lightning import StioCheckpointIO
 from stio.storage.commit import syscalls as calls
 
@@ -133,9 +135,9 @@ def found(directory: Path) -> dict[str, Any]:
 
 
 def _content(path: Path, directory: Path) -> Any:
-    try:
+    if kind_of_file(str(path)) is TORCH_SAVE:
         state = torch.load(path, weights_only=False)
-    except Exception:  # of stio
+    else:  # pickle would read text of the header as a size, and allocate 10 GB
         state = StioCheckpointIO().load_checkpoint(path)
         state.pop("stio.random", None)
     return _comparable(state, str(directory))
