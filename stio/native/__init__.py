@@ -1,0 +1,366 @@
+"""The engine: a library in C that moves bytes from files into host memory and onto devices, on threads of its own.
+
+Python decides, C moves. Python opens and checks files, plans, allocates, makes tensors and raises errors; the engine
+gets ranges of bytes and reports which groups of them are complete. It never calls Python and takes no lock of it, so
+its speed does not depend on other Python threads. `engine.h` is its contract; `engine.c` has transfers and threads,
+`ring.c` the pinned memory that devices copy from, `drivers.c` the functions of CUDA's and HIP's drivers, `pinned.c`
+their memory. This module finds the library, checks its version and declares its functions; nothing else calls it.
+
+Without the library (`STIO_NATIVE=0`, no compiler at the installation, not Linux) `available()` is false, and loads use
+the plain executor, `stio.loading.plain`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import os
+import sys
+from array import array
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stio.runtime.control_groups import num_processors
+
+logger = logging.getLogger("stio")
+
+VERSION = 1
+"""Version of the library's interface, `STIO_ENGINE_VERSION`."""
+LIBRARY = Path(__file__).parent / "libstio.so"
+"""The library, which the installation compiles."""
+CHUNK_BYTES = 2 << 20
+"""Size of a slot of a ring, `STIO_CHUNK_BYTES`."""
+POPULATE, TOUCH = 1, 2
+"""Flags of a range; see `engine.h`."""
+READING, TRUNCATED, SHRUNK, DRIVER, NO_MEMORY = 1, 2, 3, 4, 5
+"""Kinds of a failure."""
+
+_MOST_THREADS = 16
+_LEAST_THREADS = 4  # threads that wait for a disk need no processor
+_TEXT_BYTES = 256
+_MOST_TAKEN = 256
+_END_MS = 10_000
+
+
+class Done(NamedTuple):
+    """A group that is complete."""
+
+    group: int
+    """Its number."""
+    thread: int
+    """Number of the thread that moved its last bytes."""
+    started: float
+    """When its first bytes were taken, a reading of `time.perf_counter`."""
+    ended: float
+    """When its last bytes were there."""
+
+
+class Failure(Exception):
+    """A transfer ended early. Never leaves stio: the caller knows the file and raises an error of `stio.errors`."""
+
+    def __init__(self, found: _Failure) -> None:
+        self.kind: int = found.kind
+        self.code: int = found.code
+        self.group: int = found.group
+        self.populates = found.doing == POPULATE
+        self.offset: int = found.offset
+        self.nbytes: int = found.nbytes
+        self.text: str = found.text.decode(errors="replace")
+        super().__init__(f"kind {self.kind}, code {self.code}")
+
+
+class _Failure(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("code", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("doing", ctypes.c_int32),
+        ("offset", ctypes.c_int64),
+        ("nbytes", ctypes.c_uint64),
+        ("text", ctypes.c_char * _TEXT_BYTES),
+    )
+
+
+class _Done(ctypes.Structure):
+    _fields_ = (
+        ("group", ctypes.c_int32),
+        ("thread", ctypes.c_int32),
+        ("started", ctypes.c_double),
+        ("ended", ctypes.c_double),
+    )
+
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+
+# Calls that wait release the GIL; those that only set something keep it.
+_WAITING: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "stio_engine_end": (None, (_INT,)),
+    "stio_ring_trim": (None, (_POINTER,)),
+    "stio_transfer_take": (_INT, (_POINTER, _POINTER, _INT, _INT, _POINTER)),
+    "stio_transfer_end": (None, (_POINTER,)),
+    "stio_driver_open": (_POINTER, (ctypes.c_char_p, _INT, _POINTER, ctypes.c_char_p)),
+}
+_SHORT: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "stio_engine_version": (_INT, ()),
+    "stio_engine_set_threads": (None, (_INT,)),
+    "stio_engine_set_idle": (None, (_INT,)),
+    "stio_engine_num_threads": (_INT, ()),
+    "stio_ring_new": (_POINTER, (_POINTER, _POINTER, _POINTER, _INT)),
+    "stio_ring_state": (ctypes.c_uint64, (_POINTER, _POINTER, _POINTER)),
+    "stio_ring_free": (None, (_POINTER,)),
+    "stio_transfer_new": (_POINTER, (_INT, _INT)),
+    "stio_transfer_add": (_INT, (_POINTER, _POINTER, ctypes.c_size_t)),
+    "stio_transfer_arrange": (None, (_POINTER, _POINTER, ctypes.c_size_t)),
+    "stio_transfer_wake": (None, (_POINTER,)),
+    "stio_transfer_stop": (None, (_POINTER,)),
+    "stio_transfer_moved_bytes": (ctypes.c_uint64, (_POINTER,)),
+    "stio_transfer_free": (None, (_POINTER,)),
+}
+
+
+class _Library:
+    """The functions of the library, by their names without `stio_`."""
+
+    def __init__(self, path: Path) -> None:
+        waiting, short = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        for library, functions in ((waiting, _WAITING), (short, _SHORT)):
+            for name, (result, arguments) in functions.items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
+                setattr(self, name.removeprefix("stio_"), function)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+@cache
+def _library() -> _Library | None:
+    if os.environ.get("STIO_NATIVE", "1") == "0" or not sys.platform.startswith("linux"):
+        return None
+    try:
+        library = _Library(LIBRARY)
+    except (OSError, AttributeError) as error:
+        logger.info("loads use the plain executor, which is slower, since there is no engine: %s", error)
+        return None
+    if (found := library.engine_version()) != VERSION:
+        logger.warning("loads use the plain executor, since %s has version %d, not %d", LIBRARY, found, VERSION)
+        return None
+    library.engine_set_threads(min(_MOST_THREADS, max(_LEAST_THREADS, num_processors())))
+    atexit.register(library.engine_end, _END_MS)  # before the interpreter frees what the threads read and write
+    return library
+
+
+def available() -> bool:
+    """Return whether the library is here, and not switched off by `STIO_NATIVE=0`."""
+    return _library() is not None
+
+
+def _functions() -> _Library:
+    library = _library()
+    if library is None:
+        raise RuntimeError("there is no engine")
+    return library
+
+
+class Ranges:
+    """Ranges to move, in the form that the library takes."""
+
+    def __init__(self) -> None:
+        self._fields = array("q")
+
+    def __len__(self) -> int:
+        return len(self._fields) // 7
+
+    def file_to_host(
+        self, group: int, fd: int, direct_fd: int, offset: int, nbytes: int, target: int, flags: int = 0
+    ) -> None:
+        """Add bytes of a file for host memory at `target`, or, with `POPULATE`, pages of its mapping there."""
+        self._add(offset, 0, target, nbytes, 0, fd, direct_fd, group, flags)
+
+    def file_to_device(
+        self, group: int, fd: int, direct_fd: int, offset: int, nbytes: int, target: int, ring: Ring
+    ) -> None:
+        """Add bytes of a file for memory of a ring's device at `target`."""
+        self._add(offset, 0, target, nbytes, ring.pointer, fd, direct_fd, group, 0)
+
+    def host_to_device(self, group: int, source: int, nbytes: int, target: int, ring: Ring) -> None:
+        """Add host memory at `source`, which should be pinned, for memory of a ring's device."""
+        self._add(0, source, target, nbytes, ring.pointer, -1, -1, group, 0)
+
+    def host_to_host(self, group: int, source: int, nbytes: int, target: int) -> None:
+        """Add host memory at `source` for host memory at `target`."""
+        self._add(0, source, target, nbytes, 0, -1, -1, group, 0)
+
+    def _add(
+        self,
+        offset: int,
+        source: int,
+        target: int,
+        nbytes: int,
+        ring: int,
+        fd: int,
+        direct_fd: int,
+        group: int,
+        flags: int,
+    ) -> None:
+        # Two int32 of the structure are one int64 here, the first one in the low half (x86-64, aarch64).
+        descriptors, number = (fd & 0xFFFFFFFF) | direct_fd << 32, group | flags << 32
+        self._fields.extend((offset, source, target, nbytes, ring, descriptors, number))
+
+    def buffer(self) -> tuple[int, int]:
+        """Return address and number of the ranges."""
+        return self._fields.buffer_info()[0], len(self)
+
+
+class Driver(NamedTuple):
+    """Table of a driver's functions, and the context of one device."""
+
+    table: int
+    """Address of a `stio_driver`."""
+    context: int
+    """The device's context, not 0."""
+
+
+def open_driver(kind: str, device: int) -> Driver | str:
+    """Return the driver of a device; a text with the reason if it is not here.
+
+    Args:
+        kind: `"cuda"` or `"hip"`.
+        device: Number of the device.
+    """
+    context = ctypes.c_void_p()
+    why = ctypes.create_string_buffer(_TEXT_BYTES)
+    table = _functions().driver_open(kind.encode(), device, ctypes.byref(context), why)
+    if table is None or context.value is None:
+        return why.value.decode(errors="replace")
+    return Driver(table, context.value)
+
+
+class Ring:
+    """Pinned memory out of which a device copies, shared by all loads to the device.
+
+    Args:
+        driver: Of the device.
+        stream: Handle of the stream on which all copies are queued; the caller keeps it.
+        node: NUMA node of the device; None: unknown.
+    """
+
+    def __init__(self, driver: Driver, stream: int, node: int | None) -> None:
+        self._library = _functions()
+        self.pointer: int = self._library.ring_new(driver.table, driver.context, stream, -1 if node is None else node)
+        """Address of the ring."""
+        if not self.pointer:
+            raise MemoryError("no memory for a ring")
+
+    def _state(self) -> tuple[int, int, int]:
+        refused, failed = ctypes.c_int(), ctypes.c_int()
+        held = self._library.ring_state(self.pointer, ctypes.byref(refused), ctypes.byref(failed))
+        return int(held), refused.value, failed.value
+
+    @property
+    def held_bytes(self) -> int:
+        """Size of its memory."""
+        return self._state()[0]
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether the driver refused to pin memory, so that copies are slower."""
+        return bool(self._state()[1])
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a copy was refused or has failed; every later one fails too."""
+        return bool(self._state()[2])
+
+    def trim(self) -> None:
+        """Return its memory to the system, unless a load uses it. Blocks for milliseconds."""
+        self._library.ring_trim(self.pointer)
+
+    def release(self) -> None:
+        """Release it, when the last load that uses it has ended. It must not be used any more."""
+        self._library.ring_free(self.pointer)
+
+
+class Transfer:
+    """An order of ranges, which the engine moves. Used by one thread, except `wake`, `stop` and `moved_bytes`.
+
+    Args:
+        weight: Share of the engine's threads beside other transfers.
+        most_chunks: Most slots of rings that it uses at one time; 0: no limit.
+
+    Raises:
+        OSError: The process cannot start a thread.
+    """
+
+    def __init__(self, *, weight: int = 1, most_chunks: int = 0) -> None:
+        self._library = _functions()
+        self._process = os.getpid()
+        self._pointer: int | None = self._library.transfer_new(weight, most_chunks)
+        if not self._pointer:
+            raise OSError("the engine cannot start a thread")
+        self._done = (_Done * _MOST_TAKEN)()
+
+    def add(self, ranges: Ranges) -> None:
+        """Append ranges. All ranges of a group come in one call, in the order of their places in the file.
+
+        Raises:
+            MemoryError: There is no memory for them.
+        """
+        if len(ranges) and self._library.transfer_add(self._pointer, *ranges.buffer()):
+            raise MemoryError("no memory for the ranges of a load")
+
+    def arrange(self, groups: Iterable[int]) -> None:
+        """Move these groups next, in this order, as far as they are not moved yet; then the others, as before."""
+        numbers = array("i", groups)
+        self._library.transfer_arrange(self._pointer, numbers.buffer_info()[0], len(numbers))
+
+    def take(self, seconds: float | None = None) -> list[Done]:
+        """Wait, without the GIL, for groups that are complete; return them. Empty after `wake`, `stop` or the time.
+
+        Raises:
+            Failure: The transfer has failed.
+        """
+        failure = _Failure()
+        timeout = -1 if seconds is None else max(0, int(seconds * 1000))
+        count = self._library.transfer_take(
+            self._pointer, ctypes.byref(self._done), _MOST_TAKEN, timeout, ctypes.byref(failure)
+        )
+        if count < 0:
+            raise Failure(failure)
+        return [Done(one.group, one.thread, one.started, one.ended) for one in self._done[:count]]
+
+    def wake(self) -> None:
+        """Let `take` return. Callable from any thread; short."""
+        self._library.transfer_wake(self._pointer)
+
+    def stop(self) -> None:
+        """Begin no further chunk. Callable from any thread; short."""
+        self._library.transfer_stop(self._pointer)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that are moved."""
+        return int(self._library.transfer_moved_bytes(self._pointer))
+
+    def end(self) -> None:
+        """Stop, and wait, without the GIL, until nothing is under way, on a device neither. Idempotent."""
+        self._library.transfer_end(self._pointer)
+
+    def __del__(self) -> None:  # not in `end`: another thread may be in `stop`
+        pointer, self._pointer = getattr(self, "_pointer", None), None
+        if pointer and os.getpid() == self._process:
+            self._library.transfer_free(pointer)
+
+
+def num_threads() -> int:
+    """Return how many threads the engine has now."""
+    library = _library()
+    return 0 if library is None else int(library.engine_num_threads())
+
+
+def set_idle(seconds: float) -> None:
+    """Return the memory of rings that no load uses to the system after so many seconds without work (10)."""
+    _functions().engine_set_idle(int(seconds * 1000))

@@ -1,0 +1,114 @@
+/* Drivers of devices, found at run time in libraries that the program has loaded already. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "engine.h"
+
+#define NOT_READY 600 /* cudaErrorNotReady, hipErrorNotReady */
+
+typedef struct {
+    const char *name;
+    void *into;
+} symbol;
+
+static void *library_of(const char *name, const symbol *symbols, size_t num_symbols, char why[STIO_TEXT_BYTES]) {
+    void *const library = dlopen(name, RTLD_NOW | RTLD_GLOBAL);
+    if (library == NULL) {
+        const char *const reason = dlerror();
+        snprintf(why, STIO_TEXT_BYTES, "%s", reason != NULL ? reason : name);
+        return NULL;
+    }
+    for (size_t k = 0; k < num_symbols; ++k) {
+        void *const found = dlsym(library, symbols[k].name);
+        if (found == NULL) {
+            snprintf(why, STIO_TEXT_BYTES, "%s has no function %s", name, symbols[k].name);
+            return NULL;
+        }
+        memcpy(symbols[k].into, &found, sizeof found); /* ISO C has no cast from an object's address to a function's */
+    }
+    return library;
+}
+
+/* CUDA: the driver's functions have the shapes of the table. */
+
+static stio_driver cuda;
+static int (*cuda_init)(unsigned flags), (*cuda_device)(int *device, int ordinal);
+static int (*cuda_retain)(void **context, int device);
+
+static const stio_driver *open_cuda(int ordinal, void **context, char why[STIO_TEXT_BYTES]) {
+    const symbol symbols[] = {
+        {"cuInit", &cuda_init},
+        {"cuDeviceGet", &cuda_device},
+        {"cuDevicePrimaryCtxRetain", &cuda_retain},
+        {"cuCtxSetCurrent", &cuda.make_current},
+        {"cuMemcpyHtoDAsync_v2", &cuda.copy},
+        {"cuEventCreate", &cuda.event_create},
+        {"cuEventRecord", &cuda.event_record},
+        {"cuEventQuery", &cuda.event_query},
+        {"cuEventSynchronize", &cuda.event_synchronize},
+        {"cuEventDestroy_v2", &cuda.event_destroy},
+        {"cuMemHostRegister_v2", &cuda.pin},
+        {"cuMemHostUnregister", &cuda.unpin},
+        {"cuGetErrorString", &cuda.error_text},
+    };
+    if (library_of("libcuda.so.1", symbols, sizeof symbols / sizeof *symbols, why) == NULL) return NULL;
+    cuda.not_ready = NOT_READY;
+    int device = 0;
+    int code = cuda_init(0);
+    if (code == 0) code = cuda_device(&device, ordinal);
+    if (code == 0) code = cuda_retain(context, device); /* the context that torch uses; it is kept */
+    if (code == 0) return &cuda;
+    const char *text = NULL;
+    cuda.error_text(code, &text);
+    snprintf(why, STIO_TEXT_BYTES, "CUDA's driver: %s", text != NULL ? text : "unknown error");
+    return NULL;
+}
+
+/* HIP: a thread's device is chosen by its number, and texts of errors are returned. Not tried on a device. */
+
+static stio_driver hip;
+static int (*hip_set_device)(int device);
+static const char *(*hip_error_string)(int code);
+
+static int hip_make_current(void *context) { return hip_set_device((int)(intptr_t)context - 1); }
+
+static int hip_error_text(int code, const char **text) {
+    *text = hip_error_string(code);
+    return 0;
+}
+
+static const stio_driver *open_hip(int ordinal, void **context, char why[STIO_TEXT_BYTES]) {
+    const symbol symbols[] = {
+        {"hipSetDevice", &hip_set_device},
+        {"hipMemcpyHtoDAsync", &hip.copy},
+        {"hipEventCreateWithFlags", &hip.event_create},
+        {"hipEventRecord", &hip.event_record},
+        {"hipEventQuery", &hip.event_query},
+        {"hipEventSynchronize", &hip.event_synchronize},
+        {"hipEventDestroy", &hip.event_destroy},
+        {"hipHostRegister", &hip.pin},
+        {"hipHostUnregister", &hip.unpin},
+        {"hipGetErrorString", &hip_error_string},
+    };
+    if (library_of("libamdhip64.so", symbols, sizeof symbols / sizeof *symbols, why) == NULL) return NULL;
+    hip.make_current = hip_make_current;
+    hip.error_text = hip_error_text;
+    hip.not_ready = NOT_READY;
+    *context = (void *)(intptr_t)(ordinal + 1);
+    return &hip;
+}
+
+const stio_driver *stio_driver_open(const char *kind, int device, void **context, char why[STIO_TEXT_BYTES]) {
+    static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
+    const stio_driver *found = NULL;
+    snprintf(why, STIO_TEXT_BYTES, "there is no driver of the kind %s", kind);
+    pthread_mutex_lock(&opening);
+    if (strcmp(kind, "cuda") == 0) found = open_cuda(device, context, why);
+    if (strcmp(kind, "hip") == 0) found = open_hip(device, context, why);
+    pthread_mutex_unlock(&opening);
+    return found;
+}

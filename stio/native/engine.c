@@ -1,0 +1,662 @@
+/* Transfers and threads: which chunk is next, how its bytes move, when its group is complete.
+ *
+ * One lock guards all state. It is held for some microseconds a chunk, and never while bytes move. A thread takes the
+ * next chunk of the transfer that has had the least bytes by its weight, so several loads share the machine. Groups of a
+ * transfer are cut in their order. A chunk never has bytes of two groups.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
+
+#define PAGE ((int64_t)4096)             /* places and lengths of direct reads are multiples of it */
+#define HOST_CHUNK_BYTES ((int64_t)4 << 20)
+#define POPULATED_BYTES ((int64_t)8 << 20)
+#define GAP_BYTES ((int64_t)64 << 10)    /* longest run of other bytes that a chunk reads too */
+#define MOST_RANGES 512                  /* of a chunk into host memory: they are buffers of one call */
+#define TOUCHED_BYTES ((size_t)256 << 10)
+#define NICENESS 5
+#define STACK_BYTES ((size_t)1 << 20)
+
+engine_state engine = {
+    .lock = PTHREAD_MUTEX_INITIALIZER,
+    .limit = 4,
+    .idle_ms = 10000,
+};
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static pthread_t threads[STIO_MAX_THREADS];
+
+double stio_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+static void new_condition(pthread_cond_t *condition) {
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(condition, &attributes);
+    pthread_condattr_destroy(&attributes);
+}
+
+/* Wait for a condition; false if the time has come. NULL: no limit. */
+static bool wait_until(pthread_cond_t *condition, const struct timespec *until) {
+    if (until == NULL) return pthread_cond_wait(condition, &engine.lock) == 0;
+    return pthread_cond_timedwait(condition, &engine.lock, until) != ETIMEDOUT;
+}
+
+static struct timespec after(int ms) {
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_sec += ms / 1000;
+    until.tv_nsec += (long)(ms % 1000) * 1000000;
+    if (until.tv_nsec >= 1000000000) {
+        until.tv_sec += 1;
+        until.tv_nsec -= 1000000000;
+    }
+    return until;
+}
+
+/* Forks. A child has none of its parent's threads: it forgets what they did, and starts its own when it needs them. */
+
+static void before_fork(void) { pthread_mutex_lock(&engine.lock); }
+static void after_fork(void) { pthread_mutex_unlock(&engine.lock); }
+static void in_child(void) {
+    pthread_mutex_init(&engine.lock, NULL);
+    new_condition(&engine.work);
+    new_condition(&engine.changed);
+    engine.transfers = NULL;
+    engine.num_threads = engine.num_idle = 0;
+    engine.is_ending = false;
+    engine.generation += 1;
+    stio_rings_forget();
+}
+
+static void prepare(void) {
+    new_condition(&engine.work);
+    new_condition(&engine.changed);
+    pthread_atfork(before_fork, after_fork, in_child);
+}
+
+/* Chunks. */
+
+static bool is_active(const stio_transfer *transfer) {
+    if (transfer->is_stopped || transfer->first == transfer->last) return false;
+    const group *const next = transfer->order[transfer->first];
+    const bool device = next->ranges[next->next].ring != NULL;
+    return !device || transfer->most_chunks == 0 || transfer->under_way_device < (uint32_t)transfer->most_chunks;
+}
+
+static stio_transfer *next_transfer(void) {
+    stio_transfer *best = NULL;
+    for (stio_transfer *one = engine.transfers; one != NULL; one = one->next)
+        if (is_active(one) && (best == NULL || one->turn < best->turn)) best = one;
+    return best;
+}
+
+static int64_t stop_of(const stio_range *range) { return range->offset + (int64_t)range->nbytes; }
+
+/* Cut the next chunk of a transfer. */
+static chunk cut(stio_transfer *transfer) {
+    group *const from = transfer->order[transfer->first];
+    const stio_range *const range = &from->ranges[from->next];
+    const bool is_file = range->fd >= 0 && !(range->flags & STIO_POPULATE);
+    const int64_t begin = from->position;
+    int64_t most = range->flags & STIO_POPULATE ? POPULATED_BYTES : HOST_CHUNK_BYTES;
+    int64_t base = begin;
+    if (range->ring != NULL && range->fd >= 0) {
+        most = (int64_t)STIO_CHUNK_BYTES;
+        if (range->direct_fd >= 0) base = begin / PAGE * PAGE;
+    }
+    const int64_t limit = base + most;
+    chunk made = {.transfer = transfer, .group = from, .ranges = range, .num_ranges = 1, .begin = begin};
+    made.end = stop_of(range) < limit ? stop_of(range) : limit;
+    size_t last = from->next;
+    /* Ranges behind it share the read, as far as they are in the chunk. */
+    while (is_file && made.end == stop_of(&from->ranges[last]) && last + 1 < from->num_ranges) {
+        const stio_range *const next = &from->ranges[last + 1];
+        if (next->fd != range->fd || next->ring != range->ring || next->offset < made.end) break;
+        if (next->offset - made.end > GAP_BYTES || next->offset >= limit) break;
+        if (range->ring == NULL && made.num_ranges == MOST_RANGES) break;
+        made.end = stop_of(next) < limit ? stop_of(next) : limit;
+        made.num_ranges += 1;
+        last += 1;
+    }
+    from->next = last;
+    from->position = made.end;
+    if (made.end == stop_of(&from->ranges[last])) {
+        from->next += 1;
+        if (from->next < from->num_ranges)
+            from->position = from->ranges[from->next].offset;
+        else
+            from->is_cut = true;
+    }
+    if (from->is_cut) transfer->first += 1;
+    if (from->started == 0) from->started = stio_now();
+    from->under_way += 1;
+    transfer->under_way += 1;
+    transfer->under_way_device += range->ring != NULL;
+    transfer->turn += (uint64_t)(made.end - made.begin + 1) / (uint64_t)transfer->weight;
+    return made;
+}
+
+static _Thread_local int this_thread = -1;
+
+void stio_chunk_ended(const chunk *ended, bool device, const stio_failure *failure) {
+    stio_transfer *const transfer = ended->transfer;
+    group *const of = ended->group;
+    of->under_way -= 1;
+    transfer->under_way -= 1;
+    transfer->under_way_device -= device;
+    if (failure->kind != 0 && !transfer->has_failed && !transfer->is_stopped) {
+        transfer->failure = *failure;
+        transfer->failure.group = of->number;
+        transfer->has_failed = true;
+    }
+    if (failure->kind != 0) transfer->is_stopped = true;
+    bool wakes = transfer->is_stopped;
+    if (!transfer->is_stopped) {
+        transfer->moved_bytes += (uint64_t)(ended->end - ended->begin);
+        if (of->is_cut && of->under_way == 0) { /* there is room: `add_group` has reserved it */
+            transfer->done[transfer->num_done++] = (stio_done){of->number, this_thread, of->started, stio_now()};
+            wakes = true;
+        }
+    }
+    if (wakes) pthread_cond_broadcast(&transfer->changed);
+    if (device && transfer->most_chunks != 0) pthread_cond_broadcast(&engine.work);
+}
+
+/* Reads. */
+
+static void set_failure(stio_failure *failure, int kind, int code, int64_t offset, uint64_t nbytes) {
+    failure->kind = kind;
+    failure->code = code;
+    failure->offset = offset;
+    failure->nbytes = nbytes;
+}
+
+/* Fill buffers with the bytes from `offset` on; they are changed. */
+static bool read_all(int fd, struct iovec *buffers, int num_buffers, int64_t offset, stio_failure *failure) {
+    uint64_t left = 0;
+    for (int k = 0; k < num_buffers; ++k) left += buffers[k].iov_len;
+    while (left > 0) {
+        const ssize_t count = preadv(fd, buffers, num_buffers, offset);
+        if (count < 0 && errno == EINTR) continue;
+        if (count <= 0) {
+            set_failure(failure, count < 0 ? STIO_ERRNO : STIO_TRUNCATED, count < 0 ? errno : 0, offset, left);
+            return false;
+        }
+        offset += count;
+        left -= (uint64_t)count;
+        size_t done = (size_t)count;
+        while (num_buffers > 0 && done >= buffers->iov_len) {
+            done -= buffers->iov_len;
+            ++buffers, --num_buffers;
+        }
+        if (done > 0) {
+            buffers->iov_base = (char *)buffers->iov_base + done;
+            buffers->iov_len -= done;
+        }
+    }
+    return true;
+}
+
+/* Read [begin, begin + nbytes) past the page cache; return how many bytes came. The rest is read through the cache, where
+ * an error that stays is reported. `begin` and the memory are aligned; the memory has room for whole pages. */
+static size_t read_direct(stio_transfer *transfer, int fd, char *memory, size_t nbytes, int64_t begin) {
+    size_t done = 0;
+    while (done < nbytes && !__atomic_load_n(&transfer->direct_refused, __ATOMIC_RELAXED)) {
+        const size_t whole = (nbytes - done + (size_t)PAGE - 1) / (size_t)PAGE * (size_t)PAGE;
+        const ssize_t count = pread(fd, memory + done, whole, begin + (int64_t)done);
+        if (count < 0 && errno == EINTR) continue;
+        if (count < 0) __atomic_store_n(&transfer->direct_refused, true, __ATOMIC_RELAXED);
+        if (count <= 0) break;
+        done += (size_t)count;
+        if (count % PAGE != 0) break; /* the file's end */
+    }
+    return done < nbytes ? done : nbytes;
+}
+
+/* Read a chunk into memory whose first byte is for `base`, at or before the chunk's begin. */
+static bool read_chunk(const chunk *one, char *memory, int64_t base, stio_failure *failure) {
+    const stio_range *const range = one->ranges;
+    const size_t nbytes = (size_t)(one->end - base);
+    size_t done = 0;
+    if (range->direct_fd >= 0 && base % PAGE == 0)
+        done = read_direct(one->transfer, range->direct_fd, memory, nbytes, base);
+    if (done < (size_t)(one->begin - base)) done = (size_t)(one->begin - base);
+    struct iovec rest = {memory + done, nbytes - done};
+    return read_all(range->fd, &rest, 1, base + (int64_t)done, failure);
+}
+
+static bool move_to_device(const chunk *one, int thread, stio_failure *failure, bool *is_queued) {
+    const stio_range *const range = one->ranges;
+    slot *const into = stio_ring_acquire(range->ring, thread, failure);
+    if (into == NULL) return false;
+    into->chunk = *one;
+    const char *memory = into->memory;
+    int64_t base = one->begin;
+    bool ok = true;
+    if (range->fd >= 0) {
+        if (range->direct_fd >= 0) base = one->begin / PAGE * PAGE;
+        ok = read_chunk(one, into->memory, base, failure);
+    } else {
+        memory = (const char *)(uintptr_t)range->source + (one->begin - range->offset);
+    }
+    pthread_mutex_lock(&engine.lock);
+    const bool is_stopped = one->transfer->is_stopped;
+    if (!ok || is_stopped) {
+        into->state = SLOT_FREE;
+        pthread_cond_broadcast(&engine.changed);
+    }
+    pthread_mutex_unlock(&engine.lock);
+    if (!ok || is_stopped) return ok;
+    *is_queued = stio_ring_submit(into, memory, base, failure);
+    return *is_queued;
+}
+
+static bool move_to_host(const chunk *one, stio_failure *failure) {
+    const stio_range *const range = one->ranges;
+    char *const target = (char *)(uintptr_t)(range->target + (uint64_t)(one->begin - range->offset));
+    if (range->fd < 0) {
+        const char *const source = (const char *)(uintptr_t)range->source + (one->begin - range->offset);
+        memcpy(target, source, (size_t)(one->end - one->begin));
+        return true;
+    }
+    const bool is_aligned = one->begin % PAGE == 0 && (uintptr_t)target % (uintptr_t)PAGE == 0;
+    if (one->num_ranges == 1) {
+        size_t done = 0;
+        const size_t nbytes = (size_t)(one->end - one->begin), whole = nbytes / (size_t)PAGE * (size_t)PAGE;
+        if (range->direct_fd >= 0 && is_aligned) /* whole pages: there is no room for more */
+            done = read_direct(one->transfer, range->direct_fd, target, whole, one->begin);
+        struct iovec rest = {target + done, nbytes - done};
+        return read_all(range->fd, &rest, 1, one->begin + (int64_t)done, failure);
+    }
+    struct iovec buffers[2 * MOST_RANGES];
+    char discarded[GAP_BYTES]; /* the bytes between two ranges; nobody reads them */
+    int num_buffers = 0;
+    int64_t at = one->begin;
+    for (size_t k = 0; k < one->num_ranges; ++k) {
+        const stio_range *const part = &one->ranges[k];
+        const int64_t low = part->offset > one->begin ? part->offset : one->begin;
+        const int64_t high = stop_of(part) < one->end ? stop_of(part) : one->end;
+        if (low > at) buffers[num_buffers++] = (struct iovec){discarded, (size_t)(low - at)};
+        char *const into = (char *)(uintptr_t)(part->target + (uint64_t)(low - part->offset));
+        if (high > low) buffers[num_buffers++] = (struct iovec){into, (size_t)(high - low)};
+        at = high;
+    }
+    return read_all(range->fd, buffers, num_buffers, one->begin, failure);
+}
+
+/* Read pages once that a disk has just written to memory.
+ *
+ * A virtual machine may get its memory from the host at the first access. There the first read of a page that only a disk
+ * has written costs 0.3 to 1 microsecond, and up to 90 on a host that is short of memory. Idle processors can do this
+ * while the disk works. It reads the file and not the mapping: if the file was cut, an access to the mapping raises
+ * SIGBUS. A touch of 256 KiB takes 30 to 100 microseconds; touches end as soon as they take 240 on average. */
+static void touch(stio_transfer *transfer, int fd, int64_t begin, int64_t end) {
+    char scratch[TOUCHED_BYTES];
+    pthread_mutex_lock(&transfer->touching);
+    while (begin < end && transfer->patience > 0) {
+        const size_t nbytes = end - begin < (int64_t)TOUCHED_BYTES ? (size_t)(end - begin) : TOUCHED_BYTES;
+        const double started = stio_now();
+        const ssize_t count = pread(fd, scratch, nbytes, begin);
+        if (count <= 0) break; /* the read of its bytes raises it */
+        begin += count;
+        transfer->patience += (double)count / (1 << 30) - (stio_now() - started);
+    }
+    pthread_mutex_unlock(&transfer->touching);
+}
+
+static bool populate(const chunk *one, stio_failure *failure) {
+    const stio_range *const range = one->ranges;
+    const int64_t size = lseek(range->fd, 0, SEEK_END); /* an access past the end is SIGBUS, which cannot be caught */
+    failure->doing = STIO_POPULATE;
+    if (size < 0 || one->end > size) {
+        set_failure(failure, size < 0 ? STIO_ERRNO : STIO_SHRUNK, size < 0 ? errno : 0, size, 0);
+        return false;
+    }
+    const uintptr_t begin = (uintptr_t)(range->target + (uint64_t)(one->begin - range->offset));
+    const uintptr_t start = begin / (uintptr_t)PAGE * (uintptr_t)PAGE;
+    const size_t nbytes = (size_t)(one->end - one->begin) + (begin - start);
+    int code;
+    do code = madvise((void *)start, nbytes, MADV_POPULATE_READ) == 0 ? 0 : errno;
+    while (code == EINTR);
+    if (code == EFAULT || code == EINVAL) {
+        /* EFAULT: a failing disk, or a file that was cut; a read returns an error number, a page fault does not.
+         * EINVAL: a kernel before 5.14; a read brings the pages into the page cache, where faults find them. */
+        char scratch[GAP_BYTES];
+        failure->doing = 0;
+        for (int64_t at = one->begin; at < one->end; at += GAP_BYTES) {
+            const int64_t left = one->end - at;
+            struct iovec buffer = {scratch, (size_t)(left < GAP_BYTES ? left : GAP_BYTES)};
+            if (!read_all(range->fd, &buffer, 1, at, failure)) return false;
+        }
+    } else if (code != 0 && code != EAGAIN) {
+        set_failure(failure, STIO_ERRNO, code, one->begin, 0);
+        return false;
+    }
+    if (range->flags & STIO_TOUCH) touch(one->transfer, range->fd, one->begin, one->end);
+    return true;
+}
+
+/* Move a chunk; called with the lock, which is released meanwhile. */
+static void move(chunk *one, int thread) {
+    stio_failure failure = {0};
+    bool is_queued = false;
+    const bool device = one->ranges->ring != NULL;
+    pthread_mutex_unlock(&engine.lock);
+    if (device)
+        move_to_device(one, thread, &failure, &is_queued);
+    else if (one->ranges->flags & STIO_POPULATE)
+        populate(one, &failure);
+    else
+        move_to_host(one, &failure);
+    pthread_mutex_lock(&engine.lock);
+    if (!is_queued) stio_chunk_ended(one, device, &failure); /* otherwise it ends when its event has passed */
+}
+
+/* Threads. */
+
+static void *run(void *number) {
+    const int thread = (int)(intptr_t)number;
+    this_thread = thread;
+    const pid_t tid = (pid_t)syscall(SYS_gettid);
+    setpriority(PRIO_PROCESS, (id_t)tid, getpriority(PRIO_PROCESS, 0) + NICENESS); /* a sandbox may forbid it */
+    pthread_mutex_lock(&engine.lock);
+    while (!engine.is_ending) {
+        stio_transfer *const transfer = next_transfer();
+        if (transfer != NULL) {
+            chunk one = cut(transfer);
+            move(&one, thread);
+            continue;
+        }
+        if (stio_ring_wait_oldest()) continue;
+        stio_rings_trim(false);
+        if (engine.is_ending || next_transfer() != NULL || engine.copied_from != NULL) continue;
+        const struct timespec until = after(engine.idle_ms);
+        engine.num_idle += 1;
+        const bool is_woken = wait_until(&engine.work, &until);
+        engine.num_idle -= 1;
+        if (!is_woken) stio_rings_trim(true);
+    }
+    while (stio_ring_wait_oldest()) continue;
+    engine.num_threads -= 1;
+    pthread_cond_broadcast(&engine.changed);
+    pthread_mutex_unlock(&engine.lock);
+    return NULL;
+}
+
+/* Start threads until there are so many, as far as the limits allow; false if there is none. Called with the lock. */
+static bool start_threads(size_t wanted) {
+    if (engine.is_ending) return false;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, STACK_BYTES);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the program's own threads */
+    while (engine.num_threads < engine.limit && (size_t)engine.num_threads < wanted) {
+        pthread_t *const one = &threads[engine.num_threads];
+        if (pthread_create(one, &attributes, run, (void *)(intptr_t)engine.num_threads) != 0) break;
+        char name[16];
+        snprintf(name, sizeof name, "stio-%d", engine.num_threads);
+        pthread_setname_np(*one, name);
+        engine.num_threads += 1;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+    return engine.num_threads > 0;
+}
+
+int stio_engine_version(void) { return STIO_ENGINE_VERSION; }
+
+void stio_engine_set_threads(int num_threads) {
+    pthread_mutex_lock(&engine.lock);
+    engine.limit = num_threads < 1 ? 1 : num_threads > STIO_MAX_THREADS ? STIO_MAX_THREADS : num_threads;
+    pthread_mutex_unlock(&engine.lock);
+}
+
+void stio_engine_set_idle(int milliseconds) {
+    pthread_once(&once, prepare);
+    pthread_mutex_lock(&engine.lock);
+    engine.idle_ms = milliseconds;
+    pthread_cond_broadcast(&engine.work);
+    pthread_mutex_unlock(&engine.lock);
+}
+
+int stio_engine_num_threads(void) {
+    pthread_mutex_lock(&engine.lock);
+    const int num_threads = engine.num_threads;
+    pthread_mutex_unlock(&engine.lock);
+    return num_threads;
+}
+
+void stio_engine_end(int milliseconds) {
+    pthread_once(&once, prepare);
+    const struct timespec until = after(milliseconds);
+    pthread_mutex_lock(&engine.lock);
+    engine.is_ending = true;
+    for (stio_transfer *one = engine.transfers; one != NULL; one = one->next) {
+        one->is_stopped = one->is_woken = true;
+        pthread_cond_broadcast(&one->changed);
+    }
+    const int num_threads = engine.num_threads;
+    pthread_cond_broadcast(&engine.work);
+    while (engine.num_threads > 0 && wait_until(&engine.changed, &until)) continue;
+    const bool all_ended = engine.num_threads == 0;
+    pthread_mutex_unlock(&engine.lock);
+    for (int k = 0; all_ended && k < num_threads; ++k) pthread_join(threads[k], NULL);
+}
+
+/* Transfers. */
+
+stio_transfer *stio_transfer_new(int weight, int most_chunks) {
+    pthread_once(&once, prepare);
+    stio_transfer *const transfer = calloc(1, sizeof *transfer);
+    if (transfer == NULL) return NULL;
+    transfer->weight = weight < 1 ? 1 : weight;
+    transfer->most_chunks = most_chunks;
+    transfer->patience = 0.02;
+    new_condition(&transfer->changed);
+    pthread_mutex_init(&transfer->touching, NULL);
+    pthread_mutex_lock(&engine.lock);
+    transfer->generation = engine.generation;
+    for (stio_transfer *one = engine.transfers; one != NULL; one = one->next)
+        if (is_active(one) && (transfer->turn == 0 || one->turn < transfer->turn)) transfer->turn = one->turn;
+    const bool started = start_threads(1);
+    if (started) {
+        transfer->next = engine.transfers;
+        engine.transfers = transfer;
+    }
+    pthread_mutex_unlock(&engine.lock);
+    if (started) return transfer;
+    pthread_cond_destroy(&transfer->changed);
+    pthread_mutex_destroy(&transfer->touching);
+    free(transfer);
+    return NULL;
+}
+
+/* Return an array with room for `wanted` items of `size` bytes, NULL if there is no memory. */
+static void *with_room(void *array, size_t *capacity, size_t wanted, size_t size) {
+    if (wanted <= *capacity) return array;
+    const size_t larger = wanted > 2 * *capacity ? wanted : 2 * *capacity;
+    void *const made = realloc(array, larger * size);
+    if (made != NULL) *capacity = larger;
+    return made;
+}
+
+/* Add the ring of a range to those that the transfer uses. */
+static bool use_ring(stio_transfer *transfer, stio_ring *ring) {
+    for (size_t k = 0; k < transfer->num_rings; ++k)
+        if (transfer->rings[k] == ring) return true;
+    stio_ring **const rings = realloc(transfer->rings, (transfer->num_rings + 1) * sizeof *rings);
+    if (rings == NULL) return false;
+    transfer->rings = rings;
+    rings[transfer->num_rings++] = ring;
+    ring->num_users += 1;
+    return true;
+}
+
+/* Append one group. Called with the lock. */
+static bool add_group(stio_transfer *transfer, const stio_range *ranges, size_t num_ranges) {
+    const size_t number = (size_t)ranges->group;
+    if (number >= transfer->num_numbers) {
+        const size_t wanted = 2 * number + 16;
+        group **const groups = realloc(transfer->groups, wanted * sizeof *groups);
+        if (groups == NULL) return false;
+        memset(groups + transfer->num_numbers, 0, (wanted - transfer->num_numbers) * sizeof *groups);
+        transfer->groups = groups;
+        transfer->num_numbers = wanted;
+    }
+    group **const order =
+        with_room(transfer->order, &transfer->capacity, transfer->last + 1, sizeof *transfer->order);
+    if (order == NULL) return false;
+    transfer->order = order;
+    stio_done *const done =
+        with_room(transfer->done, &transfer->done_capacity, transfer->last + 1, sizeof *transfer->done);
+    if (done == NULL) return false;
+    transfer->done = done;
+    for (size_t k = 0; k < num_ranges; ++k)
+        if (ranges[k].ring != NULL && !use_ring(transfer, ranges[k].ring)) return false;
+    group *const made = calloc(1, sizeof *made);
+    stio_range *const copied = malloc(num_ranges * sizeof *copied);
+    if (made == NULL || copied == NULL || transfer->groups[number] != NULL) {
+        free(made);
+        free(copied);
+        return false;
+    }
+    memcpy(copied, ranges, num_ranges * sizeof *copied);
+    *made = (group){.ranges = copied, .num_ranges = num_ranges, .position = ranges->offset, .number = ranges->group};
+    transfer->groups[number] = made;
+    transfer->order[transfer->last++] = made;
+    return true;
+}
+
+int stio_transfer_add(stio_transfer *transfer, const stio_range *ranges, size_t num_ranges) {
+    uint64_t num_bytes = 0;
+    bool ok = true;
+    pthread_mutex_lock(&engine.lock);
+    for (size_t first = 0, stop; ok && first < num_ranges; first = stop) {
+        for (stop = first; stop < num_ranges && ranges[stop].group == ranges[first].group; ++stop)
+            num_bytes += ranges[stop].nbytes;
+        ok = ranges[first].group >= 0 && add_group(transfer, ranges + first, stop - first);
+    }
+    start_threads(1 + num_bytes / STIO_CHUNK_BYTES);
+    pthread_cond_broadcast(&engine.work);
+    pthread_mutex_unlock(&engine.lock);
+    return ok ? 0 : ENOMEM;
+}
+
+void stio_transfer_arrange(stio_transfer *transfer, const int32_t *groups, size_t num_groups) {
+    pthread_mutex_lock(&engine.lock);
+    const size_t num_left = transfer->last - transfer->first;
+    group **const order = malloc((num_left + 1) * sizeof *order);
+    size_t count = 0;
+    for (size_t k = 0; order != NULL && k < num_groups; ++k) {
+        const size_t number = (size_t)groups[k];
+        group *const one = number < transfer->num_numbers ? transfer->groups[number] : NULL;
+        if (one == NULL || one->is_cut || one->is_marked) continue;
+        one->is_marked = true;
+        order[count++] = one;
+    }
+    for (size_t k = 0; order != NULL && k < num_left; ++k) {
+        group *const one = transfer->order[transfer->first + k];
+        if (!one->is_marked) order[count++] = one;
+        one->is_marked = false;
+    }
+    if (order != NULL) memcpy(transfer->order + transfer->first, order, num_left * sizeof *order);
+    free(order); /* without memory the order stays as it is */
+    pthread_mutex_unlock(&engine.lock);
+}
+
+int stio_transfer_take(stio_transfer *transfer, stio_done *done, int capacity, int timeout, stio_failure *failure) {
+    const struct timespec until = after(timeout < 0 ? 0 : timeout);
+    int found = 0;
+    pthread_mutex_lock(&engine.lock);
+    bool in_time = true;
+    while (transfer->num_done == 0 && !transfer->has_failed && !transfer->is_woken && in_time)
+        in_time = wait_until(&transfer->changed, timeout < 0 ? NULL : &until);
+    if (transfer->num_done > 0 && !transfer->has_failed) {
+        found = transfer->num_done < (size_t)capacity ? (int)transfer->num_done : capacity;
+        memcpy(done, transfer->done, (size_t)found * sizeof *done);
+        transfer->num_done -= (size_t)found;
+        memmove(transfer->done, transfer->done + found, transfer->num_done * sizeof *done);
+    } else if (transfer->has_failed) {
+        *failure = transfer->failure;
+        found = -1;
+    } else {
+        transfer->is_woken = false;
+    }
+    pthread_mutex_unlock(&engine.lock);
+    return found;
+}
+
+void stio_transfer_wake(stio_transfer *transfer) {
+    pthread_mutex_lock(&engine.lock);
+    transfer->is_woken = true;
+    pthread_cond_broadcast(&transfer->changed);
+    pthread_mutex_unlock(&engine.lock);
+}
+
+void stio_transfer_stop(stio_transfer *transfer) {
+    pthread_mutex_lock(&engine.lock);
+    transfer->is_stopped = transfer->is_woken = true;
+    pthread_cond_broadcast(&transfer->changed);
+    pthread_mutex_unlock(&engine.lock);
+}
+
+uint64_t stio_transfer_moved_bytes(stio_transfer *transfer) {
+    pthread_mutex_lock(&engine.lock);
+    const uint64_t moved_bytes = transfer->moved_bytes;
+    pthread_mutex_unlock(&engine.lock);
+    return moved_bytes;
+}
+
+void stio_transfer_end(stio_transfer *transfer) {
+    pthread_mutex_lock(&engine.lock);
+    transfer->is_stopped = transfer->is_woken = true;
+    pthread_cond_broadcast(&transfer->changed);
+    /* The memory and the locks of a transfer of this child's parent are not the child's. */
+    const bool is_own = transfer->generation == engine.generation;
+    while (is_own && transfer->under_way > 0) pthread_cond_wait(&transfer->changed, &engine.lock);
+    if (is_own && !transfer->has_ended) {
+        stio_transfer **at = &engine.transfers;
+        while (*at != transfer) at = &(*at)->next;
+        *at = transfer->next;
+        for (size_t k = 0; k < transfer->num_rings; ++k) stio_ring_leave(transfer->rings[k]);
+        transfer->has_ended = true;
+    }
+    pthread_mutex_unlock(&engine.lock);
+}
+
+void stio_transfer_free(stio_transfer *transfer) {
+    stio_transfer_end(transfer);
+    for (size_t k = 0; k < transfer->num_numbers; ++k) {
+        if (transfer->groups[k] == NULL) continue;
+        free(transfer->groups[k]->ranges);
+        free(transfer->groups[k]);
+    }
+    free(transfer->groups);
+    free(transfer->order);
+    free(transfer->done);
+    free(transfer->rings);
+    pthread_cond_destroy(&transfer->changed);
+    pthread_mutex_destroy(&transfer->touching);
+    free(transfer);
+}

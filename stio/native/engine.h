@@ -1,0 +1,127 @@
+/* The engine: moves bytes of ranges between files, host memory and devices, on threads of its own.
+ *
+ * Strategy. A transfer is an order of ranges; threads cut the next chunk from a transfer and move it, and take the
+ * transfers in turn. A chunk for a device is read into a slot of pinned memory, then copied by the device on one copy
+ * stream, with an event behind it. Slots belong to one thread: about three a thread, so that a thread reads while the
+ * device copies. They are small, so that the processor's cache holds them. A group of ranges is complete when its bytes
+ * are there for every thread and every stream: the engine waits for the events, not its caller.
+ *
+ * The engine calls no Python, parses nothing, opens and closes no file. Its caller keeps descriptors, memory and streams
+ * valid until `stio_transfer_end` has returned. All functions may be called from any thread.
+ */
+#ifndef STIO_ENGINE_H
+#define STIO_ENGINE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#pragma GCC visibility push(default) /* all else is hidden */
+
+#define STIO_ENGINE_VERSION 1
+#define STIO_MAX_THREADS 16
+#define STIO_SLOTS_PER_THREAD 3
+#define STIO_CHUNK_BYTES ((size_t)2 << 20) /* size of a slot, and most bytes of a chunk for a device */
+#define STIO_TEXT_BYTES 256
+
+/* The functions of a device's driver. Each returns 0, or a code of the driver. Their shapes are those of CUDA's driver. */
+typedef struct stio_driver {
+    int (*make_current)(void *context);
+    int (*copy)(uint64_t target, const void *source, size_t nbytes, void *stream);
+    int (*event_create)(void **event, unsigned flags);
+    int (*event_record)(void *event, void *stream);
+    int (*event_query)(void *event); /* `not_ready` while the event has not passed */
+    int (*event_synchronize)(void *event);
+    int (*event_destroy)(void *event);
+    int (*pin)(void *address, size_t nbytes, unsigned flags);
+    int (*unpin)(void *address);
+    int (*error_text)(int code, const char **text); /* may be NULL */
+    int not_ready;
+} stio_driver;
+
+typedef struct stio_ring stio_ring;
+typedef struct stio_transfer stio_transfer;
+
+enum {
+    STIO_POPULATE = 1, /* `target` is the file's mapping at `offset`: its pages are read and mapped */
+    STIO_TOUCH = 2,    /* the pages were on a disk: read each once after it is mapped (see `touch` in engine.c) */
+};
+
+/* Bytes to move. From `fd` at `offset`, or, with `fd` -1, from host memory at `source`; to `target`. */
+typedef struct stio_range {
+    int64_t offset;
+    uint64_t source;
+    uint64_t target; /* address in host memory; with `ring`, in memory of the ring's device */
+    uint64_t nbytes;
+    stio_ring *ring;   /* NULL: host memory */
+    int32_t fd;
+    int32_t direct_fd; /* the same file, opened with O_DIRECT; -1: none. Used where places and lengths are aligned */
+    int32_t group;
+    int32_t flags;
+} stio_range;
+
+/* What ended a transfer. */
+enum { STIO_ERRNO = 1, STIO_TRUNCATED, STIO_SHRUNK, STIO_DRIVER, STIO_NO_MEMORY };
+typedef struct stio_failure {
+    int32_t kind;
+    int32_t code;   /* errno, or the driver's code */
+    int32_t group;
+    int32_t doing;  /* 0: reading; STIO_POPULATE: mapping */
+    int64_t offset; /* in the file */
+    uint64_t nbytes; /* bytes that were missing (STIO_TRUNCATED), or needed (STIO_NO_MEMORY) */
+    char text[STIO_TEXT_BYTES]; /* of the driver */
+} stio_failure;
+
+/* A group that is complete. Times are seconds of CLOCK_MONOTONIC: its first chunk began, its last one ended. */
+typedef struct stio_done {
+    int32_t group;
+    int32_t thread; /* that ended it, from 0 on */
+    double started, ended;
+} stio_done;
+
+/* The process's threads. */
+int stio_engine_version(void);
+/* Let transfers use so many threads, at most STIO_MAX_THREADS; more are started when they are needed, none is ended. */
+void stio_engine_set_threads(int num_threads);
+/* Return slots of rings without users to the system after so many milliseconds without work. */
+void stio_engine_set_idle(int milliseconds);
+/* End all threads, for the exit of the process; wait for them for at most so many milliseconds. Transfers stop. */
+void stio_engine_end(int milliseconds);
+int stio_engine_num_threads(void);
+
+/* A ring. Nothing is allocated before its first chunk. `node`: NUMA node of the device, -1: unknown. */
+stio_ring *stio_ring_new(const stio_driver *driver, void *context, void *stream, int node);
+/* Return bytes of slots. `*refused`: the driver's code if it refused to pin (the slots are plain memory then), else 0.
+ * `*failed`: its code if it refused or failed a copy, else 0; each later chunk of the ring fails. */
+uint64_t stio_ring_state(stio_ring *ring, int *refused, int *failed);
+/* Release the ring's slots at once, where no chunk is in them. */
+void stio_ring_trim(stio_ring *ring);
+/* Release the ring when its last transfer is freed. */
+void stio_ring_free(stio_ring *ring);
+
+/* A transfer. `weight`: share of the threads' time beside other transfers, 1 or more. `most_chunks`: most chunks for
+ * devices that are under way at one time, 0: no limit. NULL: no memory. */
+stio_transfer *stio_transfer_new(int weight, int most_chunks);
+/* Append ranges, which are copied. Groups are read in the order in which they were added. All ranges of a group come in
+ * one call, in the order of their places in the file. Group numbers are small. Returns 0 or ENOMEM. */
+int stio_transfer_add(stio_transfer *transfer, const stio_range *ranges, size_t num_ranges);
+/* Move the groups, as far as they have chunks left, before all others, in this order. */
+void stio_transfer_arrange(stio_transfer *transfer, const int32_t *groups, size_t num_groups);
+/* Wait until a group is complete, `stio_transfer_wake` was called, or a timeout (milliseconds; -1: none). Returns the
+ * number of complete groups that were stored, -1 once the transfer has failed (`failure` is filled), 0 otherwise. */
+int stio_transfer_take(stio_transfer *transfer, stio_done *done, int capacity, int timeout, stio_failure *failure);
+void stio_transfer_wake(stio_transfer *transfer);
+/* Begin no further chunk. */
+void stio_transfer_stop(stio_transfer *transfer);
+/* Bytes of chunks that are complete. */
+uint64_t stio_transfer_moved_bytes(stio_transfer *transfer);
+/* Stop, and wait until no chunk is under way, on the device neither: then the caller's memory is not used any more. */
+void stio_transfer_end(stio_transfer *transfer);
+/* End and release the transfer. No other call with it may be under way. */
+void stio_transfer_free(stio_transfer *transfer);
+
+/* Tables of drivers. */
+/* Find a driver: "cuda" or "hip". Returns NULL, and why, if it is not here. `*context` belongs to the device. */
+const stio_driver *stio_driver_open(const char *kind, int device, void **context, char why[STIO_TEXT_BYTES]);
+
+#pragma GCC visibility pop
+#endif

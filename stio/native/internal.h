@@ -1,0 +1,125 @@
+/* What the engine's files share. Fields are guarded by `engine.lock`, unless it is said otherwise. */
+#ifndef STIO_INTERNAL_H
+#define STIO_INTERNAL_H
+
+#include <pthread.h>
+#include <stdbool.h>
+
+#include "engine.h"
+
+typedef struct group {
+    stio_range *ranges;
+    size_t num_ranges;
+    size_t next;         /* first range that is not cut yet */
+    int64_t position;    /* in its file, from which it is not cut yet */
+    uint32_t under_way;  /* chunks */
+    int32_t number;
+    bool is_cut;         /* all of it is cut into chunks */
+    bool is_marked;      /* for `stio_transfer_arrange` */
+    double started;
+} group;
+
+/* A part of one group that a thread moves: the bytes [begin, end) of its file that are in some ranges. */
+typedef struct chunk {
+    stio_transfer *transfer;
+    group *group;
+    const stio_range *ranges;
+    size_t num_ranges;
+    int64_t begin, end;
+} chunk;
+
+typedef enum { SLOT_FREE, SLOT_FILLING, SLOT_COPIED_FROM, SLOT_WAITED_FOR, SLOT_LOST } slot_state;
+
+/* Pinned memory of one thread, an event, and the chunk whose copies read the memory. */
+typedef struct slot {
+    stio_ring *ring;
+    char *memory;
+    void *event;
+    slot_state state;
+    chunk chunk;
+    struct slot *next; /* in `engine.copied_from` */
+} slot;
+
+struct stio_ring {
+    const stio_driver *driver;
+    void *context, *stream;
+    int node;
+    struct {
+        char *memory; /* of all slots of this thread; NULL: not allocated */
+        bool is_pinned;
+        slot slots[STIO_SLOTS_PER_THREAD];
+    } of_thread[STIO_MAX_THREADS];
+    int num_users;    /* transfers */
+    int refused;      /* the driver's code where it refused to pin */
+    int failed;       /* the driver's code where it refused or failed a copy: the ring is not used again */
+    bool is_released; /* by its owner */
+    bool is_trimmed;  /* a thread is asked to release the slots */
+    stio_ring *next;
+};
+
+struct stio_transfer {
+    int weight, most_chunks;
+    group **groups; /* by number */
+    size_t num_numbers;
+    group **order; /* groups that are not cut: [first, last) */
+    size_t first, last, capacity;
+    stio_done *done;
+    size_t num_done, done_capacity;
+    uint32_t under_way;        /* chunks */
+    uint32_t under_way_device; /* those in slots */
+    uint64_t turn;             /* bytes that were cut, divided by the weight, counted from the others' turn at the start */
+    uint64_t moved_bytes;
+    bool is_stopped, is_woken, has_failed, has_ended, direct_refused;
+    stio_failure failure;
+    pthread_cond_t changed;
+    pthread_mutex_t touching; /* guards `patience` */
+    double patience;          /* seconds that touches may still take */
+    stio_ring **rings;
+    size_t num_rings;
+    unsigned generation; /* of the process: a forked child does not wait for its parent's */
+    struct stio_transfer *next;
+};
+
+typedef struct engine {
+    pthread_mutex_t lock;
+    pthread_cond_t work;    /* for threads: a chunk, a slot to wait for, a ring to trim, the end */
+    pthread_cond_t changed; /* a slot is free, a ring is trimmed, a thread has ended */
+    stio_transfer *transfers;
+    stio_ring *rings;
+    slot *copied_from, *last_copied_from; /* slots whose events nobody waits for, oldest first */
+    int limit, num_threads, num_idle;
+    int idle_ms;
+    bool is_ending;
+    unsigned generation;
+} engine_state;
+
+extern engine_state engine;
+
+double stio_now(void);
+
+/* ring.c. `thread` is the calling thread's number. */
+/* Return a slot of this thread that no copy reads, in the state SLOT_FILLING. Waits for its oldest copies. NULL: `failure`
+ * is filled. Called without the lock. */
+slot *stio_ring_acquire(stio_ring *ring, int thread, stio_failure *failure);
+/* Copy from a filled slot, or with `source` from there, to the ranges of its chunk; the slot is then free behind that.
+ * False: `failure` is filled, nothing reads the memory any more. Called without the lock. */
+bool stio_ring_submit(slot *slot, const char *memory, int64_t begin, stio_failure *failure);
+/* Take the oldest slot that is copied from, and wait for it; false: there is none. Called with the lock. */
+bool stio_ring_wait_oldest(void);
+/* Release memory of rings: of those that were asked for, or, with `idle`, of all without users. Called with the lock. */
+void stio_rings_trim(bool idle);
+/* Release a ring of which a transfer was freed. Called with the lock. */
+void stio_ring_leave(stio_ring *ring);
+/* Forget what a parent had queued. Called in a forked child. */
+void stio_rings_forget(void);
+
+/* engine.c */
+/* A chunk has ended. With `failure` it has failed, if that has a kind. Called with the lock. */
+void stio_chunk_ended(const chunk *chunk, bool device, const stio_failure *failure);
+
+/* pinned.c */
+/* Map memory of whole huge pages, on a node if it is not -1, and touch it. NULL: no memory. */
+char *stio_pages_map(size_t nbytes, int node);
+void stio_pages_unmap(char *memory, size_t nbytes);
+
+#endif

@@ -1,0 +1,287 @@
+/* Rings: slots of pinned memory out of which a device copies, and the events behind the copies.
+ *
+ * A slot belongs to one thread. The thread fills it, queues the copies of its chunk on the ring's stream, and an event
+ * behind them. The chunk has ended when the event has passed. The thread waits for it when it needs the slot again; a
+ * thread without other work waits for the oldest one of all. So no event is polled, and while reads are slower than the
+ * device nobody waits for it. Calls of the driver are made by the engine's threads only: to make a context the current
+ * one would change the current device of a caller's thread.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+#define SLOTS_BYTES (STIO_SLOTS_PER_THREAD * STIO_CHUNK_BYTES)
+#define BLOCKING_SYNC 1u    /* a thread that waits for an event sleeps */
+#define DISABLE_TIMING 2u
+#define PORTABLE 1u         /* pinned for all devices */
+
+static _Thread_local void *current_context;
+
+static bool driver_failed(const stio_driver *driver, int code, stio_failure *failure) {
+    const char *text = NULL;
+    if (driver->error_text != NULL) driver->error_text(code, &text);
+    failure->kind = STIO_DRIVER;
+    failure->code = code;
+    snprintf(failure->text, sizeof failure->text, "%s", text != NULL ? text : "");
+    return false;
+}
+
+static bool make_current(stio_ring *ring, stio_failure *failure) {
+    if (current_context == ring->context && current_context != NULL) return true;
+    const int code = ring->driver->make_current(ring->context);
+    if (code != 0) return driver_failed(ring->driver, code, failure);
+    current_context = ring->context;
+    return true;
+}
+
+stio_ring *stio_ring_new(const stio_driver *driver, void *context, void *stream, int node) {
+    stio_ring *const ring = calloc(1, sizeof *ring);
+    if (ring == NULL) return NULL;
+    ring->driver = driver;
+    ring->context = context;
+    ring->stream = stream;
+    ring->node = node;
+    for (int thread = 0; thread < STIO_MAX_THREADS; ++thread)
+        for (int k = 0; k < STIO_SLOTS_PER_THREAD; ++k) ring->of_thread[thread].slots[k].ring = ring;
+    pthread_mutex_lock(&engine.lock);
+    ring->next = engine.rings;
+    engine.rings = ring;
+    pthread_mutex_unlock(&engine.lock);
+    return ring;
+}
+
+/* Allocate the slots of a thread. Called without the lock: only this thread uses them, while it has a chunk of the ring. */
+static bool allocate(stio_ring *ring, int thread, stio_failure *failure) {
+    char *const memory = stio_pages_map(SLOTS_BYTES, ring->node);
+    if (memory == NULL) {
+        failure->kind = STIO_NO_MEMORY;
+        failure->nbytes = SLOTS_BYTES;
+        return false;
+    }
+    slot *const slots = ring->of_thread[thread].slots;
+    int code = 0, made = 0;
+    for (; made < STIO_SLOTS_PER_THREAD && code == 0; ++made)
+        code = ring->driver->event_create(&slots[made].event, BLOCKING_SYNC | DISABLE_TIMING);
+    if (code != 0) {
+        for (int k = 0; k < made - 1; ++k) ring->driver->event_destroy(slots[k].event);
+        stio_pages_unmap(memory, SLOTS_BYTES);
+        return driver_failed(ring->driver, code, failure);
+    }
+    const int refused = ring->driver->pin(memory, SLOTS_BYTES, PORTABLE);
+    pthread_mutex_lock(&engine.lock);
+    for (int k = 0; k < STIO_SLOTS_PER_THREAD; ++k) {
+        slots[k].memory = memory + (size_t)k * STIO_CHUNK_BYTES;
+        slots[k].state = SLOT_FREE;
+    }
+    ring->of_thread[thread].memory = memory;
+    ring->of_thread[thread].is_pinned = refused == 0;
+    if (refused != 0) ring->refused = refused;
+    pthread_mutex_unlock(&engine.lock);
+    return true;
+}
+
+/* Wait for the event of a slot, which is in the state SLOT_WAITED_FOR; its chunk has ended then. Called with the lock. */
+static void wait_for(slot *one) {
+    stio_ring *const ring = one->ring;
+    stio_failure failure = {0};
+    pthread_mutex_unlock(&engine.lock);
+    if (make_current(ring, &failure)) {
+        int code = ring->driver->event_query(one->event);
+        if (code == ring->driver->not_ready) code = ring->driver->event_synchronize(one->event);
+        if (code != 0) driver_failed(ring->driver, code, &failure);
+    }
+    pthread_mutex_lock(&engine.lock);
+    if (failure.kind != 0) ring->failed = failure.code;
+    one->state = failure.kind != 0 ? SLOT_LOST : SLOT_FREE; /* the device may still read a slot whose event fails */
+    stio_chunk_ended(&one->chunk, true, &failure);
+    pthread_cond_broadcast(&engine.changed);
+}
+
+static void unlink_copied_from(slot *one) {
+    slot *before = NULL;
+    for (slot *at = engine.copied_from; at != one; at = at->next) before = at;
+    if (before == NULL)
+        engine.copied_from = one->next;
+    else
+        before->next = one->next;
+    if (engine.last_copied_from == one) engine.last_copied_from = before;
+    one->next = NULL;
+    one->state = SLOT_WAITED_FOR;
+}
+
+bool stio_ring_wait_oldest(void) {
+    slot *const oldest = engine.copied_from;
+    if (oldest == NULL) return false;
+    unlink_copied_from(oldest);
+    wait_for(oldest);
+    return true;
+}
+
+slot *stio_ring_acquire(stio_ring *ring, int thread, stio_failure *failure) {
+    if (!make_current(ring, failure)) return NULL;
+    pthread_mutex_lock(&engine.lock);
+    const bool is_allocated = ring->of_thread[thread].memory != NULL;
+    int failed = ring->failed;
+    pthread_mutex_unlock(&engine.lock);
+    if (failed != 0) {
+        driver_failed(ring->driver, failed, failure);
+        return NULL;
+    }
+    if (!is_allocated && !allocate(ring, thread, failure)) return NULL;
+    slot *found = NULL;
+    slot *const slots = ring->of_thread[thread].slots;
+    pthread_mutex_lock(&engine.lock);
+    while (found == NULL && ring->failed == 0) {
+        slot *oldest = NULL;
+        for (int k = 0; k < STIO_SLOTS_PER_THREAD && found == NULL; ++k)
+            if (slots[k].state == SLOT_FREE) found = &slots[k];
+        if (found != NULL) break;
+        for (slot *at = engine.copied_from; at != NULL && oldest == NULL; at = at->next)
+            if (at >= slots && at < slots + STIO_SLOTS_PER_THREAD) oldest = at;
+        if (oldest != NULL) {
+            unlink_copied_from(oldest);
+            wait_for(oldest);
+        } else {
+            pthread_cond_wait(&engine.changed, &engine.lock); /* another thread waits for each of them */
+        }
+    }
+    if (found != NULL) found->state = SLOT_FILLING;
+    failed = ring->failed;
+    pthread_mutex_unlock(&engine.lock);
+    if (found == NULL) driver_failed(ring->driver, failed, failure);
+    return found;
+}
+
+bool stio_ring_submit(slot *filled, const char *memory, int64_t begin, stio_failure *failure) {
+    stio_ring *const ring = filled->ring;
+    const chunk *const one = &filled->chunk;
+    int code = 0;
+    bool queued = false;
+    for (size_t k = 0; k < one->num_ranges && code == 0; ++k) {
+        const stio_range *const range = &one->ranges[k];
+        const int64_t low = range->offset > one->begin ? range->offset : one->begin;
+        const int64_t stop = range->offset + (int64_t)range->nbytes, high = stop < one->end ? stop : one->end;
+        if (low >= high) continue;
+        const uint64_t target = range->target + (uint64_t)(low - range->offset);
+        code = ring->driver->copy(target, memory + (low - begin), (size_t)(high - low), ring->stream);
+        queued = queued || code == 0;
+    }
+    const int refused = code;
+    if (code == 0 || queued) code = ring->driver->event_record(filled->event, ring->stream);
+    if (refused != 0 && queued && code == 0) code = ring->driver->event_synchronize(filled->event);
+    if (refused != 0 || code != 0) {
+        driver_failed(ring->driver, refused != 0 ? refused : code, failure);
+        pthread_mutex_lock(&engine.lock);
+        ring->failed = failure->code;
+        filled->state = queued && code != 0 ? SLOT_LOST : SLOT_FREE;
+        pthread_cond_broadcast(&engine.changed);
+        pthread_mutex_unlock(&engine.lock);
+        return false;
+    }
+    pthread_mutex_lock(&engine.lock);
+    filled->state = SLOT_COPIED_FROM;
+    filled->next = NULL;
+    if (engine.last_copied_from != NULL)
+        engine.last_copied_from->next = filled;
+    else
+        engine.copied_from = filled;
+    engine.last_copied_from = filled;
+    if (engine.num_idle > 0) pthread_cond_signal(&engine.work); /* one of them waits for the event */
+    pthread_mutex_unlock(&engine.lock);
+    return true;
+}
+
+/* Release the slots of a ring without users. Called with the lock, which is released meanwhile: the ring has a user. */
+static void release_slots(stio_ring *ring) {
+    ring->num_users += 1;
+    pthread_mutex_unlock(&engine.lock);
+    stio_failure ignored = {0};
+    const bool is_current = make_current(ring, &ignored);
+    for (int thread = 0; thread < STIO_MAX_THREADS; ++thread) {
+        char *const memory = ring->of_thread[thread].memory;
+        if (memory == NULL) continue;
+        /* What the device may still read is kept until the process ends. */
+        bool is_lost = !is_current;
+        slot *const slots = ring->of_thread[thread].slots;
+        for (int k = 0; k < STIO_SLOTS_PER_THREAD; ++k) is_lost = is_lost || slots[k].state == SLOT_LOST;
+        if (!is_lost) {
+            for (int k = 0; k < STIO_SLOTS_PER_THREAD; ++k) ring->driver->event_destroy(slots[k].event);
+            if (ring->of_thread[thread].is_pinned) ring->driver->unpin(memory);
+            stio_pages_unmap(memory, SLOTS_BYTES);
+        }
+        pthread_mutex_lock(&engine.lock);
+        ring->of_thread[thread].memory = NULL;
+        pthread_mutex_unlock(&engine.lock);
+    }
+    pthread_mutex_lock(&engine.lock);
+    ring->num_users -= 1;
+}
+
+static uint64_t held_bytes(const stio_ring *ring) {
+    uint64_t held = 0;
+    for (int thread = 0; thread < STIO_MAX_THREADS; ++thread)
+        if (ring->of_thread[thread].memory != NULL) held += SLOTS_BYTES;
+    return held;
+}
+
+static stio_ring *to_release(bool idle) {
+    for (stio_ring *ring = engine.rings; ring != NULL; ring = ring->next)
+        if (ring->num_users == 0 && (ring->is_trimmed || ring->is_released || (idle && held_bytes(ring) > 0)))
+            return ring;
+    return NULL;
+}
+
+void stio_rings_trim(bool idle) {
+    for (stio_ring *ring; (ring = to_release(idle)) != NULL;) {
+        release_slots(ring); /* releases the lock meanwhile, so the list may change */
+        ring->is_trimmed = false;
+        if (ring->is_released && ring->num_users == 0) {
+            stio_ring **at = &engine.rings;
+            while (*at != ring) at = &(*at)->next;
+            *at = ring->next;
+            free(ring);
+        }
+        pthread_cond_broadcast(&engine.changed);
+    }
+}
+
+uint64_t stio_ring_state(stio_ring *ring, int *refused, int *failed) {
+    pthread_mutex_lock(&engine.lock);
+    const uint64_t held = held_bytes(ring);
+    *refused = ring->refused;
+    *failed = ring->failed;
+    pthread_mutex_unlock(&engine.lock);
+    return held;
+}
+
+void stio_ring_trim(stio_ring *ring) {
+    pthread_mutex_lock(&engine.lock);
+    if (engine.num_threads > 0 && !engine.is_ending) {
+        ring->is_trimmed = true;
+        pthread_cond_broadcast(&engine.work);
+        while (ring->is_trimmed && ring->num_users == 0 && engine.num_threads > 0)
+            pthread_cond_wait(&engine.changed, &engine.lock);
+    }
+    pthread_mutex_unlock(&engine.lock);
+}
+
+void stio_ring_free(stio_ring *ring) {
+    pthread_mutex_lock(&engine.lock);
+    ring->is_released = true;
+    pthread_cond_broadcast(&engine.work);
+    pthread_mutex_unlock(&engine.lock);
+}
+
+void stio_ring_leave(stio_ring *ring) {
+    ring->num_users -= 1;
+    if (ring->num_users == 0 && (ring->is_released || ring->is_trimmed)) pthread_cond_broadcast(&engine.work);
+}
+
+void stio_rings_forget(void) {
+    engine.rings = NULL;
+    engine.copied_from = engine.last_copied_from = NULL;
+}
