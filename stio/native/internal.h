@@ -40,20 +40,23 @@ typedef struct slot {
     struct slot *next; /* in `engine.copied_from` */
 } slot;
 
+typedef struct thread_slots {
+    char *memory; /* of all slots of one thread; NULL: not allocated */
+    bool is_pinned;
+    slot slots[STIO_SLOTS_PER_THREAD];
+} thread_slots;
+
 struct stio_ring {
     const stio_driver *driver;
     void *context, *stream;
     int node;
-    struct {
-        char *memory; /* of all slots of this thread; NULL: not allocated */
-        bool is_pinned;
-        slot slots[STIO_SLOTS_PER_THREAD];
-    } of_thread[STIO_MAX_THREADS];
+    thread_slots of_thread[STIO_MAX_THREADS];
     int num_users;    /* transfers */
     int refused;      /* the driver's code where it refused to pin */
     int failed;       /* the driver's code where it refused or failed a copy: the ring is not used again */
     bool is_released; /* by its owner */
     bool is_trimmed;  /* a thread is asked to release the slots */
+    bool is_releasing; /* a thread releases memory that was taken out of `of_thread` */
     stio_ring *next;
 };
 
