@@ -63,6 +63,7 @@ static bool wait_until(pthread_cond_t *condition, const struct timespec *until) 
 static struct timespec after(int ms) {
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
+    if (ms < 0) ms = 0; /* a negative part of a second is an error, and a wait that fails keeps the lock */
     until.tv_sec += ms / 1000;
     until.tv_nsec += (long)(ms % 1000) * 1000000;
     if (until.tv_nsec >= 1000000000) {
@@ -380,6 +381,8 @@ static void *run(void *number) {
     setpriority(PRIO_PROCESS, (id_t)tid, getpriority(PRIO_PROCESS, 0) + NICENESS); /* a sandbox may forbid it */
     pthread_mutex_lock(&engine.lock);
     while (!engine.is_ending) {
+        const double due = stio_rings_trim(); /* first, since there may be work without end */
+        if (engine.is_ending) break;
         stio_transfer *const transfer = next_transfer();
         if (transfer != NULL) {
             chunk one = cut(transfer);
@@ -387,13 +390,10 @@ static void *run(void *number) {
             continue;
         }
         if (stio_ring_wait_oldest()) continue;
-        stio_rings_trim(false);
-        if (engine.is_ending || next_transfer() != NULL || engine.copied_from != NULL) continue;
-        const struct timespec until = after(engine.idle_ms);
+        const struct timespec until = {(time_t)due, (long)((due - (double)(time_t)due) * 1e9)};
         engine.num_idle += 1;
-        const bool is_woken = wait_until(&engine.work, &until);
+        wait_until(&engine.work, due == 0 ? NULL : &until);
         engine.num_idle -= 1;
-        if (!is_woken) stio_rings_trim(true);
     }
     while (stio_ring_wait_oldest()) continue;
     engine.num_threads -= 1;

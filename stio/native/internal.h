@@ -54,6 +54,7 @@ struct stio_ring {
     int num_users;    /* transfers */
     int refused;      /* the driver's code where it refused to pin */
     int failed;       /* the driver's code where it refused or failed a copy: the ring is not used again */
+    double left;      /* when its last transfer ended */
     bool is_released; /* by its owner */
     bool is_trimmed;  /* a thread is asked to release the slots */
     bool is_releasing; /* a thread releases memory that was taken out of `of_thread` */
@@ -109,8 +110,9 @@ slot *stio_ring_acquire(stio_ring *ring, int thread, stio_failure *failure);
 bool stio_ring_submit(slot *slot, const char *memory, int64_t begin, stio_failure *failure);
 /* Take the oldest slot that is copied from, and wait for it; false: there is none. Called with the lock. */
 bool stio_ring_wait_oldest(void);
-/* Release memory of rings: of those that were asked for, or, with `idle`, of all without users. Called with the lock. */
-void stio_rings_trim(bool idle);
+/* Release memory of rings without users: where it was asked for, and where nobody used it for `engine.idle_ms`. Called with
+ * the lock. Returns when the next ring is to be looked at again, 0: none. */
+double stio_rings_trim(void);
 /* Release a ring of which a transfer was freed. Called with the lock. */
 void stio_ring_leave(stio_ring *ring);
 /* Forget what a parent had queued. Called in a forked child. */

@@ -228,16 +228,23 @@ static uint64_t held_bytes(const stio_ring *ring) {
     return held;
 }
 
-static stio_ring *to_release(bool idle) {
-    for (stio_ring *ring = engine.rings; ring != NULL; ring = ring->next)
-        if (ring->num_users == 0 && !ring->is_releasing &&
-            (ring->is_trimmed || ring->is_released || (idle && held_bytes(ring) > 0)))
-            return ring;
+/* Return a ring to release. `due`: when the first of the others is idle for long enough, 0: none. */
+static stio_ring *to_release(double *due) {
+    *due = 0;
+    for (stio_ring *ring = engine.rings; ring != NULL; ring = ring->next) {
+        if (ring->num_users != 0 || ring->is_releasing) continue;
+        if (ring->is_trimmed || ring->is_released) return ring;
+        if (held_bytes(ring) == 0) continue;
+        const double until = ring->left + engine.idle_ms * 1e-3;
+        if (until <= stio_now()) return ring;
+        if (*due == 0 || until < *due) *due = until;
+    }
     return NULL;
 }
 
-void stio_rings_trim(bool idle) {
-    for (stio_ring *ring; (ring = to_release(idle)) != NULL;) {
+double stio_rings_trim(void) {
+    double due;
+    for (stio_ring *ring; (ring = to_release(&due)) != NULL;) {
         release_slots(ring); /* releases the lock meanwhile, so the list may change */
         if (ring->is_released && ring->num_users == 0) {
             stio_ring **at = &engine.rings;
@@ -247,6 +254,7 @@ void stio_rings_trim(bool idle) {
         }
         pthread_cond_broadcast(&engine.changed);
     }
+    return due;
 }
 
 uint64_t stio_ring_state(stio_ring *ring, int *refused, int *failed) {
@@ -278,7 +286,8 @@ void stio_ring_free(stio_ring *ring) {
 
 void stio_ring_leave(stio_ring *ring) {
     ring->num_users -= 1;
-    if (ring->num_users == 0 && (ring->is_released || ring->is_trimmed)) pthread_cond_broadcast(&engine.work);
+    ring->left = stio_now();
+    if (ring->num_users == 0) pthread_cond_signal(&engine.work); /* a thread looks when it is to be released */
 }
 
 void stio_rings_forget(void) {
