@@ -37,7 +37,6 @@ engine_state engine = {
     .limit = 4,
     .idle_ms = 10000,
 };
-static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_t threads[STIO_MAX_THREADS];
 
 double stio_now(void) {
@@ -88,10 +87,18 @@ static void in_child(void) {
     stio_rings_forget();
 }
 
-static void prepare(void) {
+__attribute__((constructor)) static void prepare(void) { /* so that no call comes before it, a fork neither */
     new_condition(&engine.work);
     new_condition(&engine.changed);
     pthread_atfork(before_fork, after_fork, in_child);
+}
+
+/* Whether a transfer is of this process. The conditions of a parent's transfer are never touched: threads that wait for
+ * them are not in the child, and a call that waits until they have left would not return. */
+static bool is_own(const stio_transfer *transfer) { return transfer->generation == engine.generation; }
+
+static void notify(stio_transfer *transfer) {
+    if (is_own(transfer)) pthread_cond_broadcast(&transfer->changed);
 }
 
 /* Chunks. */
@@ -433,7 +440,6 @@ void stio_engine_set_threads(int num_threads) {
 }
 
 void stio_engine_set_idle(int milliseconds) {
-    pthread_once(&once, prepare);
     pthread_mutex_lock(&engine.lock);
     engine.idle_ms = milliseconds;
     pthread_cond_broadcast(&engine.work);
@@ -448,7 +454,6 @@ int stio_engine_num_threads(void) {
 }
 
 void stio_engine_end(int milliseconds) {
-    pthread_once(&once, prepare);
     const struct timespec until = after(milliseconds);
     pthread_mutex_lock(&engine.lock);
     engine.is_ending = true;
@@ -467,7 +472,6 @@ void stio_engine_end(int milliseconds) {
 /* Transfers. */
 
 stio_transfer *stio_transfer_new(int weight, int most_chunks) {
-    pthread_once(&once, prepare);
     stio_transfer *const transfer = calloc(1, sizeof *transfer);
     if (transfer == NULL) return NULL;
     transfer->weight = weight < 1 ? 1 : weight;
@@ -590,6 +594,10 @@ int stio_transfer_take(stio_transfer *transfer, stio_done *done, int capacity, i
     int found = 0;
     pthread_mutex_lock(&engine.lock);
     bool in_time = true;
+    if (!is_own(transfer) && !transfer->has_failed) {
+        transfer->failure = (stio_failure){.kind = STIO_ERRNO, .code = ECHILD, .group = -1};
+        transfer->has_failed = true;
+    }
     while (transfer->num_done == 0 && !transfer->has_failed && !transfer->is_woken && in_time)
         in_time = wait_until(&transfer->changed, timeout < 0 ? NULL : &until);
     if (transfer->num_done > 0 && !transfer->has_failed) {
@@ -610,14 +618,14 @@ int stio_transfer_take(stio_transfer *transfer, stio_done *done, int capacity, i
 void stio_transfer_wake(stio_transfer *transfer) {
     pthread_mutex_lock(&engine.lock);
     transfer->is_woken = true;
-    pthread_cond_broadcast(&transfer->changed);
+    notify(transfer);
     pthread_mutex_unlock(&engine.lock);
 }
 
 void stio_transfer_stop(stio_transfer *transfer) {
     pthread_mutex_lock(&engine.lock);
     transfer->is_stopped = transfer->is_woken = true;
-    pthread_cond_broadcast(&transfer->changed);
+    notify(transfer);
     pthread_mutex_unlock(&engine.lock);
 }
 
@@ -631,11 +639,10 @@ uint64_t stio_transfer_moved_bytes(stio_transfer *transfer) {
 void stio_transfer_end(stio_transfer *transfer) {
     pthread_mutex_lock(&engine.lock);
     transfer->is_stopped = transfer->is_woken = true;
-    pthread_cond_broadcast(&transfer->changed);
-    /* The memory and the locks of a transfer of this child's parent are not the child's. */
-    const bool is_own = transfer->generation == engine.generation;
-    while (is_own && transfer->under_way > 0) pthread_cond_wait(&transfer->changed, &engine.lock);
-    if (is_own && !transfer->has_ended) {
+    notify(transfer);
+    /* The chunks and the rings of a transfer of this child's parent are not the child's. */
+    while (is_own(transfer) && transfer->under_way > 0) pthread_cond_wait(&transfer->changed, &engine.lock);
+    if (is_own(transfer) && !transfer->has_ended) {
         stio_transfer **at = &engine.transfers;
         while (*at != transfer) at = &(*at)->next;
         *at = transfer->next;
@@ -656,7 +663,9 @@ void stio_transfer_free(stio_transfer *transfer) {
     free(transfer->order);
     free(transfer->done);
     free(transfer->rings);
-    pthread_cond_destroy(&transfer->changed);
-    pthread_mutex_destroy(&transfer->touching);
+    if (is_own(transfer)) { /* `engine.generation` changes in a forked child only, before it has threads */
+        pthread_cond_destroy(&transfer->changed);
+        pthread_mutex_destroy(&transfer->touching);
+    }
     free(transfer);
 }

@@ -8,6 +8,9 @@
  *
  * The engine calls no Python, parses nothing, opens and closes no file. Its caller keeps descriptors, memory and streams
  * valid until `stio_transfer_end` has returned. All functions may be called from any thread.
+ *
+ * Forks: a child has no thread of its parent's and starts its own. A transfer of its parent moves nothing there: `take`
+ * fails with ECHILD, `end` returns at once. A ring of its parent has no memory there, and no users.
  */
 #ifndef STIO_ENGINE_H
 #define STIO_ENGINE_H

@@ -115,7 +115,7 @@ bool stio_ring_wait_oldest(void);
 double stio_rings_trim(void);
 /* Release a ring of which a transfer was freed. Called with the lock. */
 void stio_ring_leave(stio_ring *ring);
-/* Forget what a parent had queued. Called in a forked child. */
+/* Forget what a parent had queued, and its slots, whose memory a child has not. Called in a forked child. */
 void stio_rings_forget(void);
 
 /* engine.c */

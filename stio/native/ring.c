@@ -291,6 +291,10 @@ void stio_ring_leave(stio_ring *ring) {
 }
 
 void stio_rings_forget(void) {
-    engine.rings = NULL;
+    for (stio_ring *ring = engine.rings; ring != NULL; ring = ring->next) {
+        for (int thread = 0; thread < STIO_MAX_THREADS; ++thread) ring->of_thread[thread].memory = NULL;
+        ring->num_users = 0;
+        ring->is_trimmed = ring->is_releasing = false;
+    }
     engine.copied_from = engine.last_copied_from = NULL;
 }
