@@ -139,6 +139,7 @@ static chunk cut(stio_transfer *transfer) {
     while (is_file && made.end == stop_of(&from->ranges[last]) && last + 1 < from->num_ranges) {
         const stio_range *const next = &from->ranges[last + 1];
         if (next->fd != range->fd || next->ring != range->ring || next->offset < made.end) break;
+        if (next->direct_fd != range->direct_fd || next->flags != range->flags) break; /* moved in another way */
         if (next->offset - made.end > GAP_BYTES || next->offset >= limit) break;
         if (range->ring == NULL && made.num_ranges == MOST_RANGES) break;
         made.end = stop_of(next) < limit ? stop_of(next) : limit;
