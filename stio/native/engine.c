@@ -12,6 +12,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -334,14 +335,18 @@ static void touch(stio_transfer *transfer, int fd, int64_t begin, int64_t end) {
 
 static bool populate(const chunk *one, stio_failure *failure) {
     const stio_range *const range = one->ranges;
-    const int64_t size = lseek(range->fd, 0, SEEK_END); /* an access past the end is SIGBUS, which cannot be caught */
+    struct stat found; /* an access past the end is SIGBUS, which cannot be caught */
     failure->doing = STIO_POPULATE;
-    if (size < 0 || one->end > size) {
-        set_failure(failure, size < 0 ? STIO_ERRNO : STIO_SHRUNK, size < 0 ? errno : 0, size, 0);
+    if (fstat(range->fd, &found) != 0) {
+        set_failure(failure, STIO_ERRNO, errno, one->begin, 0);
+        return false;
+    }
+    if (one->end > found.st_size) {
+        set_failure(failure, STIO_SHRUNK, 0, found.st_size, (uint64_t)(one->end - found.st_size));
         return false;
     }
     const uintptr_t begin = (uintptr_t)(range->target + (uint64_t)(one->begin - range->offset));
-    const uintptr_t start = begin / (uintptr_t)PAGE * (uintptr_t)PAGE;
+    const uintptr_t start = begin & ~((uintptr_t)sysconf(_SC_PAGESIZE) - 1);
     const size_t nbytes = (size_t)(one->end - one->begin) + (begin - start);
     int code;
     do code = madvise((void *)start, nbytes, MADV_POPULATE_READ) == 0 ? 0 : errno;

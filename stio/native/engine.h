@@ -70,7 +70,7 @@ typedef struct stio_failure {
     int32_t group;
     int32_t doing;  /* 0: reading; STIO_POPULATE: mapping */
     int64_t offset; /* in the file */
-    uint64_t nbytes; /* bytes that were missing (STIO_TRUNCATED), or needed (STIO_NO_MEMORY) */
+    uint64_t nbytes; /* bytes that were missing (STIO_TRUNCATED, STIO_SHRUNK), or needed (STIO_NO_MEMORY) */
     char text[STIO_TEXT_BYTES]; /* of the driver */
 } stio_failure;
 
