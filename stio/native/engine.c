@@ -562,6 +562,7 @@ int stio_transfer_add(stio_transfer *transfer, const stio_range *ranges, size_t 
     uint64_t num_bytes = 0;
     bool ok = true;
     pthread_mutex_lock(&engine.lock);
+    if (transfer->is_stopped || !is_own(transfer)) num_ranges = 0; /* an ended transfer does not leave its rings again */
     for (size_t first = 0, stop; ok && first < num_ranges; first = stop) {
         for (stop = first; stop < num_ranges && ranges[stop].group == ranges[first].group; ++stop)
             num_bytes += ranges[stop].nbytes;
@@ -576,7 +577,7 @@ int stio_transfer_add(stio_transfer *transfer, const stio_range *ranges, size_t 
 void stio_transfer_arrange(stio_transfer *transfer, const int32_t *groups, size_t num_groups) {
     pthread_mutex_lock(&engine.lock);
     const size_t num_left = transfer->last - transfer->first;
-    group **const order = malloc((num_left + 1) * sizeof *order);
+    group **const order = num_left == 0 ? NULL : malloc(num_left * sizeof *order);
     size_t count = 0;
     for (size_t k = 0; order != NULL && k < num_groups; ++k) {
         const size_t number = (size_t)groups[k];

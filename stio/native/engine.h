@@ -105,7 +105,8 @@ void stio_ring_free(stio_ring *ring);
  * devices that are under way at one time, 0: no limit. NULL: no memory. */
 stio_transfer *stio_transfer_new(int weight, int most_chunks);
 /* Append ranges, which are copied. Groups are read in the order in which they were added. All ranges of a group come in
- * one call, in the order of their places in the file. Group numbers are small. Returns 0 or ENOMEM. */
+ * one call, in the order of their places in the file. Group numbers are small; offset + nbytes fits an int64_t. Ignored
+ * once the transfer is stopped or has failed. Returns 0 or ENOMEM. */
 int stio_transfer_add(stio_transfer *transfer, const stio_range *ranges, size_t num_ranges);
 /* Move the groups, as far as they have chunks left, before all others, in this order. */
 void stio_transfer_arrange(stio_transfer *transfer, const int32_t *groups, size_t num_groups);
