@@ -118,6 +118,12 @@ static stio_transfer *next_transfer(void) {
     return best;
 }
 
+/* Return the least turn of the transfers that have work, or that of `transfer` if it is greater. */
+static uint64_t turn_beside_others(const stio_transfer *transfer) {
+    const stio_transfer *const least = next_transfer();
+    return least != NULL && least->turn > transfer->turn ? least->turn : transfer->turn;
+}
+
 static int64_t stop_of(const stio_range *range) { return range->offset + (int64_t)range->nbytes; }
 
 /* Cut the next chunk of a transfer. */
@@ -161,7 +167,7 @@ static chunk cut(stio_transfer *transfer) {
     from->under_way += 1;
     transfer->under_way += 1;
     transfer->under_way_device += range->ring != NULL;
-    transfer->turn += (uint64_t)(made.end - made.begin + 1) / (uint64_t)transfer->weight;
+    transfer->turn += (uint64_t)(made.end - made.begin) / (uint64_t)transfer->weight + 1;
     return made;
 }
 
@@ -487,8 +493,6 @@ stio_transfer *stio_transfer_new(int weight, int most_chunks) {
     pthread_mutex_init(&transfer->touching, NULL);
     pthread_mutex_lock(&engine.lock);
     transfer->generation = engine.generation;
-    for (stio_transfer *one = engine.transfers; one != NULL; one = one->next)
-        if (is_active(one) && (transfer->turn == 0 || one->turn < transfer->turn)) transfer->turn = one->turn;
     const bool started = start_threads(1);
     if (started) {
         transfer->next = engine.transfers;
@@ -563,6 +567,7 @@ int stio_transfer_add(stio_transfer *transfer, const stio_range *ranges, size_t 
     bool ok = true;
     pthread_mutex_lock(&engine.lock);
     if (transfer->is_stopped || !is_own(transfer)) num_ranges = 0; /* an ended transfer does not leave its rings again */
+    if (!is_active(transfer)) transfer->turn = turn_beside_others(transfer); /* time without work is not made up for */
     for (size_t first = 0, stop; ok && first < num_ranges; first = stop) {
         for (stop = first; stop < num_ranges && ranges[stop].group == ranges[first].group; ++stop)
             num_bytes += ranges[stop].nbytes;
