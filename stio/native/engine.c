@@ -82,7 +82,7 @@ static void in_child(void) {
     new_condition(&engine.work);
     new_condition(&engine.changed);
     engine.transfers = NULL;
-    engine.num_threads = engine.num_idle = 0;
+    engine.num_threads = engine.num_idle = engine.num_joinable = 0;
     engine.is_ending = false;
     engine.generation += 1;
     stio_rings_forget();
@@ -436,7 +436,7 @@ static bool start_threads(size_t wanted) {
         char name[16];
         snprintf(name, sizeof name, "stio-%d", engine.num_threads);
         pthread_setname_np(*one, name);
-        engine.num_threads += 1;
+        engine.num_joinable = engine.num_threads += 1;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);
@@ -473,12 +473,12 @@ void stio_engine_end(int milliseconds) {
         one->is_stopped = one->is_woken = true;
         pthread_cond_broadcast(&one->changed);
     }
-    const int num_threads = engine.num_threads;
     pthread_cond_broadcast(&engine.work);
     while (engine.num_threads > 0 && wait_until(&engine.changed, &until)) continue;
-    const bool all_ended = engine.num_threads == 0;
+    const int num_joined = engine.num_threads == 0 ? engine.num_joinable : 0;
+    if (num_joined > 0) engine.num_joinable = 0; /* another caller joins none of them */
     pthread_mutex_unlock(&engine.lock);
-    for (int k = 0; all_ended && k < num_threads; ++k) pthread_join(threads[k], NULL);
+    for (int k = 0; k < num_joined; ++k) pthread_join(threads[k], NULL);
 }
 
 /* Transfers. */

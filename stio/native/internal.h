@@ -92,6 +92,7 @@ typedef struct engine {
     stio_ring *rings;
     slot *copied_from, *last_copied_from; /* slots whose events nobody waits for, oldest first */
     int limit, num_threads, num_idle;
+    int num_joinable; /* threads that nobody has joined */
     int idle_ms;
     bool is_ending;
     unsigned generation;
