@@ -610,7 +610,7 @@ int stio_transfer_take(stio_transfer *transfer, stio_done *done, int capacity, i
         transfer->failure = (stio_failure){.kind = STIO_ERRNO, .code = ECHILD, .group = -1};
         transfer->has_failed = true;
     }
-    while (transfer->num_done == 0 && !transfer->has_failed && !transfer->is_woken && in_time)
+    while (transfer->num_done == 0 && !transfer->has_failed && !transfer->is_woken && !transfer->is_stopped && in_time)
         in_time = wait_until(&transfer->changed, timeout < 0 ? NULL : &until);
     if (transfer->num_done > 0 && !transfer->has_failed) {
         found = transfer->num_done < (size_t)capacity ? (int)transfer->num_done : capacity;

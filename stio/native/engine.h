@@ -111,7 +111,8 @@ int stio_transfer_add(stio_transfer *transfer, const stio_range *ranges, size_t 
 /* Move the groups, as far as they have chunks left, before all others, in this order. */
 void stio_transfer_arrange(stio_transfer *transfer, const int32_t *groups, size_t num_groups);
 /* Wait until a group is complete, `stio_transfer_wake` was called, or a timeout (milliseconds; -1: none). Returns the
- * number of complete groups that were stored, -1 once the transfer has failed (`failure` is filled), 0 otherwise. */
+ * number of complete groups that were stored, -1 once the transfer has failed (`failure` is filled), 0 otherwise. Does not
+ * wait once the transfer is stopped. */
 int stio_transfer_take(stio_transfer *transfer, stio_done *done, int capacity, int timeout, stio_failure *failure);
 void stio_transfer_wake(stio_transfer *transfer);
 /* Begin no further chunk. */
