@@ -426,6 +426,8 @@ static bool start_threads(size_t wanted) {
     if (engine.is_ending) return false;
     sigset_t all, before;
     sigfillset(&all);
+    sigdelset(&all, SIGSEGV); /* these two are raised by the thread itself: a handler that prints stacks gets them */
+    sigdelset(&all, SIGBUS);
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
