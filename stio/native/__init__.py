@@ -20,6 +20,7 @@ import sys
 from array import array
 from collections.abc import Iterable
 from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -324,7 +325,7 @@ class Transfer:
             Failure: The transfer has failed.
         """
         failure = _Failure()
-        timeout = -1 if seconds is None else max(0, int(seconds * 1000))
+        timeout = -1 if seconds is None else _milliseconds(seconds)
         count = self._library.transfer_take(
             self._pointer, ctypes.byref(self._done), _MOST_TAKEN, timeout, ctypes.byref(failure)
         )
@@ -352,6 +353,7 @@ class Transfer:
     def __del__(self) -> None:  # not in `end`: another thread may be in `stop`
         pointer, self._pointer = getattr(self, "_pointer", None), None
         if pointer and os.getpid() == self._process:
+            self._library.transfer_end(pointer)  # waits without the GIL; `transfer_free` keeps it
             self._library.transfer_free(pointer)
 
 
@@ -363,4 +365,9 @@ def num_threads() -> int:
 
 def set_idle(seconds: float) -> None:
     """Return the memory of rings that no load uses to the system after so many seconds without work (10)."""
-    _functions().engine_set_idle(int(seconds * 1000))
+    _functions().engine_set_idle(_milliseconds(seconds))
+
+
+def _milliseconds(seconds: float) -> int:
+    """Return a time rounded up, as far as the library's `int` goes: 24 days."""
+    return min(max(0, ceil(seconds * 1000)), 2**31 - 1)

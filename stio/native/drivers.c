@@ -55,7 +55,9 @@ static const stio_driver *open_cuda(int ordinal, void **context, char why[STIO_T
         {"cuMemHostUnregister", &cuda.unpin},
         {"cuGetErrorString", &cuda.error_text},
     };
-    if (library_of("libcuda.so.1", symbols, sizeof symbols / sizeof *symbols, why) == NULL) return NULL;
+    /* Once: threads may use the table of another device already. */
+    if (cuda.not_ready == 0 && library_of("libcuda.so.1", symbols, sizeof symbols / sizeof *symbols, why) == NULL)
+        return NULL;
     cuda.not_ready = NOT_READY;
     int device = 0;
     int code = cuda_init(0);
@@ -94,7 +96,8 @@ static const stio_driver *open_hip(int ordinal, void **context, char why[STIO_TE
         {"hipHostUnregister", &hip.unpin},
         {"hipGetErrorString", &hip_error_string},
     };
-    if (library_of("libamdhip64.so", symbols, sizeof symbols / sizeof *symbols, why) == NULL) return NULL;
+    if (hip.not_ready == 0 && library_of("libamdhip64.so", symbols, sizeof symbols / sizeof *symbols, why) == NULL)
+        return NULL;
     hip.make_current = hip_make_current;
     hip.error_text = hip_error_text;
     hip.not_ready = NOT_READY;

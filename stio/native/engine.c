@@ -12,6 +12,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -37,7 +38,6 @@ engine_state engine = {
     .limit = 4,
     .idle_ms = 10000,
 };
-static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_t threads[STIO_MAX_THREADS];
 
 double stio_now(void) {
@@ -63,6 +63,7 @@ static bool wait_until(pthread_cond_t *condition, const struct timespec *until) 
 static struct timespec after(int ms) {
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
+    if (ms < 0) ms = 0; /* a negative part of a second is an error, and a wait that fails keeps the lock */
     until.tv_sec += ms / 1000;
     until.tv_nsec += (long)(ms % 1000) * 1000000;
     if (until.tv_nsec >= 1000000000) {
@@ -81,16 +82,24 @@ static void in_child(void) {
     new_condition(&engine.work);
     new_condition(&engine.changed);
     engine.transfers = NULL;
-    engine.num_threads = engine.num_idle = 0;
+    engine.num_threads = engine.num_idle = engine.num_joinable = 0;
     engine.is_ending = false;
     engine.generation += 1;
     stio_rings_forget();
 }
 
-static void prepare(void) {
+__attribute__((constructor)) static void prepare(void) { /* so that no call comes before it, a fork neither */
     new_condition(&engine.work);
     new_condition(&engine.changed);
     pthread_atfork(before_fork, after_fork, in_child);
+}
+
+/* Whether a transfer is of this process. The conditions of a parent's transfer are never touched: threads that wait for
+ * them are not in the child, and a call that waits until they have left would not return. */
+static bool is_own(const stio_transfer *transfer) { return transfer->generation == engine.generation; }
+
+static void notify(stio_transfer *transfer) {
+    if (is_own(transfer)) pthread_cond_broadcast(&transfer->changed);
 }
 
 /* Chunks. */
@@ -107,6 +116,12 @@ static stio_transfer *next_transfer(void) {
     for (stio_transfer *one = engine.transfers; one != NULL; one = one->next)
         if (is_active(one) && (best == NULL || one->turn < best->turn)) best = one;
     return best;
+}
+
+/* Return the least turn of the transfers that have work, or that of `transfer` if it is greater. */
+static uint64_t turn_beside_others(const stio_transfer *transfer) {
+    const stio_transfer *const least = next_transfer();
+    return least != NULL && least->turn > transfer->turn ? least->turn : transfer->turn;
 }
 
 static int64_t stop_of(const stio_range *range) { return range->offset + (int64_t)range->nbytes; }
@@ -131,6 +146,7 @@ static chunk cut(stio_transfer *transfer) {
     while (is_file && made.end == stop_of(&from->ranges[last]) && last + 1 < from->num_ranges) {
         const stio_range *const next = &from->ranges[last + 1];
         if (next->fd != range->fd || next->ring != range->ring || next->offset < made.end) break;
+        if (next->direct_fd != range->direct_fd || next->flags != range->flags) break; /* moved in another way */
         if (next->offset - made.end > GAP_BYTES || next->offset >= limit) break;
         if (range->ring == NULL && made.num_ranges == MOST_RANGES) break;
         made.end = stop_of(next) < limit ? stop_of(next) : limit;
@@ -151,7 +167,7 @@ static chunk cut(stio_transfer *transfer) {
     from->under_way += 1;
     transfer->under_way += 1;
     transfer->under_way_device += range->ring != NULL;
-    transfer->turn += (uint64_t)(made.end - made.begin + 1) / (uint64_t)transfer->weight;
+    transfer->turn += (uint64_t)(made.end - made.begin) / (uint64_t)transfer->weight + 1;
     return made;
 }
 
@@ -325,14 +341,18 @@ static void touch(stio_transfer *transfer, int fd, int64_t begin, int64_t end) {
 
 static bool populate(const chunk *one, stio_failure *failure) {
     const stio_range *const range = one->ranges;
-    const int64_t size = lseek(range->fd, 0, SEEK_END); /* an access past the end is SIGBUS, which cannot be caught */
+    struct stat found; /* an access past the end is SIGBUS, which cannot be caught */
     failure->doing = STIO_POPULATE;
-    if (size < 0 || one->end > size) {
-        set_failure(failure, size < 0 ? STIO_ERRNO : STIO_SHRUNK, size < 0 ? errno : 0, size, 0);
+    if (fstat(range->fd, &found) != 0) {
+        set_failure(failure, STIO_ERRNO, errno, one->begin, 0);
+        return false;
+    }
+    if (one->end > found.st_size) {
+        set_failure(failure, STIO_SHRUNK, 0, found.st_size, (uint64_t)(one->end - found.st_size));
         return false;
     }
     const uintptr_t begin = (uintptr_t)(range->target + (uint64_t)(one->begin - range->offset));
-    const uintptr_t start = begin / (uintptr_t)PAGE * (uintptr_t)PAGE;
+    const uintptr_t start = begin & ~((uintptr_t)sysconf(_SC_PAGESIZE) - 1);
     const size_t nbytes = (size_t)(one->end - one->begin) + (begin - start);
     int code;
     do code = madvise((void *)start, nbytes, MADV_POPULATE_READ) == 0 ? 0 : errno;
@@ -380,6 +400,8 @@ static void *run(void *number) {
     setpriority(PRIO_PROCESS, (id_t)tid, getpriority(PRIO_PROCESS, 0) + NICENESS); /* a sandbox may forbid it */
     pthread_mutex_lock(&engine.lock);
     while (!engine.is_ending) {
+        const double due = stio_rings_trim(); /* first, since there may be work without end */
+        if (engine.is_ending) break;
         stio_transfer *const transfer = next_transfer();
         if (transfer != NULL) {
             chunk one = cut(transfer);
@@ -387,13 +409,10 @@ static void *run(void *number) {
             continue;
         }
         if (stio_ring_wait_oldest()) continue;
-        stio_rings_trim(false);
-        if (engine.is_ending || next_transfer() != NULL || engine.copied_from != NULL) continue;
-        const struct timespec until = after(engine.idle_ms);
+        const struct timespec until = {(time_t)due, (long)((due - (double)(time_t)due) * 1e9)};
         engine.num_idle += 1;
-        const bool is_woken = wait_until(&engine.work, &until);
+        wait_until(&engine.work, due == 0 ? NULL : &until);
         engine.num_idle -= 1;
-        if (!is_woken) stio_rings_trim(true);
     }
     while (stio_ring_wait_oldest()) continue;
     engine.num_threads -= 1;
@@ -407,6 +426,8 @@ static bool start_threads(size_t wanted) {
     if (engine.is_ending) return false;
     sigset_t all, before;
     sigfillset(&all);
+    sigdelset(&all, SIGSEGV); /* these two are raised by the thread itself: a handler that prints stacks gets them */
+    sigdelset(&all, SIGBUS);
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
@@ -417,7 +438,7 @@ static bool start_threads(size_t wanted) {
         char name[16];
         snprintf(name, sizeof name, "stio-%d", engine.num_threads);
         pthread_setname_np(*one, name);
-        engine.num_threads += 1;
+        engine.num_joinable = engine.num_threads += 1;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);
@@ -433,7 +454,6 @@ void stio_engine_set_threads(int num_threads) {
 }
 
 void stio_engine_set_idle(int milliseconds) {
-    pthread_once(&once, prepare);
     pthread_mutex_lock(&engine.lock);
     engine.idle_ms = milliseconds;
     pthread_cond_broadcast(&engine.work);
@@ -448,7 +468,6 @@ int stio_engine_num_threads(void) {
 }
 
 void stio_engine_end(int milliseconds) {
-    pthread_once(&once, prepare);
     const struct timespec until = after(milliseconds);
     pthread_mutex_lock(&engine.lock);
     engine.is_ending = true;
@@ -456,18 +475,17 @@ void stio_engine_end(int milliseconds) {
         one->is_stopped = one->is_woken = true;
         pthread_cond_broadcast(&one->changed);
     }
-    const int num_threads = engine.num_threads;
     pthread_cond_broadcast(&engine.work);
     while (engine.num_threads > 0 && wait_until(&engine.changed, &until)) continue;
-    const bool all_ended = engine.num_threads == 0;
+    const int num_joined = engine.num_threads == 0 ? engine.num_joinable : 0;
+    if (num_joined > 0) engine.num_joinable = 0; /* another caller joins none of them */
     pthread_mutex_unlock(&engine.lock);
-    for (int k = 0; all_ended && k < num_threads; ++k) pthread_join(threads[k], NULL);
+    for (int k = 0; k < num_joined; ++k) pthread_join(threads[k], NULL);
 }
 
 /* Transfers. */
 
 stio_transfer *stio_transfer_new(int weight, int most_chunks) {
-    pthread_once(&once, prepare);
     stio_transfer *const transfer = calloc(1, sizeof *transfer);
     if (transfer == NULL) return NULL;
     transfer->weight = weight < 1 ? 1 : weight;
@@ -477,8 +495,6 @@ stio_transfer *stio_transfer_new(int weight, int most_chunks) {
     pthread_mutex_init(&transfer->touching, NULL);
     pthread_mutex_lock(&engine.lock);
     transfer->generation = engine.generation;
-    for (stio_transfer *one = engine.transfers; one != NULL; one = one->next)
-        if (is_active(one) && (transfer->turn == 0 || one->turn < transfer->turn)) transfer->turn = one->turn;
     const bool started = start_threads(1);
     if (started) {
         transfer->next = engine.transfers;
@@ -552,6 +568,8 @@ int stio_transfer_add(stio_transfer *transfer, const stio_range *ranges, size_t 
     uint64_t num_bytes = 0;
     bool ok = true;
     pthread_mutex_lock(&engine.lock);
+    if (transfer->is_stopped || !is_own(transfer)) num_ranges = 0; /* an ended transfer does not leave its rings again */
+    if (!is_active(transfer)) transfer->turn = turn_beside_others(transfer); /* time without work is not made up for */
     for (size_t first = 0, stop; ok && first < num_ranges; first = stop) {
         for (stop = first; stop < num_ranges && ranges[stop].group == ranges[first].group; ++stop)
             num_bytes += ranges[stop].nbytes;
@@ -566,7 +584,7 @@ int stio_transfer_add(stio_transfer *transfer, const stio_range *ranges, size_t 
 void stio_transfer_arrange(stio_transfer *transfer, const int32_t *groups, size_t num_groups) {
     pthread_mutex_lock(&engine.lock);
     const size_t num_left = transfer->last - transfer->first;
-    group **const order = malloc((num_left + 1) * sizeof *order);
+    group **const order = num_left == 0 ? NULL : malloc(num_left * sizeof *order);
     size_t count = 0;
     for (size_t k = 0; order != NULL && k < num_groups; ++k) {
         const size_t number = (size_t)groups[k];
@@ -590,7 +608,11 @@ int stio_transfer_take(stio_transfer *transfer, stio_done *done, int capacity, i
     int found = 0;
     pthread_mutex_lock(&engine.lock);
     bool in_time = true;
-    while (transfer->num_done == 0 && !transfer->has_failed && !transfer->is_woken && in_time)
+    if (!is_own(transfer) && !transfer->has_failed) {
+        transfer->failure = (stio_failure){.kind = STIO_ERRNO, .code = ECHILD, .group = -1};
+        transfer->has_failed = true;
+    }
+    while (transfer->num_done == 0 && !transfer->has_failed && !transfer->is_woken && !transfer->is_stopped && in_time)
         in_time = wait_until(&transfer->changed, timeout < 0 ? NULL : &until);
     if (transfer->num_done > 0 && !transfer->has_failed) {
         found = transfer->num_done < (size_t)capacity ? (int)transfer->num_done : capacity;
@@ -610,14 +632,14 @@ int stio_transfer_take(stio_transfer *transfer, stio_done *done, int capacity, i
 void stio_transfer_wake(stio_transfer *transfer) {
     pthread_mutex_lock(&engine.lock);
     transfer->is_woken = true;
-    pthread_cond_broadcast(&transfer->changed);
+    notify(transfer);
     pthread_mutex_unlock(&engine.lock);
 }
 
 void stio_transfer_stop(stio_transfer *transfer) {
     pthread_mutex_lock(&engine.lock);
     transfer->is_stopped = transfer->is_woken = true;
-    pthread_cond_broadcast(&transfer->changed);
+    notify(transfer);
     pthread_mutex_unlock(&engine.lock);
 }
 
@@ -631,11 +653,10 @@ uint64_t stio_transfer_moved_bytes(stio_transfer *transfer) {
 void stio_transfer_end(stio_transfer *transfer) {
     pthread_mutex_lock(&engine.lock);
     transfer->is_stopped = transfer->is_woken = true;
-    pthread_cond_broadcast(&transfer->changed);
-    /* The memory and the locks of a transfer of this child's parent are not the child's. */
-    const bool is_own = transfer->generation == engine.generation;
-    while (is_own && transfer->under_way > 0) pthread_cond_wait(&transfer->changed, &engine.lock);
-    if (is_own && !transfer->has_ended) {
+    notify(transfer);
+    /* The chunks and the rings of a transfer of this child's parent are not the child's. */
+    while (is_own(transfer) && transfer->under_way > 0) pthread_cond_wait(&transfer->changed, &engine.lock);
+    if (is_own(transfer) && !transfer->has_ended) {
         stio_transfer **at = &engine.transfers;
         while (*at != transfer) at = &(*at)->next;
         *at = transfer->next;
@@ -656,7 +677,9 @@ void stio_transfer_free(stio_transfer *transfer) {
     free(transfer->order);
     free(transfer->done);
     free(transfer->rings);
-    pthread_cond_destroy(&transfer->changed);
-    pthread_mutex_destroy(&transfer->touching);
+    if (is_own(transfer)) { /* `engine.generation` changes in a forked child only, before it has threads */
+        pthread_cond_destroy(&transfer->changed);
+        pthread_mutex_destroy(&transfer->touching);
+    }
     free(transfer);
 }

@@ -8,6 +8,9 @@
  *
  * The engine calls no Python, parses nothing, opens and closes no file. Its caller keeps descriptors, memory and streams
  * valid until `stio_transfer_end` has returned. All functions may be called from any thread.
+ *
+ * Forks: a child has no thread of its parent's and starts its own. A transfer of its parent moves nothing there: `take`
+ * fails with ECHILD, `end` returns at once. A ring of its parent has no memory there, and no users.
  */
 #ifndef STIO_ENGINE_H
 #define STIO_ENGINE_H
@@ -67,7 +70,7 @@ typedef struct stio_failure {
     int32_t group;
     int32_t doing;  /* 0: reading; STIO_POPULATE: mapping */
     int64_t offset; /* in the file */
-    uint64_t nbytes; /* bytes that were missing (STIO_TRUNCATED), or needed (STIO_NO_MEMORY) */
+    uint64_t nbytes; /* bytes that were missing (STIO_TRUNCATED, STIO_SHRUNK), or needed (STIO_NO_MEMORY) */
     char text[STIO_TEXT_BYTES]; /* of the driver */
 } stio_failure;
 
@@ -102,12 +105,14 @@ void stio_ring_free(stio_ring *ring);
  * devices that are under way at one time, 0: no limit. NULL: no memory. */
 stio_transfer *stio_transfer_new(int weight, int most_chunks);
 /* Append ranges, which are copied. Groups are read in the order in which they were added. All ranges of a group come in
- * one call, in the order of their places in the file. Group numbers are small. Returns 0 or ENOMEM. */
+ * one call, in the order of their places in the file. Group numbers are small; offset + nbytes fits an int64_t. Ignored
+ * once the transfer is stopped or has failed. Returns 0 or ENOMEM. */
 int stio_transfer_add(stio_transfer *transfer, const stio_range *ranges, size_t num_ranges);
 /* Move the groups, as far as they have chunks left, before all others, in this order. */
 void stio_transfer_arrange(stio_transfer *transfer, const int32_t *groups, size_t num_groups);
 /* Wait until a group is complete, `stio_transfer_wake` was called, or a timeout (milliseconds; -1: none). Returns the
- * number of complete groups that were stored, -1 once the transfer has failed (`failure` is filled), 0 otherwise. */
+ * number of complete groups that were stored, -1 once the transfer has failed (`failure` is filled), 0 otherwise. Does not
+ * wait once the transfer is stopped. */
 int stio_transfer_take(stio_transfer *transfer, stio_done *done, int capacity, int timeout, stio_failure *failure);
 void stio_transfer_wake(stio_transfer *transfer);
 /* Begin no further chunk. */

@@ -40,20 +40,24 @@ typedef struct slot {
     struct slot *next; /* in `engine.copied_from` */
 } slot;
 
+typedef struct thread_slots {
+    char *memory; /* of all slots of one thread; NULL: not allocated */
+    bool is_pinned;
+    slot slots[STIO_SLOTS_PER_THREAD];
+} thread_slots;
+
 struct stio_ring {
     const stio_driver *driver;
     void *context, *stream;
     int node;
-    struct {
-        char *memory; /* of all slots of this thread; NULL: not allocated */
-        bool is_pinned;
-        slot slots[STIO_SLOTS_PER_THREAD];
-    } of_thread[STIO_MAX_THREADS];
+    thread_slots of_thread[STIO_MAX_THREADS];
     int num_users;    /* transfers */
     int refused;      /* the driver's code where it refused to pin */
     int failed;       /* the driver's code where it refused or failed a copy: the ring is not used again */
+    double left;      /* when its last transfer ended */
     bool is_released; /* by its owner */
     bool is_trimmed;  /* a thread is asked to release the slots */
+    bool is_releasing; /* a thread releases memory that was taken out of `of_thread` */
     stio_ring *next;
 };
 
@@ -88,6 +92,7 @@ typedef struct engine {
     stio_ring *rings;
     slot *copied_from, *last_copied_from; /* slots whose events nobody waits for, oldest first */
     int limit, num_threads, num_idle;
+    int num_joinable; /* threads that nobody has joined */
     int idle_ms;
     bool is_ending;
     unsigned generation;
@@ -106,11 +111,12 @@ slot *stio_ring_acquire(stio_ring *ring, int thread, stio_failure *failure);
 bool stio_ring_submit(slot *slot, const char *memory, int64_t begin, stio_failure *failure);
 /* Take the oldest slot that is copied from, and wait for it; false: there is none. Called with the lock. */
 bool stio_ring_wait_oldest(void);
-/* Release memory of rings: of those that were asked for, or, with `idle`, of all without users. Called with the lock. */
-void stio_rings_trim(bool idle);
+/* Release memory of rings without users: where it was asked for, and where nobody used it for `engine.idle_ms`. Called with
+ * the lock. Returns when the next ring is to be looked at again, 0: none. */
+double stio_rings_trim(void);
 /* Release a ring of which a transfer was freed. Called with the lock. */
 void stio_ring_leave(stio_ring *ring);
-/* Forget what a parent had queued. Called in a forked child. */
+/* Forget what a parent had queued, and its slots, whose memory a child has not. Called in a forked child. */
 void stio_rings_forget(void);
 
 /* engine.c */

@@ -195,30 +195,30 @@ bool stio_ring_submit(slot *filled, const char *memory, int64_t begin, stio_fail
     return true;
 }
 
-/* Release the slots of a ring without users. Called with the lock, which is released meanwhile: the ring has a user. */
+/* Release the slots of a ring without users. Called with the lock, which is released meanwhile. A transfer may begin to use
+ * the ring then, so the slots are taken out of the ring first, all of them before the lock is released. */
 static void release_slots(stio_ring *ring) {
-    ring->num_users += 1;
+    thread_slots taken[STIO_MAX_THREADS];
+    memcpy(taken, ring->of_thread, sizeof taken);
+    for (int thread = 0; thread < STIO_MAX_THREADS; ++thread) ring->of_thread[thread].memory = NULL;
+    ring->is_trimmed = false;
+    ring->is_releasing = true;
     pthread_mutex_unlock(&engine.lock);
-    stio_failure ignored = {0};
-    const bool is_current = make_current(ring, &ignored);
     for (int thread = 0; thread < STIO_MAX_THREADS; ++thread) {
-        char *const memory = ring->of_thread[thread].memory;
+        char *const memory = taken[thread].memory;
+        stio_failure ignored = {0};
         if (memory == NULL) continue;
         /* What the device may still read is kept until the process ends. */
-        bool is_lost = !is_current;
-        slot *const slots = ring->of_thread[thread].slots;
+        bool is_lost = !make_current(ring, &ignored);
+        slot *const slots = taken[thread].slots;
         for (int k = 0; k < STIO_SLOTS_PER_THREAD; ++k) is_lost = is_lost || slots[k].state == SLOT_LOST;
-        if (!is_lost) {
-            for (int k = 0; k < STIO_SLOTS_PER_THREAD; ++k) ring->driver->event_destroy(slots[k].event);
-            if (ring->of_thread[thread].is_pinned) ring->driver->unpin(memory);
-            stio_pages_unmap(memory, SLOTS_BYTES);
-        }
-        pthread_mutex_lock(&engine.lock);
-        ring->of_thread[thread].memory = NULL;
-        pthread_mutex_unlock(&engine.lock);
+        if (is_lost) continue;
+        for (int k = 0; k < STIO_SLOTS_PER_THREAD; ++k) ring->driver->event_destroy(slots[k].event);
+        if (taken[thread].is_pinned) ring->driver->unpin(memory);
+        stio_pages_unmap(memory, SLOTS_BYTES);
     }
     pthread_mutex_lock(&engine.lock);
-    ring->num_users -= 1;
+    ring->is_releasing = false;
 }
 
 static uint64_t held_bytes(const stio_ring *ring) {
@@ -228,17 +228,24 @@ static uint64_t held_bytes(const stio_ring *ring) {
     return held;
 }
 
-static stio_ring *to_release(bool idle) {
-    for (stio_ring *ring = engine.rings; ring != NULL; ring = ring->next)
-        if (ring->num_users == 0 && (ring->is_trimmed || ring->is_released || (idle && held_bytes(ring) > 0)))
-            return ring;
+/* Return a ring to release. `due`: when the first of the others is idle for long enough, 0: none. */
+static stio_ring *to_release(double *due) {
+    *due = 0;
+    for (stio_ring *ring = engine.rings; ring != NULL; ring = ring->next) {
+        if (ring->num_users != 0 || ring->is_releasing) continue;
+        if (ring->is_trimmed || ring->is_released) return ring;
+        if (held_bytes(ring) == 0) continue;
+        const double until = ring->left + engine.idle_ms * 1e-3;
+        if (until <= stio_now()) return ring;
+        if (*due == 0 || until < *due) *due = until;
+    }
     return NULL;
 }
 
-void stio_rings_trim(bool idle) {
-    for (stio_ring *ring; (ring = to_release(idle)) != NULL;) {
+double stio_rings_trim(void) {
+    double due;
+    for (stio_ring *ring; (ring = to_release(&due)) != NULL;) {
         release_slots(ring); /* releases the lock meanwhile, so the list may change */
-        ring->is_trimmed = false;
         if (ring->is_released && ring->num_users == 0) {
             stio_ring **at = &engine.rings;
             while (*at != ring) at = &(*at)->next;
@@ -247,6 +254,7 @@ void stio_rings_trim(bool idle) {
         }
         pthread_cond_broadcast(&engine.changed);
     }
+    return due;
 }
 
 uint64_t stio_ring_state(stio_ring *ring, int *refused, int *failed) {
@@ -263,7 +271,7 @@ void stio_ring_trim(stio_ring *ring) {
     if (engine.num_threads > 0 && !engine.is_ending) {
         ring->is_trimmed = true;
         pthread_cond_broadcast(&engine.work);
-        while (ring->is_trimmed && ring->num_users == 0 && engine.num_threads > 0)
+        while (((ring->is_trimmed && ring->num_users == 0) || ring->is_releasing) && engine.num_threads > 0)
             pthread_cond_wait(&engine.changed, &engine.lock);
     }
     pthread_mutex_unlock(&engine.lock);
@@ -278,10 +286,15 @@ void stio_ring_free(stio_ring *ring) {
 
 void stio_ring_leave(stio_ring *ring) {
     ring->num_users -= 1;
-    if (ring->num_users == 0 && (ring->is_released || ring->is_trimmed)) pthread_cond_broadcast(&engine.work);
+    ring->left = stio_now();
+    if (ring->num_users == 0) pthread_cond_signal(&engine.work); /* a thread looks when it is to be released */
 }
 
 void stio_rings_forget(void) {
-    engine.rings = NULL;
+    for (stio_ring *ring = engine.rings; ring != NULL; ring = ring->next) {
+        for (int thread = 0; thread < STIO_MAX_THREADS; ++thread) ring->of_thread[thread].memory = NULL;
+        ring->num_users = 0;
+        ring->is_trimmed = ring->is_releasing = false;
+    }
     engine.copied_from = engine.last_copied_from = NULL;
 }
