@@ -1,13 +1,13 @@
 """The interface of a device: host memory to read into, memory on the device, and copies between them in order.
 
-An `Accelerator` is one load's use of a device. Workers fill its staging memory, and it copies from there. A group of
-tensors (`LoadedGroup`) is passed to the consumer with the events behind its copies: the consumer's stream waits for
-them, the host does not. This module also resolves names of devices such as "auto" and "cuda".
+An `Accelerator` is one load's use of a device. The load allocates the memory of its tensors there, and copies from host
+memory into it; a group of tensors (`LoadedGroup`) is delivered when its copies have ended, so any thread and any stream
+may use it. This module also resolves names of devices such as "auto" and "cuda".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -47,19 +47,13 @@ class Accelerator(Protocol):
     def staging(self, nbytes: int) -> Region:
         """Return host memory for copies, pinned where that works. It is released with the last reference to it."""
 
-    def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return new uint8 tensors `[size]` on the device, each an allocation of its own.
+    def allocate(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
+        """Return new storages of these sizes on the device, for copies that are queued later.
 
-        Copies and work `on_queue` may use them at once. One call for many tensors: each call may wait for the GIL.
+        One call for many storages: each call may wait for the GIL, and queues an event.
 
         Raises:
             DeviceMemoryError: The device is full; nothing stays allocated.
-        """
-
-    def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy uint8 device tensors `[size]`, each into an allocation of its own, in one call; return the new ones.
-
-        Called in the context of `on_queue`, which reports a device that is full.
         """
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
@@ -72,11 +66,12 @@ class Accelerator(Protocol):
             DeviceError: The device refused; none of the regions is being read any more.
         """
 
-    def on_queue(self) -> AbstractContextManager[Any]:
-        """Return a context in which torch's work on the device is queued behind the copies."""
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Return a context for torch's work with tensors whose copies have ended: casts, and slices.
 
-    def hand_over(self, tensors: Iterable[torch.Tensor], events: Iterable[Event]) -> None:
-        """Let the calling thread's current stream wait for the events, and record that it uses the tensors."""
+        Raises:
+            DeviceMemoryError: The work in it needs more memory than the device has.
+        """
 
 
 Target: TypeAlias = torch.device | Accelerator
@@ -85,39 +80,16 @@ Target: TypeAlias = torch.device | Accelerator
 
 @dataclass(slots=True)
 class LoadedGroup:
-    """Tensors of one group, and what a consumer must wait for."""
+    """Tensors of one group. Their bytes are there for every thread and every stream."""
 
     tensors: dict[str, torch.Tensor]
     """By name."""
-    hand_over: Callable[[Iterable[torch.Tensor], Iterable[Event]], None] | None = None
-    """`Accelerator.hand_over` of the device; None on the CPU, where no copy is under way."""
-    events: Sequence[Event] = ()
-    """Events behind the copies and casts."""
     results: dict[str, torch.Tensor] | None = None
     """What the consumer gets instead of the tensors, whose memory it shares; None: it gets the tensors."""
 
-    def wait(self) -> None:
-        """Block this thread, without the GIL, until the data is there for any stream.
-
-        Raises:
-            DeviceError: A copy failed.
-        """
-        for event in self.events:
-            event.synchronize()
-
     def take(self) -> dict[str, torch.Tensor]:
-        """Return the tensors; the calling thread's current stream waits for their data, the thread does not."""
-        if self.hand_over is not None:
-            self.hand_over(self.tensors.values(), self.events)
+        """Return what the consumer gets."""
         return self.tensors if self.results is None else self.results
-
-    def take_one(self, name: str) -> torch.Tensor:
-        """Return one tensor as `take` does, and remove it here."""
-        tensor = self.tensors[name]
-        if self.hand_over is not None:
-            self.hand_over([tensor], self.events)
-        self.tensors.pop(name, None)
-        return tensor
 
 
 def current_device() -> torch.device | None:
@@ -134,6 +106,21 @@ def current_device() -> torch.device | None:
         return None
     is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
     return torch.device(accelerator.type, _current_index()) if is_initialized and is_initialized() else None
+
+
+def current_streams() -> Mapping[torch.device, Any]:
+    """Return the calling thread's current stream of each accelerator; empty where torch has not initialized one.
+
+    A load allocates memory under the stream that is current where it was called, on a thread of its own.
+    """
+    current = current_device()
+    if current is None:
+        return {}
+    module: Any = torch.get_device_module(current)
+    if not hasattr(module, "current_stream"):
+        return {}
+    devices = [torch.device(current.type, index) for index in range(torch.accelerator.device_count())]
+    return {device: module.current_stream(device) for device in devices}
 
 
 def with_current_index(device: Any, current: torch.device | None) -> Any:

@@ -1,8 +1,10 @@
 """The accelerator of torch: CUDA, and the other kinds that have torch's generic streams (ROCm, XPU).
 
-There is one copy stream for each device, and one for the copies of saves. Memory is allocated under the copy stream, so
-the allocator has a record of the stream that writes it. The consumer's stream waits for the event behind the copies;
-the host never does. Staging memory is pinned (`stio.device.pinned`).
+There is one copy stream for each device, and one for the copies of saves. Memory is allocated under the stream that is
+current where the load was called, so a model that is dropped gives its memory to the next load of the same caller.
+Freed memory may still be in use by work that is queued there: the copy stream waits for an event behind each
+allocation. The load waits on the host until copies have ended, so no consumer's stream waits and nothing is recorded.
+Staging memory is pinned (`stio.device.pinned`).
 
 Every call of the driver is made with the target as the thread's current device. In a new thread device 0 is current;
 to query an event or to leave a stream there creates a context on it, half a gigabyte of a device that the load does
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 
 from stio.device.pinned import PinnedAllocator
-from stio.device.torch_private import clones_of_bytes, copy_each, new_bytes
+from stio.device.torch_private import copy_each, new_storages
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
@@ -33,6 +35,16 @@ def has_streams(device: torch.device) -> bool:
     """Return whether torch can copy from and to this kind of device beside its other work."""
     module = torch.get_device_module(device)
     return all(hasattr(module, name) for name in STREAM_API)
+
+
+def require_streams(device: torch.device) -> None:
+    """Raise `DeviceError` if torch has no streams for this kind of device (MPS)."""
+    if not has_streams(device):
+        raise DeviceError(
+            "torch has no streams for this kind of device; load to the CPU and move the tensors",
+            requested=str(device),
+            expected="cuda, or another device with streams",
+        )
 
 
 @contextmanager
@@ -101,11 +113,22 @@ _copy_streams: dict[torch.device, tuple[Any, Any]] = {}
 _save_streams: dict[torch.device, tuple[Any, Any]] = {}
 
 
+def default_stream(device: torch.device) -> Any:
+    """Return the default stream of a device; where its module does not name it, the current one of this thread.
+
+    Raises:
+        DeviceError: torch has no streams for this kind of device, or the device does not answer.
+    """
+    module: Any = torch.get_device_module(device)
+    require_streams(device)
+    with answering(device), module.device(device):
+        return getattr(module, "default_stream", module.current_stream)(device)
+
+
 def _copy_stream(module: Any, device: torch.device) -> Any:
     """Return the process's copy stream of a device.
 
-    torch's allocator reserves freed memory for the stream that it was allocated under. With a stream for each load, a
-    model that replaces another one could not use its memory, and the device would be full.
+    With one for each load, copies of several loads would share the bus in pieces, and none would be early.
     """
     with _creating_stream:  # `functools.cache` would let two first loads create one each
         known, stream = _copy_streams.get(device, (None, None))
@@ -153,23 +176,22 @@ class TorchAccelerator:
 
     Args:
         device: The device, its index resolved.
+        stream: Memory is allocated under it, and casts run on it. None: the copy stream, so that the load waits for no
+            work of its caller; another stream may then use the memory once it is recorded (`record`).
 
     Raises:
         DeviceError: torch has no streams for this kind of device (MPS), or the device does not answer.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: Any = None) -> None:
         self.device = device
         """Device of the tensors."""
         self._module: Any = torch.get_device_module(device)
-        if not has_streams(device):
-            raise DeviceError(
-                "torch has no streams for this kind of device; load to the CPU and move the tensors",
-                requested=str(device),
-                expected="cuda, or another device with streams",
-            )
+        require_streams(device)
         with answering(device):
-            self._stream: Any = _copy_stream(self._module, device)
+            self.copy_stream: Any = _copy_stream(self._module, device)
+            """The stream of all copies of loads."""
+            self._stream = self.copy_stream if stream is None else stream
         self._staging = PinnedAllocator(device)
 
     def as_current(self) -> AbstractContextManager[Any]:
@@ -180,14 +202,13 @@ class TorchAccelerator:
         """Return pinned memory, or plain memory with a warning where pinning fails (a low memlock limit)."""
         return self._staging(nbytes)
 
-    def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return new uint8 tensors `[size]`, allocated under the copy stream."""
-        with self.on_queue(needed_bytes=sum(sizes)):
-            return new_bytes(sizes, self.device)
-
-    def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy uint8 tensors in one call; called `on_queue`, so on the copy stream."""
-        return clones_of_bytes(tensors, self.device)
+    def allocate(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
+        """Return new storages, allocated under the load's stream. Copies wait for what is queued there now."""
+        with self.on_stream(needed_bytes=sum(sizes)):
+            storages = new_storages(sizes, self.device)
+            if self._stream != self.copy_stream:
+                self.copy_stream.wait_event(TorchEvent(self._module, self.device, self._stream).event)
+        return storages
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> TorchEvent:
         """Queue copies on the copy stream, in one call, and an event behind them.
@@ -197,25 +218,25 @@ class TorchAccelerator:
         """
         sources = [bytes_of(region) for _, region in pairs]
         try:
-            with on_stream(self._module, self.device, self._stream):
+            with on_stream(self._module, self.device, self.copy_stream):
                 copy_each([target for target, _ in pairs], sources, non_blocking=True)
-                return TorchEvent(self._module, self.device, self._stream)
+                return TorchEvent(self._module, self.device, self.copy_stream)
         except RuntimeError as error:
             with suppress(RuntimeError):  # a lost device raises its error again
-                self._stream.synchronize()
+                self.copy_stream.synchronize()
             raise DeviceError(f"copying to {self.device} failed: {error}") from error
 
-    def hand_over(self, tensors: Iterable[torch.Tensor], events: Iterable[Any]) -> None:
-        """Let the current stream wait for the events, and record in the allocator that it uses the memory."""
-        stream = self._module.current_stream(self.device)
-        for event in events:
-            stream.wait_event(event.event)
+    def record(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Record in the allocator that the device's default stream uses memory of the copy stream."""
+        stream = default_stream(self.device)
         for tensor in tensors:
             tensor.record_stream(stream)
 
     @contextmanager
-    def on_queue(self, *, needed_bytes: int | None = None) -> Iterator[None]:
-        """Return a context in which torch's work is queued on the copy stream.
+    def on_stream(self, *, needed_bytes: int | None = None) -> Iterator[None]:
+        """Return a context in which torch's work is queued on the load's stream.
+
+        Work on the copy stream has ended when the context ends; the caller's stream is not waited for.
 
         Raises:
             DeviceMemoryError: The work in it needs more memory than the device has.
@@ -224,6 +245,8 @@ class TorchAccelerator:
         try:
             with on_stream(self._module, self.device, self._stream):
                 yield
+            if self._stream == self.copy_stream and needed_bytes is None:
+                TorchEvent(self._module, self.device, self._stream).synchronize()
         except torch.OutOfMemoryError as error:
             free = self._free_bytes()
             raise DeviceMemoryError(

@@ -42,7 +42,7 @@ def pin(nbytes: int, device: torch.device) -> Region:
         RuntimeError: The system or the driver refused. torch has cleared the error of the driver, which the next work
             of this thread would raise otherwise.
     """
-    with torch.get_device_module(device).device(device), numa.preferring(_node_of(device)):
+    with torch.get_device_module(device).device(device), numa.preferring(node_of(device)):
         tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return Region(tensor.data_ptr(), nbytes, tensor)
 
@@ -123,7 +123,7 @@ def _return_to_system(regions: list[Region], operation: Operation[None]) -> None
 
 
 @cache
-def _node_of(device: torch.device) -> int | None:
+def node_of(device: torch.device) -> int | None:
     """Return the node of the host that a device is on, None if torch or the system does not report it."""
     try:
         found: Any = torch.get_device_module(device).get_device_properties(device)

@@ -73,13 +73,6 @@ def moved(tensor: torch.Tensor, device: torch.device | str | int) -> torch.Tenso
     return (tensor if is_plain else copy_of(tensor)).to(device)
 
 
-def clones_of_bytes(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return copies of uint8 tensors `[size]` of a device, each an allocation of its own; one kernel copies many."""
-    new = new_bytes([tensor.nbytes for tensor in tensors], device)
-    torch._foreach_copy_(new, list(tensors))
-    return new
-
-
 def has_no_overrides(kind: type[torch.Tensor]) -> bool:
     """Return whether a subclass of `torch.Tensor` has no code of its own for torch's functions, as that of a user."""
     functions = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
@@ -103,10 +96,10 @@ def _pair_to_copy(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Ten
     return target.view(integer), source.view(integer)
 
 
-def new_bytes(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-    """Return new uint8 tensors `[size]` on a device, allocated under the current stream; holds the GIL."""
+def new_storages(sizes: Sequence[int], device: torch.device) -> list[torch.UntypedStorage]:
+    """Return new storages of these sizes on a device, allocated under the current stream; holds the GIL."""
     make: Any = torch.UntypedStorage
-    return [_empty(torch.uint8, device).new(make(size, device=device)) for size in sizes]
+    return [make(size, device=device) for size in sizes]
 
 
 def over_storages(wanted: Iterable[tuple[torch.UntypedStorage, torch.dtype, Sequence[int]]]) -> list[torch.Tensor]:

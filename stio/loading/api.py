@@ -470,6 +470,10 @@ class Checkpoint:
         take = await self._load_operation(name, slices).wait()
         return take()[name]
 
+    def _options_here(self) -> LoadOptions:
+        """Return the options, with the calling thread's current streams."""
+        return replace(self._options, streams=None)
+
     def stream(
         self,
         names: Names | None = None,
@@ -484,7 +488,7 @@ class Checkpoint:
             slices: See `stio.load`.
             placements: See `stio.load`.
         """
-        opened, options, placed = self._now, self._options, checked_placements(placements)
+        opened, options, placed = self._now, self._options_here(), checked_placements(placements)
 
         def body(operation: Operation[None], queue: GroupQueue) -> None:
             with shortened(options.switch_interval):
@@ -509,7 +513,9 @@ class Checkpoint:
             ClosedError: The checkpoint is not open, or was closed during the load.
             StioError: See `stio.load_into`.
         """
-        options = self._options if strict is None else replace(self._options, strict=strict)
+        options = self._options_here()
+        if strict is not None:
+            options = replace(options, strict=strict)
         opened, target = self._now, ModuleTarget(module, assign=assign)
         queue = _queue_for(target, opened, options, about=opened.path)
         self._own(queue.operation)
@@ -518,7 +524,7 @@ class Checkpoint:
     def _load_operation(
         self, names: Names | None, slices: Mapping[str, object] | None, placements: PlacementsLike | None = None
     ) -> Operation[Callable[[], dict[str, torch.Tensor]]]:
-        opened, options = self._now, self._options
+        opened, options = self._now, self._options_here()
 
         def body(operation: Operation[Any]) -> Callable[[], dict[str, torch.Tensor]]:
             with shortened(options.switch_interval):

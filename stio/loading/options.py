@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
-from stio.device.base import Accelerator, current_device, with_current_index
+from stio.device.base import Accelerator, current_device, current_streams, with_current_index
 from stio.device.tensors import DtypeLike, checked_cast
 from stio.loading.cache.file_image import FileCache, ObjectCache
 from stio.runtime.limits import Limits, checked_size
@@ -75,9 +75,14 @@ class LoadOptions:
     cache: CacheLike | None = None
     """A `stio.HostCache`: files in it are not read again, and files that are read may be added to it. Tensors on the
     CPU are then copies. Or a `stio.DiskCache`: objects of URLs are read from files on this machine's disk."""
+    streams: Mapping[torch.device, Any] | Literal["copy"] | None = field(default=None, repr=False, compare=False)
+    """By device, the stream under which tensors are allocated; None: those that are current in the calling thread.
+    `"copy"`: the stream of all copies of loads, which waits for no work of the caller."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", _from_here(self.device))
+        if self.streams is None:
+            object.__setattr__(self, "streams", current_streams())
         progress_callback(self.progress)  # raises for a wrong value, before the load starts
         if self.switch_interval is not None and not self.switch_interval > 0:
             raise ValueError(f"switch_interval must be positive, not {self.switch_interval}")

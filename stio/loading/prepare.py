@@ -1,8 +1,9 @@
 """Prepares a load: the tensors of each device, the read path of each file, the plan, and its scheduler.
 
 A `DeviceLoad` has the tensors of one device. It decides the size of its blocks, and chooses the read path of each file,
-by the kind of memory, the filesystem, and the fraction of the file in the page cache (`stio.loading.page_cache`).
-Preparing reads no data and allocates no tensor.
+by the kind of memory, the filesystem, and the fraction of the file in the page cache (`stio.loading.page_cache`). The
+engine carries a load out if it can do so for all of its files, otherwise the plain executor. Preparing reads no data
+and allocates no tensor.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from functools import cached_property, partial
 import torch
 
 from stio.device.base import Accelerator, LoadedGroup, Target
-from stio.device.copy_queue import CopyQueue
-from stio.device.cuda import TorchAccelerator
+from stio.device.cuda import TorchAccelerator, default_stream
 from stio.device.placement import resolve_placement
 from stio.device.tensors import Casts, require_dtypes
 from stio.errors import DeviceError, TensorNotFoundError, printable
 from stio.format.header import Header
 from stio.loading.cache.file_image import CachedFile, FileCache, ObjectCache
+from stio.loading.engine import EngineExecutor
 from stio.loading.gds_path import GdsDevice, GdsPath
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
@@ -34,32 +35,31 @@ from stio.loading.page_cache import (
     resident_fractions,
 )
 from stio.loading.placed import Placed, PlacementsLike, place
-from stio.loading.plan import GAP_BYTES, Block, FileSelection, Group, Names, ReadPlan, plan_reads
-from stio.loading.read_paths import CacheFillPath, CopiedPath, MappedPath, StagedPath, device_memories
-from stio.loading.scheduler import LoadScheduler, ReadPath
+from stio.loading.plain import PlainExecutor
+from stio.loading.plan import GAP_BYTES, FileSelection, Group, Names, ReadPlan, plan_reads
+from stio.loading.read_paths import CacheFillPath, CopiedPath, DevicePath, MappedPath, ReadPath, StagingSlots
+from stio.loading.scheduler import Executor, LoadScheduler
 from stio.loading.select import Selected, reusable_names, select_by_device
-from stio.loading.sizes import (
-    ACCELERATOR_BUDGET_BYTES,
-    AHEAD_BYTES,
-    BLOCK_BYTES,
-    LARGEST_BLOCK_BYTES,
-    NUM_WORKERS,
-    mapped_block_bytes,
-    num_map_workers,
-    request_sizes,
-    staging_sizes,
-    whole_pages,
-)
 from stio.runtime import memory
-from stio.runtime.control_groups import num_processors
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
-from stio.runtime.operation import start_thread
 from stio.runtime.progress import progress_callback
 from stio.runtime.trace import traced
 from stio.storage.base import RequestedSource, Requests, Source
 from stio.storage.gds import require_kvikio
 from stio.storage.local import LocalFile
 from stio.storage.mapped import MappedFile, map_if_possible
+
+GROUP_BYTES = 64 << 20
+"""Size of groups: memory is allocated, and tensors are made, for one at a time."""
+NUM_WORKERS = 4
+"""Threads of the plain executor that read local files."""
+ACCELERATOR_BUDGET_BYTES = 256 << 20
+"""Default budget of a load to an accelerator: for groups that a stream, or a load into a module, has under way. What is
+on its way to the device is in the engine's ring."""
+_SLOT_BYTES = 8 << 20
+_LEAST_SLOT_BYTES = 4096
+_SMALLEST_PARTS = 64
+"""With `prompt`, a group is at most this part of all."""
 
 
 def prepare(
@@ -130,9 +130,6 @@ def prepare(
             )
             for load in loads:
                 undo.callback(load.close)
-            if options.host_cache is None and not slices:  # with a cache or slices, few bytes may be staged
-                for load in loads:
-                    load.allocate_ahead()
             scheduler = _scheduler(
                 opened,
                 files,
@@ -178,7 +175,7 @@ def _deliver_made(
 def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], options: LoadOptions) -> LoadScheduler:
     """Plan to read all files of a checkpoint into their images in a cache, which are released at the end."""
     requests = _requests(opened.files)
-    block_bytes = BLOCK_BYTES if requests is None else requests.nbytes
+    block_bytes = GROUP_BYTES if requests is None else requests.nbytes
     plan = plan_reads(
         [
             FileSelection(header=header, positions=range(len(header)), block_bytes=block_bytes)
@@ -190,12 +187,14 @@ def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], optio
         files = opened.open_files(range(len(opened.files)), owned)
         for file in files:
             read_past_cache(file, resident_fraction(file))
+        paths = [CacheFillPath(file, image) for file, image in zip(files, cached, strict=True)]
+        num_workers = NUM_WORKERS if requests is None else requests.num_in_flight
         return LoadScheduler(
             plan,
-            [CacheFillPath(file, image) for file, image in zip(files, cached, strict=True)],
+            paths,
+            PlainExecutor(paths, num_workers=min(num_workers, plan.num_reads), trace=options.trace),
             deliver=lambda group, loaded: None,
             budget_bytes=sys.maxsize,  # there is no consumer
-            num_workers=NUM_WORKERS if requests is None else requests.num_in_flight,
             files=files,
             owned=owned.pop_all(),
             cached_files=cached,
@@ -214,8 +213,7 @@ class DeviceLoad:
         options: Options of the load.
         casts: Cast to it; see `stio.device.tensors.Casts`.
         total_bytes: Size of its tensors.
-        budget_bytes: The load's budget without the slots of staging memory, for all devices together.
-        staging: Workers, slots and bytes of a slot for each accelerator; see `staging_sizes`.
+        budget_bytes: The load's budget, for all devices together, without the memory of a source behind a network.
         resident: The resident fraction of each of its local files.
         views: See `prepare`.
         prompt: See `prepare`.
@@ -232,7 +230,6 @@ class DeviceLoad:
         casts: Casts | None,
         total_bytes: int,
         budget_bytes: int,
-        staging: tuple[int, int, int],
         resident: Mapping[LocalFile, float],
         views: bool,
         prompt: bool,
@@ -250,50 +247,28 @@ class DeviceLoad:
         self._total_bytes = total_bytes
         self._resident = resident
         self._requests = requests
-        num_readers, num_slots, slot_bytes = staging if accelerator is not None else (NUM_WORKERS, 0, 0)
-        self.num_workers = num_readers
-        """Threads that read for it."""
+        self.num_workers = NUM_WORKERS if requests is None else requests.num_in_flight
+        """Threads of the plain executor that read for it."""
         self._mapped: dict[LocalFile, MappedFile | None] = {}
-        self._queue: CopyQueue[Block] | None = None
+        self._slots: StagingSlots | None = None
         self._gds: GdsDevice | None = None
+        self.block_bytes = whole_pages(min(GROUP_BYTES, budget_bytes // 4)) if requests is None else requests.nbytes
+        """Size of its groups, and of requests behind a network."""
         if accelerator is not None:
-            new_queue = partial(
-                CopyQueue[Block], accelerator, slot_bytes=slot_bytes, num_slots=num_slots, trace=options.trace
-            )
-            self._queue = new_queue()
+            slot_bytes = min(_SLOT_BYTES, budget_bytes // (2 * self.num_workers))
+            if requests is not None:
+                slot_bytes = requests.nbytes
+            self._slots = StagingSlots(accelerator, max(_LEAST_SLOT_BYTES, whole_pages(slot_bytes)))
             if options.memory == "gds":
-                self._gds = GdsDevice(accelerator, new_queue)
-            self.block_bytes = slot_bytes
-            """Size of its blocks and groups."""
-        elif requests is not None:
-            self.block_bytes, self.num_workers = requests.nbytes, requests.num_in_flight
-        elif self._maps:
-            is_resident = bool(resident) and min(resident.values()) == 1.0
-            num_workers = num_map_workers(num_processors(with_quota=total_bytes > SMALL_LOAD_BYTES))
-            self.block_bytes = mapped_block_bytes(
-                total_bytes, budget_bytes, resident=is_resident, num_workers=num_workers
-            )
-            cold = any(is_cold(fraction) and self._maps_file(file) for file, fraction in resident.items())
-            if not (cold and self._populates):
-                self.num_workers = num_workers
-        else:
-            self.block_bytes = whole_pages(min(BLOCK_BYTES, budget_bytes // 4))
-        if prompt and requests is not None:
-            self.block_bytes = min(self.block_bytes, max(PAGE_BYTES, whole_pages(requests.nbytes // 4)))
-        elif prompt:
-            # When the first group is complete, each worker reads another group: then a sixteenth of all is read.
-            self.block_bytes = min(self.block_bytes, whole_pages(total_bytes // (16 * num_readers)))
-
-    def allocate_ahead(self) -> None:
-        """Allocate as many slots as the load fills, on a thread."""
-        if self._queue is not None and self._gds is None:
-            num_slots = -(-self._total_bytes // self._queue.slot_bytes)
-            self._queue.allocate_ahead(partial(start_thread, name="pin"), num_slots)
+                self._gds = GdsDevice(accelerator, self._slots.slot_bytes)
+        if prompt:
+            most_bytes = total_bytes // _SMALLEST_PARTS if requests is None else requests.nbytes // 4
+            self.block_bytes = min(self.block_bytes, whole_pages(most_bytes))
 
     def close(self) -> None:
-        """Release queue and slots, if nothing will be read."""
+        """Release staging memory and files, if nothing will be read."""
         with ExitStack() as closing:
-            for part in (self._queue, self._gds):
+            for part in (self._slots, self._gds):
                 if part is not None:
                     closing.callback(part.close)
 
@@ -315,48 +290,37 @@ class DeviceLoad:
             loaded.tensors = {new: tensor for name, tensor in loaded.tensors.items() for new in self._selected[name]}
         return loaded
 
-    def read_path(self, file: Source, cached: CachedFile | None, groups: Sequence[Group], *, hold: bool) -> ReadPath:
+    def read_path(self, file: Source, cached: CachedFile | None, *, kept: bool) -> ReadPath:
         """Choose the read path of a file.
 
         Args:
             file: The open file.
             cached: Its image in a cache, if there is one.
-            groups: Its groups.
-            hold: See `LoadScheduler`. If not, all groups are kept, and may be allocated before they are read.
+            kept: Whether the consumer keeps all tensors.
         """
         fraction = self._resident[file] if isinstance(file, LocalFile) else UNKNOWN
-        piece_bytes = LARGEST_BLOCK_BYTES if fraction == 1.0 else BLOCK_BYTES
         mapped = self._mapping(file) if isinstance(file, LocalFile) else None
         if mapped is not None:
             return MappedPath(
                 mapped,
-                CopiedPath(file, dtype=self._casts, views=self._views),
+                CopiedPath(file, dtype=self._casts, views=self._views, kept=kept),
                 populates=self._populates,
                 cold=self._populates and is_cold(fraction),
-                piece_bytes=piece_bytes,
                 dtype=self._casts,
                 views=self._views,
+                kept=kept,
             )
         read_past_cache(file, fraction)
-        if self._accelerator is None or self._queue is None:
-            return CopiedPath(file, dtype=self._casts, cached=cached, views=self._views)
-        # Before a cast or a selection a group needs memory for both its tensors, so none is allocated ahead then.
-        is_final = self._casts is None and not any(group.posts for group in groups)
-        ahead_bytes = AHEAD_BYTES if is_final and not hold else 0
-        memories = device_memories(self._accelerator, groups, ahead_bytes=ahead_bytes)
-        staged = StagedPath(file, self._queue, memories, dtype=self._casts, cached=cached, piece_bytes=piece_bytes)
+        if self._slots is None:
+            return CopiedPath(file, dtype=self._casts, cached=cached, views=self._views, kept=kept)
+        staged = DevicePath(file, self._slots, dtype=self._casts, cached=cached, kept=kept, trace=self._options.trace)
         gds = self._gds
         # If the kernel does not report the resident fraction, memory="gds" decides.
         if gds is not None and gds.is_usable and isinstance(file, LocalFile) and fraction <= UNKNOWN:
             direct = gds.open(file)
             if direct is not None:
-                return GdsPath(gds, StagedPath(direct, gds.copy_queue, memories, dtype=self._casts), staged)
+                return GdsPath(gds, direct, staged)
         return staged
-
-    @property
-    def reads_into_tensors(self) -> bool:
-        """Whether it reads from behind a network into the memory of tensors, which are returned as they are."""
-        return self._requests is not None and self._accelerator is None and self._casts is None
 
     def _mapping(self, file: LocalFile) -> MappedFile | None:
         """Return the mapping of a file; None if it is not to be mapped, or cannot be."""
@@ -398,25 +362,21 @@ def _device_loads(
     ]
     files = [file for shard, file in enumerate(opened_files) if any(chosen[shard] for _, chosen, _ in selections)]
     resident = resident_fractions(files, sum(sizes))
-    accelerators = [_accelerator(device) for device, _, _ in selections]
+    accelerators = [_accelerator(device, options) for device, _, _ in selections]
     if options.memory == "gds":
         if accelerators and not any(accelerators):
             raise DeviceError("memory='gds' reads to an accelerator", requested="cpu", expected="an accelerator")
         require_kvikio()
-    # Half of the budget for staging slots, half for groups that the consumer has not released.
-    num_queues = sum(accelerator is not None for accelerator in accelerators) * (2 if options.memory == "gds" else 1)
-    most_bytes = ACCELERATOR_BUDGET_BYTES if num_queues else DEFAULT_BUDGET_BYTES
+    num_accelerators = sum(accelerator is not None for accelerator in accelerators)
+    most_bytes = ACCELERATOR_BUDGET_BYTES if num_accelerators else DEFAULT_BUDGET_BYTES
     budget_bytes = options.budget or memory.default_budget_bytes(sum(sizes), most_bytes=most_bytes)
-    num_workers, num_slots, slot_bytes = staging_sizes(
-        budget_bytes, num_queues, total_bytes=sum(sizes), switch_interval=sys.getswitchinterval()
-    )
     requests = _requests(files)
     if requests is not None:
         if options.memory in ("map", "lazy") and options.disk_cache is None:  # what is not in that is streamed
             raise ValueError(f"memory={options.memory!r} maps files of this machine; a URL needs 'auto' or 'copy'")
-        requests, num_slots = request_sizes(budget_bytes, requests, num_queues)
-        num_workers, slot_bytes = requests.num_in_flight, requests.nbytes
-        budget_bytes -= requests.buffer_bytes
+        # Half of the budget for what the source holds; with accelerators each request has a slot of its size too.
+        requests = requests.within(budget_bytes // 2 // (1 + num_accelerators))
+        budget_bytes -= requests.buffer_bytes * (1 + num_accelerators)
     return [
         DeviceLoad(
             accelerator,
@@ -425,8 +385,7 @@ def _device_loads(
             options,
             casts=casts,
             total_bytes=total_bytes,
-            budget_bytes=max(1, budget_bytes - num_queues * num_slots * slot_bytes),
-            staging=(num_workers, num_slots, slot_bytes),
+            budget_bytes=max(1, budget_bytes),
             resident={
                 file: resident[file]
                 for file, chosen in zip(opened_files, positions, strict=True)
@@ -467,14 +426,10 @@ def _scheduler(
     plan = plan_reads([selection for _, _, selection in reads], slices)
     cached = {} if options.host_cache is None else _held_images(options.host_cache, reads, plan)
     try:
-        groups_of: list[list[Group]] = [[] for _ in reads]
-        for group in plan.groups:
-            groups_of[group.selection].append(group)
-        paths = [
-            load.read_path(file, cached.get(id(file)), groups, hold=hold)
-            for (file, load, _), groups in zip(reads, groups_of, strict=True)
-        ]
-        budget_bytes = _budget_bytes(plan, paths, loads, kept, hold=hold, path=opened.path)
+        keeps = kept is None and not hold
+        paths = [load.read_path(file, cached.get(id(file)), kept=keeps) for file, load, _ in reads]
+        budget_bytes = _budget_bytes(plan, paths, loads, kept, path=opened.path)
+        executor = _executor(plan, paths, loads, budget_bytes, options, max_workers)
     except BaseException:
         for one in cached.values():
             one.release()
@@ -482,17 +437,35 @@ def _scheduler(
     return LoadScheduler(
         plan,
         paths,
+        executor,
         deliver=lambda group, loaded: deliver(group, reads[group.selection][1].under_selected_names(loaded)),
         hold=hold,
         on_blocked=on_blocked,
         budget_bytes=budget_bytes,
-        num_workers=min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize),
         files=list({id(file): file for file, _, _ in reads}.values()),
         owned=owned,
         cached_files=list(cached.values()),
         progress=progress_callback(options.progress),
         trace=options.trace,
     )
+
+
+def _executor(
+    plan: ReadPlan,
+    paths: Sequence[ReadPath],
+    loads: Sequence[DeviceLoad],
+    budget_bytes: int,
+    options: LoadOptions,
+    max_workers: int | None,
+) -> Executor:
+    """Return the engine if it can move the bytes of all files, otherwise the plain executor."""
+    if paths and all(path.is_native for path in paths):
+        try:
+            return EngineExecutor(paths, budget_bytes=budget_bytes, trace=options.trace)
+        except OSError:
+            pass  # no more threads: the plain executor reads on this one
+    num_workers = min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize)
+    return PlainExecutor(paths, num_workers=max(1, min(num_workers, plan.num_reads)), trace=options.trace)
 
 
 def _held_images(
@@ -508,15 +481,9 @@ def _held_images(
 
 
 def _budget_bytes(
-    plan: ReadPlan,
-    paths: Sequence[ReadPath],
-    loads: Sequence[DeviceLoad],
-    kept: Collection[str] | None,
-    *,
-    hold: bool,
-    path: str,
+    plan: ReadPlan, paths: Sequence[ReadPath], loads: Sequence[DeviceLoad], kept: Collection[str] | None, *, path: str
 ) -> int:
-    """Return the most bytes that may be under way.
+    """Return the most bytes that may be under way, beside tensors that the consumer keeps.
 
     Raises:
         HostMemoryError: The tensors that the caller keeps do not fit into memory.
@@ -524,12 +491,7 @@ def _budget_bytes(
     budget_bytes = loads[0].budget_bytes if loads else DEFAULT_BUDGET_BYTES
     if kept is not None and not kept:
         return budget_bytes
-    beside_bytes = _budget_beside(plan, paths, kept, path=path)
-    if kept is None and not hold and all(load.reads_into_tensors for load in loads):
-        # All that is under way is the tensors' own memory. Large tensors, of which a few are in the budget, would leave
-        # connections idle; the answers that the source holds have been subtracted.
-        return beside_bytes
-    return min(budget_bytes, beside_bytes)
+    return min(budget_bytes, _budget_beside(plan, paths, kept, path=path))
 
 
 def _budget_beside(plan: ReadPlan, paths: Sequence[ReadPath], kept: Collection[str] | None, *, path: str) -> int:
@@ -594,7 +556,17 @@ def _selected_bytes(header: Header, chosen: Sequence[int], without: Collection[s
     return sum(header.ends[k] - header.begins[k] for k in chosen if header.names[k] not in without)
 
 
-def _accelerator(device: Target) -> Accelerator | None:
+def _accelerator(device: Target, options: LoadOptions) -> Accelerator | None:
     if not isinstance(device, torch.device):
         return device
-    return None if device.type == "cpu" else TorchAccelerator(device)
+    if device.type == "cpu":
+        return None
+    if options.streams == "copy":
+        return TorchAccelerator(device)
+    # Where the runtime was not initialized at the call, its default stream was the current one.
+    return TorchAccelerator(device, (options.streams or {}).get(device) or default_stream(device))
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return the size rounded down to whole pages, one page at least."""
+    return max(PAGE_BYTES, nbytes // PAGE_BYTES * PAGE_BYTES)

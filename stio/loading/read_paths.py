@@ -1,141 +1,157 @@
 """Read paths: from an open file to the tensors of one device.
 
 `MappedPath` maps the file, so the bytes stay in the page cache. `CopiedPath` reads into memory of the tensors' own.
-`StagedPath` reads into staging memory of a device, and the device copies. `CacheFillPath` reads into a cache and makes
-no tensors; `GdsPath` is in `gds_path`. The scheduler calls `read` for each block of a group, then `make_tensors`.
+`DevicePath` reads into memory of a device. `CacheFillPath` reads into a cache and makes no tensors; `GdsPath` is in
+`gds_path`. The scheduler calls `begin` for groups, an executor moves their bytes, then `make_tensors` is called.
+
+The engine (`engine.py`) moves what `add_ranges` describes. The plain executor (`plain.py`) calls `read` for each block.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from time import perf_counter
-from typing import Generic, TypeVar
+from typing import Protocol
 
 import torch
 
+from stio import native
 from stio.device.base import Accelerator, LoadedGroup
-from stio.device.copy_queue import CopyQueue
-from stio.device.group_memory import LARGE_BYTES, GroupMemory
+from stio.device.group_memory import GroupMemory
+from stio.device.rings import DeviceRing, ring_of
 from stio.device.tensors import TORCH_DTYPES, Casts, cast_dtype, select_and_cast, tensors_in
-from stio.errors import DeviceMemoryError
+from stio.errors import StioError
 from stio.format.dtypes import BITS
-from stio.loading.cache.file_image import CachedFile
+from stio.loading.cache.file_image import CachedFile, FileImage
 from stio.loading.plan import GAP, Block, Group
-from stio.loading.readers import CachedBlockReader, block_reader
-from stio.loading.sizes import BLOCK_BYTES
-from stio.runtime import memory
+from stio.runtime import memory, stats
 from stio.runtime.limits import HUGE_PAGE_BYTES, PAGE_BYTES
-from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
-from stio.runtime.pacing import Pacer
-from stio.storage.base import Source
+from stio.runtime.trace import Trace
+from stio.storage.base import RequestedSource, Source
+from stio.storage.local import LocalFile
 from stio.storage.mapped import MappedFile
 
-M = TypeVar("M")
+PIECE_BYTES = 8 << 20
+"""Bytes that the plain executor reads in one call: a cancel takes effect between two of them."""
 
 
-@dataclass(slots=True, eq=False)
-class _Entry(Generic[M]):
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    memory: M | None = None
+class ReadPath(Protocol):
+    """How one file is read for one device."""
 
+    label: str
+    """Name of its reads in a trace."""
+    is_native: bool
+    """Whether the engine can move its bytes."""
 
-class GroupMemories(Generic[M]):
-    """Memory of groups under way. The first thread that needs a group's memory allocates it, while others wait.
-
-    Args:
-        allocate: Allocates the memory of a group.
-        release: Releases what was allocated and not returned.
-    """
-
-    def __init__(self, allocate: Callable[[Group], M], release: Callable[[], None] = lambda: None) -> None:
-        self._allocate = allocate
-        self._release = release
-        self._entries: dict[int, _Entry[M]] = {}
-
-    def get(self, group: Group) -> M:
-        """Return a group's memory.
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Allocate the memory of groups. Called on the thread of the scheduler.
 
         Raises:
             HostMemoryError: There is too little memory (`DeviceMemoryError` on a device).
         """
-        entry = self._entries.get(group.index) or self._entries.setdefault(group.index, _Entry())
-        with entry.lock:  # of this group alone: others are allocated at the same time
-            if entry.memory is None:
-                entry.memory = self._allocate(group)
-            return entry.memory
 
-    def pop(self, group: Group) -> M:
-        """Return a group's memory, and remove it here. All its blocks have been read or submitted."""
-        found = self.get(group)
-        del self._entries[group.index]
-        return found
+    def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
+        """Add the bytes of a group that has begun; nothing if there is nothing to read."""
 
-    def clear(self) -> None:
-        """Release all of it."""
-        self._entries.clear()
-        self._release()
+    def error(self, failure: native.Failure) -> StioError:
+        """Return the error of the engine for one of its groups, to be raised."""
 
+    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
+        """Read a block into the memory of its group, for any thread and stream. Called by several workers at once.
 
-def device_memories(
-    accelerator: Accelerator, groups: Sequence[Group], *, ahead_bytes: int
-) -> GroupMemories[GroupMemory]:
-    """Return the memory of a file's groups on a device.
+        Raises:
+            Cancelled: `stopped()` came first.
+        """
 
-    Args:
-        accelerator: The device.
-        groups: All groups of the file, in the plan's order.
-        ahead_bytes: Allocate for so many bytes of the following groups in one call: a call may wait for the GIL.
-    """
-    waiting = {group.index: group for group in groups}
-    made: dict[int, GroupMemory] = {}
-    allocating = new_lock()
+    def make_tensors(self, group: Group) -> LoadedGroup:
+        """Make the tensors of a group whose bytes are there. Called on the thread of the scheduler."""
 
-    def allocate(group: Group) -> GroupMemory:
-        with allocating:
-            if group.index not in made:
-                waiting.pop(group.index, None)
-                ahead = _first(waiting.values(), ahead_bytes - group.nbytes)
-                with memory.reporting_shortage():
-                    try:
-                        memories = GroupMemory.allocate(accelerator, [group, *ahead])
-                    except DeviceMemoryError:
-                        ahead = []  # a group that is complete may release memory
-                        memories = GroupMemory.allocate(accelerator, [group])
-                for one, its_memory in zip([group, *ahead], memories, strict=True):
-                    made[one.index] = its_memory
-                    waiting.pop(one.index, None)
-            return made.pop(group.index)
+    def budget_bytes(self, group: Group) -> int:
+        """Return how much of the load's budget a group uses while it is under way."""
 
-    return GroupMemories(allocate, made.clear)
+    def held_bytes(self, group: Group) -> int:
+        """Return how much host memory the tensors of a group will hold; pages of the page cache do not count."""
+
+    def close(self) -> None:
+        """Release memory. Nothing is under way any more."""
 
 
-def _first(groups: Iterable[Group], nbytes: int) -> list[Group]:
-    """Return the first groups that have no more than so many bytes together."""
-    found: list[Group] = []
-    for group in groups:
-        nbytes -= group.nbytes
-        if nbytes < 0:
-            break
-        found.append(group)
-    return found
+# Blocks.
 
 
-def host_memories(path: str) -> GroupMemories[Region]:
-    """Return the memory of groups on the host; `path` is the file that they are read from, for errors."""
+def pieces(block: Block, most_bytes: int) -> Iterator[Block]:
+    """Cut a block into blocks that read, and fill, at most so many bytes of the file, and of the image."""
+    if not block.scatter:
+        for at in range(0, block.nbytes, most_bytes):
+            nbytes = min(most_bytes, block.nbytes - at)
+            yield Block(block.group, block.offset + at, nbytes, block.at + at)
+        return
+    places: list[tuple[int, int]] = []
+    begin = position = block.offset
+    for at, length in block.scatter:
+        taken = 0
+        while taken < length:
+            left = most_bytes - (position - begin)
+            if at != GAP and places:
+                left = min(left, most_bytes - (at + taken - places[0][0]))
+            if left <= 0 and places:
+                yield Block(block.group, begin, position - begin, places[0][0], tuple(places))
+                places = []
+                continue
+            if not places:
+                begin = position
+                left = most_bytes
+            step = length - taken if at == GAP else min(length - taken, left)
+            if at != GAP:
+                places.append((at + taken, step))
+            elif places and step < left:
+                places.append((GAP, step))
+            elif places:  # the gap would fill the rest
+                yield Block(block.group, begin, position - begin, places[0][0], tuple(places))
+                places = []
+            taken += step
+            position += step
+    if places:
+        yield Block(block.group, begin, position - begin, places[0][0], tuple(places))
 
-    def allocate(group: Group) -> Region:
-        if not group.nbytes:
-            return Region(0, 0)
-        with memory.reporting_shortage(path):
-            # To the end of a page: direct reads move whole pages.
-            return memory.allocate(-(-group.nbytes // PAGE_BYTES) * PAGE_BYTES)
 
-    return GroupMemories(allocate)
+def runs(block: Block) -> Iterator[tuple[int, int, int]]:
+    """Return a block's contiguous parts: offset in the file, offset in the image, length."""
+    position = block.offset
+    for at, length in block.scatter or ((block.at, block.nbytes),):
+        if at != GAP and length:
+            yield position, at, length
+        position += length
+
+
+def filled_bytes(block: Block) -> int:
+    """Return how many bytes of its group a block fills, from `block.at` on."""
+    return max((at + length for _, at, length in runs(block)), default=block.at) - block.at
+
+
+def read_block(source: Source, block: Block, target: Region, base: int) -> None:
+    """Fill `target`, which holds the group's bytes from `base` on, with the bytes of a block, in one call."""
+    if not block.scatter:
+        source.read_into(block.offset, [target.sub(block.at - base, block.nbytes)])
+        return
+    discarded = memory.allocate(max((length for at, length in block.scatter if at == GAP), default=1))
+    regions = [discarded.sub(0, length) if at == GAP else target.sub(at - base, length) for at, length in block.scatter]
+    source.read_into(block.offset, regions)
+
+
+def _read_pieces(source: Source, block: Block, target: Region, stopped: Callable[[], bool]) -> None:
+    """Fill a group's memory with the bytes of a block; a request behind a network is not cut."""
+    most_bytes = block.nbytes if isinstance(source, RequestedSource) else PIECE_BYTES
+    for piece in pieces(block, max(most_bytes, 1)):
+        if stopped():
+            raise Cancelled
+        read_block(source, piece, target, 0)
+
+
+# Tensors.
 
 
 def _tensors_of(
@@ -148,7 +164,7 @@ def _tensors_of(
 
 def _held_bytes(group: Group, dtype: Casts | None, *, is_mapped: bool) -> int:
     """Return how much memory the tensors of a group on the host will hold, those over its image included."""
-    if not group.posts and dtype is None:
+    if _is_final(group, dtype):
         return 0 if is_mapped else group.nbytes
     total = 0
     for k, (name, stored, shape) in enumerate(zip(group.names, group.dtypes, group.shapes, strict=True)):
@@ -162,10 +178,15 @@ def _held_bytes(group: Group, dtype: Casts | None, *, is_mapped: bool) -> int:
     return total
 
 
+def _is_final(group: Group, dtype: Casts | None) -> bool:
+    """Return whether what is read of a group is what the consumer gets: no selection, no cast."""
+    return dtype is None and not group.posts
+
+
 def _finished(
     group: Group, tensors: dict[str, torch.Tensor], dtype: Casts | None, *, views: bool = False
 ) -> dict[str, torch.Tensor]:
-    if not group.posts and dtype is None:
+    if _is_final(group, dtype):
         return tensors
     posts = {group.names[k]: post for k, post in group.posts.items()}
     return select_and_cast(tensors, posts, dtype, views=views)
@@ -179,34 +200,69 @@ class CopiedPath:
         dtype: Cast to it; see `stio.device.tensors.Casts`.
         cached: The file in the cache.
         views: See `stio.device.tensors.select_and_cast`.
+        kept: The consumer keeps the tensors, so memory that they own is not under way.
     """
 
     label = "read"
 
     def __init__(
-        self, source: Source, *, dtype: Casts | None = None, cached: CachedFile | None = None, views: bool = False
+        self,
+        source: Source,
+        *,
+        dtype: Casts | None = None,
+        cached: CachedFile | None = None,
+        views: bool = False,
+        kept: bool = False,
     ) -> None:
-        self._reader = block_reader(source, cached)
-        self._memories = host_memories(source.path)
+        self._source = source
+        self._image = None if cached is None else cached.image
+        self._regions: dict[int, Region] = {}  # by group
         self._dtype = dtype
-        self._path = source.path
         self._views = views
+        self._kept = kept
+        self.is_native = type(source) is LocalFile and cached is None and native.available()
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Allocate the image of each group."""
+        for group in groups:
+            with memory.reporting_shortage(self._source.path):
+                # To the end of a page: direct reads move whole pages.
+                nbytes = -(-group.nbytes // PAGE_BYTES) * PAGE_BYTES
+                self._regions[group.index] = memory.allocate(nbytes) if nbytes else Region(0, 0)
+
+    def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
+        """Add the group's bytes of the file. An image of whole pages is read by whole pages, as direct reads are."""
+        file, region = self._source, self._regions[group.index]
+        assert isinstance(file, LocalFile)
+        for block in group.blocks:
+            for offset, at, length in runs(block):
+                if group.offset >= 0 and at + length == group.nbytes:
+                    length = max(length, min(region.nbytes - at, file.identity.nbytes - offset))
+                ranges.file_to_host(group.index, file.fd, file.direct_fd, offset, length, region.address + at)
+
+    def error(self, failure: native.Failure) -> StioError:
+        """Return the error of a read."""
+        return _read_error(self._source, failure)
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Read a block into its group's memory."""
-        self._reader.read(group, block, self._memories.get(group), 0, stopped)
-
-    def complete(self, block: Block, arrived: Callable[[Block], None]) -> None:
-        """Report a block, which is complete when it is read."""
-        arrived(block)
+        target = self._regions[group.index]
+        if self._image is None or not fill_image(self._source, self._image, block, stopped):
+            _read_pieces(self._source, block, target, stopped)
+            return
+        for at, region in image_regions(self._image, block):
+            if stopped():
+                raise Cancelled
+            memory.copy(target.sub(at, region.nbytes), region)
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make tensors over the group's memory, which they own together."""
-        return LoadedGroup(_tensors_of(group, self._memories.pop(group), self._dtype, self._path, views=self._views))
+        region = self._regions.pop(group.index)
+        return LoadedGroup(_tensors_of(group, region, self._dtype, self._source.path, views=self._views))
 
     def budget_bytes(self, group: Group) -> int:
-        """Return the size of the group's image."""
-        return group.nbytes
+        """Return the size of the group's image, if the tensors do not keep it."""
+        return 0 if self._kept and _is_final(group, self._dtype) else group.nbytes
 
     def held_bytes(self, group: Group) -> int:
         """Return how much host memory the tensors of a group will hold."""
@@ -214,7 +270,7 @@ class CopiedPath:
 
     def close(self) -> None:
         """Release the memory of groups that were not completed."""
-        self._memories.clear()
+        self._regions.clear()
 
 
 class MappedPath:
@@ -225,9 +281,9 @@ class MappedPath:
         copy: The read path of scattered groups.
         populates: Read now; otherwise each page is read at its first access.
         cold: The disk limits the rate, so there is time to touch each page after its read.
-        piece_bytes: Bytes that the first call populates; later calls depend on how long that took.
         dtype: Cast to it; see `stio.device.tensors.Casts`.
         views: See `stio.device.tensors.select_and_cast`.
+        kept: See `CopiedPath`.
     """
 
     def __init__(
@@ -237,35 +293,47 @@ class MappedPath:
         *,
         populates: bool,
         cold: bool,
-        piece_bytes: int,
         dtype: Casts | None = None,
         views: bool = False,
+        kept: bool = False,
     ) -> None:
         self._mapped = mapped
         self._views = views
         self._copy = copy
         self._populates = populates
         self._cold = cold
-        self._pacer = Pacer(piece_bytes)
         self._dtype = dtype
+        self._kept = kept
         self.label = "populate" if populates else "map"
         """Name of its reads in a trace."""
+        self.is_native = copy.is_native
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Allocate the images of scattered groups."""
+        self._copy.begin([group for group in groups if not self._is_mapped(group)])
+
+    def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
+        """Add the group's pages."""
+        if not self._is_mapped(group):
+            self._copy.add_ranges(group, ranges)
+        elif self._populates and group.nbytes:
+            flags = native.POPULATE | (native.TOUCH if self._cold else 0)
+            address = self._mapped.region.address + group.offset
+            ranges.file_to_host(group.index, self._mapped.file.fd, -1, group.offset, group.nbytes, address, flags)
+
+    def error(self, failure: native.Failure) -> StioError:
+        """Return the error of a read."""
+        return _read_error(self._mapped.file, failure)
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Populate a block's range of the mapping."""
         if not self._is_mapped(group):
             self._copy.read(group, block, stopped)
-            return
-        if not self._populates:
-            return
-        for start, length in self._pacer.pieces(block.nbytes, stopped):
-            self._mapped.populate(block.offset + start, length)
-            if self._cold:
-                self._mapped.touch(block.offset + start, length)
-
-    def complete(self, block: Block, arrived: Callable[[Block], None]) -> None:
-        """Report a block, which is complete when it is read."""
-        arrived(block)
+        elif self._populates:
+            for piece in pieces(block, PIECE_BYTES):
+                if stopped():
+                    raise Cancelled
+                self._mapped.populate(piece.offset, piece.nbytes)
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make tensors over the mapping, which they own together."""
@@ -275,8 +343,10 @@ class MappedPath:
         return LoadedGroup(_tensors_of(group, region, self._dtype, self._mapped.path, views=self._views))
 
     def budget_bytes(self, group: Group) -> int:
-        """Return the size of the group's image."""
-        return group.nbytes
+        """Return the size of the group's image; a mapping that the consumer keeps needs no memory of the load."""
+        if not self._is_mapped(group):
+            return self._copy.budget_bytes(group)
+        return 0 if self._kept and _is_final(group, self._dtype) else group.nbytes
 
     def held_bytes(self, group: Group) -> int:
         """Return how much host memory the tensors of a group will hold beside the mapping."""
@@ -291,18 +361,67 @@ class MappedPath:
         self._copy.close()
 
 
-class StagedPath:
-    """Reads a file into slots of staging memory, which the device copies; the next block is read during the copies.
+class StagingSlots:
+    """Staging memory of the plain executor: a slot for each worker that copies to a device.
+
+    Args:
+        accelerator: The device, which allocates the slots.
+        slot_bytes: Size of a slot.
+        allocate: Allocates a slot; by default the accelerator's staging memory.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, slot_bytes: int, allocate: Callable[[int], Region] | None = None
+    ) -> None:
+        self.accelerator = accelerator
+        """The device."""
+        self.slot_bytes = slot_bytes
+        """Size of a slot."""
+        self.held_bytes = 0
+        """Size of all slots."""
+        self._allocate = allocate or accelerator.staging
+        self._slots: list[Region] = []
+        self._free: list[Region] = []
+        stats.add_holder(self)
+
+    def take(self) -> Region:
+        """Return a free slot.
+
+        Raises:
+            HostMemoryError: There is no memory for one.
+        """
+        try:
+            return self._free.pop()
+        except IndexError:
+            with memory.reporting_shortage():
+                slot = self._allocate(self.slot_bytes)
+            self._slots.append(slot)
+            self.held_bytes = self.slot_bytes * len(self._slots)
+            return slot
+
+    def give(self, slot: Region) -> None:
+        """Give a slot back that no copy reads. After a failed copy it is not given back: the device may read it."""
+        self._free.append(slot)
+
+    def close(self) -> None:
+        """Release all slots."""
+        self._free.clear()
+        self._slots.clear()
+        self.held_bytes = 0
+
+
+class DevicePath:
+    """Reads a file into the memory of a device.
 
     If a cache has the bytes of a block, the device copies from the cache.
 
     Args:
         source: The open file.
-        queue: Copies to the device, for all files of the load; its slots are the staging memory.
-        memories: The memory of groups on the device.
+        slots: The device, and staging memory for the plain executor, for all files of the load.
         dtype: Cast to it on the device; see `stio.device.tensors.Casts`.
         cached: The file in the cache, held until this is closed.
-        piece_bytes: See `BlockReader`.
+        kept: See `CopiedPath`.
+        trace: Records spans of copies by the plain executor.
     """
 
     label = "read"
@@ -310,79 +429,108 @@ class StagedPath:
     def __init__(
         self,
         source: Source,
-        queue: CopyQueue[Block],
-        memories: GroupMemories[GroupMemory],
+        slots: StagingSlots,
         *,
         dtype: Casts | None = None,
         cached: CachedFile | None = None,
-        piece_bytes: int = BLOCK_BYTES,
+        kept: bool = False,
+        trace: Trace | None = None,
     ) -> None:
-        self._reader = block_reader(source, cached, piece_bytes)
-        self._queue = queue
-        self._memories = memories
+        self._source = source
+        self._slots = slots
+        self._accelerator = slots.accelerator
         self._dtype = dtype
+        self._image = None if cached is None else cached.image
+        self._kept = kept
+        self._trace = trace
+        self._memories: dict[int, GroupMemory] = {}  # by group
+        self._ring: DeviceRing | None = None
+        if type(source) is LocalFile and cached is None:
+            self._ring = ring_of(self._accelerator)
+        self.is_native = self._ring is not None
 
-    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> float:
-        """Read a block into a slot, or find it in the cache, and queue its copies.
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Allocate the tensors of groups, in one call."""
+        memories = GroupMemory.allocate(self._accelerator, groups)
+        self._memories.update((group.index, one) for group, one in zip(groups, memories, strict=True))
 
-        Returns:
-            Seconds of the wait for a slot.
-        """
-        target = self._memories.get(group)
-        regions = self._reader.cached_regions(block, stopped)
-        if regions is not None:
-            self._queue.put(block, target, [copy for at, region in regions for copy in target.copies(at, region)])
-            return 0.0
-        start = perf_counter()
-        slot = self._queue.acquire(stopped)
-        waited = perf_counter() - start
-        if slot is None:
-            return waited
-        try:
-            self._reader.read(group, block, slot, block.at, stopped)
+    def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
+        """Add the bytes of each tensor."""
+        file, target, ring = self._source, self._memories[group.index], self._ring
+        assert isinstance(file, LocalFile) and ring is not None
+        for block in group.blocks:
+            for offset, at, length in runs(block):
+                for storage, start, low, nbytes in target.places(at, length):
+                    where = storage.data_ptr() + start
+                    ranges.file_to_device(
+                        group.index, file.fd, file.direct_fd, offset + low - at, nbytes, where, ring.ring
+                    )
+
+    def error(self, failure: native.Failure) -> StioError:
+        """Return the error of a read or of a copy."""
+        if failure.kind == native.DRIVER and self._ring is not None:
+            return self._ring.error(failure)
+        return _read_error(self._source, failure)
+
+    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
+        """Read a block into a slot piece by piece, or find it in the cache; wait for the copies."""
+        target = self._memories[group.index]
+        if self._image is not None and not block.scatter and fill_image(self._source, self._image, block, stopped):
+            self._copy([copy for at, region in image_regions(self._image, block) for copy in target.copies(at, region)])
+            return
+        slot = self._slots.take()
+        most_bytes = slot.nbytes if isinstance(self._source, RequestedSource) else min(slot.nbytes, PIECE_BYTES)
+        for piece in pieces(block, most_bytes):
             if stopped():
+                self._slots.give(slot)
                 raise Cancelled
-            copies = target.copies(block.at, slot.sub(0, _filled_bytes(block)))
-        except BaseException:
-            self._queue.release(slot)
-            raise
-        self._queue.put(block, target, copies, slot=slot)
-        return waited
+            try:
+                if self._image is None or not fill_image(self._source, self._image, piece, stopped):
+                    read_block(self._source, piece, slot, piece.at)
+                else:
+                    for at, region in image_regions(self._image, piece):
+                        memory.copy(slot.sub(at - piece.at, region.nbytes), region)
+            except BaseException:
+                self._slots.give(slot)
+                raise
+            self.copy(group, piece.at, slot.sub(0, filled_bytes(piece)))
+        self._slots.give(slot)
 
-    def complete(self, block: Block, arrived: Callable[[Block], None]) -> None:
-        """Submit all copies that are in the queue, and report their blocks."""
-        self._queue.submit(arrived)
+    def copy(self, group: Group, start: int, region: Region) -> None:
+        """Copy a region that holds a group's bytes from `start` on, and wait for that."""
+        self._copy(self._memories[group.index].copies(start, region))
+
+    def _copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> None:
+        """Copy regions into tensors of the device, and wait for that."""
+        start = perf_counter()
+        self._accelerator.copy(pairs).synchronize()
+        if self._trace is not None:
+            nbytes = sum(region.nbytes for _, region in pairs)
+            self._trace.add("copy", start, perf_counter(), num_bytes=nbytes, lane="copy")
 
     def make_tensors(self, group: Group) -> LoadedGroup:
-        """Return tensors on the device; the stream that uses them must wait for the events behind their copies."""
-        target, accelerator = self._memories.get(group), self._queue.accelerator
-
-        def make() -> dict[str, torch.Tensor]:
-            return _finished(group, target.separate(accelerator), self._dtype)
-
-        needs_work = target.is_shared or group.posts or self._dtype is not None
-        tensors = self._queue.run(make, target) if needs_work else target.separate(accelerator)
-        self._memories.pop(group)
-        return LoadedGroup(tensors, accelerator.hand_over, target.events)
+        """Return tensors on the device. Casts and selections are queued on the stream of the load."""
+        tensors = self._memories[group.index].tensors
+        if self._ring is not None:
+            self._ring.warn_if_refused()
+        if not _is_final(group, self._dtype):
+            with self._accelerator.on_stream():
+                tensors = _finished(group, tensors, self._dtype)
+        del self._memories[group.index]
+        return LoadedGroup(tensors)
 
     def budget_bytes(self, group: Group) -> int:
-        """Return the size of the group's image; twice that if its tensors are small on average: clones of a buffer."""
-        has_small = len(group.names) > 1 and group.nbytes < len(group.names) * LARGE_BYTES
-        return group.nbytes * 2 if has_small else group.nbytes
+        """Return the size of the group's tensors, if they are not what the consumer keeps."""
+        return 0 if self._kept and _is_final(group, self._dtype) else group.nbytes
 
     def held_bytes(self, group: Group) -> int:
         """Return 0: the tensors are on the device."""
         return 0
 
     def close(self) -> None:
-        """Close the queue, which all files of the load share, then release the memory of groups under way.
-
-        When it is closed all copies have ended, so no copy reads a slot or writes to the memory.
-        """
-        try:
-            self._queue.close()
-        finally:
-            self._memories.clear()
+        """Release the memory of groups under way, and the slots, which all files of the load share."""
+        self._memories.clear()
+        self._slots.close()
 
 
 class CacheFillPath:
@@ -394,9 +542,21 @@ class CacheFillPath:
     """
 
     label = "read"
+    is_native = False
 
     def __init__(self, source: Source, cached: CachedFile) -> None:
-        self._reader = CachedBlockReader(source, cached)
+        self._source = source
+        self._image = cached.image
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Do nothing: the image allocates its memory."""
+
+    def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
+        """Is not called."""
+
+    def error(self, failure: native.Failure) -> StioError:
+        """Return the error of a read."""
+        return _read_error(self._source, failure)
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Read a block into the image.
@@ -404,21 +564,17 @@ class CacheFillPath:
         Raises:
             HostMemoryError: The host has too little memory.
         """
-        if not self._reader.fill_image(block, stopped):
+        if not fill_image(self._source, self._image, block, stopped):
             message = "the host has too little memory for the cache"
-            raise memory.memory_error(block.nbytes, message, path=self._reader.source.path)
-
-    def complete(self, block: Block, arrived: Callable[[Block], None]) -> None:
-        """Report a block, which is complete when it is read."""
-        arrived(block)
+            raise memory.memory_error(block.nbytes, message, path=self._source.path)
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make no tensors."""
         return LoadedGroup({})
 
     def budget_bytes(self, group: Group) -> int:
-        """Return the size of the group's image."""
-        return group.nbytes
+        """Return 0: the image is the cache's memory."""
+        return 0
 
     def held_bytes(self, group: Group) -> int:
         """Return 0: there are no tensors."""
@@ -428,8 +584,48 @@ class CacheFillPath:
         """Do nothing; the cache owns the image."""
 
 
-def _filled_bytes(block: Block) -> int:
-    """Return how many bytes of its group a block fills, from `block.at` on."""
-    if not block.scatter:
-        return block.nbytes
-    return max(at + length for at, length in block.scatter if at != GAP) - block.at
+# Images of cached files.
+
+
+def fill_image(source: Source, image: FileImage, block: Block, stopped: Callable[[], bool]) -> bool:
+    """Read the missing bytes of a block's range into the image; return False if there is no memory for them.
+
+    Raises:
+        Cancelled: `stopped()` came first.
+    """
+    try:
+        while claimed := image.claim(block.offset, block.offset + block.nbytes, stopped):
+            _read_claimed(source, image, claimed, stopped)
+    except MemoryError:
+        return False
+    return True
+
+
+def _read_claimed(source: Source, image: FileImage, claimed: range, stopped: Callable[[], bool]) -> None:
+    done = claimed.start
+    most_bytes = len(claimed) if isinstance(source, RequestedSource) else PIECE_BYTES
+    try:
+        for start in range(claimed.start, claimed.stop, most_bytes):
+            if stopped():
+                raise Cancelled
+            length = min(most_bytes, claimed.stop - start)
+            source.read_into(start, image.regions(start, length))
+            done = start + length
+            image.mark_present(claimed.start, done)
+    finally:
+        image.mark_missing(done, claimed.stop)
+
+
+def image_regions(image: FileImage, block: Block) -> Iterator[tuple[int, Region]]:
+    """Return the image's memory of a block, each region with its offset in the group."""
+    for offset, at, length in runs(block):
+        for region in image.regions(offset, length):
+            yield at, region
+            at += region.nbytes
+
+
+def _read_error(source: Source, failure: native.Failure) -> StioError:
+    if failure.kind == native.NO_MEMORY:
+        return memory.memory_error(failure.nbytes, "the host has too little memory for a copy", path=source.path)
+    assert isinstance(source, LocalFile)
+    return source.error(failure)

@@ -72,10 +72,13 @@ class WorkerPool:
         self.join()
         self.raise_error()
 
-    def start(self, work: Callable[[], None], num_threads: int) -> None:
+    def start(self, work: Callable[[], None], num_threads: int) -> int:
         """Run a function on new threads, on fewer than that if the system refuses; returns at once.
 
-        The threads have a lower priority than the event loop's. `work_along` and `join` must follow.
+        The threads have a lower priority than the event loop's. `join` must follow.
+
+        Returns:
+            Number of threads that were started.
         """
         for k in range(1, num_threads + 1):
             with self.changed:
@@ -85,7 +88,8 @@ class WorkerPool:
             except RuntimeError:  # the limit of threads: the thread that calls `work_along` does it all
                 with self.changed:
                     self._num_working -= 1
-                break
+                return k - 1
+        return num_threads
 
     def work_along(self, work: Callable[[], None]) -> None:
         """Run the function on this thread too. Raises nothing: an error stops the pool, and `raise_error` raises it."""

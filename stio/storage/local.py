@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Self
 
+from stio import native
+from stio.errors import StioError, TruncatedError
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import SYSTEM_PAGE_BYTES, Region, libc, quick_libc
@@ -30,7 +32,6 @@ from stio.storage.checks import (
     stat_of,
     translated_errors,
 )
-from stio.storage.parallel_read import read_parallel
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _O_PATH = getattr(os, "O_PATH", 0)
@@ -264,14 +265,26 @@ class LocalFile:
                     self.direct_refused = True
             return not self.direct_refused
 
+    @property
+    def direct_fd(self) -> int:
+        """The descriptor for reads past the page cache; -1: they go through it."""
+        return -1 if self._direct_fd is None or self.direct_refused else self._direct_fd
+
+    def error(self, failure: native.Failure) -> StioError:
+        """Return the error of a read by the engine, to be raised."""
+        if failure.kind == native.TRUNCATED:
+            return cut_short(self.path, failure.offset, failure.nbytes)
+        if failure.kind == native.SHRUNK:
+            return shrunk(self, failure.offset)
+        doing = "populating" if failure.populates else "reading"
+        return refused(doing, self.path, OSError(failure.code, ""), offset=failure.offset)
+
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         """Fill the regions, one after the other, with the bytes from `offset` on; see `Source.read_into`."""
         done = 0
         if len(regions) == 1:
             if self._direct_fd is not None and not self.direct_refused:
                 done = self._read_direct(self._direct_fd, offset, regions[0])
-            else:
-                done = read_parallel(self.fd, regions[0].address, regions[0].nbytes, offset)
         self._read_buffered(offset, regions, done)
 
     def check_unchanged(self) -> None:
@@ -291,7 +304,7 @@ class LocalFile:
         if offset % PAGE_BYTES or region.address % PAGE_BYTES:
             return 0
         whole = region.nbytes // PAGE_BYTES * PAGE_BYTES
-        done = read_parallel(fd, region.address, whole, offset)
+        done = 0
         while done < whole:
             count = _read_at(fd, [region.address + done, min(whole - done, _READ_MAX_BYTES)], offset + done)
             if count < 0 and ctypes.get_errno() == errno.EINTR:
@@ -333,6 +346,17 @@ class LocalFile:
                 vectors[first + 1] -= step
                 count -= step
                 first += 0 if vectors[first + 1] else 2
+
+
+def shrunk(file: LocalFile, nbytes_now: int) -> TruncatedError:
+    """Return the error to raise where a file has become shorter since it was opened."""
+    return TruncatedError(
+        "the file shrank while it was being loaded",
+        path=file.path,
+        offset=nbytes_now,
+        expected=f"{file.identity.nbytes:,} bytes",
+        found=f"{nbytes_now:,} bytes",
+    )
 
 
 def _read_at(fd: int, vectors: list[int], offset: int) -> int:

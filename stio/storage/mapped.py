@@ -7,23 +7,13 @@ trap for each page. The pages are those of the page cache, so many processes sha
 from __future__ import annotations
 
 import errno
-import os
-from time import perf_counter
 
-from stio.errors import HostMemoryError, StorageError, TruncatedError, printable, without_path
+from stio.errors import HostMemoryError, StorageError, printable, without_path
 from stio.runtime import memory
-from stio.runtime.locks import new_lock
 from stio.runtime.log import RareWarnings, log
 from stio.runtime.memory import Region
 from stio.storage.checks import refused
-from stio.storage.local import LocalFile
-
-_TOUCH_BYTES = 256 << 10
-_PATIENCE_SECONDS = 0.02
-_SECONDS_A_BYTE = 1 / (1 << 30)
-"""A touch of 256 KiB takes 30 to 100 microseconds. If the average is 240 or more, threads wait for the processor or for
-the GIL (one wait for that takes 5 ms)."""
-
+from stio.storage.local import LocalFile, shrunk
 
 _refusals = RareWarnings()
 
@@ -59,12 +49,10 @@ class MappedFile:
     """
 
     def __init__(self, file: LocalFile, *, lazy: bool = False) -> None:
-        self._file = file
+        self.file = file
+        """The file."""
         self.path = file.path
         """Path of the file."""
-        self._touching = new_lock()
-        self._touches = hasattr(os, "preadv")
-        self._patience_seconds = _PATIENCE_SECONDS
         try:
             with memory.reporting_shortage(file.path):
                 self.region: Region = memory.map_file(file.fd, file.identity.nbytes, huge_pages=not lazy)
@@ -79,15 +67,9 @@ class MappedFile:
             StorageError: The disk failed to read.
         """
         # An access past the end is SIGBUS, which cannot be caught: compare the size shortly before.
-        size = self._file.nbytes_now()
+        size = self.file.nbytes_now()
         if offset + nbytes > size:
-            raise TruncatedError(
-                "the file shrank while it was being loaded",
-                path=self._file.path,
-                offset=size,
-                expected=f"{self._file.identity.nbytes:,} bytes",
-                found=f"{size:,} bytes",
-            )
+            raise shrunk(self.file, size)
         number = errno.EINTR
         while number == errno.EINTR:
             number = memory.populate(self.region.sub(offset, nbytes))
@@ -96,34 +78,10 @@ class MappedFile:
             # EINVAL: a kernel before 5.14; a plain read brings the pages into the page cache, where faults find them.
             self._read_through(offset, nbytes)
         elif number not in (0, errno.EAGAIN):
-            raise refused("populating", self._file.path, OSError(number, ""), offset=offset)
-
-    def touch(self, offset: int, nbytes: int) -> None:
-        """Read pages that the disk has just written to memory once, into a buffer. Blocks, without the GIL.
-
-        A virtual machine may get its memory from the host at the first access. There, the first read of a page that
-        only a disk has written costs 0.3 to 1 microsecond and, on a host that is short of memory, up to 90. Idle
-        processors can do this while the disk works. One thread at a time touches; all stop as soon as it takes longer
-        than it saves. It reads the file and not the mapping: if the file was cut, an access to the mapping raises
-        SIGBUS. It reads 256 KiB at a time, since a kernel without preemption does not leave a call: 30 MiB in one call
-        stopped all threads for 0.5 s.
-        """
-        scratch, at, end = memoryview(bytearray(_TOUCH_BYTES)), offset, offset + nbytes
-        with self._touching:
-            while at < end and self._touches:
-                started = perf_counter()
-                try:
-                    done = os.preadv(self._file.fd, [scratch[: min(_TOUCH_BYTES, end - at)]], at)
-                except OSError:
-                    return  # the read of its bytes raises it
-                if not done:
-                    return
-                at += done
-                self._patience_seconds += done * _SECONDS_A_BYTE - (perf_counter() - started)
-                self._touches = self._patience_seconds > 0
+            raise refused("populating", self.file.path, OSError(number, ""), offset=offset)
 
     def _read_through(self, offset: int, nbytes: int) -> None:
         step = min(nbytes, 1 << 20)
         scratch = memory.allocate(step)
         for position in range(offset, offset + nbytes, step):
-            self._file.read_into(position, [scratch.sub(0, min(step, offset + nbytes - position))])
+            self.file.read_into(position, [scratch.sub(0, min(step, offset + nbytes - position))])

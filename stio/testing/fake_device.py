@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +68,7 @@ class FakeDevice:
 
     Args:
         delay_seconds: Time between two events. A thread lets them pass, and ends when the queue is empty.
-        manual: Events pass only by `step`, and in calls that wait for the device (`hand_over`, `on_queue`).
+        manual: Events pass only by `step`. A load waits for each of its copies, so it needs a thread that steps.
         memory_bytes: Memory of the device; an allocation beyond it fails.
         refuse_copy: Number of the `copy` call, from 1, that raises an error.
         fail_copy: Number of the `copy` call whose copies are not made; its event raises the error.
@@ -114,8 +114,6 @@ class FakeDevice:
         """Number of calls of `copy`; each accepted call has an event."""
         self.num_passed = 0
         """Number of events that have passed."""
-        self.num_hand_overs = 0
-        """Number of calls of `hand_over`."""
 
     @property
     def used_bytes(self) -> int:
@@ -163,13 +161,9 @@ class FakeDevice:
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return torch.from_numpy(array)
 
-    def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return new uint8 tensors `[size]`, filled with `POISON`."""
-        return [self.empty(size) for size in sizes]
-
-    def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of uint8 tensors in new memory; the queued copies were made when `on_queue` was entered."""
-        return [self.empty(one.nbytes).copy_(one) for one in tensors]
+    def allocate(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
+        """Return new storages, filled with `POISON`."""
+        return [self.empty(size).untyped_storage() for size in sizes]
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
         """Queue copies, and an event after them."""
@@ -205,21 +199,9 @@ class FakeDevice:
         """
         wait_until(self._changed, lambda: len(self._queue) >= count, f"fewer than {count} events are queued")
 
-    @contextmanager
-    def on_queue(self) -> Iterator[None]:
-        """Return a context for torch's work after the queued copies, which are made now: the CPU does not wait."""
-        while self._pass_one():
-            pass
-        yield
-
-    def hand_over(self, tensors: Iterable[torch.Tensor], events: Iterable[Event]) -> None:
-        """Let all copies up to the events be made: the state that the stream of a consumer would find."""
-        with self._changed:
-            self.num_hand_overs += 1
-        for event in events:
-            while not event.query() and self._pass_one():
-                pass
-            event.synchronize()
+    def on_stream(self) -> AbstractContextManager[None]:
+        """Return a context for torch's work; the copies before it have ended."""
+        return nullcontext()
 
     def _run(self) -> None:
         pause = threading.Event()

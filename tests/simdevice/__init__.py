@@ -101,7 +101,7 @@ def build() -> Path:
     source = str(_FOLDER / _SOURCES[0])
     options = [part for part in command if part != source]  # a copy of this folder finds it compiled
     made_of = hashlib.sha256(repr((torch.__version__, str(root), options)).encode())
-    for name in _SOURCES:
+    for name in (*_SOURCES, "../../stio/native/engine.h"):
         made_of.update((_FOLDER / name).read_bytes())
     folder = _writable_folder()
     library = folder / f"simdevice-{made_of.hexdigest()[:16]}.so"
@@ -168,10 +168,24 @@ def install(delay_seconds: float = 0.0) -> types.ModuleType:
         _library = library
         torch.utils.rename_privateuse1_backend(NAME)
         torch._register_device_module(NAME, _module())
+        library.sim_driver.restype = library.sim_stream.restype = ctypes.c_void_p
+        _add_driver()
         atexit.register(library.sim_drain)  # no stream works on at the process's exit
     set_delay(delay_seconds)
     set_released(RELEASED_SECONDS)
     return torch.sim  # type: ignore[attr-defined,no-any-return]
+
+
+def _add_driver() -> None:
+    """Let the engine of stio copy to the device: by the table of its driver, see simdevice.cpp."""
+    from stio import native
+    from stio.device import rings
+
+    def open_driver(device: torch.device, stream: Any) -> tuple[native.Driver | str, int]:
+        handle = _library.sim_stream(device.index, ctypes.c_int64(stream.stream_id))
+        return native.Driver(_library.sim_driver(), device.index + 1), handle
+
+    rings.drivers[NAME] = open_driver
 
 
 def set_delay(seconds: float) -> None:

@@ -250,6 +250,25 @@ class PinnedMemory final : public at::HostAllocator {
     return address < block->address + block->nbytes ? block : nullptr;
   }
 
+  // Memory of a program that the driver pins and releases, as by cuMemHostRegister.
+  void add_registered(void* address, size_t nbytes) {
+    require_parent();
+    std::lock_guard lock(mutex_);
+    used_bytes += nbytes;
+    reserved_bytes += nbytes;
+    blocks_[static_cast<char*>(address)] = new Pinned{static_cast<char*>(address), nbytes};
+  }
+  void remove_registered(void* address) {
+    require_parent();
+    std::lock_guard lock(mutex_);
+    const auto found = blocks_.find(static_cast<char*>(address));
+    if (found == blocks_.end()) throw std::runtime_error("this memory is not registered");
+    used_bytes -= found->second->nbytes;
+    reserved_bytes -= found->second->nbytes;
+    delete found->second;
+    blocks_.erase(found);
+  }
+
   // As torch's: by the allocation itself, or by its first address; an address inside is not found.
   bool record_event(void* address, void* context, c10::Stream stream) override {
     require_parent();

@@ -14,6 +14,7 @@
 #include <c10/util/strides.h>
 #include <torch/library.h>
 
+#include "../../stio/native/engine.h"
 #include "memory.hpp"
 
 namespace sim {
@@ -521,9 +522,81 @@ namespace at::native {
 REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &sim::plain_attention)
 }
 
+// The driver: what the engine of stio calls (stio/native/engine.h), in the shapes of CUDA's. It takes no GIL, and copies bytes.
+
+namespace sim {
+namespace {
+
+thread_local std::string driver_failure;
+
+// Call, and return the driver's code: 0, or 1 with the text kept.
+template <typename F>
+int coded(F call) {
+  try {
+    call();
+    return 0;
+  } catch (const std::exception& error) {
+    driver_failure = error.what();
+    return 1;
+  }
+}
+
+constexpr int kNotReady = 600;
+
+const stio_driver driver = {
+    .make_current = [](void* context) {
+      return coded([&] {
+        const int device = static_cast<int>(reinterpret_cast<intptr_t>(context)) - 1;
+        require_device(device);
+        make_context(device);
+        current_device = device;
+      });
+    },
+    .copy = [](uint64_t target, const void* source, size_t nbytes, void* stream) {
+      return coded([&] {
+        char* const there = reach(reinterpret_cast<void*>(target));
+        const auto* const bytes = static_cast<const char*>(source);
+        if (pinned_memory().find(source)) {
+          put_copy(static_cast<Stream*>(stream), [=] { std::memcpy(there, bytes, nbytes); });
+        } else {  // the driver takes a copy of pageable memory before it returns
+          auto taken = std::make_shared<std::vector<char>>(bytes, bytes + nbytes);
+          put_copy(static_cast<Stream*>(stream), [=] { std::memcpy(there, taken->data(), nbytes); });
+        }
+      });
+    },
+    .event_create = [](void** event, unsigned) { return coded([&] { *event = new Mark; }); },
+    .event_record = [](void* event, void* stream) {
+      return coded([&] { *static_cast<Mark*>(event) = mark(static_cast<Stream*>(stream)); });
+    },
+    .event_query = [](void* event) {
+      bool passed = false;
+      const int code = coded([&] { passed = static_cast<Mark*>(event)->passed(); });
+      return code ? code : passed ? 0 : kNotReady;
+    },
+    .event_synchronize = [](void* event) { return coded([&] { static_cast<Mark*>(event)->wait(); }); },
+    .event_destroy = [](void* event) { return coded([&] { delete static_cast<Mark*>(event); }); },
+    .pin = [](void* address, size_t nbytes, unsigned) {
+      return coded([&] {
+        if (settings.refuse_pinning) throw std::runtime_error("the simulated device was told to refuse pinning");
+        pinned_memory().add_registered(address, nbytes);
+      });
+    },
+    .unpin = [](void* address) { return coded([&] { pinned_memory().remove_registered(address); }); },
+    .error_text = [](int, const char** text) {
+      *text = driver_failure.c_str();
+      return 0;
+    },
+    .not_ready = kNotReady,
+};
+
+}  // namespace
+}  // namespace sim
+
 // What Python asks and sets, by ctypes.
 
 extern "C" {
+const stio_driver* sim_driver() { return &sim::driver; }
+void* sim_stream(int device, int64_t id) { return sim::stream_number(device, id); }
 void sim_delay(double seconds) { sim::settings.delay_ns = static_cast<int64_t>(seconds * 1e9); }
 void sim_refuse_copy(int64_t number) { sim::settings.refuse_copy = number; }
 void sim_fail_copy(int64_t number) { sim::settings.fail_copy = number; }

@@ -312,7 +312,8 @@ class _Load:
         if loaded is None or name not in loaded.tensors:  # or an interrupted call has taken it from the group
             tensor = self._read_alone(name)
         else:
-            tensor = loaded.take_one(name)
+            tensor = loaded.tensors[name]
+            loaded.tensors.pop(name, None)
         if self._moved_to is not None:
             tensor = tensor.to(self._moved_to)
         self._left[group.index].discard(name)
@@ -328,7 +329,7 @@ class _Load:
         self._alone.append(operation)
         try:
             self._require_open()  # after the append: `close` cancels it, or this sees that it was closed
-            return operation.result().take_one(name)
+            return operation.result().tensors[name]
         finally:
             self._alone.remove(operation)
 

@@ -224,7 +224,7 @@ class WarmStart:
         try:
             match = Match.of(module, into, names, opened, dtype=settings.cast_dtype, strict=settings.strict)
             verify(operation, opened, settings)
-            options = replace(settings, dtype=None)  # `casts` has the dtype of each tensor that is cast
+            options = replace(settings, dtype=None, streams="copy")  # `casts` has the dtype of each tensor that is cast
             buffers = _load_buffers(operation, opened, match, options)
             operation.check()
             device = target if isinstance(target, torch.device) else target.device
@@ -268,5 +268,5 @@ def _load_buffers(
     if not match.buffers:
         return ()
     names = list(dict.fromkeys(match.buffers.values()))
-    # It ends when all copies and casts have ended (`CopyQueue.drain`), so a forward may run on any stream.
+    # On the copy stream it ends when all casts have ended, so a forward may run on any stream.
     return tuple(gather(operation, opened, names, replace(options, progress=None), casts=match.casts or None))

@@ -10,7 +10,7 @@ class. A hook is removed when the submodule's last parameter is filled, and all 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -227,8 +227,8 @@ class WarmStartLoad:
 
     def _deliver(self, _: Group, group: LoadedGroup) -> None:
         """Fill a group's parameters (called by workers)."""
-        group.wait()  # on the host: other streams than this thread's may use them next
         tensors = group.take()
+        _record(tensors.values(), self._device)  # the load has allocated them under the copy stream
         # Names that are tied in the checkpoint and not in the module: copied before a use may change the first one.
         others = [(placeholder, name) for name in tensors for placeholder in self._by_source[name][1:]]
         twins = _copies([(tensors[name], placeholder.dtype) for placeholder, name in others], self._device)
@@ -337,19 +337,21 @@ def _waits(load: WarmStartLoad, placeholders: Sequence[Placeholder]) -> Callable
 def _copies(pairs: Sequence[tuple[torch.Tensor, torch.dtype]], device: torch.device) -> list[torch.Tensor]:
     """Return copies of tensors with these dtypes.
 
-    They are complete. On an accelerator one event is waited for, and nothing that a user has queued there.
+    They are complete, for any stream; nothing that a user has queued is waited for.
     """
     if not pairs:
         return []
     if device.type == "cpu":
         return [_copy(tensor, dtype) for tensor, dtype in pairs]
-    accelerator = TorchAccelerator(device)
-    with accelerator.on_queue():
+    with TorchAccelerator(device).on_stream():
         copies = [_copy(tensor, dtype) for tensor, dtype in pairs]
-    event = accelerator.copy([])
-    event.synchronize()
-    accelerator.hand_over(copies, [event])
+    _record(copies, device)
     return copies
+
+
+def _record(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    if device.type != "cpu":
+        TorchAccelerator(device).record(tensors)
 
 
 def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,117 @@
+"""The plain executor of loads, where the engine cannot move the bytes: a few threads of Python that read and copy.
+
+It is used for sources that are no local files, files in a `HostCache`, GPUDirect Storage, devices without a driver that
+the engine knows, and where there is no engine (`STIO_NATIVE=0`). Each worker reads a block, copies it, and waits for
+the copy. Beside a busy Python thread it is slower: each call needs the interpreter's lock when it ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from time import perf_counter
+
+from stio.loading.plan import Block, Group
+from stio.loading.read_paths import ReadPath
+from stio.runtime.locks import Condition
+from stio.runtime.operation import Cancelled
+from stio.runtime.trace import Trace
+from stio.runtime.workers import WorkerPool
+
+
+class PlainExecutor:
+    """Moves the bytes of one load by threads of Python.
+
+    Args:
+        paths: The read path of each of the plan's selections.
+        num_workers: Threads that read.
+        trace: Records a span for each block.
+    """
+
+    name = "plain"
+
+    def __init__(self, paths: Sequence[ReadPath], *, num_workers: int, trace: Trace | None = None) -> None:
+        self._paths = paths
+        self._num_workers = num_workers
+        self._trace = trace
+        self._changed = Condition()
+        self._workers = WorkerPool("read", changed=self._changed)
+        self._blocks: deque[tuple[Group, Block]] = deque()
+        self._num_left: dict[int, int] = {}  # blocks by group
+        self._done: list[Group] = []
+        self._num_threads = 0
+        self._woken = False
+
+    def add(self, groups: Sequence[Group]) -> None:
+        """Move the bytes of groups that have begun, behind those that were added before."""
+        with self._changed:
+            for group in groups:
+                self._num_left[group.index] = len(group.blocks)
+                self._blocks.extend((group, block) for block in group.blocks)
+                if not group.blocks:
+                    self._done.append(group)
+            self._changed.notify_all()
+        if not self._num_threads:
+            self._num_threads = self._workers.start(self._work, self._num_workers)
+
+    def arrange(self, order: Iterable[int]) -> None:
+        """Move blocks that nobody has begun in this order of groups, given by their indices."""
+        rank = {index: k for k, index in enumerate(dict.fromkeys(order))}
+        with self._changed:
+            self._blocks = deque(sorted(self._blocks, key=lambda one: rank.get(one[0].index, len(rank))))
+
+    def take(self) -> list[Group]:
+        """Wait for groups that are complete; empty after `wake` or `stop`.
+
+        Raises:
+            BaseException: The first error of a worker, as it was raised.
+        """
+        if not self._num_threads and self._blocks:  # the system refuses new threads
+            with self._changed:
+                one = self._blocks.popleft()
+            self._read(*one)
+        with self._changed:
+            self._changed.wait_for(lambda: self._done or self._woken or self._workers.stopped)
+            self._woken = False
+            done, self._done = self._done, []
+        if self._workers.stopped:
+            self._workers.join()
+            self._workers.raise_error()
+        return done
+
+    def wake(self) -> None:
+        """Let `take` return. Callable from any thread; takes no lock."""
+        self._woken = True
+        self._changed.wake()
+
+    def stop(self) -> None:
+        """End the workers after their current piece, and let `take` return. Callable from any thread."""
+        self._workers.stop()
+
+    def close(self) -> None:
+        """Stop, and wait until no worker is left."""
+        self._workers.stop()
+        self._workers.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._blocks or self._workers.stopped)
+                if self._workers.stopped:
+                    return
+                group, block = self._blocks.popleft()
+            self._read(group, block)
+
+    def _read(self, group: Group, block: Block) -> None:
+        path = self._paths[group.selection]
+        start = perf_counter()
+        path.read(group, block, self._workers.is_stopped)
+        if self._workers.stopped:
+            raise Cancelled
+        if self._trace is not None:
+            self._trace.add(path.label, start, perf_counter(), num_bytes=block.nbytes, detail=type(path).__name__)
+        with self._changed:
+            self._num_left[group.index] -= 1
+            if not self._num_left[group.index]:
+                self._done.append(group)
+                self._changed.notify_all()
