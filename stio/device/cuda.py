@@ -227,8 +227,8 @@ class TorchAccelerator:
             raise DeviceError(f"copying to {self.device} failed: {error}") from error
 
     def record(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record in the allocator that the device's default stream uses memory of the copy stream."""
-        stream = default_stream(self.device)
+        """Record in the allocator that the calling thread's current stream uses memory of the copy stream."""
+        stream = self._module.current_stream(self.device)
         for tensor in tensors:
             tensor.record_stream(stream)
 

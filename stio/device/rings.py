@@ -30,8 +30,8 @@ def _cuda(device: torch.device, stream: Any) -> tuple[native.Driver | str, int]:
 
 
 drivers: dict[str, Callable[[torch.device, Any], tuple[native.Driver | str, int]]] = {"cuda": _cuda}
-"""By type of device, a function that returns its driver, or why there is none, and the handle of a stream. Tests add the
-simulated device."""
+"""By type of device, a function that returns its driver, or why there is none, and the handle of a stream. Tests add
+the simulated device."""
 
 
 class DeviceRing:

@@ -1,9 +1,9 @@
 """The GDS read path: from the disk to the device by GPUDirect Storage, without host memory, for `memory="gds"`.
 
 It reads whole aligned pieces into slots on the device, and the device copies them to the tensors at the speed of its
-memory. The writes of the disk are in no stream of the device, so a slot is filled again only after the event behind its
-copies. Before the first tensor a part of each file is read by both paths and compared. If the bytes differ, or GPUDirect
-Storage fails later, the load continues through the host. The plain executor carries it out.
+memory. The writes of the disk are in no stream of the device, so a slot is filled again only after the event behind
+its copies. Before the first tensor a part of each file is read by both paths and compared. If the bytes differ, or
+GPUDirect Storage fails later, the load continues through the host. The plain executor carries it out.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from stio.loading.body import gather, open_source, verify
 from stio.loading.module import LoadReport, ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
-from stio.loading.warm_start.load import WarmStartLoad
+from stio.loading.warm_start.load import WarmStartLoad, record
 from stio.loading.warm_start.match import Match, in_order, place_buffers, require_supported, restore_ended
 from stio.runtime.blocking import runs_blocking
 from stio.runtime.limits import Limits
@@ -242,6 +242,7 @@ class WarmStart:
             tensors: dict[str, torch.Tensor] = {}
             for group in ready.buffers:
                 tensors |= group.take()
+            record(tensors.values(), ready.device)
             place_buffers(module, ready.match.buffers, tensors, ready.device, path=ready.match.report.path)
             ready.load.operation.start()
         except BaseException:

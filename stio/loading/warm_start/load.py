@@ -228,7 +228,7 @@ class WarmStartLoad:
     def _deliver(self, _: Group, group: LoadedGroup) -> None:
         """Fill a group's parameters (called by workers)."""
         tensors = group.take()
-        _record(tensors.values(), self._device)  # the load has allocated them under the copy stream
+        record(tensors.values(), self._device)  # the load has allocated them under the copy stream
         # Names that are tied in the checkpoint and not in the module: copied before a use may change the first one.
         others = [(placeholder, name) for name in tensors for placeholder in self._by_source[name][1:]]
         twins = _copies([(tensors[name], placeholder.dtype) for placeholder, name in others], self._device)
@@ -345,11 +345,12 @@ def _copies(pairs: Sequence[tuple[torch.Tensor, torch.dtype]], device: torch.dev
         return [_copy(tensor, dtype) for tensor, dtype in pairs]
     with TorchAccelerator(device).on_stream():
         copies = [_copy(tensor, dtype) for tensor, dtype in pairs]
-    _record(copies, device)
+    record(copies, device)
     return copies
 
 
-def _record(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+def record(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Record that the calling thread's current stream uses tensors of a load under the copy stream."""
     if device.type != "cpu":
         TorchAccelerator(device).record(tensors)
 
