@@ -1,6 +1,8 @@
 """The executor of loads that the engine carries out: it turns groups into ranges, and takes groups that are complete.
 
-The bytes move on the engine's threads, whatever other Python threads do. One load is one transfer.
+The bytes move on the engine's threads, whatever other Python threads do. One load is one transfer. The bytes of a file
+in a cache (`HostCache`) are moved twice: missing ones into the cache's memory, then from there. What another load is
+reading into the cache is waited for.
 """
 
 from __future__ import annotations
@@ -8,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from stio import native
+from stio.loading.cache.file_image import FileImage
 from stio.loading.plan import Group
 from stio.loading.read_paths import ReadPath
 from stio.runtime.trace import Trace
+
+
+_MOST_CHUNKS = 1 << 20
 
 
 class EngineExecutor:
@@ -18,6 +24,7 @@ class EngineExecutor:
 
     Args:
         paths: The read path of each of the plan's selections; all are native.
+        num_groups: Number of groups of the plan.
         budget_bytes: Slots of rings that are in use at one time are at most half of it, but one.
         trace: Records a span for each group.
 
@@ -27,24 +34,67 @@ class EngineExecutor:
 
     name = "engine"
 
-    def __init__(self, paths: Sequence[ReadPath], *, budget_bytes: int, trace: Trace | None = None) -> None:
+    def __init__(
+        self, paths: Sequence[ReadPath], num_groups: int, *, budget_bytes: int, trace: Trace | None = None
+    ) -> None:
         self._paths = paths
         self._trace = trace
-        self._groups: dict[int, Group] = {}
-        self._empty: list[Group] = []  # groups without bytes
-        self._transfer = native.Transfer(most_chunks=max(1, budget_bytes // 2 // native.CHUNK_BYTES))
+        self._groups: dict[int, Group] = {}  # by their numbers in the transfer
+        self._done: list[Group] = []  # groups without bytes
+        self._fills: dict[int, tuple[Group, FileImage, list[range]]] = {}  # by their numbers in the transfer: claims
+        self._next_fill = num_groups
+        self._unread: list[Group] = []  # other loads read some of their bytes into a cache
+        self._watched: set[FileImage] = set()
+        self._transfer = native.Transfer(most_chunks=max(1, min(_MOST_CHUNKS, budget_bytes // 2 // native.CHUNK_BYTES)))
 
     def add(self, groups: Sequence[Group]) -> None:
         """Move the bytes of groups that have begun, behind those that were added before."""
         ranges = native.Ranges()
         for group in groups:
-            before = len(ranges)
-            self._paths[group.selection].add_ranges(group, ranges)
-            if len(ranges) == before:
-                self._empty.append(group)
-            else:
-                self._groups[group.index] = group
+            self._add(group, ranges)
         self._transfer.add(ranges)
+
+    def _add(self, group: Group, ranges: native.Ranges) -> None:
+        path = self._paths[group.selection]
+        if path.image is not None and not self._is_filled(group, path.image, ranges):
+            return
+        before = len(ranges)
+        path.add_ranges(group, ranges)
+        if len(ranges) == before:
+            self._done.append(group)
+        else:
+            self._groups[group.index] = group
+
+    def _is_filled(self, group: Group, image: FileImage, ranges: native.Ranges) -> bool:
+        """Return whether a cache has the group's bytes, or no memory for them; otherwise add what is missing."""
+        file = self._paths[group.selection].file
+        spans = [(block.offset, block.offset + block.nbytes) for block in group.blocks]
+        claims: list[range] = []
+        places = []
+        try:
+            for begin, end in spans:
+                claims += image.claim_now(begin, end)
+            for claim in claims:
+                position = claim.start
+                for region in image.regions(position, len(claim)):
+                    places.append((position, region))
+                    position += region.nbytes
+        except MemoryError:
+            _unclaim(image, claims)
+            return True
+        if claims:
+            number, self._next_fill = self._next_fill, self._next_fill + 1
+            self._fills[number] = group, image, claims
+            for position, region in places:
+                ranges.file_to_host(number, file.fd, file.direct_fd, position, region.nbytes, region.address)
+            return False
+        if all(image.holds(begin, end) for begin, end in spans):
+            return True
+        if image not in self._watched:
+            self._watched.add(image)
+            image.watch(self.wake)
+        self._unread.append(group)
+        return False
 
     def arrange(self, order: Iterable[int]) -> None:
         """Move groups that are not complete in this order, given by their indices."""
@@ -56,18 +106,31 @@ class EngineExecutor:
         Raises:
             StioError: A read or a copy failed.
         """
-        if self._empty:
-            empty, self._empty = self._empty, []
-            return empty
+        if not self._done:
+            self._take()
+        if self._unread:
+            unread, self._unread = self._unread, []
+            self.add(unread)
+        done, self._done = self._done, []
+        return done
+
+    def _take(self) -> None:
         try:
             taken = self._transfer.take()
         except native.Failure as failure:
-            group = self._groups[failure.group]
+            group = self._groups[failure.group] if failure.group in self._groups else self._fills[failure.group][0]
             raise self._paths[group.selection].error(failure) from None
-        found = []
+        filled = []
         for one in taken:
-            group = self._groups.pop(one.group)
-            found.append(group)
+            fill = self._fills.pop(one.group, None)
+            if fill is None:
+                group = self._groups.pop(one.group)
+                self._done.append(group)
+            else:
+                group, image, claims = fill
+                for claim in claims:
+                    image.mark_present(claim.start, claim.stop)
+                filled.append(group)
             if self._trace is not None:
                 path = self._paths[group.selection]
                 nbytes = sum(block.nbytes for block in group.blocks)
@@ -75,7 +138,8 @@ class EngineExecutor:
                 self._trace.add(
                     path.label, one.started, one.ended, num_bytes=nbytes, detail=type(path).__name__, lane=lane
                 )
-        return found
+        if filled:
+            self.add(filled)
 
     def wake(self) -> None:
         """Let `take` return. Callable from any thread; takes no lock that Python code holds."""
@@ -86,5 +150,15 @@ class EngineExecutor:
         self._transfer.stop()
 
     def close(self) -> None:
-        """Stop, and wait until nothing is under way."""
+        """Stop, and wait until nothing is under way; what was not read into a cache is missing there again."""
         self._transfer.end()
+        for image in self._watched:
+            image.unwatch(self.wake)
+        while self._fills:
+            _, (_, image, claims) = self._fills.popitem()
+            _unclaim(image, claims)
+
+
+def _unclaim(image: FileImage, claims: Iterable[range]) -> None:
+    for claim in claims:
+        image.mark_missing(claim.start, claim.stop)

@@ -154,12 +154,18 @@ class GdsPath:
 
     label = "read"
     is_native = False
+    image = None
 
     def __init__(self, device: GdsDevice, direct: GdsFile, staged: DevicePath) -> None:
         self._device = device
         self._direct = direct
         self._staged = staged
         self._stopped: Callable[[], bool] = lambda: False
+
+    @property
+    def file(self) -> LocalFile:
+        """See `stio.loading.read_paths.ReadPath`."""
+        return self._staged.file
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the tensors of groups; the slots give way if the device is full."""

@@ -189,12 +189,14 @@ def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], optio
             read_past_cache(file, resident_fraction(file))
         paths = [CacheFillPath(file, image) for file, image in zip(files, cached, strict=True)]
         num_workers = NUM_WORKERS if requests is None else requests.num_in_flight
+        budget_bytes = sys.maxsize  # there is no consumer
+        executor = _executor(plan, paths, budget_bytes, options, num_workers)
         return LoadScheduler(
             plan,
             paths,
-            PlainExecutor(paths, num_workers=min(num_workers, plan.num_reads), trace=options.trace),
+            executor,
             deliver=lambda group, loaded: None,
-            budget_bytes=sys.maxsize,  # there is no consumer
+            budget_bytes=budget_bytes,
             files=files,
             owned=owned.pop_all(),
             cached_files=cached,
@@ -429,7 +431,8 @@ def _scheduler(
         keeps = kept is None and not hold
         paths = [load.read_path(file, cached.get(id(file)), kept=keeps) for file, load, _ in reads]
         budget_bytes = _budget_bytes(plan, paths, loads, kept, path=opened.path)
-        executor = _executor(plan, paths, loads, budget_bytes, options, max_workers)
+        num_workers = min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize)
+        executor = _executor(plan, paths, budget_bytes, options, num_workers)
     except BaseException:
         for one in cached.values():
             one.release()
@@ -451,20 +454,14 @@ def _scheduler(
 
 
 def _executor(
-    plan: ReadPlan,
-    paths: Sequence[ReadPath],
-    loads: Sequence[DeviceLoad],
-    budget_bytes: int,
-    options: LoadOptions,
-    max_workers: int | None,
+    plan: ReadPlan, paths: Sequence[ReadPath], budget_bytes: int, options: LoadOptions, num_workers: int
 ) -> Executor:
     """Return the engine if it can move the bytes of all files, otherwise the plain executor."""
     if paths and all(path.is_native for path in paths):
         try:
-            return EngineExecutor(paths, budget_bytes=budget_bytes, trace=options.trace)
+            return EngineExecutor(paths, len(plan.groups), budget_bytes=budget_bytes, trace=options.trace)
         except OSError:
             pass  # no more threads: the plain executor reads on this one
-    num_workers = min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize)
     return PlainExecutor(paths, num_workers=max(1, min(num_workers, plan.num_reads)), trace=options.trace)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 
@@ -45,6 +45,14 @@ class ReadPath(Protocol):
     """Name of its reads in a trace."""
     is_native: bool
     """Whether the engine can move its bytes."""
+
+    @property
+    def image(self) -> FileImage | None:
+        """The file in a cache. The engine fills it first; what there is no memory for is read from the file."""
+
+    @property
+    def file(self) -> LocalFile:
+        """The file, of a native path."""
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the memory of groups. Called on the thread of the scheduler.
@@ -215,12 +223,19 @@ class CopiedPath:
         kept: bool = False,
     ) -> None:
         self._source = source
-        self._image = None if cached is None else cached.image
+        self.image = None if cached is None else cached.image
+        """See `ReadPath`."""
         self._regions: dict[int, Region] = {}  # by group
         self._dtype = dtype
         self._views = views
         self._kept = kept
-        self.is_native = type(source) is LocalFile and cached is None and native.available()
+        self.is_native = type(source) is LocalFile and native.available()
+
+    @property
+    def file(self) -> LocalFile:
+        """See `ReadPath`."""
+        assert isinstance(self._source, LocalFile)
+        return self._source
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the image of each group."""
@@ -232,9 +247,12 @@ class CopiedPath:
 
     def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
         """Add the group's bytes of the file. An image of whole pages is read by whole pages, as direct reads are."""
-        file, region = self._source, self._regions[group.index]
-        assert isinstance(file, LocalFile)
+        file, region = self.file, self._regions[group.index]
         for block in group.blocks:
+            if is_in_image(self.image, block):
+                for at, source in image_regions(self.image, block):
+                    ranges.host_to_host(group.index, source.address, source.nbytes, region.address + at)
+                continue
             for offset, at, length in runs(block):
                 if group.offset >= 0 and at + length == group.nbytes:
                     length = max(length, min(region.nbytes - at, file.identity.nbytes - offset))
@@ -247,10 +265,10 @@ class CopiedPath:
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Read a block into its group's memory."""
         target = self._regions[group.index]
-        if self._image is None or not fill_image(self._source, self._image, block, stopped):
+        if self.image is None or not fill_image(self._source, self.image, block, stopped):
             _read_pieces(self._source, block, target, stopped)
             return
-        for at, region in image_regions(self._image, block):
+        for at, region in image_regions(self.image, block):
             if stopped():
                 raise Cancelled
             memory.copy(target.sub(at, region.nbytes), region)
@@ -307,6 +325,13 @@ class MappedPath:
         self.label = "populate" if populates else "map"
         """Name of its reads in a trace."""
         self.is_native = copy.is_native
+        self.image = None
+        """A mapping uses no cache."""
+
+    @property
+    def file(self) -> LocalFile:
+        """See `ReadPath`."""
+        return self._mapped.file
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the images of scattered groups."""
@@ -440,14 +465,21 @@ class DevicePath:
         self._slots = slots
         self._accelerator = slots.accelerator
         self._dtype = dtype
-        self._image = None if cached is None else cached.image
+        self.image = None if cached is None else cached.image
+        """See `ReadPath`."""
         self._kept = kept
         self._trace = trace
         self._memories: dict[int, GroupMemory] = {}  # by group
         self._ring: DeviceRing | None = None
-        if type(source) is LocalFile and cached is None:
+        if type(source) is LocalFile:
             self._ring = ring_of(self._accelerator)
         self.is_native = self._ring is not None
+
+    @property
+    def file(self) -> LocalFile:
+        """See `ReadPath`."""
+        assert isinstance(self._source, LocalFile)
+        return self._source
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the tensors of groups, in one call."""
@@ -456,9 +488,15 @@ class DevicePath:
 
     def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
         """Add the bytes of each tensor."""
-        file, target, ring = self._source, self._memories[group.index], self._ring
-        assert isinstance(file, LocalFile) and ring is not None
+        file, target, ring = self.file, self._memories[group.index], self._ring
+        assert ring is not None
         for block in group.blocks:
+            if is_in_image(self.image, block):
+                for begin, region in image_regions(self.image, block):
+                    for storage, start, low, nbytes in target.places(begin, region.nbytes):
+                        source, where = region.address + low - begin, storage.data_ptr() + start
+                        ranges.host_to_device(group.index, source, nbytes, where, ring.ring)
+                continue
             for offset, at, length in runs(block):
                 for storage, start, low, nbytes in target.places(at, length):
                     where = storage.data_ptr() + start
@@ -475,8 +513,8 @@ class DevicePath:
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Read a block into a slot piece by piece, or find it in the cache; wait for the copies."""
         target = self._memories[group.index]
-        if self._image is not None and not block.scatter and fill_image(self._source, self._image, block, stopped):
-            self._copy([copy for at, region in image_regions(self._image, block) for copy in target.copies(at, region)])
+        if self.image is not None and not block.scatter and fill_image(self._source, self.image, block, stopped):
+            self._copy([copy for at, region in image_regions(self.image, block) for copy in target.copies(at, region)])
             return
         slot = self._slots.take()
         most_bytes = slot.nbytes if isinstance(self._source, RequestedSource) else min(slot.nbytes, PIECE_BYTES)
@@ -485,10 +523,10 @@ class DevicePath:
                 self._slots.give(slot)
                 raise Cancelled
             try:
-                if self._image is None or not fill_image(self._source, self._image, piece, stopped):
+                if self.image is None or not fill_image(self._source, self.image, piece, stopped):
                     read_block(self._source, piece, slot, piece.at)
                 else:
-                    for at, region in image_regions(self._image, piece):
+                    for at, region in image_regions(self.image, piece):
                         memory.copy(slot.sub(at - piece.at, region.nbytes), region)
             except BaseException:
                 self._slots.give(slot)
@@ -542,17 +580,31 @@ class CacheFillPath:
     """
 
     label = "read"
-    is_native = False
 
     def __init__(self, source: Source, cached: CachedFile) -> None:
         self._source = source
-        self._image = cached.image
+        self.image: FileImage = cached.image
+        """See `ReadPath`."""
+        self.is_native = type(source) is LocalFile and native.available()
+
+    @property
+    def file(self) -> LocalFile:
+        """See `ReadPath`."""
+        assert isinstance(self._source, LocalFile)
+        return self._source
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Do nothing: the image allocates its memory."""
 
     def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
-        """Is not called."""
+        """Add nothing: the image is filled.
+
+        Raises:
+            HostMemoryError: The host has too little memory for it.
+        """
+        for block in group.blocks:
+            if not is_in_image(self.image, block):
+                raise self._shortage(block)
 
     def error(self, failure: native.Failure) -> StioError:
         """Return the error of a read."""
@@ -564,9 +616,12 @@ class CacheFillPath:
         Raises:
             HostMemoryError: The host has too little memory.
         """
-        if not fill_image(self._source, self._image, block, stopped):
-            message = "the host has too little memory for the cache"
-            raise memory.memory_error(block.nbytes, message, path=self._source.path)
+        if not fill_image(self._source, self.image, block, stopped):
+            raise self._shortage(block)
+
+    def _shortage(self, block: Block) -> StioError:
+        message = "the host has too little memory for the cache"
+        return memory.memory_error(block.nbytes, message, path=self._source.path)
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make no tensors."""
@@ -614,6 +669,11 @@ def _read_claimed(source: Source, image: FileImage, claimed: range, stopped: Cal
             image.mark_present(claimed.start, done)
     finally:
         image.mark_missing(done, claimed.stop)
+
+
+def is_in_image(image: FileImage | None, block: Block) -> TypeGuard[FileImage]:
+    """Return whether a cache has all bytes of a block."""
+    return image is not None and image.holds(block.offset, block.offset + block.nbytes)
 
 
 def image_regions(image: FileImage, block: Block) -> Iterator[tuple[int, Region]]:

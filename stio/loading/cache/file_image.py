@@ -55,6 +55,7 @@ class FileImage:
         self._chunks = bytearray(-(-nbytes // CHUNK_BYTES))
         self._changed = Condition()
         self._being_allocated: set[int] = set()  # segments
+        self._watchers: list[Callable[[], None]] = []
 
     @property
     def is_empty(self) -> bool:
@@ -88,13 +89,41 @@ class FileImage:
                 if self.failed:
                     raise MemoryError("there is no memory for the file")
                 if at >= 0:
-                    stop = at
-                    while stop < last and self._chunks[stop] == _MISSING:
-                        self._chunks[stop] = _CLAIMED
-                        stop += 1
-                    return range(at * CHUNK_BYTES, min(stop * CHUNK_BYTES, self.nbytes))
+                    return self._claim_run(at, last)
                 self._changed.wait(_POLL_SECONDS)  # `stopped` does not notify
         raise Cancelled
+
+    def claim_now(self, begin: int, end: int) -> list[range]:
+        """Claim all missing bytes of `[begin, end)` without waiting for other readers; see `claim`.
+
+        Returns:
+            File offsets of the claims. If there are none, and `holds` is false, other readers have claimed the rest.
+
+        Raises:
+            MemoryError: There is no memory for the missing bytes.
+        """
+        first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
+        found = []
+        with self._changed:
+            while (at := self._chunks.find(_MISSING, first, last)) >= 0:
+                if self.failed:
+                    raise MemoryError("there is no memory for the file")
+                found.append(self._claim_run(at, last))
+        return found
+
+    def holds(self, begin: int, end: int) -> bool:
+        """Return whether all bytes of `[begin, end)` are present."""
+        first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
+        return self._chunks.count(_PRESENT, first, last) == last - first
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call a function whenever other bytes are present or missing, until `unwatch`. It must take no lock."""
+        self._watchers.append(changed)
+
+    def unwatch(self, changed: Callable[[], None]) -> None:
+        """Do not call it any more. Idempotent."""
+        with suppress(ValueError):
+            self._watchers.remove(changed)
 
     def mark_present(self, begin: int, end: int) -> None:
         """Report that `[begin, end)` of a claim is present; `begin` is the start of the claim."""
@@ -147,12 +176,22 @@ class FileImage:
                 self._changed.notify_all()
         return region
 
+    def _claim_run(self, at: int, last: int) -> range:
+        """Claim the missing chunks from `at` on, up to the first that is not missing; the caller holds the lock."""
+        stop = at
+        while stop < last and self._chunks[stop] == _MISSING:
+            self._chunks[stop] = _CLAIMED
+            stop += 1
+        return range(at * CHUNK_BYTES, min(stop * CHUNK_BYTES, self.nbytes))
+
     def _mark(self, begin: int, end: int, state: int) -> None:
         if begin < end:
             first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
             with self._changed:
                 self._chunks[first:last] = bytes([state]) * (last - first)
                 self._changed.notify_all()
+            for changed in self._watchers.copy():
+                changed()
 
 
 def _segment_starts(nbytes: int) -> list[int]:
