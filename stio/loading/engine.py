@@ -15,7 +15,6 @@ from stio.loading.plan import Group
 from stio.loading.read_paths import ReadPath
 from stio.runtime.trace import Trace
 
-
 _MOST_CHUNKS = 1 << 20
 
 
