@@ -78,7 +78,6 @@ static struct timespec after(int ms) {
 static void before_fork(void) { pthread_mutex_lock(&engine.lock); }
 static void after_fork(void) { pthread_mutex_unlock(&engine.lock); }
 static void in_child(void) {
-    pthread_mutex_init(&engine.lock, NULL);
     new_condition(&engine.work);
     new_condition(&engine.changed);
     engine.transfers = NULL;
@@ -86,6 +85,7 @@ static void in_child(void) {
     engine.is_ending = false;
     engine.generation += 1;
     stio_rings_forget();
+    pthread_mutex_unlock(&engine.lock);
 }
 
 __attribute__((constructor)) static void prepare(void) { /* so that no call comes before it, a fork neither */
