@@ -31,7 +31,7 @@
 #define MOST_RANGES 512                  /* of a chunk into host memory: they are buffers of one call */
 #define TOUCHED_BYTES ((size_t)256 << 10)
 #define NICENESS 5
-#define STACK_BYTES ((size_t)1 << 20)
+#define STACK_BYTES ((size_t)2 << 20) /* thread-local variables of all libraries lie in it too */
 
 engine_state engine = {
     .lock = PTHREAD_MUTEX_INITIALIZER,
