@@ -49,6 +49,7 @@ typedef struct device {
     operation *first, *last; /* `first` may be under way */
     uint64_t num_copies;     /* that were queued */
     bool is_ended, is_paused;
+    int steps; /* operations that may run nevertheless */
     uint64_t random;
     unsigned most_delay_us;
     int copies_until_refused, events_until_failed, creations_until_refused, contexts_until_refused; /* 0: never */
@@ -74,7 +75,7 @@ static void *device_run(void *argument) {
     device *const self = argument;
     pthread_mutex_lock(&self->lock);
     while (true) {
-        while ((self->first == NULL || self->is_paused) && !self->is_ended) pthread_cond_wait(&self->changed, &self->lock);
+        while ((self->first == NULL || (self->is_paused && self->steps == 0)) && !self->is_ended) pthread_cond_wait(&self->changed, &self->lock);
         operation *const one = self->first;
         if (one == NULL) break;
         const uint64_t delay = self->most_delay_us == 0 ? 0 : below(&self->random, self->most_delay_us);
@@ -89,6 +90,7 @@ static void *device_run(void *argument) {
         pthread_mutex_lock(&self->lock);
         if (one->event != NULL) one->event->num_pending -= 1;
         self->first = one->next;
+        self->steps -= self->steps > 0;
         if (self->first == NULL) self->last = NULL;
         free(one);
         pthread_cond_broadcast(&self->changed);

@@ -26,6 +26,15 @@ void *fake_device(int number) {
 void fake_pause(device *one, bool is_paused) {
     pthread_mutex_lock(&one->lock);
     one->is_paused = is_paused;
+    one->steps = 0;
+    pthread_cond_broadcast(&one->changed);
+    pthread_mutex_unlock(&one->lock);
+}
+
+/* Let so many operations run although it is paused. */
+void fake_step(device *one, int count) {
+    pthread_mutex_lock(&one->lock);
+    one->steps = count;
     pthread_cond_broadcast(&one->changed);
     pthread_mutex_unlock(&one->lock);
 }

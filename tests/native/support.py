@@ -20,7 +20,7 @@ PYTHON_PATH = os.pathsep.join(
 ENGINE_SOURCES = sorted(map(str, (REPOSITORY / "stio" / "native").glob("*.c")))
 POISON = 0xA5
 GUARD_BYTES = 4096
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 20.0
 
 
 def compiled(target: Path, source: str, *flags: str) -> Path:
@@ -98,6 +98,10 @@ class Device:
     def resume(self) -> None:
         self._library.fake_pause(self.pointer, False)
 
+    def step(self, count: int) -> None:
+        """Let so many operations run although it is paused."""
+        self._library.fake_step(self.pointer, count)
+
     def delay(self, most_us: int) -> None:
         """Delay each operation by up to so many microseconds."""
         self._library.fake_delay(self.pointer, most_us)
@@ -134,6 +138,7 @@ def devices_of(path: Path) -> list[Device]:
         ("fake_table", pointer, []),
         ("fake_device", pointer, [ctypes.c_int]),
         ("fake_pause", None, [pointer, ctypes.c_bool]),
+        ("fake_step", None, [pointer, ctypes.c_int]),
         ("fake_fail", None, [pointer, *[ctypes.c_int] * 4, ctypes.c_bool]),
         ("fake_delay", None, [pointer, ctypes.c_uint]),
         ("fake_num_copies", ctypes.c_uint64, [pointer]),

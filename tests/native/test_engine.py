@@ -273,7 +273,7 @@ def test_take_waits_for_its_time() -> None:
 def test_a_wake_up_is_not_lost() -> None:
     transfer = Transfer()
     transfer.wake()
-    assert transfer.take(None) == []  # the one before the call
+    assert Waiting(lambda: transfer.take(None)).ends()  # the one before the call
     for _ in range(200):
         waiting = Waiting(lambda: transfer.take(None))
         transfer.wake()
@@ -496,6 +496,37 @@ def test_a_group_is_complete_behind_its_copies(file: File, device: Device) -> No
     take_all(transfer, 1)
     assert not device.refers_to(memory)
     assert memory[:] == file.bytes
+
+
+def test_a_group_is_complete_behind_each_of_its_events(file: File, device: Device) -> None:
+    device.pause()
+    memory, transfer = Memory(3 * CHUNK_BYTES), Transfer()
+    before = device.num_copies
+    transfer.add(whole_file(file, device, memory))
+    assert eventually(lambda: device.num_copies == before + 3)
+    settle(device)
+    for _ in range(5):  # a copy and an event of each chunk; the last event is missing
+        device.step(1)
+        assert transfer.take(0.1) == []
+    device.step(1)
+    take_all(transfer, 1)
+    assert memory[:] == file.bytes[: memory.nbytes]
+
+
+def test_a_failure_is_reported_behind_the_copies_before_it(file: File, device: Device) -> None:
+    device.pause()
+    device.fail(copy=3)
+    memory, ranges, transfer = Memory(50_000), Ranges(), Transfer()
+    for k in range(5):
+        ranges.file_to_device(0, file.fd, -1, k * 10_000, 9000, memory.address + k * 10_000, device.ring)
+    before = device.num_copies
+    transfer.add(ranges)
+    assert eventually(lambda: device.num_copies == before + 2)
+    assert transfer.take(0.2) == []
+    device.resume()
+    with pytest.raises(Failure, match="code 801"):
+        transfer.take(PATIENCE_SECONDS)
+    assert not device.refers_to(memory)
 
 
 def test_a_slot_is_filled_again_behind_its_copies(file: File, device: Device) -> None:
