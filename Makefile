@@ -5,6 +5,7 @@ VENV ?= .venv
 GPU_PYTHON ?= python3
 FUZZ_SECONDS ?= 600
 CRASH_KILLS ?= 10000
+NATIVE_SECONDS ?= 10
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
@@ -24,7 +25,7 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS)/.stio-frameworks
 unexport PYTHONDONTWRITEBYTECODE
 
 PARTS := ranks frameworks reported children faults packages commands loading storage device types
-.PHONY: demo test check $(PARTS:%=check-%) frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed gpu rehearse-gpu fuzz crash package release-check extras clean
+.PHONY: demo test check $(PARTS:%=check-%) native-check frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed gpu rehearse-gpu fuzz crash package release-check extras clean
 
 # DEMO_ARGS="--picture docs/demo.svg" draws the picture of the pages again; --help lists the other options.
 demo: $(STAMP)  ## a server that answers while a model loads, saves that are killed, the picture of both: a minute
@@ -162,6 +163,9 @@ mutants: $(STAMP)  ## break the code of devices at one place at a time; the test
 
 faults: $(STAMP)  ## run the tests of each fault that was found by use, and write their names into docs/faults.md
 	@$(BIN)/python tests/faults/table.py
+
+native-check:  ## the engine's sources with strict warnings and an analysis; its stress with sanitizers: two minutes
+	$(PYTHON) tests/native/sanitized.py --seconds $(NATIVE_SECONDS)
 
 fuzz: $(STAMP)
 	$(BIN)/python tests/fuzz_header.py --seconds $(FUZZ_SECONDS)

@@ -21,14 +21,14 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
 REPOSITORY = Path(__file__).parents[1]
-COPIED = ("stio", "tests", "pyproject.toml")
+COPIED = ("stio", "tests", "pyproject.toml", "hatch_build.py")
 RUN_SECONDS = 120
 """A run that takes longer is stopped; the mutant is caught by that. Unmutated each selection takes some seconds."""
 
@@ -50,6 +50,12 @@ CONTRACT = "tests/device/test_contract.py::"
 
 FAULTS = "tests/gpu/test_faults.py::"
 
+ENGINE = "tests/native/test_engine.py::"
+EACH_EVENT = ENGINE + "test_a_group_is_complete_behind_each_of_its_events"
+ARRANGED = ENGINE + "test_arranged_groups_are_next_and_none_is_lost"
+
+ENGINE_C = "stio/native/engine.c"
+RING = "stio/native/ring.c"
 CUDA = "stio/device/cuda.py"
 PRIVATE = "stio/device/torch_private.py"
 QUEUE = "stio/device/copy_queue.py"
@@ -674,6 +680,316 @@ MUTANTS = (
         ),
         tests=f"{FAULTS}test_after_a_refusal_memory_is_pinned_again[a saver]",
     ),
+    # The engine in C.
+    mutant(
+        "engine: a slot is used again early",
+        "a thread fills a slot again without a wait for the event behind its copies",
+        RING,
+        (
+            "            unlink_copied_from(oldest);\n            wait_for(oldest);\n        } else {",
+            "            unlink_copied_from(oldest);\n            oldest->state = SLOT_FREE;\n        } else {",
+        ),
+        tests=ENGINE + "test_a_slot_is_filled_again_behind_its_copies",
+    ),
+    mutant(
+        "engine: an event is not waited for",
+        "an event that has not passed is taken for one that has",
+        RING,
+        (
+            "if (code == ring->driver->not_ready) code = ring->driver->event_synchronize(one->event);",
+            "if (code == ring->driver->not_ready) code = 0;",
+        ),
+        tests=EACH_EVENT,
+    ),
+    mutant(
+        "engine: event before the copies",
+        "the event of a chunk is recorded before its copies are queued",
+        RING,
+        (
+            "    int code = 0;\n    bool queued = false;\n",
+            "    int code = ring->driver->event_record(filled->event, ring->stream);\n    bool queued = false;\n",
+        ),
+        ("    if (code == 0 || queued) code = ring->driver->event_record(filled->event, ring->stream);\n", ""),
+        tests=EACH_EVENT,
+    ),
+    mutant(
+        "engine: event on another stream",
+        "the event of a chunk is recorded on the default stream",
+        RING,
+        (
+            "code = ring->driver->event_record(filled->event, ring->stream);",
+            "code = ring->driver->event_record(filled->event, NULL);",
+        ),
+        tests=EACH_EVENT,
+    ),
+    mutant(
+        "engine: copies on another stream",
+        "copies are queued on the default stream",
+        RING,
+        ("(size_t)(high - low), ring->stream);", "(size_t)(high - low), NULL);"),
+        tests=EACH_EVENT,
+    ),
+    mutant(
+        "engine: a chunk ends when it is queued",
+        "a chunk for a device has ended as soon as its copies are queued",
+        ENGINE_C,
+        (
+            "    if (!is_queued) stio_chunk_ended(one, device, &failure);",
+            "    stio_chunk_ended(one, device, &failure);",
+        ),
+        tests=EACH_EVENT,
+    ),
+    mutant(
+        "engine: a group is complete with its last chunk cut",
+        "a group is complete when all of it is cut, and one chunk has ended",
+        ENGINE_C,
+        ("if (of->is_cut && of->under_way == 0) {", "if (of->is_cut) {"),
+        tests=EACH_EVENT,
+    ),
+    mutant(
+        "engine: a refused copy is not waited for",
+        "a chunk has failed while the copies before the refused one are under way",
+        RING,
+        ("    if (refused != 0 && queued && code == 0) code = ring->driver->event_synchronize(filled->event);\n", ""),
+        tests=ENGINE + "test_a_failure_is_reported_behind_the_copies_before_it",
+    ),
+    mutant(
+        "engine: the end does not wait",
+        "the end of a transfer returns while its chunks are under way",
+        ENGINE_C,
+        (
+            "    while (is_own(transfer) && transfer->under_way > 0) pthread_cond_wait(&transfer->changed, &engine.lock);\n",
+            "",
+        ),
+        tests=ENGINE + "test_the_end_waits_for_copies[True]",
+    ),
+    mutant(
+        "engine: a stop begins chunks",
+        "chunks of a transfer that is stopped go on",
+        ENGINE_C,
+        (
+            "    if (transfer->is_stopped || transfer->first == transfer->last) return false;",
+            "    if (transfer->first == transfer->last) return false;",
+        ),
+        ("    const bool is_stopped = one->transfer->is_stopped;\n", "    const bool is_stopped = false;\n"),
+        tests=ENGINE + "test_a_stop_begins_no_chunk",
+    ),
+    mutant(
+        "engine: a ring is given back in use",
+        "the memory of a ring is released while transfers use it",
+        RING,
+        (
+            "        if (ring->num_users != 0 || ring->is_releasing) continue;\n",
+            "        if (ring->is_releasing) continue;\n",
+        ),
+        tests=ENGINE + "test_a_ring_without_users_is_given_back_in_time",
+    ),
+    mutant(
+        "engine: memory stays pinned",
+        "memory of a ring is unmapped and not unpinned",
+        RING,
+        ("        if (taken[thread].is_pinned) ring->driver->unpin(memory);\n", ""),
+        tests=ENGINE + "test_a_ring_is_trimmed_and_released",
+    ),
+    mutant(
+        "engine: a trim is not waited for",
+        "a trim returns before the memory is given back",
+        RING,
+        (
+            "        while (((ring->is_trimmed && ring->num_users == 0) || ring->is_releasing) && engine.num_threads > 0)\n            pthread_cond_wait(&engine.changed, &engine.lock);\n",
+            "",
+        ),
+        tests=ENGINE + "test_a_ring_is_trimmed_and_released",
+    ),
+    mutant(
+        "engine: wrong place on the device",
+        "the second chunk of a range is copied to the place of the first",
+        RING,
+        ("range->target + (uint64_t)(low - range->offset);", "range->target;"),
+        tests=ENGINE + "test_bytes_arrive_and_no_others[file to device]",
+    ),
+    mutant(
+        "engine: wrong place in memory",
+        "the second chunk of a range is moved to the place of the first",
+        ENGINE_C,
+        (
+            "(range->target + (uint64_t)(one->begin - range->offset));\n    if (range->fd < 0) {",
+            "(range->target);\n    if (range->fd < 0) {",
+        ),
+        tests=ENGINE + "test_bytes_arrive_and_no_others[file to host]",
+    ),
+    mutant(
+        "engine: gaps go into tensors",
+        "the bytes between two ranges are read into the memory of the second",
+        ENGINE_C,
+        ("        if (low > at) buffers[num_buffers++] = (struct iovec){discarded, (size_t)(low - at)};\n", ""),
+        tests=ENGINE + "test_ranges_of_a_group_share_reads_and_gaps_go_nowhere[100-file to host]",
+    ),
+    mutant(
+        "engine: direct reads are not aligned",
+        "a chunk for a device begins where its bytes begin, so that none is read past the page cache",
+        ENGINE_C,
+        ("        if (range->direct_fd >= 0) base = one->begin / PAGE * PAGE;\n        ok =", "        ok ="),
+        tests=ENGINE + "test_direct_reads_go_past_the_page_cache[5000-direct to device]",
+    ),
+    mutant(
+        "engine: direct reads go on behind the memory",
+        "a direct read into memory of the caller fills its last page",
+        ENGINE_C,
+        (
+            "whole = nbytes / (size_t)PAGE * (size_t)PAGE;",
+            "whole = (nbytes + (size_t)PAGE - 1) / (size_t)PAGE * (size_t)PAGE;",
+        ),
+        tests=ENGINE + "test_bytes_arrive_and_no_others[direct to host]",
+    ),
+    mutant(
+        "engine: a truncated read is taken as whole",
+        "a read at the end of the file is no failure",
+        ENGINE_C,
+        (
+            "        if (count <= 0) {\n            set_failure(failure, count < 0",
+            "        if (count == 0) break;\n        if (count < 0) {\n            set_failure(failure, count < 0",
+        ),
+        tests=ENGINE + "test_a_truncated_file_fails[file to host]",
+    ),
+    mutant(
+        "engine: a short read begins again",
+        "behind a short read the same bytes are read again, into the rest of the memory",
+        ENGINE_C,
+        ("        offset += count;\n        left -=", "        left -="),
+        tests="tests/native/test_faults.py::test_each_fault_at_each_call[direct-short]",
+    ),
+    mutant(
+        "engine: a signal is an error",
+        "a read that a signal interrupts has failed",
+        ENGINE_C,
+        ("        if (count < 0 && errno == EINTR) continue;\n        if (count <= 0) {", "        if (count <= 0) {"),
+        tests="tests/native/test_faults.py::test_each_fault_at_each_call[direct-interrupted]",
+    ),
+    mutant(
+        "engine: a failure is lost",
+        "a transfer whose chunk has failed is stopped, and says nothing",
+        ENGINE_C,
+        (
+            "        transfer->has_failed = true;\n    }\n    if (failure->kind != 0)",
+            "    }\n    if (failure->kind != 0)",
+        ),
+        tests=ENGINE + "test_an_errno_is_reported[False-EISDIR]",
+    ),
+    mutant(
+        "engine: a wake-up is lost",
+        "a wake-up is forgotten when nobody waits",
+        ENGINE_C,
+        (
+            "    pthread_mutex_lock(&engine.lock);\n    transfer->is_woken = true;\n",
+            "    pthread_mutex_lock(&engine.lock);\n",
+        ),
+        tests=ENGINE + "test_a_wake_up_is_not_lost",
+    ),
+    mutant(
+        "engine: a group that is complete wakes nobody",
+        "who waits for a group is not woken",
+        ENGINE_C,
+        ("stio_now()};\n            wakes = true;\n", "stio_now()};\n"),
+        tests=ENGINE + "test_a_group_that_comes_wakes_the_consumer",
+    ),
+    mutant(
+        "engine: work wakes no thread",
+        "threads without work are not woken by ranges",
+        ENGINE_C,
+        (
+            "    start_threads(1 + transfer->left_bytes / STIO_CHUNK_BYTES);\n    pthread_cond_broadcast(&engine.work);\n",
+            "    start_threads(1 + transfer->left_bytes / STIO_CHUNK_BYTES);\n",
+        ),
+        tests=ENGINE + "test_a_group_that_comes_wakes_the_consumer",
+    ),
+    mutant(
+        "engine: arrange drops a group",
+        "the last group that was not named is lost",
+        ENGINE_C,
+        (
+            "        if (!one->is_marked) order[count++] = one;\n",
+            "        if (!one->is_marked && k + 1 < num_left) order[count++] = one;\n",
+        ),
+        (
+            "    if (order != NULL) memcpy(transfer->order + transfer->first, order, num_left * sizeof *order);\n",
+            "    if (order != NULL) memcpy(transfer->order + transfer->first, order, count * sizeof *order);\n    transfer->last = transfer->first + count;\n",
+        ),
+        tests=ARRANGED,
+    ),
+    mutant(
+        "engine: arrange does nothing",
+        "the groups stay in their order",
+        ENGINE_C,
+        ("    if (order != NULL) memcpy(transfer->order + transfer->first, order, num_left * sizeof *order);\n", ""),
+        tests=ARRANGED,
+    ),
+    mutant(
+        "engine: no limit of chunks",
+        "a transfer has more chunks under way than it may",
+        ENGINE_C,
+        (
+            "    return !device || transfer->most_chunks == 0 ||",
+            "    return true || !device || transfer->most_chunks == 0 ||",
+        ),
+        tests=ENGINE + "test_no_more_chunks_than_allowed_are_under_way",
+    ),
+    mutant(
+        "engine: time without work is made up for",
+        "a transfer that had no work stops all others until it has moved as much",
+        ENGINE_C,
+        ("    if (!is_active(transfer)) transfer->turn = turn_beside_others(transfer);", ""),
+        tests=ENGINE + "test_a_transfer_that_had_no_work_does_not_stop_others",
+    ),
+    mutant(
+        "engine: ranges that are moved in other ways share a chunk",
+        "a range that is to be read is populated with the one before it",
+        ENGINE_C,
+        ("    while (is_file && made.end", "    while (range->fd >= 0 && made.end"),
+        ("        if (next->direct_fd != range->direct_fd || next->flags != range->flags) break;", ""),
+        tests=ENGINE + "test_a_mapping_is_populated[1]",
+    ),
+    mutant(
+        "engine: a mapping is not populated",
+        "the pages of a mapping are left to page faults",
+        ENGINE_C,
+        (
+            "    do code = madvise((void *)start, nbytes, MADV_POPULATE_READ) == 0 ? 0 : errno;\n",
+            "    (void)start;\n    (void)nbytes;\n    do code = 0;\n",
+        ),
+        tests=ENGINE + "test_a_mapping_is_populated[1]",
+    ),
+    mutant(
+        "engine: a forked child waits",
+        "take in a forked child waits for its parent's transfer",
+        ENGINE_C,
+        ("    if (!is_own(transfer) && !transfer->has_failed) {", "    if (false) {"),
+        tests=ENGINE + "test_a_forked_child_uses_the_engine_anew",
+    ),
+    mutant(
+        "engine: a forked child waits at the end",
+        "the end of a parent's transfer waits in a forked child",
+        ENGINE_C,
+        ("    while (is_own(transfer) && transfer->under_way > 0)", "    while (transfer->under_way > 0)"),
+        tests=ENGINE + "test_a_forked_child_uses_the_engine_anew",
+    ),
+    mutant(
+        "engine: threads take signals",
+        "signals are delivered to the engine's threads",
+        ENGINE_C,
+        ("    pthread_sigmask(SIG_SETMASK, &all, &before);", "    pthread_sigmask(SIG_BLOCK, NULL, &before);"),
+        tests=ENGINE + "test_signals_are_for_the_programs_threads",
+    ),
+    mutant(
+        "engine: a thread turns without work",
+        "a thread that waits until a ring is to be given back does not sleep",
+        ENGINE_C,
+        (
+            "        wait_until(&engine.work, due == 0 ? NULL : &until);\n",
+            "        wait_until(&engine.work, &until);\n",
+        ),
+        tests=ENGINE + "test_a_ring_without_users_is_given_back_in_time",
+    ),
 )
 
 
@@ -714,14 +1030,20 @@ def apply(one: Mutant, folder: Path) -> None:
                 f"({text.count(old)} times in {one.file}: {old!r})"
             )
         text = text.replace(old, new)
-    compile(text, one.file, "exec")
+    if path.suffix == ".py":
+        compile(text, one.file, "exec")
     path.write_text(text)
+    if path.suffix == ".c":
+        command = [sys.executable, str(folder / "hatch_build.py")]
+        if said := subprocess.run(command, capture_output=True, text=True, check=False).stderr.strip():
+            raise Broken(f"{one.name!r} does not compile: {said}")
     for old_code in path.parent.glob(f"__pycache__/{path.stem}.*"):
         old_code.unlink()
 
 
 PLUGIN = '''"""Requires that what is tested is the copy, in child processes too, and on the simulated device."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -732,8 +1054,13 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_finish(session):
-    import simdevice
     import stio
+
+    if "STIO_TEST_DEVICE" not in os.environ:  # the engine's tests have a device of their own
+        if HERE not in Path(stio.__file__).parents:
+            pytest.exit(f"tested is {stio.__file__}, not the copy", returncode=90)
+        return
+    import simdevice
 
     if HERE not in Path(stio.__file__).parents or HERE not in Path(simdevice.__file__).parents:
         pytest.exit(f"tested is {stio.__file__}, not the copy", returncode=90)
@@ -770,7 +1097,12 @@ _guard = threading.Lock()
 _stopping = threading.Event()
 
 
-def run_tests(folder: Path, tests: Iterable[str], delay: float, *, seconds: float = RUN_SECONDS) -> Run:
+def is_native(test: str) -> bool:
+    """Return whether it is a test of the engine alone, which needs no torch."""
+    return test.startswith("tests/native/")
+
+
+def run_tests(folder: Path, tests: Sequence[str], delay: float, *, seconds: float = RUN_SECONDS) -> Run:
     """Run tests in a copy.
 
     Raises:
@@ -782,9 +1114,10 @@ def run_tests(folder: Path, tests: Iterable[str], delay: float, *, seconds: floa
         "PYTHONPATH": os.pathsep.join(
             [str(folder), str(folder / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
         ),
-        "STIO_TEST_DEVICE": "sim",
-        "STIO_TEST_DEVICE_DELAY": str(delay),
     }
+    environment.pop("STIO_TEST_DEVICE", None)
+    if not all(map(is_native, tests)):
+        environment |= {"STIO_TEST_DEVICE": "sim", "STIO_TEST_DEVICE_DELAY": str(delay)}
     if _stopping.is_set():
         raise Broken("stopped")
     start = perf_counter()
@@ -866,11 +1199,14 @@ def require_baseline(folder: Path, mutants: Sequence[Mutant], jobs: int) -> None
     Raises:
         Broken: It does not.
     """
-    by_delay: dict[float, dict[str, None]] = {}
+    together: dict[tuple[float, bool], dict[str, None]] = {}
     for one in mutants:
-        by_delay.setdefault(one.delay, {}).update(dict.fromkeys(one.tests))
+        together.setdefault((one.delay, is_native(one.tests[0])), {}).update(dict.fromkeys(one.tests))
     shares = [
-        (delay, list(tests)[k::jobs]) for delay, tests in by_delay.items() for k in range(jobs) if list(tests)[k::jobs]
+        (delay, list(tests)[k::jobs])
+        for (delay, _), tests in together.items()
+        for k in range(jobs)
+        if list(tests)[k::jobs]
     ]
     with ThreadPoolExecutor(jobs) as pool:
         for run in pool.map(lambda share: run_tests(folder, share[1], share[0], seconds=600), shares):

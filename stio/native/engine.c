@@ -31,7 +31,7 @@
 #define MOST_RANGES 512                  /* of a chunk into host memory: they are buffers of one call */
 #define TOUCHED_BYTES ((size_t)256 << 10)
 #define NICENESS 5
-#define STACK_BYTES ((size_t)1 << 20)
+#define STACK_BYTES ((size_t)2 << 20) /* thread-local variables of all libraries lie in it too */
 
 engine_state engine = {
     .lock = PTHREAD_MUTEX_INITIALIZER,
@@ -78,7 +78,6 @@ static struct timespec after(int ms) {
 static void before_fork(void) { pthread_mutex_lock(&engine.lock); }
 static void after_fork(void) { pthread_mutex_unlock(&engine.lock); }
 static void in_child(void) {
-    pthread_mutex_init(&engine.lock, NULL);
     new_condition(&engine.work);
     new_condition(&engine.changed);
     engine.transfers = NULL;
@@ -86,6 +85,7 @@ static void in_child(void) {
     engine.is_ending = false;
     engine.generation += 1;
     stio_rings_forget();
+    pthread_mutex_unlock(&engine.lock);
 }
 
 __attribute__((constructor)) static void prepare(void) { /* so that no call comes before it, a fork neither */
@@ -167,6 +167,8 @@ static chunk cut(stio_transfer *transfer) {
     from->under_way += 1;
     transfer->under_way += 1;
     transfer->under_way_device += range->ring != NULL;
+    const uint64_t nbytes = (uint64_t)(made.end - begin); /* with gaps, so it may be more than is left */
+    transfer->left_bytes -= nbytes < transfer->left_bytes ? nbytes : transfer->left_bytes;
     transfer->turn += (uint64_t)(made.end - made.begin) / (uint64_t)transfer->weight + 1;
     return made;
 }
@@ -565,17 +567,16 @@ static bool add_group(stio_transfer *transfer, const stio_range *ranges, size_t 
 }
 
 int stio_transfer_add(stio_transfer *transfer, const stio_range *ranges, size_t num_ranges) {
-    uint64_t num_bytes = 0;
     bool ok = true;
     pthread_mutex_lock(&engine.lock);
     if (transfer->is_stopped || !is_own(transfer)) num_ranges = 0; /* an ended transfer does not leave its rings again */
     if (!is_active(transfer)) transfer->turn = turn_beside_others(transfer); /* time without work is not made up for */
     for (size_t first = 0, stop; ok && first < num_ranges; first = stop) {
         for (stop = first; stop < num_ranges && ranges[stop].group == ranges[first].group; ++stop)
-            num_bytes += ranges[stop].nbytes;
+            transfer->left_bytes += ranges[stop].nbytes;
         ok = ranges[first].group >= 0 && add_group(transfer, ranges + first, stop - first);
     }
-    start_threads(1 + num_bytes / STIO_CHUNK_BYTES);
+    start_threads(1 + transfer->left_bytes / STIO_CHUNK_BYTES);
     pthread_cond_broadcast(&engine.work);
     pthread_mutex_unlock(&engine.lock);
     return ok ? 0 : ENOMEM;

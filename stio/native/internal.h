@@ -73,6 +73,7 @@ struct stio_transfer {
     uint32_t under_way_device; /* those in slots */
     uint64_t turn;             /* bytes that were cut, divided by the weight, counted from the others' turn at the start */
     uint64_t moved_bytes;
+    uint64_t left_bytes;       /* of groups, that are not cut; decides how many threads start */
     bool is_stopped, is_woken, has_failed, has_ended, direct_refused;
     stio_failure failure;
     pthread_cond_t changed;

@@ -87,13 +87,12 @@ static bool allocate(stio_ring *ring, int thread, stio_failure *failure) {
 /* Wait for the event of a slot, which is in the state SLOT_WAITED_FOR; its chunk has ended then. Called with the lock. */
 static void wait_for(slot *one) {
     stio_ring *const ring = one->ring;
-    stio_failure failure = {0};
+    stio_failure failure = {0}, ignored = {0};
     pthread_mutex_unlock(&engine.lock);
-    if (make_current(ring, &failure)) {
-        int code = ring->driver->event_query(one->event);
-        if (code == ring->driver->not_ready) code = ring->driver->event_synchronize(one->event);
-        if (code != 0) driver_failed(ring->driver, code, &failure);
-    }
+    make_current(ring, &ignored); /* refused: the copies are under way, so the event is waited for nevertheless */
+    int code = ring->driver->event_query(one->event);
+    if (code == ring->driver->not_ready) code = ring->driver->event_synchronize(one->event);
+    if (code != 0) driver_failed(ring->driver, code, &failure);
     pthread_mutex_lock(&engine.lock);
     if (failure.kind != 0) ring->failed = failure.code;
     one->state = failure.kind != 0 ? SLOT_LOST : SLOT_FREE; /* the device may still read a slot whose event fails */

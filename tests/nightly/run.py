@@ -181,6 +181,11 @@ def leaks(run: Run, place: Path, keep: Path) -> list[Command]:
     return [module("nightly.leaks", place, "--cycles", run.times(1000))]
 
 
+def engine(run: Run, place: Path, keep: Path) -> list[Command]:
+    options = ["--seconds", run.times(60), "--seed", str(run.seed), "--keep", str(keep)]
+    return [Command([sys.executable, "tests/native/sanitized.py", *options], {"TMPDIR": str(place)})]
+
+
 def device(delay: str) -> Callable[[Run, Path, Path], list[Command]]:
     def commands(run: Run, place: Path, keep: Path) -> list[Command]:
         some = [] if run.scale >= 0.5 else ["tests/gpu/test_orders.py"]
@@ -230,6 +235,7 @@ STAGES = (
     Stage("cancels-trio", "random cancels on trio", 120, cancels("trio")),
     Stage("headers", "mutated headers, compared with the official reader", 125, headers),
     Stage("memory", "targets without memory, between pages without access: all that fills and saves", 125, memory),
+    Stage("engine", "the stress of the engine in C, with sanitizers", 260, engine, on_disk=True),
     Stage("rehearse-gpu", "the stages of the GPU's benchmark on the simulated device", 130, rehearse),
     Stage("shared-directory", "four savers and four readers on one directory", 65, shared_directory),
     Stage("mutants", "each mutant of the device path must be caught in each run", 1700, mutants, alone=True),

@@ -35,6 +35,12 @@ static int mode_is(const char *word) {
     return modes && strstr(modes, word);
 }
 
+/* Whether a call of this number is hit: all of them, or, with SHIM_AT, one. */
+static int is_hit(int number) {
+    const char *at = getenv("SHIM_AT");
+    return !at || number == atoi(at);
+}
+
 static int matches(int fd) {
     char link[64], path[4096];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
@@ -44,14 +50,21 @@ static int matches(int fd) {
     return strstr(path, "faulty") != NULL;
 }
 
+/* Cut the file SHIM_PATH to SHIM_SIZE bytes. */
+static void cut(void) {
+    if (truncate(getenv("SHIM_PATH"), atol(getenv("SHIM_SIZE"))) != 0) abort();
+}
+
 static ssize_t hooked(int fd, const struct iovec *iov, int count, off64_t offset) {
     static ssize_t (*real)(int, const struct iovec *, int, off64_t);
     if (!real) real = dlsym(RTLD_NEXT, "preadv64");
     if (!matches(fd)) return real(fd, iov, count, offset);
     int hit = ++hits;
+    if (!is_hit(hit)) return real(fd, iov, count, offset);
+    if (mode_is("cut")) cut();
     int after = getenv("SHIM_AFTER") ? atoi(getenv("SHIM_AFTER")) : 0;
     if (mode_is("direct") && (fcntl(fd, F_GETFL) & O_DIRECT)) { errno = EINVAL; return -1; }
-    if (mode_is("interrupted") && hit % 2) { errno = EINTR; return -1; }
+    if (mode_is("interrupted") && (hit % 2 || getenv("SHIM_AT"))) { errno = EINTR; return -1; }
     if (mode_is("broken") && hit > after) { errno = EIO; return -1; }
     if (mode_is("short")) {
         for (int k = 0; k < count; k++) {
@@ -66,9 +79,35 @@ static ssize_t hooked(int fd, const struct iovec *iov, int count, off64_t offset
 ssize_t preadv(int fd, const struct iovec *iov, int count, off_t offset) { return hooked(fd, iov, count, offset); }
 ssize_t preadv64(int fd, const struct iovec *iov, int count, off64_t offset) { return hooked(fd, iov, count, offset); }
 
+/* One buffer: what reads past the page cache. */
+static ssize_t hooked_one(int fd, void *memory, size_t nbytes, off64_t offset) {
+    struct iovec one = {memory, nbytes};
+    if (mode_is("short") && (fcntl(fd, F_GETFL) & O_DIRECT) && matches(fd) && is_hit(hits + 1)) {
+        hits++; /* whole pages, as a disk returns them */
+        one.iov_len = nbytes > 8192 ? nbytes / 2 / 4096 * 4096 : nbytes;
+        static ssize_t (*real)(int, const struct iovec *, int, off64_t);
+        if (!real) real = dlsym(RTLD_NEXT, "preadv64");
+        return real(fd, &one, 1, offset);
+    }
+    return hooked(fd, &one, 1, offset);
+}
+
+ssize_t pread(int fd, void *memory, size_t nbytes, off_t offset) { return hooked_one(fd, memory, nbytes, offset); }
+ssize_t pread64(int fd, void *memory, size_t nbytes, off64_t offset) { return hooked_one(fd, memory, nbytes, offset); }
+
 int madvise(void *address, size_t length, int advice) {
     static int (*real)(void *, size_t, int);
     if (!real) real = dlsym(RTLD_NEXT, "madvise");
+    if (getenv("SHIM_AT")) {
+        if (advice != 22 || !is_hit(++hits)) return real(address, length, advice);
+        if (mode_is("cut")) cut();
+        if (mode_is("fault")) { errno = EFAULT; return -1; }
+        if (mode_is("again")) { errno = EAGAIN; return -1; }
+        if (mode_is("oldkernel")) { errno = EINVAL; return -1; }
+        if (mode_is("poisoned")) { errno = EHWPOISON; return -1; }
+        if (mode_is("interrupted")) { errno = EINTR; return -1; }
+        return real(address, length, advice);
+    }
     if (advice == 22 && mode_is("fault")) { hits++; errno = EFAULT; return -1; }
     if (advice == 22 && mode_is("oldkernel")) { hits++; errno = EINVAL; return -1; }
     if (advice == 22 && mode_is("poisoned")) { hits++; errno = EHWPOISON; return -1; }

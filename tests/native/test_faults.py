@@ -1,0 +1,148 @@
+"""Each fault at each call of the kernel that the engine makes: a library between the two (`tests/storage/conftest.py`)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from native.support import run_script
+from storage.conftest import SHIM
+
+SCRIPT = """
+import ctypes, errno, mmap, os, sys
+from pathlib import Path
+from native.support import POISON, File, Memory, devices_of
+from stio import native
+from stio.native import Failure, Ranges, Transfer
+
+hits = ctypes.CDLL(None).shim_hits
+device = devices_of(Path(sys.argv[1]))[0]
+path, way, mode = Path(sys.argv[2]) / "faulty", sys.argv[3], sys.argv[4]
+SIZE = (5 << 20) + 77
+CUT = 3_000_003
+os.environ.update(SHIM_SIZE=str(CUT), SHIM_PATH=str(path))
+
+file = None
+
+def once(at):
+    # Hit call number `at` of a load of some groups; return the number of calls and what failed.
+    os.environ.update(SHIM_MODES="", SHIM_AT="0")
+    global file
+    if mode == "cut" or file is None:
+        if file is not None:
+            file.close()
+        file = File(path, SIZE)
+    assert way != "direct" or file.direct_fd >= 0
+    mapping = mmap.mmap(file.fd, SIZE, access=mmap.ACCESS_COPY)
+    held = ctypes.c_char.from_buffer(mapping)
+    parts = [(0, 5000), (5003, 1 << 20), (1100000, 700), (1101000, 700), (1300000, 3 << 20), (SIZE - 10, 10)]
+    if way in ("direct", "direct device"):
+        parts = [(0, 2 << 20), (3 << 20, 4096), ((3 << 20) + 8192, SIZE - (3 << 20) - 8192)]
+    memory, ranges, transfer = Memory(SIZE), Ranges(), Transfer()
+    direct_fd = file.direct_fd if way.startswith("direct") else -1
+    for group, (offset, nbytes) in enumerate(parts):
+        if way == "mapping":
+            flags = native.POPULATE | (native.TOUCH if mode == "broken" else 0)
+            ranges.file_to_host(group // 2, file.fd, -1, offset, nbytes, ctypes.addressof(held) + offset, flags)
+        elif way.endswith("device"):
+            ranges.file_to_device(group // 2, file.fd, direct_fd, offset, nbytes, memory.address + offset, device.ring)
+        else:
+            ranges.file_to_host(group // 2, file.fd, direct_fd, offset, nbytes, memory.address + offset)
+    before = hits()
+    os.environ.update(SHIM_MODES=mode, SHIM_AT=str(before + at))
+    transfer.add(ranges)
+    done, failed = set(), None
+    try:
+        while len(done) < len({group // 2 for group in range(len(parts))}):
+            found = transfer.take(20)
+            assert found
+            done |= {one.group for one in found}
+    except Failure as failure:
+        failed = failure
+    transfer.end()
+    os.environ.update(SHIM_MODES="", SHIM_AT="0")
+    count = hits() - before
+    end = 0
+    # A direct read clears the rest of the last page of a file that was cut: in the range, which is not complete.
+    unread = (POISON, 0) if mode == "cut" and way.startswith("direct") else (POISON,)
+    for group, (offset, nbytes) in enumerate(parts):
+        if way != "mapping":
+            found = memory[offset : offset + nbytes]
+            expected = file.bytes[offset : offset + nbytes]
+            if group // 2 in done:
+                assert found == expected, (mode, at, group)
+            elif found != expected:
+                assert all(a == b or a in unread for a, b in zip(found, expected)), (mode, at, group)
+            assert set(memory[end : offset]) <= {POISON}
+        end = offset + nbytes
+    memory.require_guards()
+    del held
+    mapping.close()
+    return count, failed
+
+count, failed = once(10**9)
+assert count > 2 and failed is None
+worst = 0
+for at in range(1, count + 1):
+    _, failed = once(at)
+    if mode == "cut" and failed is not None:
+        assert failed.kind in (native.TRUNCATED, native.SHRUNK), vars(failed)
+        # A short read of a chunk that begins behind the end has no byte of it.
+        assert failed.offset >= CUT, vars(failed)
+    elif mode == "broken" and way.startswith("direct") and failed is None:
+        pass  # read through the page cache
+    elif mode == "broken" and way == "mapping":
+        assert failed is None, vars(failed)  # a touch is not needed
+    elif mode == "broken":
+        assert (failed.kind, failed.code) == (native.READING, errno.EIO), vars(failed)
+    elif mode == "poisoned":
+        if failed is not None:  # EHWPOISON
+            assert (failed.kind, failed.code, failed.populates) == (native.READING, 133, True)
+            worst += 1
+    elif mode != "cut":
+        assert failed is None, vars(failed)
+    worst += mode == "cut" and failed is not None
+if mode in ("cut", "poisoned"):
+    assert worst > 0
+print(count)
+"""
+
+
+@pytest.fixture(scope="module")
+def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("needs Linux and a C compiler for the library that makes reads fail")
+    folder = tmp_path_factory.mktemp("shim")
+    (folder / "shim.c").write_text(SHIM)
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", "shim.so", "shim.c", "-ldl"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "shim.so"
+
+
+READS = ["short", "interrupted", "broken", "cut"]
+
+
+MODES = ["fault", "again", "oldkernel", "poisoned", "interrupted", "cut", "broken"]  # of populating
+CASES = [(way, mode) for way in ("host", "direct", "device", "direct device") for mode in READS]
+CASES += [("mapping", mode) for mode in MODES]
+QUICK = [*CASES[4:8], *CASES[12:16], ("mapping", "fault"), ("mapping", "cut")]
+
+
+@pytest.mark.parametrize(
+    ("way", "mode"), [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
+)
+def test_each_fault_at_each_call(way: str, mode: str, preloaded: Path, device_library: Path, tmp_path: Path) -> None:
+    if way.startswith("direct"):
+        try:
+            os.close(os.open(device_library, os.O_RDONLY | os.O_DIRECT))
+        except OSError:
+            pytest.skip("this filesystem has no reads past the page cache")
+    done = run_script(SCRIPT, device_library, tmp_path, way, mode, seconds=100, LD_PRELOAD=str(preloaded))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout) > 2
