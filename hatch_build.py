@@ -47,7 +47,10 @@ def compile_library(library: Path, *flags: str) -> str:
         *compiler, *FLAGS, *shlex.split(os.environ.get("CFLAGS", "")), *flags, *map(str, sorted(FOLDER.glob("*.c"))),
         "-o", str(new), *shlex.split(os.environ.get("LDFLAGS", "")), "-ldl",
     ]  # fmt: skip
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "LC_ALL": "C"},
+        text=True, errors="replace",
+    )  # fmt: skip
     if done.returncode or not new.exists():
         new.unlink(missing_ok=True)
         first = next((line for line in done.stdout.splitlines() if "error" in line), f"status {done.returncode}")
@@ -114,4 +117,7 @@ class EngineHook(BuildHookInterface):  # type: ignore[misc,type-arg]
 
 if __name__ == "__main__":
     if why := compile_in_tree():
-        print(refused(why), file=sys.stderr)
+        try:
+            print(refused(why), file=sys.stderr)
+        except RuntimeError as error:
+            sys.exit(str(error))
