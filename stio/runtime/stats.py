@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 from weakref import ReferenceType, ref
 
+from stio import native
 from stio.runtime.locks import new_lock
 from stio.runtime.process import after_fork_in_child
 
@@ -59,6 +60,9 @@ class Stats:
     staging_held_bytes: int
     """Staging memory of saves, savers and loads to devices, in use or cached for the next save. With `memory="gds"`
     the staging memory on the device is included."""
+    engine: str
+    """What moves the bytes of loads in this process: `"engine 1"`, the compiled library with its version, or `"plain"`,
+    Python, which is slower. It is plain where stio was built without a C compiler, and with `STIO_NATIVE=0`."""
 
 
 class Run(Protocol):
@@ -135,6 +139,7 @@ def stats() -> Stats:
         written_bytes=sums.written_bytes + sum(run.written_bytes for run in sums.runs),
         budget_used_bytes=sum(run.used_bytes for run in sums.runs),
         staging_held_bytes=sum(holder.held_bytes for holder in holders),
+        engine=native.name(),
     )
 
 

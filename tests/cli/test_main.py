@@ -55,7 +55,7 @@ def test_wrong_calls_are_one_sentence_and_status_2() -> None:
     assert "(see `stio inspect --help`)" in refused("inspect", "x", "--no-such-option")
     assert "(see `stio --help`)" in refused("no-such-command")
     assert "(see `stio load --help`)" in refused("load", "x", "--memory", "much")
-    assert run("--version").stdout == f"stio, version {package.__version__}\n"
+    assert run("--version").stdout == f"stio, version {package.__version__} ({package.stats().engine})\n"
     assert "Commands:" in run(status=2).output
     assert "\\" not in run("--help").stdout
 

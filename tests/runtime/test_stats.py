@@ -15,7 +15,7 @@ import torch
 from support import Gate, HookedRoot, eventually, eventually_async, ramp, run_python, save_sharded, spin
 
 import stio
-from stio import sync
+from stio import native, sync
 from stio.testing import FakeDevice, MemoryDestination
 
 pytestmark = pytest.mark.anyio
@@ -244,14 +244,25 @@ def test_a_snapshot_is_a_value():
     with pytest.raises(dataclasses.FrozenInstanceError):
         snapshot.num_loads_done = 3  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(snapshot)) == snapshot
-    assert all(value >= 0 for value in dataclasses.asdict(snapshot).values())
+    counters = dataclasses.asdict(snapshot)
+    assert counters.pop("engine") == native.name()
+    assert all(value >= 0 for value in counters.values())
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_the_engine_has_a_name(switch, monkeypatch):
+    """It is what the library says, `plain` without it; the command line prints it too."""
+    code = "import stio.native; print(stio.stats().engine, stio.native.available())"
+    monkeypatch.setenv("STIO_NATIVE", switch)
+    found = run_python(code)
+    assert found.stdout in (["plain False\n"] if switch == "0" else ["plain False\n", "engine 1 True\n"]), found.stderr
 
 
 def test_a_fresh_process_has_done_nothing_and_needs_no_torch():
     found = run_python(
         """
         import dataclasses, sys, stio
-        assert set(dataclasses.asdict(stio.stats()).values()) == {0}
+        assert {value for name, value in dataclasses.asdict(stio.stats()).items() if name != "engine"} == {0}
         assert not {"torch", "asyncio"} & set(sys.modules)
         """
     )
@@ -279,7 +290,9 @@ def test_a_forked_child_begins_at_zero(zygote, directory, tmp_path):
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
         def at_zero():
-            assert set(dataclasses.asdict(stio.stats()).values()) == {0}, stio.stats()
+            counters = dataclasses.asdict(stio.stats())
+            del counters["engine"]
+            assert set(counters.values()) == {0}, counters
 
         def counts_its_own():
             at_zero()
