@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from support import eventually
 
 from stio.device.base import Accelerator, resolve_device
-from stio.device.cuda import TorchAccelerator
+from stio.device.cuda import TorchAccelerator, on_stream
 from stio.runtime.memory import Region
 from stio.testing import FakeDevice
 
@@ -55,6 +55,11 @@ def module_of(device: torch.device) -> Any:
 def keep_busy(cycles: int = BUSY_CYCLES) -> None:
     """Give the current stream of the accelerator something to do for a while."""
     module_of(resolve_device("auto"))._sleep(cycles)
+
+
+def on_copy_stream(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which torch's work is queued on the stream of all copies of loads."""
+    return on_stream(module_of(device), device, TorchAccelerator(device).copy_stream)
 
 
 class Rig:
@@ -135,7 +140,7 @@ class RealRig(Rig):
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        with self._accelerator.on_queue():
+        with on_copy_stream(self._accelerator.device):
             keep_busy()
         yield
 
