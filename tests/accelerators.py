@@ -62,6 +62,15 @@ def on_copy_stream(device: torch.device) -> AbstractContextManager[None]:
     return on_stream(module_of(device), device, TorchAccelerator(device).copy_stream)
 
 
+def busy_event(device: torch.device, cycles: int = BUSY_CYCLES) -> Any:
+    """Keep the current stream of a device busy; return an event behind that."""
+    module = module_of(device)
+    keep_busy(cycles)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    return event
+
+
 class Rig:
     """A fake device, and what a test of the contract asks of it beside the contract.
 

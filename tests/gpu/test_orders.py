@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import simdevice
 import torch
-from accelerators import gpu, keep_busy, module_of, needs_two_devices, on_copy_stream
+from accelerators import busy_event, gpu, keep_busy, module_of, needs_two_devices, on_copy_stream
 from kvikio_stand_in import Kvikio
 from support import HookedRoot, bits_of, eventually, require_equal
 from torch import nn
@@ -99,16 +99,7 @@ def late_casts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def late_copies(device: torch.device, cycles: int = LATE_CYCLES) -> Any:
     """Keep the stream busy that all copies of loads are queued on; return an event behind that."""
     with on_copy_stream(device):
-        return busy(device, cycles)
-
-
-def busy(device: torch.device, cycles: int = LATE_CYCLES) -> Any:
-    """Keep the current stream busy; return an event behind that."""
-    module = module_of(device)
-    keep_busy(cycles)
-    event = module.Event()
-    event.record(module.current_stream(device))
-    return event
+        return busy_event(device, cycles)
 
 
 def on_own_stream(device: torch.device) -> Any:
@@ -634,7 +625,7 @@ def test_a_save_waits_for_no_other_stream(device: torch.device, tmp_path: Path, 
             events.append(late_copies(device, LONG_CYCLES))
         else:
             with module.stream(mine):
-                events.append(busy(device, LONG_CYCLES))
+                events.append(busy_event(device, LONG_CYCLES))
         return torch.zeros(1)
 
     def overtakes() -> bool:
