@@ -109,6 +109,11 @@ class Rig:
         """Return a context in which the calling thread has a stream of its own."""
         return nullcontext()
 
+    @contextmanager
+    def caller(self) -> Iterator[Accelerator]:
+        """Return a context in which the thread has a stream of its own; the device is that of a load called there."""
+        yield self.accelerator
+
     def read(self, tensor: torch.Tensor) -> bytes:
         """Return the bytes that the current stream finds."""
         return bytes(tensor.tolist())
@@ -155,6 +160,12 @@ class RealRig(Rig):
 
     def own_stream(self) -> Any:
         return self._module.stream(self._module.Stream(self._accelerator.device))
+
+    @contextmanager
+    def caller(self) -> Iterator[Accelerator]:
+        stream = self._module.Stream(self._accelerator.device)
+        with self._module.stream(stream):
+            yield TorchAccelerator(self._accelerator.device, stream)
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], bytes]:
         keep_busy()

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from stio import native
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 # Threads of OpenMP spin while they wait. Several processes with as many as there are processors take three times the time.
@@ -142,6 +144,12 @@ def plain_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the priority of the test's own thread, on which such a test runs a worker."""
     for name in ("loading.scheduler", "saving.scheduler", "runtime.workers"):
         monkeypatch.setattr(importlib.import_module(f"stio.{name}"), "be_nice", lambda: None)
+
+
+@pytest.fixture
+def plain_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads use the plain executor, as where there is no engine."""
+    monkeypatch.setattr(native, "available", lambda: False)
 
 
 @pytest.fixture

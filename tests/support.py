@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -26,6 +27,7 @@ import safetensors.torch
 import torch
 from counts import LONG
 
+from stio import native
 from stio.runtime.memory import Region
 from stio.storage.base import Identity
 from stio.storage.local import LocalRoot
@@ -294,6 +296,10 @@ class Gate:
 # What is left over.
 
 
+needs_engine = pytest.mark.skipif(not native.available(), reason="there is no engine here (STIO_NATIVE=0, no compiler)")
+"""Mark of what the engine does, and the plain executor does not."""
+
+
 def eventually(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> bool:
     """Wait for a condition that other threads bring about."""
     deadline = time.monotonic() + seconds
@@ -317,12 +323,12 @@ async def eventually_async(condition: Callable[[], bool], seconds: float = PATIE
 def num_threads() -> int:
     """Return how many threads the process has besides those of `threading` (trio's and executors', which linger).
 
-    stio's own are started below `threading`, so they all count. The streams of the simulated device do not.
+    stio's own are started below `threading`, so they all count. The streams of the simulated device do not, nor do the
+    threads of the engine, which the whole process shares and which sleep without work.
     """
     others = {str(thread.native_id) for thread in threading.enumerate()}
-    return sum(
-        _name_of_thread(task) not in ("sim-stream", None) for task in set(os.listdir("/proc/self/task")) - others
-    )
+    names = (_name_of_thread(task) for task in set(os.listdir("/proc/self/task")) - others)
+    return sum(name is not None and not re.fullmatch(r"sim-stream|stio-\d+", name) for name in names)
 
 
 def _name_of_thread(task: str) -> str | None:

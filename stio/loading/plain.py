@@ -70,6 +70,7 @@ class PlainExecutor:
             with self._changed:
                 one = self._blocks.popleft()
             self._read(*one)
+            self._woken = True  # nobody else would wake this thread for the next block
         with self._changed:
             self._changed.wait_for(lambda: self._done or self._woken or self._workers.stopped)
             self._woken = False

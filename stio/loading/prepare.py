@@ -212,6 +212,7 @@ class DeviceLoad:
         selected: By the name that has data, the names under which its tensor is returned. Empty: its own.
         options: Options of the load.
         casts: Cast to it; see `stio.device.tensors.Casts`.
+        num_accelerators: How many accelerators the load has, all of which share half of the budget for their slots.
         total_bytes: Size of its tensors.
         budget_bytes: The load's budget, for all devices together, without the memory of a source behind a network.
         resident: The resident fraction of each of its local files.
@@ -228,6 +229,7 @@ class DeviceLoad:
         options: LoadOptions,
         *,
         casts: Casts | None,
+        num_accelerators: int,
         total_bytes: int,
         budget_bytes: int,
         resident: Mapping[LocalFile, float],
@@ -254,10 +256,14 @@ class DeviceLoad:
         self._gds: GdsDevice | None = None
         self.block_bytes = whole_pages(min(GROUP_BYTES, budget_bytes // 4)) if requests is None else requests.nbytes
         """Size of its groups, and of requests behind a network."""
+        self.staging_bytes = 0
+        """Part of the budget that slots of the plain executor use."""
         if accelerator is not None:
-            slot_bytes = min(_SLOT_BYTES, budget_bytes // (2 * self.num_workers))
+            slot_bytes = min(_SLOT_BYTES, budget_bytes // (2 * self.num_workers * num_accelerators))
             if requests is not None:
                 slot_bytes = requests.nbytes
+            else:
+                self.staging_bytes = slot_bytes * self.num_workers
             self._slots = StagingSlots(accelerator, max(_LEAST_SLOT_BYTES, whole_pages(slot_bytes)))
             if options.memory == "gds":
                 self._gds = GdsDevice(accelerator, self._slots.slot_bytes)
@@ -384,6 +390,7 @@ def _device_loads(
             selected,
             options,
             casts=casts,
+            num_accelerators=num_accelerators,
             total_bytes=total_bytes,
             budget_bytes=max(1, budget_bytes),
             resident={
@@ -489,6 +496,8 @@ def _budget_bytes(
         HostMemoryError: The tensors that the caller keeps do not fit into memory.
     """
     budget_bytes = loads[0].budget_bytes if loads else DEFAULT_BUDGET_BYTES
+    if not all(path.is_native for path in paths):
+        budget_bytes = max(1, budget_bytes - sum(load.staging_bytes for load in loads))
     if kept is not None and not kept:
         return budget_bytes
     return min(budget_bytes, _budget_beside(plan, paths, kept, path=path))

@@ -106,6 +106,7 @@ async def test_c89_eio_at_every_read(root, by):
     assert not any(file.inside for file in root.files)
 
 
+@pytest.mark.usefixtures("plain_executor")
 async def test_c89_eio_of_a_map(directory, by, monkeypatch):
     for n in range(20):
         left = [n]

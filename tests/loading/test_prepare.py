@@ -1,21 +1,23 @@
-"""Block sizes follow what is in the page cache: long blocks where nothing waits for a disk, short ones where it does."""
+"""What is decided before a load: sizes of groups, the executor, and what comes from a disk."""
 
 from __future__ import annotations
 
-from contextlib import closing
+import os
+from contextlib import ExitStack, closing
 
 import pytest
 import safetensors.torch
 import torch
+from support import needs_engine
 
 import stio.sync
+from stio import native
 from stio.format.header_build import build_header
 from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
-from stio.loading.prepare import prepare
-from stio.runtime.limits import PAGE_BYTES
-from stio.storage.local import LocalFile
-from stio.storage.mapped import MappedFile
+from stio.loading.prepare import ACCELERATOR_BUDGET_BYTES, prepare
+from stio.storage.local import LocalFile, LocalRoot
+from stio.testing import FakeDevice
 
 pytestmark = pytest.mark.usefixtures("plain_workers")
 
@@ -33,31 +35,96 @@ def sparse(tmp_path):
     return path
 
 
+@pytest.fixture
+def made(monkeypatch):
+    """Prepare loads that are never run, and close what they hold."""
+    with ExitStack() as closing_all:
+
+        def make(source, *, prompt=False, **options):
+            opened = open_checkpoint(source)
+            closing_all.callback(opened.close)
+            scheduler = prepare(opened, None, LoadOptions(**options), deliver=lambda *_: None, prompt=prompt)
+            for path in scheduler._paths:
+                closing_all.callback(path.close)
+            closing_all.callback(scheduler._executor.close)
+            closing_all.callback(scheduler._owned.close)
+            return scheduler
+
+        yield make
+
+
 @pytest.mark.parametrize(
-    ("resident", "budget_mib", "longest_mib", "first_piece_mib"),
-    [
-        (1.0, 512, 256, 256), (1.0, 64, 32, 256), (0.9, 512, 128, 32), (0.3, 512, 128, 32), (0.0, 64, 16, 32),
-        (None, 512, 128, 32),
-    ],
-)  # fmt: skip
-def test_blocks_are_as_long_as_what_is_in_memory_allows(
-    monkeypatch, sparse, resident, budget_mib, longest_mib, first_piece_mib
-):
-    monkeypatch.setattr(LocalFile, "resident_fraction", lambda self: resident)
-    opened = open_checkpoint(sparse)
-    try:
-        options = LoadOptions(memory="map", budget_bytes=budget_mib * MIB)
-        scheduler = prepare(opened, None, options, deliver=lambda group, landed: None)
-        sizes = [group.nbytes for group in scheduler.plan.groups]
-        assert sum(group.payload_bytes for group in scheduler.plan.groups) == 64 * 32 * MIB
-        assert longest_mib * MIB <= max(sizes) + MIB // 2 and max(sizes) <= max(longest_mib, 32) * MIB + MIB
-        [path] = scheduler._paths
-        assert path._pacer.piece_bytes == first_piece_mib * MIB
-        path.close()
-    finally:
-        opened.close()
+    ("budget_mib", "prompt", "longest_mib"),
+    [(512, False, 64), (64, False, 32), (512, True, 32), (4096, False, 64)],
+)
+@pytest.mark.parametrize("memory", ["map", "copy"])
+def test_a_group_is_at_most_a_quarter_of_the_budget(made, sparse, budget_mib, prompt, longest_mib, memory):
+    """Or one tensor; a stream's are smaller, so that the first comes early."""
+    scheduler = made(sparse, memory=memory, budget_bytes=budget_mib * MIB, prompt=prompt)
+    sizes = [group.nbytes for group in scheduler.plan.groups]
+    assert sum(group.payload_bytes for group in scheduler.plan.groups) == 64 * 32 * MIB
+    assert longest_mib * MIB - MIB <= max(sizes) <= longest_mib * MIB + MIB
 
 
+@pytest.mark.parametrize("num_mib", [1, 100, 700])
+def test_a_load_to_a_device_begins_within_its_default_budget(made, tmp_path, num_mib):
+    header, _ = build_header((f"t{k}", "U8", (MIB,)) for k in range(num_mib))
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + num_mib * MIB)
+    scheduler = made(path, device=FakeDevice())
+    assert scheduler.budget.total_bytes <= ACCELERATOR_BUDGET_BYTES
+    assert max(group.nbytes for group in scheduler.plan.groups) <= 65 * MIB
+
+
+# The executor.
+
+
+@pytest.fixture
+def small(tmp_path):
+    safetensors.torch.save_file({f"t{k}": torch.rand(10) for k in range(3)}, tmp_path / "x.safetensors")
+    return tmp_path / "x.safetensors"
+
+
+class OwnFile(LocalFile):
+    """A file of a caller that reads in a way of its own."""
+
+
+def own_root(directory):
+    def open_at(name, path, dir_fd):
+        return OwnFile(os.open(name, os.O_RDONLY, dir_fd=dir_fd), path)
+
+    return LocalRoot(directory, open_at=open_at)
+
+
+@needs_engine
+@pytest.mark.parametrize("memory", ["map", "copy", "lazy"])
+def test_local_files_are_moved_by_the_engine(made, small, memory):
+    assert made(small, memory=memory)._executor.name == "engine"
+
+
+@pytest.mark.parametrize("memory", ["map", "copy", "lazy"])
+@pytest.mark.parametrize("why", ["no engine", "a file of one's own", "a fake device", "no thread"])
+def test_what_the_plain_executor_is_for(made, small, monkeypatch, why, memory):
+    source, options = small, {"memory": memory}
+    if why == "no engine":
+        monkeypatch.setattr(native, "_library", lambda: None)
+    elif why == "a file of one's own":
+        source = own_root(small.parent)
+    elif why == "a fake device":
+        options = {"device": FakeDevice()}
+    elif native.available():
+        monkeypatch.setattr(native._functions(), "transfer_new", lambda *_: None, raising=False)
+    assert made(source, **options)._executor.name == "plain"
+
+
+def test_no_more_threads_than_reads(made, sparse, small):
+    executors = [made(source, device=FakeDevice())._executor for source in (sparse, small)]
+    assert [executor._num_workers for executor in executors] == [4, 1]
+
+
+@needs_engine
 @pytest.mark.parametrize(
     ("resident", "memory", "touches"),
     [
@@ -65,22 +132,21 @@ def test_blocks_are_as_long_as_what_is_in_memory_allows(
         (0.0, "lazy", False), (0.0, "copy", False),
     ],
 )  # fmt: skip
-def test_what_comes_from_a_disk_is_touched_on_the_way(monkeypatch, tmp_path, resident, memory, touches):
-    path, touched = tmp_path / "model.safetensors", []
-    header, _ = build_header([("a", "U8", (20 * MIB,)), ("b", "U8", (20 * MIB,))])
-    with path.open("wb") as file:
-        file.write(header)
-        file.truncate(len(header) + 40 * MIB)
+def test_what_comes_from_a_disk_is_touched_on_the_way(monkeypatch, made, sparse, resident, memory, touches):
     monkeypatch.setattr(LocalFile, "resident_fraction", lambda self: resident)
-    monkeypatch.setattr(MappedFile, "touch", lambda self, offset, nbytes: touched.append((offset, nbytes)))
-    opened = open_checkpoint(path)
-    try:
-        options = LoadOptions(memory=memory)
-        prepare(opened, None, options, deliver=lambda group, landed: None).run()
-    finally:
-        opened.close()
-    nbytes = sum(nbytes for _, nbytes in touched)
-    assert 40 * MIB <= nbytes <= 40 * MIB + 2 * PAGE_BYTES if touches else nbytes == 0
+    scheduler, added = made(sparse, memory=memory), []
+
+    class Recorded(native.Ranges):
+        def file_to_host(self, group, fd, direct_fd, offset, nbytes, target, flags=0):
+            added.append((nbytes, flags))
+
+    [path] = scheduler._paths
+    for group in scheduler.plan.groups[:2]:
+        path.begin([group])
+        path.add_ranges(group, Recorded())
+    assert {flags for _, flags in added} == (
+        set() if memory == "lazy" else {native.POPULATE | native.TOUCH * touches} if memory == "map" else {0}
+    )
 
 
 # Memory that a load will hold.

@@ -1,15 +1,19 @@
-"""The scheduler alone: plans written here, a read path that does what the test says."""
+"""The scheduler: plans written here, a read path that does what the test says, the plain executor or one of the test's."""
 
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 
 import pytest
 from support import PATIENCE_SECONDS, eventually, nothing_left
 
 from stio.device.base import LoadedGroup
+from stio.errors import HostMemoryError
+from stio.loading.plain import PlainExecutor
 from stio.loading.plan import Block, Group, ReadPlan
 from stio.loading.scheduler import LoadScheduler
 from stio.runtime import workers
@@ -39,6 +43,7 @@ class FakePath:
     """Records the calls; `on_read` and `on_finish` may wait or raise."""
 
     label = "read"
+    is_native = False
 
     def __init__(
         self,
@@ -46,12 +51,18 @@ class FakePath:
         on_finish: Callable[[Group], None] = lambda _: None,
     ) -> None:
         self.on_read, self.on_finish = on_read, on_finish
+        self.begun: list[int] = []
         self.reads: list[tuple[int, int]] = []
         self.finished: list[int] = []
         self.inside = 0
+        self.is_closed = False
         self._lock = threading.Lock()
 
+    def begin(self, groups: Sequence[Group]) -> None:
+        self.begun += [group.index for group in groups]
+
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
+        assert group.index in self.begun
         with self._lock:
             self.reads.append((group.index, block.at))
             self.inside += 1
@@ -61,20 +72,67 @@ class FakePath:
             with self._lock:
                 self.inside -= 1
 
-    def complete(self, block: Block, arrived: Callable[[Block], None]) -> None:
-        arrived(block)
-
     def budget_bytes(self, group: Group) -> int:
         return group.nbytes
 
     def make_tensors(self, group: Group) -> LoadedGroup:
-        with self._lock:
-            self.finished.append(group.index)
+        self.finished.append(group.index)
         self.on_finish(group)
         return LoadedGroup({})
 
     def close(self) -> None:
         assert not self.inside
+        self.is_closed = True
+
+
+class Arranging(PlainExecutor):
+    """Counts the calls that have reordered what is left."""
+
+    num_arranged = 0
+
+    def arrange(self, order: Iterable[int]) -> None:
+        super().arrange(order)
+        self.num_arranged += 1
+
+
+class FakeExecutor:
+    """Groups are complete when the test says so."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.added: list[list[int]] = []
+        self.orders: list[list[int]] = []
+        self.batches: queue.SimpleQueue[list[Group] | BaseException] = queue.SimpleQueue()
+        self.groups: list[Group] = []
+        self.num_stops = 0
+        self.is_closed = False
+
+    def add(self, groups: Sequence[Group]) -> None:
+        self.added.append([group.index for group in groups])
+        self.groups += groups
+
+    def arrange(self, order: Iterable[int]) -> None:
+        self.orders.append(list(order))
+
+    def take(self) -> list[Group]:
+        batch = self.batches.get(timeout=PATIENCE_SECONDS)
+        if isinstance(batch, BaseException):
+            raise batch
+        return batch
+
+    def complete(self, *indices: int) -> None:
+        self.batches.put([next(group for group in self.groups if group.index == index) for index in indices])
+
+    def wake(self) -> None:
+        self.batches.put([])
+
+    def stop(self) -> None:
+        self.num_stops += 1
+        self.batches.put([])
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class Scheduler:
@@ -87,26 +145,33 @@ class Scheduler:
         *,
         budget_bytes: int = 1 << 30,
         num_workers: int = 1,
+        executor=None,
         deliver=None,
+        trace=None,
         **options,
     ) -> None:
         self.path = path or FakePath()
+        self.executor = executor or Arranging([self.path], num_workers=num_workers, trace=trace)
         self.delivered: list[int] = []
-        self.lock = threading.Lock()
         self.error: BaseException | None = None
         self.over = threading.Event()
         self.run = LoadScheduler(
             plan,
             [self.path],
+            self.executor,
             deliver=deliver or self.deliver,
             budget_bytes=budget_bytes,
-            num_workers=num_workers,
+            trace=trace,
             **options,
         )
 
-    def deliver(self, group: Group, landed: LoadedGroup) -> None:
-        with self.lock:
-            self.delivered.append(group.index)
+    def deliver(self, group: Group, loaded: LoadedGroup) -> None:
+        self.delivered.append(group.index)
+
+    @property
+    def waits_for_budget(self) -> bool:
+        """Whether nothing happens until a group is released."""
+        return self.run._blocked and not self.path.inside and self.delivered == self.path.begun
 
     def start(self):
         def body():
@@ -173,31 +238,22 @@ def test_empty_plan_and_empty_groups():
     assert made.path.reads == [(1, 0)]  # nothing to read of the empty ones
 
 
-def test_no_more_workers_than_reads():
-    seen = set()
-    barrier = threading.Barrier(2)
-
-    def on_read(*_):
-        seen.add(threading.get_ident())
-        barrier.wait(PATIENCE_SECONDS)
-
-    Scheduler(plan_of(5, 5), FakePath(on_read), num_workers=50).run.run()
-    assert len(seen) == 2
-
-
-def test_fewer_threads_than_requested_do_the_work_too(monkeypatch):
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_fewer_threads_than_requested_do_the_work_too(monkeypatch, num_threads):
+    """Where the system refuses all of them, the scheduler's own thread reads."""
     started = []
 
     def refuse(run, *, name):
-        if started:
+        if len(started) == num_threads:
             raise RuntimeError("can't start new thread")
         started.append(name)
         start_thread(run, name=name)
 
     monkeypatch.setattr(workers, "start_thread", refuse)
-    made = Scheduler(plan_of(*[5] * 20), num_workers=4)
+    made = Scheduler(plan_of(*[6] * 20, blocks=3), num_workers=4, budget_bytes=30)
     made.run.run()
     assert sorted(made.delivered) == list(range(20))
+    assert len(made.path.reads) == 60
 
 
 # The budget.
@@ -238,8 +294,8 @@ def test_first_come_first_served():
 
     made = Scheduler(plan_of(60, 90, 10, 10, 10), FakePath(on_read), budget_bytes=100, num_workers=4).start()
     assert held.wait(PATIENCE_SECONDS)
-    assert eventually(lambda: made.run._changed.num_sleeping == 3)  # all others wait for budget
-    assert made.path.reads == [(0, 0)]
+    assert eventually(lambda: made.run._blocked)
+    assert made.path.begun == [0]
     go.set()
     made.end()
     assert made.path.reads[1] == (1, 0)
@@ -247,7 +303,7 @@ def test_first_come_first_served():
 
 def test_hold_stops_reading_when_the_consumer_lags():
     made = Scheduler(plan_of(*[40] * 10), budget_bytes=100, num_workers=4, hold=True).start()
-    assert eventually(lambda: len(made.delivered) == 2 and made.run._changed.num_sleeping == 4)
+    assert eventually(lambda: len(made.delivered) == 2 and made.waits_for_budget)
     assert made.path.reads == [(0, 0), (1, 0)]
     assert made.run.budget.used_bytes == 80
     groups = made.run.plan.groups
@@ -267,59 +323,37 @@ def test_hold_of_oversized_groups_hands_over_one_by_one():
     assert made.run.budget.peak_bytes == 500
 
 
-def test_p8_a_group_counts_until_the_worker_that_delivered_it_releases_it():
-    """The consumer may have released a group while the worker that delivered it has not run a line since."""
-    go = threading.Event()
+def test_p8_a_group_counts_until_its_delivery_has_ended():
+    """The consumer may have released a group while the thread that delivers it has not run a line since."""
+    entered, go = threading.Event(), threading.Event()
 
-    def deliver(group, landed):
-        made.deliver(group, landed)
+    def deliver(group, loaded):
+        made.deliver(group, loaded)
         made.run.release(group)  # the consumer's
+        entered.set()
         assert go.wait(PATIENCE_SECONDS)
 
     made = Scheduler(plan_of(60, 60), budget_bytes=100, num_workers=2, hold=True, deliver=deliver).start()
-    assert eventually(lambda: made.delivered == [0] and made.run._changed.num_sleeping == 1)
-    assert (made.path.reads, made.run.budget.used_bytes) == ([(0, 0)], 60)
+    assert entered.wait(PATIENCE_SECONDS)
+    assert (made.path.begun, made.run.budget.used_bytes) == ([0], 60)
     go.set()
     made.end()
     assert (made.delivered, made.run.budget.used_bytes) == ([0, 1], 0)
 
 
-def test_p8_a_group_counts_until_its_readers_release_it():
-    """Even if another worker submitted the copies of what this one read, and the consumer has taken the group."""
-    read, go = threading.Event(), threading.Event()
+def test_groups_without_bytes_of_the_load_need_no_budget():
+    """They all begin at once: the consumer keeps their memory."""
 
-    class Sharing(FakePath):
-        """A path and its queue: whichever worker submits reports all blocks."""
+    class Kept(FakePath):
+        def budget_bytes(self, group: Group) -> int:
+            return 0
 
-        def __init__(self):
-            super().__init__()
-            self.there: list[Block] = []
-
-        def read(self, group, block, stopped):
-            super().read(group, block, stopped)
-            self.there.append(block)
-            if (group.index, block.at) == (0, 0):
-                read.set()
-                assert go.wait(PATIENCE_SECONDS)
-            else:
-                assert read.wait(PATIENCE_SECONDS)
-
-        def complete(self, block, arrived):
-            while self.there:
-                arrived(self.there.pop())
-
-    def deliver(group, landed):
-        made.deliver(group, landed)
-        made.run.release(group)
-
-    made = Scheduler(
-        plan_of(60, 60, blocks=2), Sharing(), budget_bytes=100, num_workers=2, hold=True, deliver=deliver
-    ).start()
-    assert eventually(lambda: made.delivered == [0] and made.run._changed.num_sleeping == 1)
-    assert ({index for index, _ in made.path.reads}, made.run.budget.used_bytes) == ({0}, 60)
-    go.set()
+    made = Scheduler(plan_of(*[60] * 9), Kept(), budget_bytes=1, executor=FakeExecutor())
+    made.start()
+    assert eventually(lambda: made.executor.added == [list(range(9))])
+    made.executor.complete(*range(9))
     made.end()
-    assert (made.delivered, made.run.budget.used_bytes) == ([0, 1], 0)
+    assert made.run.budget.peak_bytes == 0
 
 
 def test_promote_moves_what_has_not_begun():
@@ -334,6 +368,7 @@ def test_promote_moves_what_has_not_begun():
     assert held.wait(PATIENCE_SECONDS)
     made.run.promote(["t6", "t4", "t0", "absent"])
     made.run.promote(["t7"])
+    assert eventually(lambda: made.executor.num_arranged == 2)
     go.set()
     made.end()
     assert made.delivered == [0, 7, 4, 6, 1, 2, 3, 5]
@@ -365,7 +400,7 @@ def test_a_discarded_group_is_not_read():
     made = Scheduler(plan_of(60, 60, 60, 60), budget_bytes=100, num_workers=2, hold=True, on_blocked=told.set).start()
     groups = made.run.plan.groups
     assert told.wait(PATIENCE_SECONDS)
-    assert eventually(lambda: made.delivered == [0])
+    assert eventually(lambda: made.waits_for_budget)
     for k in (0, 1, 1, 3):  # the first one was read, so nothing happens to it
         made.run.discard(groups[k])
     assert made.run.budget.used_bytes == 60
@@ -405,6 +440,7 @@ def test_arranged_while_it_runs(budget_bytes):
     made = Scheduler(plan_of(*[100] * 4, blocks=4), FakePath(on_read), budget_bytes=budget_bytes).start()
     assert held.wait(PATIENCE_SECONDS)
     made.run.arrange([2, 3, 0, 1])
+    assert eventually(lambda: made.executor.num_arranged == 1)
     go.set()
     made.end()
     assert made.delivered == ([2, 3, 0, 1] if budget_bytes == 1000 else [0, 2, 3, 1])
@@ -454,7 +490,7 @@ def test_stop_elsewhere(where):
     )
     made.start()
     if where == "wait for budget":
-        assert eventually(lambda: made.run._changed.num_sleeping == 2)
+        assert eventually(lambda: made.waits_for_budget)
         made.run.stop()
     with pytest.raises(Cancelled):
         made.end()
@@ -493,24 +529,23 @@ def test_errors_come_out_unwrapped(where, num_workers):
         made.run.run()
     assert caught.value is mine
     assert made.path.inside == 0
-    assert len(made.path.reads) <= num_workers
+    assert len(made.path.reads) <= 2, "no group begins after the error"
 
 
 def test_first_error_wins():
-    second_may, first_over = threading.Event(), threading.Event()
+    second_has_begun = threading.Event()
 
     def on_read(group, _):
         if group.index == 0:
-            second_may.wait(PATIENCE_SECONDS)
+            second_has_begun.wait(PATIENCE_SECONDS)
             raise KeyError("first")
-        second_may.set()
-        assert eventually(made.run.is_stopped)
+        second_has_begun.set()
+        assert eventually(lambda: made.executor._workers.stopped)
         raise ValueError("second")
 
     made = Scheduler(plan_of(10, 10), FakePath(on_read), num_workers=2)
     with pytest.raises(KeyError, match="first"):
         made.run.run()
-    assert not first_over.is_set()
 
 
 def test_a_run_does_not_keep_its_error():
@@ -520,7 +555,84 @@ def test_a_run_does_not_keep_its_error():
     made = Scheduler(plan_of(10), FakePath(fail))
     with pytest.raises(KeyError):
         made.run.run()
-    assert made.run._workers._error is None
+    assert made.executor._workers._error is None
+
+
+@pytest.mark.parametrize("end", ["well", "stop", "take", "begin", "make_tensors"])
+def test_the_executor_is_closed_before_the_memory_is_released(end):
+    closed = []
+
+    class Path(FakePath):
+        def begin(self, groups):
+            super().begin(groups)
+            if end == "begin" and len(self.begun) > 1:
+                raise HostMemoryError("no memory")
+
+        def close(self):
+            closed.append("path")
+
+    class Executor(FakeExecutor):
+        def close(self):
+            closed.append("executor")
+
+    def finish(_):
+        if end == "make_tensors":
+            raise KeyError("mine")
+
+    owned = ExitStack()
+    owned.callback(closed.append, "files")
+    made = Scheduler(
+        plan_of(60, 60), Path(on_finish=finish), executor=Executor(), budget_bytes=100, owned=owned
+    ).start()  # fmt: skip
+    assert eventually(lambda: made.executor.added == [[0]])
+    if end == "stop":
+        made.run.stop()
+        made.executor.complete(0)
+    elif end == "take":
+        made.executor.batches.put(OSError(5, "mine"))
+    else:
+        made.executor.complete(0)
+    if end == "well":
+        assert eventually(lambda: len(made.executor.added) == 2)
+        made.executor.complete(1)
+        made.end()
+    else:
+        with pytest.raises((Cancelled, OSError, KeyError, HostMemoryError)):
+            made.end()
+    assert closed == ["executor", "path", "files"]
+    assert made.delivered == {"well": [0, 1], "begin": [0]}.get(end, [])
+
+
+# The executor.
+
+
+def test_what_is_complete_is_delivered_in_its_order_and_makes_room():
+    made = Scheduler(plan_of(*[40] * 5), executor=FakeExecutor(), budget_bytes=120).start()
+    assert eventually(lambda: made.executor.added == [[0, 1, 2]])
+    made.executor.complete(1, 0)
+    assert eventually(lambda: made.executor.added == [[0, 1, 2], [3, 4]])
+    made.executor.complete(4)
+    made.executor.wake()  # nothing
+    made.executor.complete(2, 3)
+    made.end()
+    assert made.delivered == [1, 0, 4, 2, 3]
+    assert made.run.read_bytes == 200
+
+
+def test_a_stop_delivers_nothing_of_a_batch_that_is_taken():
+    made = Scheduler(plan_of(10, 10, 10), executor=FakeExecutor(), deliver=lambda group, loaded: made.run.stop())
+    made.start()
+    assert eventually(lambda: made.executor.groups)
+    made.executor.complete(0, 1, 2)
+    with pytest.raises(Cancelled):
+        made.end()
+    assert made.path.finished == [0]
+    assert made.executor.is_closed
+
+
+def test_it_says_who_moves_the_bytes():
+    made = Scheduler(plan_of(10), executor=FakeExecutor())
+    assert made.run.describe() == "10 bytes of 1 tensors by FakePath, fake"
 
 
 # What it says of itself.
@@ -557,5 +669,6 @@ def test_trace_has_a_span_a_block_and_a_span_a_group():
     names = [span.name for span in trace.spans]
     assert names.count("read") == 6
     assert names.count("tensors") == 2
+    assert names.count("begin") == 1
     assert sum(span.num_bytes for span in trace.spans if span.name == "read") == 60
     assert all(span.start <= span.end for span in trace.spans)

@@ -357,7 +357,8 @@ async def test_reading_stops_when_the_consumer_lags(root, monkeypatch):
     async with stio.open(root, **SMALL) as checkpoint, checkpoint.stream() as stream:
         await anext(stream)
         run = runs[0]
-        assert await eventually_async(lambda: run._changed.num_sleeping == run._workers._num_working > 0)
+        # All that has begun is delivered, and what has not waits for budget.
+        assert await eventually_async(lambda: run._blocked and run._delivered_groups == set(run.budget._held))
         asked = len(root.log)
         await spin(50)
         assert len(root.log) == asked

@@ -6,16 +6,15 @@ import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support import eventually
 
 from stio.errors import StorageError
+from stio.loading import read_paths
 from stio.loading.cache.file_image import CHUNK_BYTES, SEGMENT_BYTES, CachedFile, FileImage
-from stio.loading.plan import GAP, Block
-from stio.loading.readers import CachedBlockReader
+from stio.loading.plan import GAP, Block, Group
+from stio.loading.read_paths import CopiedPath, fill_image, image_regions, runs
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
@@ -25,8 +24,6 @@ from stio.storage.base import Identity
 pytestmark = pytest.mark.usefixtures("plain_workers")
 
 MIB = 1 << 20
-COMPACT: Any = SimpleNamespace(offset=-1)
-"""All that is looked at of a block's group."""
 
 
 def never() -> bool:
@@ -69,8 +66,17 @@ class CountingSource:
         pass
 
 
-def hold(image: FileImage) -> CachedFile:
-    return CachedFile(image, lambda: None)
+def read(source: CountingSource, image: FileImage, block: Block) -> bytes:
+    """Return the image of a group with one block, as a load on the CPU reads it."""
+    nbytes = sum(length for _, _, length in runs(block))
+    group = Group(
+        index=0, selection=0, offset=-1, nbytes=nbytes, names=["t"], dtypes=["U8"], shapes=[(nbytes,)], offsets=[0],
+        blocks=(block,), payload_bytes=nbytes,
+    )  # fmt: skip
+    path = CopiedPath(source, cached=CachedFile(image, lambda: None))
+    path.begin([group])
+    path.read(group, block, never)
+    return path.make_tensors(group).tensors["t"].numpy().tobytes()
 
 
 def bytes_of(image: FileImage, begin: int, nbytes: int) -> bytes:
@@ -125,16 +131,12 @@ def test_missing_memory_is_an_error_for_all_readers() -> None:
     data = bytes(100) * MIB
     source = CountingSource(data)
     image = FileImage(len(data), allocate)
-    reader = CachedBlockReader(source, hold(image))
-    assert reader.fill_image(Block(0, 0, 2 * MIB, 0), never)
-    assert not reader.fill_image(Block(0, 66 * MIB, 2 * MIB, 0), never)
+    assert fill_image(source, image, Block(0, 0, 2 * MIB, 0), never)
+    assert not fill_image(source, image, Block(0, 66 * MIB, 2 * MIB, 0), never)
     assert image.failed
-    assert reader.fill_image(Block(0, 0, 2 * MIB, 0), never)  # what is there is there
-    assert not reader.fill_image(Block(0, 4 * MIB, 2 * MIB, 0), never)
-    target = memory.allocate(2 * MIB)
-    reader.read(COMPACT, Block(0, 66 * MIB, 2 * MIB, 0), target, 0, never)  # as without an image
-    assert target.tobytes()[: 2 * MIB] == data[66 * MIB : 68 * MIB]
-    assert reader.cached_regions(Block(0, 66 * MIB, 2 * MIB, 0), never) is None
+    assert fill_image(source, image, Block(0, 0, 2 * MIB, 0), never)  # what is there is there
+    assert not fill_image(source, image, Block(0, 4 * MIB, 2 * MIB, 0), never)
+    assert read(source, image, Block(0, 66 * MIB, 2 * MIB, 0)) == data[66 * MIB : 68 * MIB]  # as without an image
 
 
 # Chunks.
@@ -215,26 +217,25 @@ def test_many_readers_read_each_byte_once(fail: tuple[int, ...]) -> None:
 
     def work(seed: int) -> None:
         mine = random.Random(seed)
-        reader = CachedBlockReader(source, hold(image))
         for _ in range(12):
             begin = mine.randrange(len(data))
             nbytes = mine.randint(1, min(4 * CHUNK_BYTES, len(data) - begin))
+            block = Block(0, begin, nbytes, 0)
             try:
-                lent = reader.cached_regions(Block(0, begin, nbytes, 0), never)
+                assert fill_image(source, image, block, never)
             except StorageError:
                 failed.append(seed)
                 continue
-            assert lent is not None
+            lent = list(image_regions(image, block))
             assert b"".join(region.tobytes() for _, region in lent) == data[begin : begin + nbytes]
             assert lent[0][0] == 0
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(6)))
     assert len(failed) == len([k for k in fail if k <= source.num_reads])
-    reader = CachedBlockReader(source, hold(image))
     while True:
         try:
-            assert reader.fill_image(Block(0, 0, len(data), 0), never)
+            assert fill_image(source, image, Block(0, 0, len(data), 0), never)
             break
         except StorageError:
             continue
@@ -242,16 +243,15 @@ def test_many_readers_read_each_byte_once(fail: tuple[int, ...]) -> None:
     assert set(source.counts) == {1}
 
 
-def test_a_stop_between_pieces_leaves_the_rest_to_others() -> None:
+def test_a_stop_between_pieces_leaves_the_rest_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     data = random.Random(5).randbytes(6 * CHUNK_BYTES)
     source = CountingSource(data)
     image = FileImage(len(data), memory.allocate)
-    reader = CachedBlockReader(source, hold(image))
-    reader._pacer.piece_bytes = CHUNK_BYTES
+    monkeypatch.setattr(read_paths, "PIECE_BYTES", CHUNK_BYTES)
     with pytest.raises(Cancelled):
-        reader.fill_image(Block(0, 0, len(data), 0), lambda: source.num_reads >= 2)
+        fill_image(source, image, Block(0, 0, len(data), 0), lambda: source.num_reads >= 2)
     assert source.num_reads == 2
-    assert CachedBlockReader(source, hold(image)).fill_image(Block(0, 0, len(data), 0), never)
+    assert fill_image(source, image, Block(0, 0, len(data), 0), never)
     assert bytes_of(image, 0, len(data)) == data
     assert set(source.counts) == {1}
 
@@ -259,21 +259,20 @@ def test_a_stop_between_pieces_leaves_the_rest_to_others() -> None:
 # Blocks.
 
 
-def test_scattered_blocks_are_gathered_not_lent() -> None:
+def test_scattered_blocks_are_gathered() -> None:
     data = random.Random(7).randbytes(CHUNK_BYTES + 50)
-    reader = CachedBlockReader(CountingSource(data), hold(FileImage(len(data), memory.allocate)))
-    block = Block(0, 10, 30, 100, scatter=((100, 5), (GAP, 10), (105, 15)))
-    assert reader.cached_regions(block, never) is None
-    target = memory.allocate(20)
-    reader.read(COMPACT, block, target.sub(0, 20), 100, never)
-    assert target.tobytes()[:20] == data[10:15] + data[25:40]
+    source, image = CountingSource(data), FileImage(len(data), memory.allocate)
+    block = Block(0, 10, 30, 0, scatter=((0, 5), (GAP, 10), (5, 15)))
+    assert read(source, image, block) == data[10:15] + data[25:40]
+    assert [at for at, _ in image_regions(image, block)] == [0, 5]
 
 
-def test_a_dense_block_is_lent_piece_by_piece() -> None:
+def test_a_dense_block_lies_in_the_image_piece_by_piece() -> None:
     data = random.Random(8).randbytes(PAGE_BYTES) * (SEGMENT_BYTES // PAGE_BYTES + 3)
-    reader = CachedBlockReader(CountingSource(data), hold(FileImage(len(data), memory.allocate)))
-    lent = reader.cached_regions(Block(0, SEGMENT_BYTES - 10, 2 * PAGE_BYTES, 4096), never)
-    assert lent is not None
+    source, image = CountingSource(data), FileImage(len(data), memory.allocate)
+    block = Block(0, SEGMENT_BYTES - 10, 2 * PAGE_BYTES, 4096)
+    assert fill_image(source, image, block, never)
+    lent = list(image_regions(image, block))
     assert [(at, region.nbytes) for at, region in lent][:2] == [(4096, 10), (4106, 2 * PAGE_BYTES - 10)]
     assert b"".join(region.tobytes() for _, region in lent) == data[SEGMENT_BYTES - 10 :][: 2 * PAGE_BYTES]
 
