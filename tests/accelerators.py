@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from support import eventually
 
 from stio.device.base import Accelerator, resolve_device
-from stio.device.cuda import TorchAccelerator
+from stio.device.cuda import TorchAccelerator, on_stream
 from stio.runtime.memory import Region
 from stio.testing import FakeDevice
 
@@ -57,6 +57,20 @@ def keep_busy(cycles: int = BUSY_CYCLES) -> None:
     module_of(resolve_device("auto"))._sleep(cycles)
 
 
+def on_copy_stream(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which torch's work is queued on the stream of all copies of loads."""
+    return on_stream(module_of(device), device, TorchAccelerator(device).copy_stream)
+
+
+def busy_event(device: torch.device, cycles: int = BUSY_CYCLES) -> Any:
+    """Keep the current stream of a device busy; return an event behind that."""
+    module = module_of(device)
+    keep_busy(cycles)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    return event
+
+
 class Rig:
     """A fake device, and what a test of the contract asks of it beside the contract.
 
@@ -94,6 +108,11 @@ class Rig:
     def own_stream(self) -> Any:
         """Return a context in which the calling thread has a stream of its own."""
         return nullcontext()
+
+    @contextmanager
+    def caller(self) -> Iterator[Accelerator]:
+        """Return a context in which the thread has a stream of its own; the device is that of a load called there."""
+        yield self.accelerator
 
     def read(self, tensor: torch.Tensor) -> bytes:
         """Return the bytes that the current stream finds."""
@@ -135,12 +154,18 @@ class RealRig(Rig):
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        with self._accelerator.on_queue():
+        with on_copy_stream(self._accelerator.device):
             keep_busy()
         yield
 
     def own_stream(self) -> Any:
         return self._module.stream(self._module.Stream(self._accelerator.device))
+
+    @contextmanager
+    def caller(self) -> Iterator[Accelerator]:
+        stream = self._module.Stream(self._accelerator.device)
+        with self._module.stream(stream):
+            yield TorchAccelerator(self._accelerator.device, stream)
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], bytes]:
         keep_busy()

@@ -63,8 +63,8 @@ class FakeDriver:
         """Copies that were queued and are not made."""
         self._refuse_copy, self._fail_event, self._refuse_pin = refuse_copy, fail_event, refuse_pin
         self._lock = threading.Lock()
-        self._queued: list[tuple[int, int, int]] = []
-        self._events: dict[int, tuple[list[tuple[int, int, int]], bool]] = {}
+        self._queued: list[tuple[int, int, int] | None] = []  # the stream: copies, and None for one that is made
+        self._events: dict[int, tuple[int, bool]] = {}  # place in the stream, and whether it fails
         self._num_events = 0
         self._pins: dict[int, int] = {}
         self._texts = [ctypes.c_char_p(b"as the test asked")]
@@ -107,8 +107,7 @@ class FakeDriver:
     def _event_record(self, event: int, stream: int | None) -> int:
         with self._lock:
             self.num_recorded += 1
-            self._events[event] = self._queued, self.num_recorded == self._fail_event
-            self._queued = []
+            self._events[event] = len(self._queued), self.num_recorded == self._fail_event
         return 0
 
     def _event_query(self, event: int) -> int:
@@ -118,13 +117,16 @@ class FakeDriver:
         if not self.go.wait(PATIENCE_SECONDS):
             return FAILED
         with self._lock:
-            copies, fails = self._events.get(event, ([], False))
-            for target, source, nbytes in copies:
+            place, fails = self._events.get(event, (0, False))
+            for k, copy in enumerate(self._queued[:place]):
+                if copy is None:
+                    continue
+                target, source, nbytes = copy
                 if not fails:
                     ctypes.memmove(target, source, nbytes)
                 ctypes.memset(source, 0xCB, nbytes)
-            self.num_pending -= len(copies)
-            self._events[event] = [], fails
+                self.num_pending -= 1
+                self._queued[k] = None
         return FAILED if fails else 0
 
     def _event_destroy(self, event: int) -> int:

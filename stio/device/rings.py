@@ -92,11 +92,11 @@ def ring_of(accelerator: object) -> DeviceRing | None:
         if known is not None and known.stream == stream and not known.ring.has_failed:
             return known
         driver, handle = open_driver(device, stream)
-        if isinstance(driver, str):
-            _log_missing(driver)
-            return None
-        _rings[device] = DeviceRing(device, driver, stream, handle)
-        return _rings[device]
+        if not isinstance(driver, str):
+            _rings[device] = DeviceRing(device, driver, stream, handle)
+            return _rings[device]
+    _log_missing(driver)  # not under the lock: a handler may load
+    return None
 
 
 def release_rings() -> None:

@@ -483,7 +483,8 @@ class DevicePath:
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the tensors of groups, in one call."""
-        memories = GroupMemory.allocate(self._accelerator, groups)
+        with memory.reporting_shortage(self._source.path):
+            memories = GroupMemory.allocate(self._accelerator, groups)
         self._memories.update((group.index, one) for group, one in zip(groups, memories, strict=True))
 
     def add_ranges(self, group: Group, ranges: native.Ranges) -> None:

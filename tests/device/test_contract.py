@@ -15,7 +15,7 @@ import torch
 from accelerators import RIGS, Rig, rig_of
 
 from stio.device.base import Accelerator, Event
-from stio.device.group_memory import LARGE_BYTES, GroupMemory
+from stio.device.group_memory import GroupMemory, bytes_of_storage
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.loading.plan import Group
 from stio.runtime import memory
@@ -50,8 +50,12 @@ def filled(device: Accelerator, data: bytes) -> Region:
 
 
 def sent(device: Accelerator, data: bytes) -> tuple[torch.Tensor, Event]:
-    target = device.allocate([len(data)])[0]
+    target = empty(device, len(data))
     return target, device.copy([(target, filled(device, data))])
+
+
+def empty(device: Accelerator, nbytes: int) -> torch.Tensor:
+    return bytes_of_storage(device.allocate([nbytes])[0], 0, nbytes)
 
 
 def test_it_answers_to_the_protocol(device: Accelerator) -> None:
@@ -73,12 +77,12 @@ def test_staging_memory(device: Accelerator, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 5000])
-def test_empty(device: Accelerator, nbytes: int) -> None:
-    first, second = device.allocate([nbytes])[0], device.allocate([nbytes])[0]
-    for tensor in (first, second):
-        assert (tensor.dtype, tensor.shape, tensor.device) == (torch.uint8, (nbytes,), device.device)
-        assert tensor.untyped_storage().nbytes() == nbytes
-    assert not nbytes or first.data_ptr() != second.data_ptr()
+def test_storages(device: Accelerator, nbytes: int) -> None:
+    storages = device.allocate([nbytes, 7, nbytes])
+    for storage, size in zip(storages, [nbytes, 7, nbytes], strict=True):
+        assert (storage.nbytes(), storage.device) == (size, device.device)
+    assert len({storage.data_ptr() for storage in storages if storage.nbytes()}) == (3 if nbytes else 1)
+    assert device.allocate([]) == []
 
 
 def test_c96_out_of_memory(rig: Rig, device: Accelerator) -> None:
@@ -91,15 +95,15 @@ def test_c96_out_of_memory(rig: Rig, device: Accelerator) -> None:
     del caught
     assert rig.used_bytes() == before
     target, event = sent(device, b"it goes on")
-    device.hand_over([target], [event])
+    event.synchronize()
     assert rig.read(target) == b"it goes on"
 
 
 def test_c96_a_group_that_finds_no_memory_halfway(rig: Rig, device: Accelerator) -> None:
     before = rig.used_bytes()
-    sizes = [LARGE_BYTES // 8, 5, rig.too_much]
+    sizes = [1 << 18, 5, rig.too_much]
     with pytest.raises(DeviceMemoryError):
-        GroupMemory.allocate(device, [group_of(sizes, [0, sizes[0], LARGE_BYTES])])
+        GroupMemory.allocate(device, [group_of(sizes, [0, sizes[0], 1 << 21])])
     assert rig.used_bytes() == before
 
 
@@ -117,18 +121,17 @@ def group_of(sizes: list[int], offsets: list[int]) -> Group:
 
 def test_one_call_brings_many_parts_to_many_places(rig: Rig, device: Accelerator) -> None:
     data = bytes(range(250))
-    slot, targets = filled(device, data), [device.allocate([n])[0] for n in (1, 99, 150)]
+    slot, targets = filled(device, data), [empty(device, n) for n in (1, 99, 150)]
     parts = [(targets[0], slot.sub(0, 1)), (targets[1][10:50], slot.sub(1, 40)), (targets[2], slot.sub(100, 150))]
     event = device.copy(parts)
     event.synchronize()
-    device.hand_over(targets, [event])
     assert rig.read(targets[0]) == data[:1]
     assert rig.read(targets[1])[10:50] == data[1:41]
     assert rig.read(targets[2]) == data[100:]
 
 
 def test_copy_waits_for_nothing(rig: Rig, device: Accelerator) -> None:
-    slot, target = filled(device, b"later"), device.allocate([5])[0]
+    slot, target = filled(device, b"later"), empty(device, 5)
     with rig.standing():
         first, second = device.copy([(target, slot)]), device.copy([])
         assert not first.query()
@@ -143,7 +146,6 @@ def test_events_pass_in_order_and_behind_their_copies(rig: Rig, device: Accelera
         pairs = [sent(device, bytes([k]) * 3000) for k in range(20)]
     pairs[11][1].synchronize()
     assert all(event.query() for _, event in pairs[:12])
-    device.hand_over([target for target, _ in pairs[:12]], [])  # the host knows that they are there
     assert [rig.read(target) for target, _ in pairs[:12]] == [bytes([k]) * 3000 for k in range(12)]
     pairs[-1][1].synchronize()
     assert all(event.query() for _, event in pairs)
@@ -151,12 +153,12 @@ def test_events_pass_in_order_and_behind_their_copies(rig: Rig, device: Accelera
 
 def test_of_copies_to_one_place_the_last_one_stays(rig: Rig, device: Accelerator) -> None:
     """Within a batch and between batches."""
-    target = device.allocate([3000])[0]
+    target = empty(device, 3000)
     slots = [filled(device, bytes([k]) * 3000) for k in range(9)]
     with rig.standing():
         for k in range(0, 9, 3):
             event = device.copy([(target, slot) for slot in slots[k : k + 3]])
-    device.hand_over([target], [event])
+    event.synchronize()
     assert rig.read(target) == bytes([8]) * 3000
 
 
@@ -164,10 +166,9 @@ def test_a_region_may_be_filled_again_after_its_event(rig: Rig, device: Accelera
     slot, targets, events = device.staging(50_000), [], []
     for k in range(6):
         slot.write(0, bytes([k]) * 50_000)
-        targets.append(device.allocate([50_000])[0])
+        targets.append(empty(device, 50_000))
         events.append(device.copy([(targets[-1], slot.sub(0, 50_000))]))
         events[-1].synchronize()
-    device.hand_over(targets, events)
     assert [rig.read(target) for target in targets] == [bytes([k]) * 50_000 for k in range(6)]
 
 
@@ -181,68 +182,54 @@ def test_an_event_is_anybody_s(rig: Rig, device: Accelerator) -> None:
     assert event.query()
 
 
-def test_work_on_the_queue_comes_behind_the_copies(rig: Rig, device: Accelerator) -> None:
-    with rig.standing():
-        target, _ = sent(device, b"cast me")
-    with device.on_queue():
-        twin = rig.twin(target)
-    event = device.copy([])
-    device.hand_over([twin], [event])
-    assert rig.read(twin) == b"cast me"
-
-
 def test_what_is_not_staging_memory_is_copied_from_too(rig: Rig, device: Accelerator) -> None:
     """It stays unchanged until the copy has ended."""
-    kept, target = memory.allocate(8192), device.allocate([100])[0]
+    kept, target = memory.allocate(8192), empty(device, 100)
     kept.write(0, bytes(range(256)) * 32)
     event = device.copy([(target, kept.sub(5000, 100))])
     event.synchronize()
-    device.hand_over([target], [event])
     assert rig.read(target) == (bytes(range(256)) * 32)[5000:5100]
     assert kept.tobytes() == bytes(range(256)) * 32
 
 
-# Handing over.
+# Who uses what is there.
 
 
-def test_the_consumer_s_stream_waits(rig: Rig, device: Accelerator, consumer: None) -> None:
+def test_what_has_arrived_is_there_for_any_stream(rig: Rig, device: Accelerator, consumer: None) -> None:
+    """The consumer's stream waits for nothing, and nothing is recorded."""
     data = bytes(range(256)) * 400
     with rig.standing():
         (first, one), (second, two) = sent(device, data), sent(device, data[::-1])
-    device.hand_over([first, second], [one, two])
+    one.synchronize()
+    two.synchronize()
     assert rig.read(first) == data
     assert rig.read(second) == data[::-1]
 
 
-def test_memory_stays_until_the_consumer_s_stream_is_through(rig: Rig, device: Accelerator, consumer: None) -> None:
-    """Who dropped the tensors may have new ones made at once, which take over the memory."""
-    data = bytes(range(256)) * 400
-    target, event = sent(device, data)
-    device.hand_over([target], [event])
-    later = rig.read_later(target)
-    del target
-    gc.collect()
-    others = [sent(device, b"\xee" * len(data)) for _ in range(3)]
-    others[-1][1].synchronize()
-    assert later() == data
-
-
-def test_small_tensors_are_cloned_behind_the_copies(rig: Rig, device: Accelerator, consumer: None) -> None:
-    """Each has an allocation of its own, which stays until the consumer's stream is through."""
-    data = bytes(range(200)) * 20
-    (memory,) = GroupMemory.allocate(device, [group_of([1000, 3000], [0, 1000])])
+def test_work_after_the_copies_sees_them_and_is_there_for_any_stream(
+    rig: Rig, device: Accelerator, consumer: None
+) -> None:
+    """A cast of a load; the rigs' devices have no stream of a caller, so its end is waited for."""
     with rig.standing():
-        events = [device.copy(memory.copies(0, filled(device, data)))]
-    with device.on_queue():
-        tensors = memory.separate(device)
-    device.hand_over(tensors.values(), [*events, device.copy([])])
-    later = rig.read_later(tensors["b"])
-    assert tensors["a"].untyped_storage().nbytes() == 1000
-    del memory, tensors
-    gc.collect()
-    others = [sent(device, b"\xee" * len(data)) for _ in range(3)]
-    others[-1][1].synchronize()
-    assert later() == data[1000:]
+        target, event = sent(device, b"cast me")
+    event.synchronize()
+    with device.on_stream():
+        twin = rig.twin(target)
+    assert rig.read(twin) == b"cast me"
+
+
+def test_memory_of_one_s_own_stream_stays_until_that_is_through(rig: Rig, device: Accelerator) -> None:
+    """Who dropped the tensors may have new ones made at once, which take over the memory: copies wait for the work."""
+    data = bytes(range(256)) * 400
+    with rig.caller() as mine:
+        target, event = sent(mine, data)
+        event.synchronize()
+        later = rig.read_later(target)
+        del target
+        gc.collect()
+        others = [sent(mine, b"\xee" * len(data)) for _ in range(3)]
+        others[-1][1].synchronize()
+        assert later() == data
 
 
 # Refusals.
@@ -250,16 +237,14 @@ def test_small_tensors_are_cloned_behind_the_copies(rig: Rig, device: Accelerato
 
 def test_a_refused_copy_leaves_nobody_who_reads(rig: Rig, device: Accelerator) -> None:
     """What was queued before the refusal has ended: the region is the caller's again."""
-    target, slot = device.allocate([3000])[0], filled(device, b"a" * 3000)
+    target, slot = empty(device, 3000), filled(device, b"a" * 3000)
     sent(device, b"before")[1].synchronize()
     with rig.standing():
         batch = rig.refused((target, slot))
     with pytest.raises(DeviceError):
         device.copy(batch)
     slot.write(0, b"b" * 3000)
-    event = device.copy([])
-    device.hand_over([target], [event])
+    device.copy([]).synchronize()
     assert b"b" not in rig.read(target)
-    event = device.copy([(target, slot)])
-    device.hand_over([target], [event])
+    device.copy([(target, slot)]).synchronize()
     assert rig.read(target) == b"b" * 3000

@@ -19,6 +19,7 @@ import stio.sync
 from stio.device import cuda as cuda_module
 from stio.device.base import resolve_device
 from stio.device.cuda import STREAM_API, TorchAccelerator, TorchEvent, has_streams, save_stream
+from stio.device.group_memory import bytes_of_storage
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.testing import MemoryRoot, checkpoint_files
 
@@ -91,9 +92,9 @@ def test_loads_at_once_share_a_copy_stream(monkeypatch: pytest.MonkeyPatch) -> N
     with ThreadPoolExecutor(4) as pool:
         accelerators = list(pool.map(lambda _: TorchAccelerator(device), range(4)))
     assert len(made) == 1
-    assert all(accelerator._stream is made[0] for accelerator in accelerators)
+    assert all(accelerator.copy_stream is made[0] for accelerator in accelerators)
     cuda_module._forget_parent()  # as a forked child does
-    assert TorchAccelerator(device)._stream is made[1]
+    assert TorchAccelerator(device).copy_stream is made[1]
     cuda_module._forget_parent()
 
 
@@ -152,16 +153,16 @@ def test_c96_out_of_memory(accelerator: TorchAccelerator, monkeypatch: pytest.Mo
         accelerator.allocate([1 << 50])
     assert caught.value.needed_bytes == 1 << 50
     assert 0 < (caught.value.free_bytes or 0) < 1 << 50
-    with pytest.raises(DeviceMemoryError) as caught, accelerator.on_queue():  # a cast, say
+    with pytest.raises(DeviceMemoryError) as caught, accelerator.on_stream():  # a cast, say
         full()
     assert caught.value.needed_bytes is None
     assert 0 < (caught.value.free_bytes or 0) < 1 << 50
     monkeypatch.setattr(module, "mem_get_info", full)
-    with pytest.raises(DeviceMemoryError) as caught, accelerator.on_queue():
+    with pytest.raises(DeviceMemoryError) as caught, accelerator.on_stream():
         full()
     assert caught.value.free_bytes is None
     monkeypatch.delattr(module, "mem_get_info")
-    with pytest.raises(DeviceMemoryError) as caught, accelerator.on_queue():
+    with pytest.raises(DeviceMemoryError) as caught, accelerator.on_stream():
         full()
     assert caught.value.free_bytes is None
 
@@ -184,9 +185,8 @@ def test_c97_pinning_fails(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert len(calls) == 1
     slots[0].write(0, bytes(range(256)))
-    target = accelerator.allocate([256])[0]
-    event = accelerator.copy([(target[:100], slots[0].sub(0, 100)), (target[100:], slots[0].sub(100, 156))])
-    accelerator.hand_over([target], [event])
+    target = bytes_of_storage(accelerator.allocate([256])[0], 0, 256)
+    accelerator.copy([(target[:100], slots[0].sub(0, 100)), (target[100:], slots[0].sub(100, 156))]).synchronize()
     assert target.tolist() == list(range(256))
 
 

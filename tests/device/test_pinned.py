@@ -141,9 +141,9 @@ def properties(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespac
     found = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=2)
     module = types.SimpleNamespace(get_device_properties=lambda device: found, device=lambda device: nullcontext())
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    pinning._node_of.cache_clear()
+    pinning.node_of.cache_clear()
     yield found
-    pinning._node_of.cache_clear()
+    pinning.node_of.cache_clear()
 
 
 @pytest.mark.parametrize("node", [None, 1])
@@ -177,7 +177,7 @@ def test_memory_is_allocated_on_the_node_of_its_device(
 
 def test_a_torch_that_does_not_tell_the_address(properties: types.SimpleNamespace) -> None:
     del properties.pci_domain_id
-    assert pinning._node_of(DEVICE) is None
+    assert pinning.node_of(DEVICE) is None
 
 
 # The device's own.

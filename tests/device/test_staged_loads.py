@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -49,7 +48,6 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 def test_load(files: dict[str, bytes], tensors: dict[str, torch.Tensor], budget_bytes: int) -> None:
     device = FakeDevice()
     assert same(stio.sync.load(MemoryRoot(files), device=device, budget_bytes=budget_bytes), tensors)
-    assert device.num_hand_overs > 0
     assert device.num_pending == 0
     assert device.peak_staging_bytes <= budget_bytes
     require_freed(device)
@@ -169,7 +167,6 @@ def test_failing_read_at_every_number(files: dict[str, bytes], tensors: dict[str
 
 
 def test_no_staging_memory_at_every_number(files: dict[str, bytes], tensors: dict[str, torch.Tensor]) -> None:
-    """Slots are made ahead, on a thread of their own: its failure is the load's."""
     for number in range(1, 30):
         device = FakeDevice(refuse_staging=number)
         try:
@@ -180,7 +177,7 @@ def test_no_staging_memory_at_every_number(files: dict[str, bytes], tensors: dic
             continue
         assert same(loaded, tensors)
         break
-    assert number > 4
+    assert 2 <= number <= 5  # a slot for each worker
 
 
 def test_little_is_pinned_for_a_slice(files: dict[str, bytes], tensors: dict[str, torch.Tensor]) -> None:
@@ -206,25 +203,18 @@ class Gated(FakeDevice):
         return super().staging(nbytes)
 
 
-def test_what_is_refused_before_anything_is_read_leaves_no_staging_memory(
+def test_what_is_refused_before_anything_is_read_needs_no_staging_memory(
     files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = Gated()
+    device = FakeDevice()
 
     def refuse(*_: object, **__: object) -> None:
-        assert device.entered.wait(30)
         raise SliceError("no")
 
     monkeypatch.setattr(prepare, "plan_reads", refuse)
-    with nothing_left(), ThreadPoolExecutor(1) as pool:
-        load = pool.submit(stio.sync.load, MemoryRoot(files), device=device, budget_bytes=1 << 20)
-        with pytest.raises(TimeoutError):
-            load.result(0.1)  # memory is being made for it
-        device.go.set()
-        with pytest.raises(SliceError):
-            load.result(30)
-    assert device.num_staging == 1
-    require_freed(device)
+    with nothing_left(), pytest.raises(SliceError):
+        stio.sync.load(MemoryRoot(files), device=device, budget_bytes=1 << 20)
+    assert device.num_staging == 0
 
 
 def test_p4_cancel_while_slots_are_made(files: dict[str, bytes]) -> None:

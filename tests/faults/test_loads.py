@@ -1610,7 +1610,7 @@ class CountedDevice(FakeDevice):
         self.has_failed = False
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("copy", "device", "empty", "hand_over", "on_queue", "staging"):
+        if name in ("allocate", "copy", "device", "empty", "on_stream", "staging"):
             self._left -= 1
             if self._left < 0:
                 self._other.begun.wait(0.02)

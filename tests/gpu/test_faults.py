@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import simdevice
 import torch
-from accelerators import gpu, keep_busy, module_of
+from accelerators import gpu, keep_busy, module_of, on_copy_stream
 from support import bits_of, eventually, require_equal, run_python
 from torch import nn
 
@@ -113,14 +113,13 @@ def test_fault_2_saves_share_a_stream(device: torch.device) -> None:
 @gpu
 def test_fault_2_no_save_copies_on_the_stream_of_loads(device: torch.device) -> None:
     module = module_of(device)
-    with TorchAccelerator(device).on_queue():
-        theirs = module.current_stream(device).stream_id
+    theirs = TorchAccelerator(device).copy_stream.stream_id
     turns = streams_of_the_pool(device)
     for _ in range(turns.index(theirs)):
         module.Stream(device=device)
     tensors = {"w": torch.ones(10, device=device)}
     torch.accelerator.synchronize(device)
-    with TorchAccelerator(device).on_queue():
+    with on_copy_stream(device):
         keep_busy(CYCLES)
         event = module.Event()
         event.record(module.current_stream(device))
@@ -145,8 +144,7 @@ def test_fault_2_whichever_stream_is_made_first(device: torch.device, first: str
         module = torch.get_device_module(device)
 
         def of_loads():
-            with TorchAccelerator(device).on_queue():
-                return module.current_stream(device).stream_id
+            return TorchAccelerator(device).copy_stream.stream_id
 
         def of_saves():
             return save_stream(module, device).stream_id

@@ -1,7 +1,8 @@
 """Orders between streams, host and memory: each test makes one side late, so that a wait that is missing shows each time.
 
 A stream is made late by work that is queued there first (`late_copies`, `keep_busy`), on a GPU as on the simulated device.
-What only the simulated device can be told to do (faults, delays) is skipped elsewhere.
+What only the simulated device can be told to do (faults, delays) is skipped elsewhere. Loads of files are carried out by
+the engine (unless `STIO_NATIVE=0`), those of other roots by the plain executor: most tests run with both.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ from typing import Any
 import pytest
 import simdevice
 import torch
-from accelerators import gpu, keep_busy, module_of, needs_two_devices
+from accelerators import busy_event, gpu, keep_busy, module_of, needs_two_devices, on_copy_stream
 from kvikio_stand_in import Kvikio
 from support import HookedRoot, bits_of, eventually, require_equal
 from torch import nn
 
 import stio
 import stio.sync
-from stio import LazyTensor
+from stio import LazyTensor, native
+from stio.device import rings
 from stio.device.base import resolve_device
 from stio.device.copy_out import Readiness, copy_out
-from stio.device.cuda import TorchAccelerator
 from stio.errors import DeviceError
 from stio.loading import page_cache
 from stio.loading.warm_start import load
+from stio.runtime.control_groups import num_processors
+from stio.runtime.trace import Trace
 from stio.testing import MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -44,6 +47,8 @@ LONG_CYCLES = 600_000_000
 """About 0.3 s: the host does something else in this time, and is not late."""
 
 simulated = pytest.mark.skipif(not simdevice.installed(), reason="only the simulated device can be told to do this")
+sources = pytest.mark.parametrize("source", ["file", "root"])
+"""Files are moved by the engine, a root of one's own by the plain executor."""
 
 
 @pytest.fixture
@@ -53,6 +58,7 @@ def device() -> Iterator[torch.device]:
     yield device
     if simdevice.installed():
         simdevice.clear_faults()
+        new_rings()
         torch.accelerator.empty_host_cache()
     torch.accelerator.synchronize(device)
     module_of(device).empty_cache()
@@ -92,17 +98,8 @@ def late_casts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def late_copies(device: torch.device, cycles: int = LATE_CYCLES) -> Any:
     """Keep the stream busy that all copies of loads are queued on; return an event behind that."""
-    with TorchAccelerator(device).on_queue():
-        return busy(device, cycles)
-
-
-def busy(device: torch.device, cycles: int = LATE_CYCLES) -> Any:
-    """Keep the current stream busy; return an event behind that."""
-    module = module_of(device)
-    keep_busy(cycles)
-    event = module.Event()
-    event.record(module.current_stream(device))
-    return event
+    with on_copy_stream(device):
+        return busy_event(device, cycles)
 
 
 def on_own_stream(device: torch.device) -> Any:
@@ -121,6 +118,20 @@ def root_of(tensors: Tensors) -> MemoryRoot:
     return MemoryRoot(checkpoint_files(tensors))
 
 
+def source_of(tensors: Tensors, path: Path, source: str) -> Any:
+    """Return a checkpoint; see `sources`."""
+    return write_checkpoint(path, tensors) if source == "file" else root_of(tensors)
+
+
+def late_source(device: torch.device, path: Path, tensors: Tensors, source: str) -> Any:
+    """Return a checkpoint whose copies come late."""
+    if source == "root":
+        return late_root(device, path, tensors)
+    write_checkpoint(path, tensors)
+    late_copies(device)
+    return path
+
+
 def late_root(device: torch.device, path: Path, tensors: Tensors) -> HookedRoot:
     """Return a checkpoint whose copies come late, counted from the first read of its data."""
     started = threading.Lock()
@@ -132,70 +143,142 @@ def late_root(device: torch.device, path: Path, tensors: Tensors) -> HookedRoot:
     return HookedRoot(write_checkpoint(path, tensors), hook)
 
 
+def new_rings() -> None:
+    """Let the next load make a ring."""
+    rings.release_rings()
+    rings._rings.clear()
+
+
 def saved_at(path: Path) -> Tensors:
     return stio.sync.load(path, device="cpu", memory="copy")
 
 
-# Handing over.
+# What is delivered.
 
 
 @gpu
-@pytest.mark.parametrize("late", ["all copies", "default stream"])
-def test_a_tensor_is_read_behind_its_copies(device: torch.device, late: str) -> None:
-    """A stream gives out tensors whose copies are under way: the consumer's stream waits for them."""
-    tensors = numbers(num_small=4)  # there are slots for all of them
-    with stio.sync.open(root_of(tensors), device=device, budget_bytes=LITTLE) as opened:
-        event = late_copies(device, LONG_CYCLES) if late == "all copies" else busy(device, LONG_CYCLES)
-        with on_own_stream(device):
-            seen = {}
+@sources
+@pytest.mark.parametrize("call", ["load", "stream", "into a module", "warm start"])
+def test_what_is_delivered_is_there_for_any_stream(
+    device: torch.device, tmp_path: Path, source: str, call: str
+) -> None:
+    """The host has waited for the copies: no stream of a consumer does, and none was told to."""
+    tensors = {f"w{k}": tensor for k, tensor in enumerate(numbers(num_large=1, num_small=4).values())}
+    given, seen, kept = late_source(device, tmp_path, tensors, source), {}, []
+    module = parameters(**{name: tensor.shape for name, tensor in tensors.items()})
+    other = module_of(device).Stream(device=device)
+    options: dict[str, Any] = {"device": device, "budget_bytes": 4 * MIB}
+
+    def use(name: str, tensor: torch.Tensor) -> None:
+        kept.append(tensor)  # as torch demands, unless it is recorded: the memory is of the caller's stream
+        with module_of(device).stream(other):
+            seen[name] = tensor.detach().clone()
+
+    if call == "stream":
+        with stio.sync.open(given, **options) as opened:
             for name, tensor in opened.stream():
-                assert seen or not event.query(), "the host waited for the copies"
-                seen[name] = tensor.clone()
-            module_of(device).current_stream(device).synchronize()
+                use(name, tensor)
+    elif call == "load":
+        for name, tensor in stio.sync.load(given, **options).items():
+            use(name, tensor)
+    elif call == "into a module":
+        stio.sync.load_into(module, given, assign=True, **options)
+        for name in tensors:
+            use(name, getattr(module, name))
+    else:
+        with stio.sync.warm_start(module, given, **options):
+            for name in tensors:
+                use(name, getattr(module, name))
+    other.synchronize()
     require_equal(seen, tensors)
 
 
 @gpu
+@simulated
+@sources
 @pytest.mark.parametrize("call", ["stream", "warm start"])
-def test_a_tensor_is_read_behind_the_last_of_its_copies(device: torch.device, tmp_path: Path, call: str) -> None:
-    """Its first copies were done long ago: there are more of them than slots."""
-    tensors = {"weight": numbers(num_large=1)["large.0"]}
-    file = write_checkpoint(tmp_path, tensors) / "model.safetensors"
-    reads: list[bool] = []
-
-    def hook(name: str, offset: int, nbytes: int) -> None:
-        reads.append(offset + nbytes >= file.stat().st_size)
-        if reads[-1]:  # it has its slot, so nothing waits before it is sent
-            late_copies(device)
-
-    root = HookedRoot(tmp_path, hook)
+def test_a_tensor_is_delivered_behind_the_last_of_its_copies(
+    device: torch.device, tmp_path: Path, slow_copies: None, source: str, call: str
+) -> None:
+    """It has many, and the first ones have ended long before."""
+    tensors = {"weight": torch.randn(9, 512 * KIB), "bias": torch.randn(1000)}
+    given, other = source_of(tensors, tmp_path, source), module_of(device).Stream(device=device)
+    options: dict[str, Any] = {"device": device, "budget_bytes": 64 * MIB}
+    before = simdevice.num_copies()
     if call == "stream":
-        with stio.sync.open(root, device=device, budget_bytes=MIB) as opened, on_own_stream(device):
-            seen = {name: tensor.clone() for name, tensor in opened.stream()}
+        seen, kept = {}, []
+        with stio.sync.open(given, **options) as opened:
+            for name, tensor in opened.stream():
+                kept.append(tensor)
+                with module_of(device).stream(other):
+                    seen[name] = tensor.clone()
     else:
         module = parameters(**{name: tensor.shape for name, tensor in tensors.items()})
-        with stio.sync.warm_start(module, root, device=device, budget_bytes=MIB), on_own_stream(device):
-            seen = {"weight": module.weight.detach().clone()}
-    assert len(reads) > 30
-    assert sum(reads) == 1
-    torch.accelerator.synchronize(device)
+        with stio.sync.warm_start(module, given, **options), module_of(device).stream(other):
+            seen = {name: getattr(module, name).detach().clone() for name in tensors}
+    other.synchronize()
+    assert simdevice.num_copies() - before >= 3
     require_equal(seen, tensors)
+
+
+@gpu
+@sources
+@pytest.mark.parametrize("call", ["load", "load of an open one", "stream", "read", "into a module"])
+def test_memory_is_of_the_stream_that_is_current_in_the_caller_s_thread(
+    device: torch.device, tmp_path: Path, source: str, call: str
+) -> None:
+    """What is queued there may still read memory that is free: the copies wait for it, those to other memory do not.
+
+    The stream is the current one at the call, not where the checkpoint was opened.
+    """
+    first, second = ({"weight": numbers(num_large=1, seed=seed)["large.0"]} for seed in (0, 1))
+    given = source_of(second, tmp_path, source)
+    options: dict[str, Any] = {"device": device, "budget_bytes": 4 * MIB}
+    stio.sync.load(given, **options)  # the ring is there
+    module_of(device).empty_cache()
+    with stio.sync.open(given, **options) as opened, on_own_stream(device):
+        old = first["weight"].to(device)
+        keep_busy(LATE_CYCLES)
+        seen, address = old.clone(), old.data_ptr()
+        del old
+        gc.collect()
+        if call == "load":
+            found = stio.sync.load(given, **options)["weight"]
+        elif call == "load of an open one":
+            found = opened.load()["weight"]
+        elif call == "stream":
+            ((_, found),) = opened.stream()
+        elif call == "read":
+            found = opened.read("weight")
+        else:
+            module = parameters(weight=first["weight"].shape)
+            opened.load_into(module, assign=True)
+            found = module.weight.detach()
+        assert found.data_ptr() == address or not simdevice.installed(), "another stream's memory"
+        module_of(device).current_stream(device).synchronize()
+        require_equal({"weight": seen}, first)
+        require_equal({"weight": found}, second)
 
 
 @gpu
 @pytest.mark.parametrize("own_stream", [False, True], ids=["usual stream", "own stream"])
 @pytest.mark.parametrize("kind", ["large", "small"])
-def test_dropped_memory_stays_until_its_reader_is_through(device: torch.device, kind: str, own_stream: bool) -> None:
+@sources
+def test_dropped_memory_stays_until_its_reader_is_through(
+    device: torch.device, tmp_path: Path, source: str, kind: str, own_stream: bool
+) -> None:
     """The next load takes over the memory of tensors that were dropped, and a stream may still have to read them."""
     counts = {"num_large": 2} if kind == "large" else {"num_small": 9}
     first, second = numbers(**counts), numbers(**counts, seed=1)
+    given, next_one = source_of(first, tmp_path / "first", source), source_of(second, tmp_path / "second", source)
+    stio.sync.load(given, device=device, budget_bytes=LITTLE)  # the ring is there, so the copies come early
     with on_own_stream(device) if own_stream else torch.no_grad():
-        loaded = stio.sync.load(root_of(first), device=device, budget_bytes=LITTLE)
+        loaded = stio.sync.load(given, device=device, budget_bytes=LITTLE)
         keep_busy(LATE_CYCLES)
         seen = {name: tensor.clone() for name, tensor in loaded.items()}
         del loaded
         gc.collect()
-        again = stio.sync.load(root_of(second), device=device, budget_bytes=LITTLE)
+        again = stio.sync.load(next_one, device=device, budget_bytes=LITTLE)
         torch.accelerator.synchronize(device)
         require_equal(seen, first)
         require_equal(again, second)
@@ -219,12 +302,18 @@ def test_dropped_memory_of_a_module_stays_until_its_reader_is_through(device: to
 
 
 @gpu
+@sources
 @pytest.mark.parametrize("call", ["load", "stream", "into a module", "warm start", "buffer of a warm start"])
-def test_a_tensor_is_read_behind_its_cast(device: torch.device, late_casts: None, tmp_path: Path, call: str) -> None:
-    """Casts come behind the copies: a tensor is not there when its copies are."""
+def test_a_tensor_is_read_behind_its_cast(
+    device: torch.device, late_casts: None, tmp_path: Path, source: str, call: str
+) -> None:
+    """Casts come behind the copies, on the stream of the caller: a tensor is not there when its copies are.
+
+    A warm start's are there for any stream.
+    """
     tensors = {"weight": torch.randn(300, 100)}
     expected = {"weight": tensors["weight"].to(torch.float16)}
-    root = root_of(tensors)
+    root = source_of(tensors, tmp_path, source)
     module = parameters(weight=(300, 100))
     if call == "load":
         with on_own_stream(device):
@@ -260,18 +349,6 @@ def parameters(where: Any = "meta", **shapes: Any) -> Any:
 
 
 @gpu
-def test_a_parameter_of_a_warm_start_is_for_any_stream(device: torch.device, tmp_path: Path) -> None:
-    """No stream was told to wait for it: it is there when it is real."""
-    tensors = {f"small_{k}": torch.randn(1000) for k in range(4)}  # there are slots for all of them
-    module = parameters(**{name: tensor.shape for name, tensor in tensors.items()})
-    root = late_root(device, tmp_path, tensors)
-    with stio.sync.warm_start(module, root, device=device, budget_bytes=LITTLE), on_own_stream(device):
-        seen = {name: getattr(module, name).detach().clone() for name in tensors}
-        torch.accelerator.synchronize(device)
-    require_equal(seen, tensors)
-
-
-@gpu
 def test_both_of_two_tied_parameters_of_a_warm_start_are(
     device: torch.device, late_casts: None, tmp_path: Path
 ) -> None:
@@ -290,12 +367,14 @@ def test_both_of_two_tied_parameters_of_a_warm_start_are(
 
 
 @gpu
-def test_a_module_is_filled_behind_the_copies(device: torch.device, tmp_path: Path) -> None:
-    """`load_into` copies on the caller's stream, out of tensors whose copies are under way."""
+@sources
+def test_a_module_is_filled_behind_the_copies(device: torch.device, tmp_path: Path, source: str) -> None:
+    """`load_into` copies on the caller's stream, out of tensors whose copies have ended."""
     tensors = {"weight": torch.randn(300, 100)}
     module = parameters(device, weight=(300, 100))
     with on_own_stream(device):
-        stio.sync.load_into(module, late_root(device, tmp_path, tensors), device=device, budget_bytes=LITTLE)
+        given = late_source(device, tmp_path, tensors, source)
+        stio.sync.load_into(module, given, device=device, budget_bytes=LITTLE)
         seen = {"weight": module.weight.detach().clone()}
         module_of(device).current_stream(device).synchronize()
     require_equal(seen, tensors)
@@ -304,23 +383,57 @@ def test_a_module_is_filled_behind_the_copies(device: torch.device, tmp_path: Pa
 # The ring.
 
 
-@gpu
-def test_a_slot_is_filled_again_behind_its_copies(device: torch.device, tmp_path: Path) -> None:
-    """40 blocks through 8 slots, while none of the copies has begun."""
-    tensors = numbers(num_large=1, num_small=20)
-    found = stio.sync.load(late_root(device, tmp_path, tensors), device=device, budget_bytes=MIB)
-    require_equal(found, tensors)
+def more_than_all_slots() -> Tensors:
+    """Return tensors that fill each slot of a ring, and some of them twice."""
+    chance = torch.Generator().manual_seed(0)
+    num_slots = 3 * min(16, max(4, num_processors()))
+    return {
+        f"large.{k}": torch.randint(0, 255, (6, native.CHUNK_BYTES // 2), generator=chance, dtype=torch.uint8)
+        for k in range(num_slots // 2)
+    }
 
 
 @gpu
-def test_no_copy_is_under_way_when_a_stream_was_left(device: torch.device) -> None:
+@sources
+@pytest.mark.parametrize("budget_bytes", [MIB, 256 * MIB])
+def test_a_slot_is_filled_again_behind_its_copies(
+    device: torch.device, tmp_path: Path, source: str, budget_bytes: int
+) -> None:
+    """There are more chunks than slots, while none of the copies has begun."""
+    tensors = numbers(num_large=1, num_small=20) if budget_bytes == MIB else more_than_all_slots()
+    given = late_source(device, tmp_path, tensors, source)
+    require_equal(stio.sync.load(given, device=device, budget_bytes=budget_bytes), tensors)
+
+
+@gpu
+@simulated
+@pytest.mark.parametrize("budget_bytes", [4 * MIB, 256 * MIB])
+def test_slots_are_filled_again_while_copies_are_slow(
+    device: torch.device, tmp_path: Path, slow_copies: None, budget_bytes: int
+) -> None:
+    """All through a load, the ring is full."""
+    tensors = numbers(num_large=16, num_small=9)
+    path = write_checkpoint(tmp_path, tensors, 2)
+    for _ in range(2):
+        require_equal(stio.sync.load(path, device=device, budget_bytes=budget_bytes), tensors)
+
+
+@gpu
+@sources
+def test_no_copy_is_under_way_when_a_stream_was_left(device: torch.device, tmp_path: Path, source: str) -> None:
     """The copies that were queued have ended then: nothing reads staging memory or writes to the device any more."""
-    with stio.sync.open(root_of(numbers(num_small=4)), device=device, budget_bytes=LITTLE) as opened:
+    tensors = numbers(num_small=4)
+    given, trace = source_of(tensors, tmp_path, source), Trace()
+    stio.sync.load(given, device=device, budget_bytes=LITTLE)  # the ring is there
+    with stio.sync.open(given, device=device, budget_bytes=LITTLE, trace=trace) as opened:
         event = late_copies(device, LONG_CYCLES)
-        with opened.stream() as stream:
-            next(stream)
+        before = simdevice.num_copies() if simdevice.installed() else 0
+        with opened.stream():
+            assert eventually(lambda: any(span.name == "begin" for span in list(trace.spans)))
+            if simdevice.installed():
+                assert eventually(lambda: simdevice.num_copies() > before)
             assert not event.query()
-        assert event.query()
+        assert event.query() or not simdevice.installed()  # on a GPU no copy may have been queued yet
 
 
 def written_at_once(device: torch.device) -> Callable[[Any, bytes], None]:
@@ -512,7 +625,7 @@ def test_a_save_waits_for_no_other_stream(device: torch.device, tmp_path: Path, 
             events.append(late_copies(device, LONG_CYCLES))
         else:
             with module.stream(mine):
-                events.append(busy(device, LONG_CYCLES))
+                events.append(busy_event(device, LONG_CYCLES))
         return torch.zeros(1)
 
     def overtakes() -> bool:
@@ -550,10 +663,11 @@ def test_a_refused_copy_of_a_save_is_told_when_the_others_are_done(device: torch
 @simulated
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("call", ["load", "stream", "save", "warm start"])
-def test_a_copy_that_fails_is_told(device: torch.device, tmp_path: Path, call: str, number: int) -> None:
+@sources
+def test_a_copy_that_fails_is_told(device: torch.device, tmp_path: Path, source: str, call: str, number: int) -> None:
     """The driver reports it with the event behind the copy: without a look at that, old bytes would be handed out."""
-    tensors = numbers(num_large=1)
-    root = root_of(tensors)
+    tensors = {"large_0": torch.randn(17, 128 * KIB)}  # more than three chunks
+    root = source_of(tensors, tmp_path / "model", source)
     there = {name: tensor.to(device) for name, tensor in tensors.items()}
     torch.accelerator.synchronize(device)
     if call == "save":
@@ -569,10 +683,8 @@ def test_a_copy_that_fails_is_told(device: torch.device, tmp_path: Path, call: s
         elif call == "save":
             stio.sync.save(there, tmp_path / "m.safetensors")
         else:
-            module = parameters(large_0=tensors["large.0"].shape)
-            with stio.sync.warm_start(
-                module, root_of({"large_0": tensors["large.0"]}), device=device, budget_bytes=4 * MIB
-            ):
+            module = parameters(large_0=tensors["large_0"].shape)
+            with stio.sync.warm_start(module, root, device=device, budget_bytes=4 * MIB):
                 pass
     assert not (tmp_path / "m.safetensors").exists()
     simdevice.clear_faults()
@@ -587,6 +699,7 @@ def test_without_pinned_memory_all_goes_on(
     """Slower, with a warning."""
     tensors = numbers(num_large=1, num_small=3)
     path = write_checkpoint(tmp_path / "model", tensors)
+    new_rings()
     simdevice.refuse_pinning()
     found = stio.sync.load(path, device=device, budget_bytes=MIB)
     require_equal(found, tensors)

@@ -19,6 +19,9 @@ MIB = 1 << 20
 NUM_LAYERS = 24
 WIDTH = 512  # 1 MiB of float32 a layer
 
+LEAST_BYTES = 512
+"""What the allocator takes for the smallest tensor: torch makes one, for a moment, when it puts a tensor over a storage."""
+
 own_streams = pytest.mark.parametrize("own_stream", [False, True])
 
 
@@ -72,12 +75,13 @@ def test_the_device_needs_no_more_memory_than_the_budget(weights_path: Path) -> 
     device = resolve_device("auto")
     module, budget_bytes = new_module(device), 4 * MIB
     torch.accelerator.synchronize(device)
+    module_of(device).empty_cache()  # a block that another test left may be larger than what is asked for
     torch.accelerator.reset_peak_memory_stats(device)
     before = torch.accelerator.memory_allocated(device)
     stio.sync.load_into(module, weights_path, budget_bytes=budget_bytes)
     torch.accelerator.synchronize(device)
     extra = torch.accelerator.max_memory_allocated(device) - before
-    assert 0 < extra <= budget_bytes < NUM_LAYERS * MIB
+    assert 0 < extra <= budget_bytes + LEAST_BYTES < NUM_LAYERS * MIB
 
 
 @gpu

@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from accelerators import PLACES, Place, gpu, keep_busy, needs_two_devices
-from support import require_equal, run_python
+from accelerators import PLACES, Place, gpu, keep_busy, module_of, needs_two_devices, on_copy_stream
+from support import eventually, require_equal, run_python
 
 import stio.sync
 from stio.device.base import resolve_device
+from stio.runtime.trace import Trace
+from stio.testing import write_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 MIB = 1 << 20
 SHORT_CYCLES = 3_000_000
 """Some milliseconds: the copies of several groups."""
+LATE_CYCLES = 300_000_000
+"""About 0.15 s."""
 
 on_places = pytest.mark.parametrize("place", PLACES, indirect=True)
 
@@ -103,20 +107,34 @@ def test_casts_that_are_dropped_at_once(place: Place, checkpoint: Path, tensors:
 
 
 @gpu
-def test_work_that_was_queued_before_a_load_is_not_waited_for(checkpoint: Path, tensors: Tensors) -> None:
-    """A load shares no stream with its caller: it is over while the caller's own work still runs."""
+def test_work_that_is_queued_behind_a_load_is_not_waited_for(tmp_path: Path) -> None:
+    """A load waits for what its caller's stream had to do when its memory was allocated, and for nothing later."""
     device = resolve_device("auto")
-    stio.sync.load(checkpoint, device=device)  # what is made once a process is there
+    tensors = {f"w{k}": torch.full((MIB,), k, dtype=torch.uint8) for k in range(24)}
+    path = write_checkpoint(tmp_path, tensors)
+    stio.sync.load(path, device=device)  # what is made once a process is there
     torch.accelerator.synchronize(device)
-    module: Any = torch.get_device_module(device)
-    for _ in range(10):
-        keep_busy()
-    event = module.Event()
-    event.record()
-    with stio.sync.open(checkpoint, device=device) as opened:
-        loaded = opened.load()
-        assert not event.query()
-    require_equal(loaded, tensors)
+    module: Any = module_of(device)
+    trace, found = Trace(), {}
+
+    def load() -> None:
+        with module.stream(mine):
+            found.update(stio.sync.load(path, device=device, trace=trace))
+
+    mine = module.Stream(device)
+    with on_copy_stream(device):
+        keep_busy(LATE_CYCLES)  # the load is not over before there is work behind it
+    loading = threading.Thread(target=load)
+    loading.start()
+    assert eventually(lambda: any(span.name == "begin" for span in list(trace.spans)))
+    with module.stream(mine):
+        for _ in range(10):
+            keep_busy()
+        event = module.Event()
+        event.record(mine)
+    loading.join(60)
+    assert not event.query()
+    require_equal(found, tensors)
 
 
 SCRIPT = """

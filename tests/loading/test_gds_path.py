@@ -8,22 +8,21 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from accelerators import gpu, keep_busy
+from accelerators import gpu, keep_busy, module_of
 from kvikio_stand_in import Kvikio
 from support import eventually, nothing_left
 
 import stio
 import stio.sync
 from stio.device.base import resolve_device
-from stio.device.copy_queue import CopyQueue
 from stio.device.cuda import TorchAccelerator
+from stio.device.group_memory import bytes_of_storage
 from stio.errors import DeviceError, DeviceMemoryError, TruncatedError
 from stio.loading import page_cache
 from stio.loading.gds_path import GdsDevice
@@ -329,18 +328,20 @@ def test_cancel(place, monkeypatch) -> None:
 
 
 @gpu
-def test_a_slot_is_given_out_when_the_queue_is_done() -> None:
+def test_a_slot_is_given_out_when_the_stream_is_done() -> None:
     """The allocator gives memory out again for work that is queued behind its last use; the disk is in no queue."""
     device = TorchAccelerator(resolve_device("auto"))
     source = device.staging(4096)
     source.write(0, b"s" * 4096)
-    (target,) = device.allocate([4096])
-    with device.on_queue():
+    target = bytes_of_storage(device.allocate([4096])[0], 0, 4096)
+    with module_of(device.device).stream(device.copy_stream):
         keep_busy()
     event = device.copy([(target, source)])
     assert not event.query()  # or this shows nothing
-    GdsDevice(device, partial(CopyQueue, device, slot_bytes=4096, num_slots=1)).copy_queue.acquire(lambda: False)
+    gds = GdsDevice(device, 4096)
+    gds.take()
     assert event.query()
+    gds.close()
 
 
 # Wrong arguments.

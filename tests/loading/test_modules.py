@@ -251,13 +251,11 @@ async def test_a_loops_thread_makes_no_parameters(untied_file, monkeypatch):
     assert torch.equal(made, filled()["embed.weight"])
 
 
-async def test_assigned_from_a_device_handed_over_on_the_callers_thread(untied_file, monkeypatch):
-    device, threads = FakeDevice(), []
-    hand_over = device.hand_over
-    monkeypatch.setattr(device, "hand_over", lambda *args: (threads.append(threading.get_ident()), hand_over(*args)))
+async def test_assigned_on_a_device(untied_file):
+    device = FakeDevice()
     model = Tied("meta")
     await stio.load_into(model, untied_file, assign=True, device=device)
-    assert set(threads) == {threading.get_ident()}
+    assert device.num_pending == 0
     assert model.head.weight is model.embed.weight
     assert torch.equal(model.embed.weight, filled()["embed.weight"])
     assert torch.equal(model.steps, filled()["steps"])

@@ -60,7 +60,7 @@ def test_copies_of_a_device_have_passed(path: Path) -> None:
     found = sync.load(path, names="w", placements=placements, device=device)
     assert type(found["w"]) is Marked
     assert found["w"].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert device.num_hand_overs == 1
+    assert device.num_pending == 0
     assert placements.devices == {device.device}
 
 

@@ -120,6 +120,7 @@ PRELUDE = """
 import ctypes, errno, os, sys
 from pathlib import Path
 import pytest
+from stio import native
 from stio.runtime import memory
 from stio.errors import StorageError, TruncatedError
 from stio.storage.local import LocalRoot, open_file
@@ -132,6 +133,21 @@ def read(source, offset, *lengths):
     regions = [memory.allocate(length).sub(0, length) for length in lengths]
     source.read_into(offset, regions)
     return b"".join(region.tobytes() for region in regions)
+
+def populate(mapped, offset, nbytes, by):
+    if by == "plain":
+        mapped.populate(offset, nbytes)
+        return
+    ranges, transfer = native.Ranges(), native.Transfer()
+    ranges.file_to_host(0, mapped.file.fd, -1, offset, nbytes, mapped.region.address + offset, native.POPULATE)
+    transfer.add(ranges)
+    try:
+        while not transfer.take():
+            pass
+    except native.Failure as failure:
+        raise mapped.file.error(failure) from None
+    finally:
+        transfer.end()
 """
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support import needs_engine
 
 from stio.errors import StorageError, TruncatedError
 from stio.runtime.memory import HAVE_MMAP
-from stio.storage import mapped as mapped_module
 from stio.storage.local import LocalFile, open_file
 from stio.storage.mapped import MappedFile
 
@@ -82,86 +79,6 @@ def test_c90_shrunk_before_populating(file: LocalFile, path: Path) -> None:
     assert caught.value.path == str(path)
 
 
-@pytest.mark.parametrize(
-    ("offset", "nbytes"), [(0, 0), (0, len(DATA)), (1, 1), (4096, 65_536), (70_000, 200_001), (len(DATA) - 1, 1)]
-)
-def test_touching_reads_a_range_and_no_more(
-    file: LocalFile, monkeypatch: pytest.MonkeyPatch, offset: int, nbytes: int
-) -> None:
-    read, seen = os.preadv, []
-
-    def preadv(fd: int, buffers: list[memoryview], at: int) -> int:
-        seen.append((at, count := read(fd, buffers, at)))
-        return count
-
-    monkeypatch.setattr(mapped_module, "_TOUCH_BYTES", 3 << 16)
-    monkeypatch.setattr(mapped_module, "_PATIENCE_SECONDS", 60.0)
-    monkeypatch.setattr(os, "preadv", preadv)
-    MappedFile(file).touch(offset, nbytes)
-    assert sum(count for _, count in seen) == nbytes
-    assert [at for at, _ in seen] == list(range(offset, offset + nbytes, 3 << 16))
-
-
-def test_nothing_is_touched_any_more_where_it_was_slow(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others want the processor, or the GIL: a server that answers comes before pages that are warm."""
-    read, seen = os.preadv, []
-
-    def preadv(fd: int, buffers: list[memoryview], at: int) -> int:
-        seen.append(at)
-        time.sleep(0.03)
-        return read(fd, buffers, at)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    mapped = MappedFile(file)
-    mapped.touch(1 << 20, 1 << 20)
-    mapped.touch(0, len(DATA))
-    assert seen == [1 << 20]
-
-
-def test_one_slow_touch_among_many_is_forgiven(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-
-    def preadv(fd: int, buffers: list[memoryview], at: int) -> int:
-        clock[0] += 0.015 if at == 1 << 20 else 0.0001
-        return len(buffers[0])
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr(mapped_module, "perf_counter", lambda: clock[0])
-    MappedFile(file).touch(0, 3 << 20)
-    assert clock[0] == pytest.approx(0.015 + 11 * 0.0001)
-
-
-def test_one_thread_touches_at_a_time(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, inside, most = os.preadv, [], []
-
-    def preadv(fd: int, buffers: list[memoryview], at: int) -> int:
-        inside.append(at)
-        most.append(len(inside))
-        time.sleep(0.001)
-        inside.remove(at)
-        return read(fd, buffers, at)
-
-    monkeypatch.setattr(mapped_module, "_PATIENCE_SECONDS", 60.0)
-    monkeypatch.setattr(os, "preadv", preadv)
-    mapped = MappedFile(file)
-    threads = [threading.Thread(target=mapped.touch, args=(k << 20, 1 << 19)) for k in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(most) > 5
-    assert max(most) == 1
-
-
-def test_c90_touching_a_file_that_was_cut_ends(file: LocalFile, path: Path) -> None:
-    mapped = MappedFile(file)
-    os.truncate(path, 10_000)
-    mapped.touch(0, len(DATA))
-    mapped.touch(20_000, 5)
-    file.close()
-    mapped.touch(0, 5)
-
-
 def test_c90_shrunk_before_mapping(file: LocalFile, path: Path) -> None:
     path.write_bytes(b"")
     mapped = MappedFile(file)
@@ -179,16 +96,22 @@ def test_closed_file(path: Path) -> None:
         MappedFile(file)
 
 
-def test_c89_disk_error(run_faulty: Callable[..., str], path: Path) -> None:
+BY = pytest.mark.parametrize("by", ["plain", pytest.param("engine", marks=needs_engine)])
+"""Who populates: `MappedFile`, or the engine."""
+
+
+@BY
+def test_c89_disk_error(run_faulty: Callable[..., str], path: Path, by: str) -> None:
     """A fault does not say why; the read that follows it does."""
     run_faulty(
         """
         mapped = MappedFile(open_file(path))
         with pytest.raises(StorageError) as caught:
-            mapped.populate(8192, 4096)
+            populate(mapped, 8192, 4096, sys.argv[2])
         assert (caught.value.errno, caught.value.offset) == (errno.EIO, 8192)
         """,
         path,
+        by,
         modes="fault broken",
     )
 
@@ -214,28 +137,32 @@ def test_c90_fault_at_a_file_that_was_cut(run_faulty: Callable[..., str], path: 
     )
 
 
+@BY
 @pytest.mark.parametrize("modes", ["fault", "oldkernel", "signal"])
-def test_populating_is_advice(run_faulty: Callable[..., str], path: Path, modes: str) -> None:
+def test_populating_is_advice(run_faulty: Callable[..., str], path: Path, modes: str, by: str) -> None:
     """A kernel that has no such call, a signal, a fault that does not come again: the bytes are there all the same."""
     run_faulty(
         """
         data, mapped = Path(path).read_bytes(), MappedFile(open_file(path))
-        mapped.populate(100, 2_500_000)
+        populate(mapped, 100, 2_500_000, sys.argv[2])
         assert hits() >= 1
         assert mapped.region.tobytes() == data
         """,
         path,
+        by,
         modes=modes,
     )
 
 
-def test_c89_poisoned_page(run_faulty: Callable[..., str], path: Path) -> None:
+@BY
+def test_c89_poisoned_page(run_faulty: Callable[..., str], path: Path, by: str) -> None:
     run_faulty(
         """
         with pytest.raises(StorageError, match="populating") as caught:
-            MappedFile(open_file(path)).populate(0, 4096)
+            populate(MappedFile(open_file(path)), 0, 4096, sys.argv[2])
         assert caught.value.errno == 133  # EHWPOISON
         """,
         path,
+        by,
         modes="poisoned",
     )

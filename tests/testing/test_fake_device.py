@@ -56,19 +56,10 @@ def test_events_pass_in_order_by_themselves() -> None:
     assert (device.num_copies, device.num_passed, device.num_pending) == (20, 20, 0)
 
 
-@pytest.mark.parametrize("wait", ["hand_over", "on_queue"])
-def test_what_waits_for_the_device_sees_its_work(wait: str) -> None:
-    device = FakeDevice(manual=True)
-    first, second = device.empty(3), device.empty(3)
-    event = device.copy([(first, filled(device, b"abc"))])
-    device.copy([(second, filled(device, b"def"))])
-    if wait == "hand_over":
-        device.hand_over([first], [event])
-        assert (device.num_hand_overs, device.num_pending) == (1, 1)
-    else:
-        with device.on_queue():
-            assert device.num_pending == 0
-    assert bytes(first.tolist()) == b"abc"
+def test_storages_are_new_memory() -> None:
+    device = FakeDevice()
+    sizes = [storage.nbytes() for storage in device.allocate([3, 0, 5])]
+    assert (sizes, device.peak_bytes) == ([3, 0, 5], 8)
 
 
 def test_memory_is_counted_and_ends() -> None:
