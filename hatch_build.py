@@ -2,8 +2,9 @@
 
     python hatch_build.py           # in a checkout: compile it anew
 
-With a C compiler (`CC`, else `cc`; `CFLAGS` are added) the wheel has the library and the tag `py3-none-PLATFORM`. Without
-one, or where it fails, the wheel is pure, with one line that says so; with `STIO_REQUIRE_NATIVE=1` that is an error.
+With a C compiler (`CC`, else `cc`; `CFLAGS` are added) the wheel has the library and the tag `py3-none-PLATFORM`.
+Without one, or where it fails, the wheel is pure, with one line that says so; with `STIO_REQUIRE_NATIVE=1` that is an
+error.
 """
 
 from __future__ import annotations
