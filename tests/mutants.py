@@ -1,4 +1,4 @@
-"""Breaks the device path in many ways, one at a time, and proves that the tests find each of them, every time.
+"""Breaks the device path and the engine in many ways, one at a time, and proves that the tests find each, every time.
 
     python tests/mutants.py [--only NAME ...] [--times N] [--jobs N] [--list]
 
@@ -727,16 +727,6 @@ MUTANTS = (
         "copies are queued on the default stream",
         RING,
         ("(size_t)(high - low), ring->stream);", "(size_t)(high - low), NULL);"),
-        tests=EACH_EVENT,
-    ),
-    mutant(
-        "engine: a chunk ends when it is queued",
-        "a chunk for a device has ended as soon as its copies are queued",
-        ENGINE_C,
-        (
-            "    if (!is_queued) stio_chunk_ended(one, device, &failure);",
-            "    stio_chunk_ended(one, device, &failure);",
-        ),
         tests=EACH_EVENT,
     ),
     mutant(
