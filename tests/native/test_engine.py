@@ -662,8 +662,8 @@ def test_a_ring_without_users_is_given_back_in_time(file: File, device: Device) 
             assert eventually(lambda: device.ring.held_bytes == 0)
             assert time.monotonic() - start >= seconds
         before = time.process_time()  # no thread turns without work
-        time.sleep(0.3)
-        assert time.process_time() - before < 0.15
+        time.sleep(0.5)
+        assert time.process_time() - before < 0.01  # on a busy machine a thread that turns gets little more
     finally:
         native.set_idle(10)
 
