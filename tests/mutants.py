@@ -775,6 +775,22 @@ MUTANTS = (
         tests=ENGINE + "test_a_ring_without_users_is_given_back_in_time",
     ),
     mutant(
+        "engine: memory is released in the ring",
+        "memory is taken out of a ring behind its release, so that a transfer which begins meanwhile fills it",
+        RING,
+        (
+            "    for (int thread = 0; thread < STIO_MAX_THREADS; ++thread) ring->of_thread[thread].memory = NULL;\n"
+            "    ring->is_trimmed = false;\n    ring->is_releasing = true;\n",
+            "    ring->is_trimmed = false;\n    ring->is_releasing = true;\n",
+        ),
+        (
+            "    ring->is_releasing = false;\n}",
+            "    for (int thread = 0; thread < STIO_MAX_THREADS; ++thread) ring->of_thread[thread].memory = NULL;\n"
+            "    ring->is_releasing = false;\n}",
+        ),
+        tests=ENGINE + "test_memory_that_is_being_released_is_not_used_again",
+    ),
+    mutant(
         "engine: memory stays pinned",
         "memory of a ring is unmapped and not unpinned",
         RING,

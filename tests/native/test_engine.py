@@ -648,6 +648,36 @@ def test_a_ring_is_trimmed_and_released(file: File, device: Device) -> None:
     native.set_idle(10)
 
 
+def test_memory_that_is_being_released_is_not_used_again(file: File, device: Device) -> None:
+    def load_all() -> tuple[list[Memory], Transfer]:
+        """Fill the slots of all threads that are free, on a paused device."""
+        device.pause()
+        memories, transfer = [Memory(FILE_BYTES) for _ in range(6)], Transfer()
+        for group, memory in enumerate(memories):
+            transfer.add(whole_file(file, device, memory, group))
+        settle(device)
+        return memories, transfer
+
+    pinned = device.pinned_bytes - device.ring.held_bytes
+    memories, transfer = load_all()
+    device.resume()
+    take_all(transfer, len(memories))
+    transfer.end()
+    device.hold_unpin(True)
+    trimming = Waiting(device.ring.trim)
+    assert eventually(lambda: device.unpin_waits)
+    memories, transfer = load_all()  # the ring is in use again, and none of its memory is back at the system yet
+    assert not trimming.ends(0.1)
+    device.hold_unpin(False)
+    assert trimming.ends()  # the device would refer to what was unpinned
+    device.resume()
+    take_all(transfer, len(memories))
+    assert all(memory[:] == file.bytes for memory in memories)
+    transfer.end()
+    device.ring.trim()
+    assert device.pinned_bytes == pinned
+
+
 def test_a_ring_without_users_is_given_back_in_time(file: File, device: Device) -> None:
     try:
         for seconds in (0.2, 0.0):
