@@ -162,7 +162,7 @@ frameworks: $(ENGINE) $(MODEL_STAMP) $(FRAMEWORKS_STAMP)  ## frameworks that use
 	STIO_TEST_FRAMEWORKS=all $(FRAMEWORKS)/bin/python -m pytest -q tests/frameworks tests/integrations/test_trainer_peft.py
 	$(BIN)/python tests/integrations/check_published.py --download
 
-mutants: $(ENGINE)  ## break the code of devices at one place at a time; the tests must detect each mutant
+mutants: $(ENGINE)  ## break the code of devices and the engine at one place at a time; the tests must detect each mutant
 	$(BIN)/python tests/mutants.py
 
 faults: $(ENGINE)  ## run the tests of each fault that was found by use, and write their names into docs/faults.md

@@ -1,4 +1,4 @@
-"""Breaks the device path in many ways, one at a time, and proves that the tests find each of them, every time.
+"""Breaks the device path and the engine in many ways, one at a time, and proves that the tests find each, every time.
 
     python tests/mutants.py [--only NAME ...] [--times N] [--jobs N] [--list]
 
@@ -730,16 +730,6 @@ MUTANTS = (
         tests=EACH_EVENT,
     ),
     mutant(
-        "engine: a chunk ends when it is queued",
-        "a chunk for a device has ended as soon as its copies are queued",
-        ENGINE_C,
-        (
-            "    if (!is_queued) stio_chunk_ended(one, device, &failure);",
-            "    stio_chunk_ended(one, device, &failure);",
-        ),
-        tests=EACH_EVENT,
-    ),
-    mutant(
         "engine: a group is complete with its last chunk cut",
         "a group is complete when all of it is cut, and one chunk has ended",
         ENGINE_C,
@@ -783,6 +773,22 @@ MUTANTS = (
             "        if (ring->is_releasing) continue;\n",
         ),
         tests=ENGINE + "test_a_ring_without_users_is_given_back_in_time",
+    ),
+    mutant(
+        "engine: memory is released in the ring",
+        "memory is taken out of a ring behind its release, so that a transfer which begins meanwhile fills it",
+        RING,
+        (
+            "    for (int thread = 0; thread < STIO_MAX_THREADS; ++thread) ring->of_thread[thread].memory = NULL;\n"
+            "    ring->is_trimmed = false;\n    ring->is_releasing = true;\n",
+            "    ring->is_trimmed = false;\n    ring->is_releasing = true;\n",
+        ),
+        (
+            "    ring->is_releasing = false;\n}",
+            "    for (int thread = 0; thread < STIO_MAX_THREADS; ++thread) ring->of_thread[thread].memory = NULL;\n"
+            "    ring->is_releasing = false;\n}",
+        ),
+        tests=ENGINE + "test_memory_that_is_being_released_is_not_used_again",
     ),
     mutant(
         "engine: memory stays pinned",

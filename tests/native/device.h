@@ -61,7 +61,7 @@ typedef struct device {
 static device devices[NUM_DEVICES];
 static _Thread_local device *current;
 static int64_t pinned_bytes;
-static bool any_lost;
+static bool any_lost, unpin_is_held, unpin_waits;
 typedef struct pin {
     char *memory;
     size_t nbytes;
@@ -225,6 +225,10 @@ static int fake_pin(void *address, size_t nbytes, unsigned flags) {
 }
 
 static int fake_unpin(void *address) {
+    while (__atomic_load_n(&unpin_is_held, __ATOMIC_ACQUIRE)) {
+        __atomic_store_n(&unpin_waits, true, __ATOMIC_RELEASE);
+        pause_us(500);
+    }
     pthread_mutex_lock(&pins_lock);
     size_t k = 0;
     while (k < sizeof pins / sizeof *pins && pins[k].memory != address) ++k;

@@ -63,6 +63,14 @@ uint64_t fake_num_copies(device *one) {
     return number;
 }
 
+/* Let calls that unpin memory wait, or go on. */
+void fake_hold_unpin(bool is_held) {
+    __atomic_store_n(&unpin_waits, false, __ATOMIC_RELEASE);
+    __atomic_store_n(&unpin_is_held, is_held, __ATOMIC_RELEASE);
+}
+
+bool fake_unpin_waits(void) { return __atomic_load_n(&unpin_waits, __ATOMIC_ACQUIRE); }
+
 bool fake_refers(device *one, const char *memory, size_t nbytes) { return refers(one, memory, nbytes); }
 
 int64_t fake_pinned_bytes(void) {

@@ -102,6 +102,15 @@ class Device:
         """Let so many operations run although it is paused."""
         self._library.fake_step(self.pointer, count)
 
+    def hold_unpin(self, is_held: bool) -> None:
+        """Let calls that unpin memory wait, or go on."""
+        self._library.fake_hold_unpin(is_held)
+
+    @property
+    def unpin_waits(self) -> bool:
+        """Whether a call that unpins memory waits."""
+        return bool(self._library.fake_unpin_waits())
+
     def delay(self, most_us: int) -> None:
         """Delay each operation by up to so many microseconds."""
         self._library.fake_delay(self.pointer, most_us)
@@ -125,6 +134,7 @@ class Device:
         return bool(self._library.fake_refers(self.pointer, memory.address, memory.nbytes))
 
     def reset(self) -> None:
+        self.hold_unpin(False)
         self.resume()
         self.delay(0)
         self.fail()
@@ -137,6 +147,8 @@ def devices_of(path: Path) -> list[Device]:
     for name, result, arguments in (
         ("fake_table", pointer, []),
         ("fake_device", pointer, [ctypes.c_int]),
+        ("fake_hold_unpin", None, [ctypes.c_bool]),
+        ("fake_unpin_waits", ctypes.c_bool, []),
         ("fake_pause", None, [pointer, ctypes.c_bool]),
         ("fake_step", None, [pointer, ctypes.c_int]),
         ("fake_fail", None, [pointer, *[ctypes.c_int] * 4, ctypes.c_bool]),

@@ -350,8 +350,11 @@ def broken(file: File, device: Device) -> Iterator[Callable[..., Failure]]:
         describe(ranges)
         transfer.add(ranges)
         with pytest.raises(Failure) as caught:
-            for _ in range(10):
-                transfer.take(PATIENCE_SECONDS)
+            num_done = 0
+            while num_done < 6:
+                found = transfer.take(PATIENCE_SECONDS)
+                assert found
+                num_done += len(found)
         with pytest.raises(Failure) as again:
             transfer.take(None)
         assert vars(again.value) == vars(caught.value)
@@ -645,6 +648,36 @@ def test_a_ring_is_trimmed_and_released(file: File, device: Device) -> None:
     native.set_idle(10)
 
 
+def test_memory_that_is_being_released_is_not_used_again(file: File, device: Device) -> None:
+    def load_all() -> tuple[list[Memory], Transfer]:
+        """Fill the slots of all threads that are free, on a paused device."""
+        device.pause()
+        memories, transfer = [Memory(FILE_BYTES) for _ in range(6)], Transfer()
+        for group, memory in enumerate(memories):
+            transfer.add(whole_file(file, device, memory, group))
+        settle(device)
+        return memories, transfer
+
+    pinned = device.pinned_bytes - device.ring.held_bytes
+    memories, transfer = load_all()
+    device.resume()
+    take_all(transfer, len(memories))
+    transfer.end()
+    device.hold_unpin(True)
+    trimming = Waiting(device.ring.trim)
+    assert eventually(lambda: device.unpin_waits)
+    memories, transfer = load_all()  # the ring is in use again, and none of its memory is back at the system yet
+    assert not trimming.ends(0.1)
+    device.hold_unpin(False)
+    assert trimming.ends()  # the device would refer to what was unpinned
+    device.resume()
+    take_all(transfer, len(memories))
+    assert all(memory[:] == file.bytes for memory in memories)
+    transfer.end()
+    device.ring.trim()
+    assert device.pinned_bytes == pinned
+
+
 def test_a_ring_without_users_is_given_back_in_time(file: File, device: Device) -> None:
     try:
         for seconds in (0.2, 0.0):
@@ -659,8 +692,8 @@ def test_a_ring_without_users_is_given_back_in_time(file: File, device: Device) 
             assert eventually(lambda: device.ring.held_bytes == 0)
             assert time.monotonic() - start >= seconds
         before = time.process_time()  # no thread turns without work
-        time.sleep(0.3)
-        assert time.process_time() - before < 0.15
+        time.sleep(0.5)
+        assert time.process_time() - before < 0.01  # on a busy machine a thread that turns gets little more
     finally:
         native.set_idle(10)
 
