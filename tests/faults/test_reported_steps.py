@@ -219,6 +219,46 @@ def test_c319_latest_leaves_out_what_is_not_complete(
     assert bool(told) == (harm not in ("nothing",) and not (harm == "missing" and not keywords))
 
 
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "model-0123456789-00001-of-00002.safetensors"])
+def test_c319_latest_leaves_out_shards_of_which_some_are_missing(
+    tmp_path: Path, name: str, beside: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, [1, 2])
+    (tmp_path / "step-2" / "model.safetensors").rename(tmp_path / "step-2" / name)
+    if beside and "0123" not in name:
+        sync.save(STATE, tmp_path / "step-2" / "optimizer.safetensors")
+    assert stio.latest(tmp_path) == str(tmp_path / "step-1")
+    assert "shards" in warnings_in(caplog)[0]
+
+
+@pytest.mark.parametrize("what", ["a link", "a link to a file", "a pickle"])
+def test_c319_latest_tells_of_a_newer_step_that_it_cannot_take(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, [1])
+    if what == "a pickle":
+        (tmp_path / "step-2").mkdir()
+        torch.save(STATE, tmp_path / "step-2" / "pytorch_model.bin")
+    else:
+        (tmp_path / ("step-2" if what == "a link" else "step-2.safetensors")).symlink_to("nowhere")
+    (tmp_path / "log-3.txt").symlink_to("nowhere")
+    assert stio.latest(tmp_path) == str(tmp_path / "step-1")
+    (line,) = warnings_in(caplog)
+    assert ("pytorch_model.bin is a file of torch.save" if what == "a pickle" else "is a link to 'nowhere'") in line
+
+
+def test_c319_latest_follows_links_that_lead_out_if_the_caller_allows_it(tmp_path: Path) -> None:
+    run(tmp_path / "run", [1, 2])
+    (tmp_path / "run" / "step-2" / "model.safetensors").rename(tmp_path / "x")
+    (tmp_path / "run" / "step-2" / "model.safetensors").symlink_to(tmp_path / "x")
+    with pytest.raises(stio.UnsafePathError, match="pass follow_symlinks=True"):
+        stio.latest(tmp_path / "run")
+    found = stio.latest(tmp_path / "run", follow_symlinks=True)
+    assert found == str(tmp_path / "run" / "step-2")
+    assert sync.load(found, follow_symlinks=True)
+
+
 def test_c319_latest_leaves_out_hidden_names_and_other_files(tmp_path: Path) -> None:
     run(tmp_path, [1])
     run(tmp_path, [7], (".step-{}",))
