@@ -102,6 +102,21 @@ def test_c313_more_random_arguments(seed: int, tmp_path: Path) -> None:
     assert difference(random_case(seed), tmp_path) is None
 
 
+def test_c313_load_from_checkpoint_waits_for_a_save_of_its_file(slow: None, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path / "c", filename="m", every_n_train_steps=1, enable_version_counter=False)
+    seen: list[bool] = []
+
+    def look(trainer: Trainer) -> None:
+        if trainer.global_step:
+            found = Small.load_from_checkpoint(tmp_path / "c" / "m.ckpt").state_dict()
+            own = trainer.lightning_module.state_dict()
+            seen.append(all(torch.equal(found[name], tensor) for name, tensor in own.items()))
+
+    looking = At("on_train_batch_start", look)
+    make_trainer(tmp_path, StioCheckpointIO(), saving, looking, epochs=1).fit(Small(), loader())
+    assert seen == [True] * (STEPS_PER_EPOCH - 1)
+
+
 def test_c313_a_pending_save_counts_as_a_file_and_a_pending_removal_does_not(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path / "c", every_n_train_steps=1)
     seen: list[tuple[bool, ...]] = []
