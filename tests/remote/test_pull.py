@@ -20,9 +20,11 @@ from support import run_python
 
 import stio
 from stio.cli.main import main
+from stio.format.naming import FILE_SUFFIX
 from stio.loading import pull as pulling
 from stio.runtime.operation import Operation
 from stio.storage.commit import syscalls
+from stio.testing import checkpoint_bytes
 
 SIZE = 4 << 20
 """Bytes of one tensor, and of one shard."""
@@ -304,3 +306,23 @@ def test_what_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(syscalls, "reserve", fail)
     assert os.strerror(28) in run(model, tmp_path / "m", status=2)
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("other", ["adapter_model.safetensors", "a.bin.index.json", "a.safetensors.index.json"])
+def test_a_further_file_is_not_taken_for_the_checkpoint(server: HttpServer, tmp_path: Path, other: str) -> None:
+    stio.sync.save({"w": torch.ones(8)}, tmp_path / "source", hash="sha256")
+    for path in (tmp_path / "source").iterdir():
+        server.put(f"/m/{path.name}", path.read_bytes())
+    further = b'{"weight_map": {"a": "missing.safetensors"}}'
+    if other.endswith(FILE_SUFFIX):
+        further = checkpoint_bytes({"lora": torch.ones(2)})
+    server.put(f"/m/{other}", further)
+    first = pulling.pull(f"{server.url}/m", tmp_path / "target", also=[other])
+    assert first.verified == "sha256"
+    again = pulling.pull(f"{server.url}/m", tmp_path / "target", also=[other])
+    assert (again.verified, again.fetched_bytes) == ("sha256", 0)
+    data = (tmp_path / "source" / "model.safetensors").read_bytes()
+    server.put("/m/model.safetensors", data[:-1] + b"x")
+    for also in ([other], [other, "model.safetensors"]):
+        with pytest.raises(stio.IntegrityError, match=r"model\.safetensors"):
+            pulling.pull(f"{server.url}/m", tmp_path / "damaged", also=also)
