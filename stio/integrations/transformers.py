@@ -23,6 +23,8 @@ FSDP `_load_from_checkpoint` and `_load_best_model`, which are not public.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 import sys
@@ -265,8 +267,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if state.is_world_process_zero:
             warn_of_higher_steps(self._directory(args), state.global_step)
         self._complete = 0 < state.max_steps <= state.global_step
-        if state.stateful_callbacks.pop(_STATE_KEY, None) is not None:
-            self._restore(args, state, now)
+        if (saved := state.stateful_callbacks.pop(_STATE_KEY, None)) is not None:
+            self._restore(args, state, now, saved)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
@@ -476,7 +478,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             if now.get("processing_class") is not None:
                 now["processing_class"].save_pretrained(save.path)
             with_state = self._with_state(args)
-            self._describe(state, control, with_state).save_to_json(os.path.join(save.path, TRAINER_STATE))
+            described = self._describe(state, control, with_state, self._directory(args))
+            described.save_to_json(os.path.join(save.path, TRAINER_STATE))
         return save
 
     def _saves_of(
@@ -522,14 +525,14 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _directory(self, args: TrainingArguments) -> str:
         return os.path.abspath(self._output(args))
 
-    def _describe(self, state: TrainerState, control: TrainerControl, with_state: bool) -> TrainerState:
-        """Return the content of `trainer_state.json`."""
+    def _describe(self, state: TrainerState, control: TrainerControl, with_state: bool, directory: str) -> TrainerState:
+        """Return the content of `trainer_state.json` in a directory of checkpoints."""
         callbacks = {**state.stateful_callbacks, type(control).__name__: control.state()}
         if self._trainer is not None:
             exported = [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
             callbacks = dataclasses.replace(state, stateful_callbacks=[*exported, control]).stateful_callbacks
         if with_state:
-            callbacks[_STATE_KEY] = {"args": {}, "attributes": {}}
+            callbacks[_STATE_KEY] = {"args": {}, "attributes": {"saved_to": _digest_of(directory)}}
         return dataclasses.replace(state, stateful_callbacks=callbacks)
 
     def _unsupported_sharding(self, args: TrainingArguments, model: nn.Module) -> str | None:
@@ -558,8 +561,14 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     # Resuming.
 
-    def _restore(self, args: TrainingArguments, state: TrainerState, now: Mapping[str, Any]) -> None:
-        """Restore all that Trainer does not: it restores the model, its own state and the position in the data."""
+    def _restore(
+        self, args: TrainingArguments, state: TrainerState, now: Mapping[str, Any], saved: Mapping[str, Any]
+    ) -> None:
+        """Restore all that Trainer does not: it restores the model, its own state and the position in the data.
+
+        Trainer does not tell a callback from which directory it resumes. So unless `resume` has determined it, the
+        state that it has loaded is compared with that in the callback's own directory.
+        """
         checkpoint = self._resume_from or os.path.join(self._directory(args), f"checkpoint-{state.global_step}")
         path = os.path.join(checkpoint, STATE_NAME)
         try:
@@ -567,6 +576,12 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         except CheckpointNotFoundError as error:
             error.add_note("resume from another directory with StioCallback.resume(trainer, checkpoint)")
             raise
+        if self._resume_from is None and _identity_of(checkpoint) != _identity(saved, state.log_history):
+            raise MismatchError(
+                "Trainer resumes from a checkpoint of another directory, and the training state of this one is of "
+                "another run; resume with StioCallback.resume(trainer, checkpoint)",
+                path=path,
+            )
         if training["global_step"] != state.global_step:
             raise MismatchError(
                 "the training state belongs to another checkpoint than the one that Trainer resumes from",
@@ -587,6 +602,26 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             logger.warning(
                 "the saved random generators are those of %d processes; they are not restored", len(training["random"])
             )
+
+
+def _digest_of(directory: str) -> str:
+    """Return a digest of a directory's path: equal for the saves of one run, and no name that a push publishes."""
+    return hashlib.blake2b(os.fsencode(os.path.realpath(directory)), digest_size=16).hexdigest()
+
+
+def _identity_of(checkpoint: str) -> str:
+    """Return `_identity` of what a checkpoint holds."""
+    try:
+        with open(os.path.join(checkpoint, TRAINER_STATE), encoding="utf-8") as file:
+            loaded = json.load(file)
+        return _identity(loaded["stateful_callbacks"][_STATE_KEY], loaded["log_history"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""  # Trainer has read another file
+
+
+def _identity(saved: Mapping[str, Any], log_history: Sequence[Mapping[str, Any]]) -> str:
+    """Return text that differs between checkpoints of one step of two runs: where it was saved, and what was logged."""
+    return json.dumps([saved, log_history], sort_keys=True, default=str)
 
 
 class _RequestControl(TrainerControl):  # type: ignore[misc]  # transformers is not followed by mypy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -344,6 +345,28 @@ def test_a_training_state_that_is_not_found_is_an_error(tmp_path: Path) -> None:
     )
     with pytest.raises(stio.MismatchError, match="another checkpoint"):
         make_trainer(tmp_path / "there", [StioCallback()]).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("logs", ["steps", "no"])
+def test_weights_and_optimizer_are_of_one_run(tmp_path: Path, logs: str) -> None:
+    """Trainer does not say where it resumes: the step alone would fit a checkpoint of another run."""
+    for name, rate in (("mine", 1e-2), ("theirs", 1e-3)):
+        callback = StioCallback()
+        make_trainer(
+            tmp_path / name, [callback], learning_rate=rate, max_steps=4, logging_strategy=logs, logging_steps=1
+        ).train()
+    theirs = tmp_path / "theirs" / "checkpoint-2"
+    for path in (theirs, shutil.copytree(theirs, tmp_path / "copied" / "checkpoint-2")):
+        trainer = make_trainer(tmp_path / "mine", [StioCallback()], max_steps=4)
+        with pytest.raises(stio.MismatchError, match=r"another run; resume with StioCallback.resume\(trainer, chec"):
+            trainer.train(resume_from_checkpoint=str(path))
+    callback = StioCallback()
+    callback.resume(make_trainer(tmp_path / "mine", [callback], max_steps=4), theirs)  # the step
+    # A directory that was copied or renamed as a whole is resumed from.
+    shutil.copytree(tmp_path / "theirs", tmp_path / "moved")
+    make_trainer(tmp_path / "moved", [StioCallback()], max_steps=4).train(
+        resume_from_checkpoint=str(tmp_path / "moved" / "checkpoint-2")
+    )
 
 
 def test_resume_from_a_chosen_checkpoint(tmp_path: Path, undisturbed: Weights) -> None:
