@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, printable
-from stio.format.file_kinds import FileKind
+from stio.format.file_kinds import TORCH_SAVE, FileKind
 from stio.format.naming import (
     FILE_SUFFIX,
     FILE_SUFFIXES,
@@ -236,7 +236,7 @@ def warning_of_pickle(path: str, loaded: NamedCheckpoint, pickle: str) -> str:
     """Return a warning of a model in a file of torch.save beside a checkpoint that is not the same model."""
     return (
         f"{printable(path)}: {loaded} is what is loaded, and {printable(pickle)} in the same directory, a file of "
-        "torch.save, is not read; if that is the model you mean, `stio convert` of its path makes safetensors of it"
+        f"torch.save, is not read; if that is the model you mean: {TORCH_SAVE.advice_at(path)} if SOURCE is its path"
     )
 
 

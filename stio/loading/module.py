@@ -100,6 +100,7 @@ class ModuleTarget:
         part_of: Returns the part of a tensor that this process holds.
 
     Raises:
+        TypeError: It is no module.
         MismatchError: `state_dict()` of the module renames tensors, and no load hook renames them back. Or `part_of`
             refuses a tensor.
     """
@@ -107,6 +108,11 @@ class ModuleTarget:
     def __init__(
         self, module: nn.Module, *, assign: bool = False, fills: bool = False, part_of: PartOf = no_part
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"load_into takes a module, not {_kind_of(module)}; stio.load returns tensors, and "
+                "stio.distributed.load_into fills those of a dictionary"
+            )
         self._module = module
         self._fills = fills
         self.assigns = assign
@@ -632,6 +638,11 @@ class ModuleTarget:
         self._groups.clear()
         self._loaded.clear()
         self._made.clear()
+
+
+def _kind_of(value: object) -> str:
+    kind = type(value)
+    return f"the class {printable(value.__name__)}" if isinstance(value, type) else f"a {printable(kind.__name__)}"
 
 
 def _as(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

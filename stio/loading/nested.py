@@ -158,7 +158,7 @@ def _require_match(opened: OpenCheckpoint, tree: Tree, holds_bytes: set[str]) ->
     for names, message in (
         (in_tree - stored, "the state refers to a tensor that does not exist"),
         (holds_bytes & as_tensors, "the state refers to a tensor that holds bytes of the state"),
-        (stored - in_tree, "a tensor has no place in the state"),
+        (stored - in_tree, "a tensor has no place in the state; stio.load loads all tensors by name"),
     ):
         if names:
             raise FormatError(message, path=opened.path, found=min(names))

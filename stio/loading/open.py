@@ -609,7 +609,8 @@ def _aliases(
             continue
         if target not in known or alias in known:
             raise FormatError(
-                f"{ALIASES_KEY} must lead from names without data to names of tensors",
+                f"{ALIASES_KEY} must lead from names without data to names of tensors; if a program has copied it from "
+                "other tensors, save without it: safetensors.torch.save_file(load_file(FILE), NEW)",
                 path=path,
                 found=f"{printable(alias)!r}: {printable(target)!r}",
             )

@@ -24,7 +24,7 @@ from stio.cli.main import main
 from stio.compat import huggingface_hub as hub
 from stio.compat.safetensors import numpy as safetensors_numpy
 from stio.compat.safetensors import torch as safetensors_torch
-from stio.format.directory import choose
+from stio.format.directory import choose, warning_of_pickle
 from stio.format.naming import names_checkpoint, shard_number, whole_name
 from stio.integrations import vllm
 from stio.storage.open import open_directory
@@ -288,6 +288,9 @@ def test_c306_a_model_of_torch_save_beside_another_checkpoint_is_named(
     for load in (sync.load, by_convert, by_load_into):
         require_equal(load(tmp_path / "m"), OLD)
         assert [name in one and pickle in one for one in warnings_of(caplog)] == [True] * is_told
+    assert "; if that is the model you mean: download it, then `stio convert" in warning_of_pickle(
+        "hf://a/b", choose([name], path=""), pickle
+    )
     if pickle == "pytorch_model.bin":  # the step
         require_equal(by_convert(tmp_path / "m" / pickle), NEW)
     require_equal(sync.load(tmp_path / "m" / name), OLD)

@@ -347,3 +347,16 @@ async def test_a_module_that_overrides_register_parameter_is_told(tmp_path) -> N
     await stio.load_into(module, tmp_path / "w.safetensors", assign=True)
     assert module.told == ["weight", "weight"]
     assert torch.equal(module.weight, torch.ones(4))
+
+
+@pytest.mark.parametrize(("target", "kind"), [({"a": torch.zeros(3)}, "a dict"), (nn.Linear, "the class Linear")])
+async def test_what_is_no_module_is_refused_with_what_to_call(tmp_path, target, kind) -> None:
+    await stio.save({"a": torch.ones(3)}, tmp_path / "w.safetensors")
+    with pytest.raises(TypeError, match=f"takes a module, not {kind}; stio.load returns"):
+        await stio.load_into(target, tmp_path / "w.safetensors")
+    async with stio.open(tmp_path / "w.safetensors") as checkpoint:
+        with pytest.raises(TypeError, match="takes a module"):
+            await checkpoint.load_into(target)
+    if kind == "a dict":  # the step
+        await stio.distributed.load_into(target, tmp_path / "w.safetensors")
+        assert torch.equal(target["a"], torch.ones(3))
