@@ -119,6 +119,7 @@ class ModuleTarget:
         """Whether tensors are replaced and not copied into."""
         with collection_paused(sys.maxsize):  # how many tensors there are is not known yet
             self._tree = ModuleTree(module)
+        self._can_assign = part_of is no_part  # loads of ranks fill memory
         self._parts: dict[str, Part] = {}
         if part_of is not no_part:
             found = {name: part_of(name, tensor) for name, tensor in self._tree.tensors.items()}
@@ -315,7 +316,8 @@ class ModuleTarget:
             elif not (self.assigns or self._fills or target.is_quantized) and loses_values(dtype, target.dtype):
                 raise MismatchError(
                     "a copy would lose the values of a tensor, whose dtype in the module is of another kind; "
-                    "assign=True keeps the dtype of the checkpoint",
+                    + ("assign=True keeps" if self._can_assign else "give the module")
+                    + " the dtype of the checkpoint",
                     path=self._path,
                     expected=str(target.dtype),
                     found=f"{dtype} for {name}",
@@ -339,14 +341,15 @@ class ModuleTarget:
             if not self.assigns and is_on_meta(target):
                 empty.append(name)
             elif not why and not self.assigns:
-                why = why_not_copied(target, in_inference_mode=self._inference)
+                why = why_not_copied(target, in_inference_mode=self._inference, can_assign=self._can_assign)
             if why:
                 raise MismatchError(f"{printable(name)} cannot be filled: {why}", path=self._path)
             if not self.assigns:
                 memory.require(name, target)
         if not self._fills and (empty := [name for name in empty if name in self._names]):
+            remedy = "pass assign=True" if self._can_assign else "call module.to_empty(device=...) first"
             raise MismatchError(
-                f"the module's tensors on 'meta' have no memory to copy into; pass assign=True: {listed(empty)}",
+                f"the module's tensors on 'meta' have no memory to copy into; {remedy}: {listed(empty)}",
                 path=self._path,
             )
 

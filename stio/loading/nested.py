@@ -341,7 +341,7 @@ class StateTarget:
         why = why_refused(memory)
         if not why and is_on_meta(memory):
             why = "it is on 'meta' and has no memory to copy into; give it memory first"
-        if why := why or why_not_copied(memory, in_inference_mode=self._inference):
+        if why := why or why_not_copied(memory, in_inference_mode=self._inference, can_assign=False):
             raise MismatchError(f"{path} cannot be filled: {why}", path=self._checkpoint.path)
         self._memory.require(path, memory)
         shape = tuple(tensor.shape) if part is None else part.shape

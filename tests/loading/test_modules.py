@@ -360,3 +360,37 @@ async def test_what_is_no_module_is_refused_with_what_to_call(tmp_path, target, 
     if kind == "a dict":  # the step
         await stio.distributed.load_into(target, tmp_path / "w.safetensors")
         assert torch.equal(target["a"], torch.ones(3))
+
+
+def in_inference() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(3, 2)
+
+
+class Whole(nn.Module):
+    """A module whose buffer has whole numbers, or elements that share memory."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (lambda: nn.Linear(3, 2, device="meta"), "call module.to_empty"),
+        (lambda: Whole(torch.zeros(2, 3, dtype=torch.int8)), "give the module the dtype"),
+        (lambda: Whole(torch.zeros(1).expand(2, 3)), r"give a clone\(\) of it"),
+        (in_inference, "load inside torch.inference_mode"),
+    ],
+    ids=["meta", "dtype", "overlap", "inference"],
+)
+async def test_loads_of_ranks_do_not_advise_a_keyword_that_they_lack(tmp_path, make, remedy) -> None:
+    file = tmp_path / "w.safetensors"
+    await stio.save({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, file)
+    with pytest.raises(MismatchError, match="assign=True"):
+        await stio.load_into(make(), file)
+    with pytest.raises(MismatchError, match=remedy) as caught:
+        await stio.distributed.load_into(make(), file)
+    assert "assign=" not in str(caught.value)
