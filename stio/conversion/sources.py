@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +27,8 @@ from stio.errors import (
     CheckpointNotFoundError,
     FormatError,
     IndexFormatError,
+    LimitError,
+    UnsafePathError,
     listed,
     printable,
 )
@@ -108,11 +111,12 @@ def open_source(
         StioError: See `stio.convert`.
         ValueError: There is a key, and the source is not a pickle.
     """
-    found = _pickle_files(path)
-    if found is None:
-        if key is not None and (os.path.lexists(path) or is_url(path)):
-            raise ValueError("key= is for files of torch.save; a safetensors checkpoint is flat")
-        return _open_safetensors(path, dtype, window_bytes, check)
+    with _own_advice():
+        found = _pickle_files(path)
+        if found is None:
+            if key is not None and (os.path.lexists(path) or is_url(path)):
+                raise ValueError("key= is for files of torch.save; a safetensors checkpoint is flat")
+            return _open_safetensors(path, dtype, window_bytes, check)
     pickles = found.paths
     tensors: dict[str, torch.Tensor] = {}
     file_of: dict[str, str] = {}
@@ -137,6 +141,19 @@ def open_source(
     if key is None:  # otherwise the names may be others than those of the index
         found.require_named(file_of)
     return OpenSource(**_cast(tensors, dtype, tied), files=pickles, tied=tied)
+
+
+@contextmanager
+def _own_advice() -> Iterator[None]:
+    """Let errors that are raised inside the block advise nothing that a conversion does not take."""
+    try:
+        yield
+    except (UnsafePathError, LimitError) as error:
+        error.message = error.message.replace("pass follow_symlinks=True", "copy the file there").replace(
+            "pass limits=", "save what stio.load returns with limits="
+        )
+        error.args = (error.message,)
+        raise
 
 
 # Which files a path means.
