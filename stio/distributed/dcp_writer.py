@@ -16,6 +16,7 @@ before or after that is rolled back when the writer is used again, closed or dro
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -45,15 +46,17 @@ from stio.distributed.dcp_part import (
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.torch_private import is_async_save, store_of
 from stio.errors import ClosedError, SaveInProgressError, printable
-from stio.format.naming import MANIFEST_SUFFIX, manifest_name
+from stio.format.naming import MANIFEST_SUFFIX, index_name, manifest_name
 from stio.runtime.blocking import run_blocking
 from stio.runtime.hashing import HashName, new_hasher
 from stio.runtime.limits import checked_size
 from stio.runtime.locks import new_lock
+from stio.runtime.log import log
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace, traced
+from stio.saving.hidden import hiding_on_disk, warn_of_hiding
 from stio.saving.options import (
     DEFAULT_PATTERN,
     CommitStep,
@@ -65,7 +68,7 @@ from stio.saving.options import (
     absolute_destination,
 )
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, manifest_notes
-from stio.saving.plan import ShardPlan
+from stio.saving.plan import ShardPlan, WritePlan
 from stio.saving.plan_parts import data_places
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.commit.file_writer import LocalFileWriter
@@ -396,6 +399,9 @@ def _require_complete(plan: SavePlan) -> None:
         )
 
 
+_OF_TORCH = ".metadata"
+"""The file that torch's own reader of a directory begins with."""
+
 _async_saves: MutableMapping[ProcessGroup, threading.Thread] = WeakKeyDictionary()
 """The thread of the last `dcp.async_save` of each group."""
 
@@ -518,6 +524,8 @@ def _publish(
         transaction.prepare_commit(operation.check)
         operation.refuse_cancel()
         transaction.commit(index=index, notes=notes)
+    is_file = options.max_shard_bytes(transaction.path) is None
+    _warn_of_other_readers(transaction, index_name(options.filename_pattern), plan, is_file=is_file)
     return SaveResult(
         path=transaction.path,
         files=names,
@@ -529,6 +537,23 @@ def _publish(
         committed_seconds=perf_counter() - opened.started,
         hashes=all_hashes,
     )
+
+
+def _warn_of_other_readers(transaction: LocalTransaction, index: str, plan: WritePlan, *, is_file: bool) -> None:
+    """Log what else is in the directory that a reader follows: another index, or a checkpoint of torch's own writer."""
+    path, names = transaction.path, transaction.shard_names
+    own_index = index if transaction.takes_index else None
+    tensors = [name for shard in plan.shards for name in shard.names]
+    if (hiding := hiding_on_disk(path, own_index, names, tensors)) is not None:
+        warn_of_hiding(hiding, path, None if is_file else own_index or names[0])
+    if not is_file and os.path.lexists(os.path.join(path, _OF_TORCH)):
+        log(
+            logging.WARNING,
+            "%s: saved, but the directory holds a checkpoint of torch's own writer too, and torch's own reader reads "
+            "that one: load with StioStorageReader, or delete %s and the .distcp files",
+            printable(path),
+            _OF_TORCH,
+        )
 
 
 def _complete_file(writer: LocalFileWriter, shard: ShardPlan, tree: bytes) -> None:
