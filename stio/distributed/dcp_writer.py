@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from stio.device.placeholders import require_values
 from stio.distributed.dcp_layout import RankTask, SaveLayout, plan_save
 from stio.distributed.dcp_part import (
     FileDigest,
@@ -378,6 +379,7 @@ class StioStorageWriter(StorageWriter):
         values = values_of_items([item for item in items if item.type == WriteItemType.BYTE_IO], planner)
         of_tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
         require_right_parts(self._local_items, planner)
+        require_values(state if isinstance(state := getattr(planner, "state_dict", None), Mapping) else {})
         tensors, ranges = parts_of_items(of_tensors, planner)
         assert self._path is not None
         save = PartSave(tensors, ranges, task, self._path, self._options, budget_bytes=self._budget_bytes)
