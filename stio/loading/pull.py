@@ -384,9 +384,10 @@ class _Pull:
         return False
 
     def _opened(self, path: str) -> OpenCheckpoint:
-        index = next((name for name in self.record if is_index(name)), None)
-        files = without_index(self.record)[0].files
-        name = index or (files[0] if len(files) == 1 else "")
+        name = next((name for name in self.record if is_index(name)), "")
+        if not name:  # shards with the id of a save are a checkpoint by their index alone
+            files = without_index(self.record)[0].files
+            name = files[0] if len(files) == 1 else ""
         return open_checkpoint(os.path.join(path, name), with_manifest=True, strict=False, check=check_interrupted)
 
     def _verify(self, path: str) -> str:
