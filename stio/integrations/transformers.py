@@ -35,7 +35,7 @@ from typing import Any, Literal
 from torch import nn
 
 from stio import sync
-from stio.errors import CheckpointNotFoundError, MismatchError, StioError, install_command, listed
+from stio.errors import CheckpointNotFoundError, MismatchError, install_command, listed
 from stio.integrations._hub_pushes import HubPushes
 from stio.integrations._processes import exchange
 from stio.integrations._random import random_states, set_random_states
@@ -198,7 +198,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         except BaseException:
             try:
                 self._end()
-            except StioError as error:
+            except Exception as error:
                 logger.error("saving failed too: %s", error)  # the first exception is the one to raise
             raise
         finally:

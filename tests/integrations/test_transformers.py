@@ -259,6 +259,20 @@ def test_an_error_of_a_save_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names_in(tmp_path) == []
 
 
+def test_the_first_error_is_raised_whatever_fails_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fsync(fd: int) -> None:
+        raise MemoryError("none is left")
+
+    monkeypatch.setattr(calls, "fsync", fsync)
+    callback = StioCallback()
+    with pytest.raises(Stop):
+        callback.resume(make_trainer(tmp_path, [callback, stop_at(3)], save_steps=2))
+    assert "none is left" in caplog.text
+    assert names_in(tmp_path) == []
+
+
 def test_an_error_of_a_save_is_raised_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fsync(fd: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
