@@ -363,7 +363,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         """Wait for a save, and remove the files that it replaces; they stay if it fails."""
         try:
             save.pending.result()
-        except StioError:
+        except Exception:
             return  # `_collect` raises it
         while save.unwanted:
             try:
@@ -576,7 +576,7 @@ class _TrainingEnds(Callback):  # type: ignore[misc]  # lightning is not followe
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         try:
             self.on_train_end(trainer, pl_module)
-        except StioError as error:
+        except Exception as error:
             logger.error("saving failed too: %s", error)  # the first exception is the one to raise
 
 

@@ -37,7 +37,7 @@ from typing import Any, Literal
 from torch import nn
 
 from stio import sync
-from stio.errors import CheckpointNotFoundError, MismatchError, StioError, install_command, listed
+from stio.errors import CheckpointNotFoundError, MismatchError, install_command, listed
 from stio.integrations._hub_pushes import HubPushes
 from stio.integrations._processes import exchange
 from stio.integrations._random import random_states, set_random_states
@@ -110,6 +110,10 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     Features that only a save by Trainer itself supports raise an error at the start of the training: DeepSpeed, FSDP1,
     adapters under FSDP2, hyperparameter search, adapters without PEFT's own model, quantized models.
 
+    Trainer calls `on_save` of its callbacks when a checkpoint is complete, and a callback may read it then (those of
+    Weights & Biases and MLflow upload it). If another callback has `on_save`, a training by `resume` waits at each save
+    until the checkpoint is durable, and calls it. `trainer.train` does not call it: it gives this callback no others.
+
     Args:
         output_dir: Directory of the checkpoints; by default that of `TrainingArguments`.
         keep_last: Number of durable checkpoints to keep. Older ones of this callback are deleted, those of earlier
@@ -149,6 +153,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._publishing: JoinedSave | None = None
         self._pushes: HubPushes | None = None
         self._due = False
+        self._is_observed = False
+        """Whether other callbacks are called after each save."""
         self._training = False
         """Whether a training has begun, and its last save has not ended."""
         self._complete = False
@@ -194,7 +200,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         except BaseException:
             try:
                 self._end()
-            except StioError as error:
+            except Exception as error:
                 logger.error("saving failed too: %s", error)  # the first exception is the one to raise
             raise
         finally:
@@ -246,7 +252,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             self._begin_training(args, state, now)
         except Exception as error:  # raised on all processes
             failed = error
-        exchange(args.world_size, failed)
+        self._is_observed = any(exchange(args.world_size, failed, self._has_observers()))
         if self._complete and self._trainer is not None:
             # Trainer would take a step before it checks for the end: it gets no batches.
             setattr(self._trainer, _BATCHES, lambda *arguments, **keywords: ([], None))
@@ -275,16 +281,14 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     ) -> TrainerControl:
         """Save if a save is due, or set the random generators."""
         control = self._take_request(control)
-        self._save_or_restore(args, state, control, now, at_epoch=True)
-        return control
+        return self._save_or_restore(args, state, control, now, at_epoch=True)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> TrainerControl:
         """Save if a save is due, or set the random generators."""
         control = self._take_request(control)
-        self._save_or_restore(args, state, control, now, at_epoch=False)
-        return control
+        return self._save_or_restore(args, state, control, now, at_epoch=False)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
@@ -307,7 +311,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         return control
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> None:
-        """Save nothing: another callback made Trainer save itself."""
+        """Save nothing: it is saved, or another callback made Trainer save itself."""
         self._due = False
 
     def on_log(
@@ -316,7 +320,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """At the summary of the training: save if a save is due, and wait until it is durable."""
         if self._training and _SUMMARY in (now.get("logs") or {}):
             control = self._take_request(control)
-            self._finish(args, state, control, now)
+            control = self._finish(args, state, control, now)
         return control
 
     def on_train_end(
@@ -325,7 +329,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """Wait for pushes under way."""
         control = self._take_request(control)
         if self._training:  # a subclass of Trainer logs no summary
-            self._finish(args, state, control, now)
+            control = self._finish(args, state, control, now)
         if self._pushes is not None:
             self._pushes.wait()
         self._end()
@@ -349,12 +353,12 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     def _finish(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, now: Mapping[str, Any]
-    ) -> None:
+    ) -> TrainerControl:
         """Save if a save is due, and wait until the last save is durable. All processes must call it."""
         self._training = False
         try:
             if self._due:
-                self._save(args, state, control, now, at_epoch=float(state.epoch or 0).is_integer())
+                control = self._save(args, state, control, now, at_epoch=float(state.epoch or 0).is_integer())
             failed = self._failed()
             if self._pushes is not None and args.save_total_limit == 1:
                 self._pushes.wait()  # after this event Trainer itself deletes all checkpoints but the best one
@@ -362,6 +366,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         finally:
             self._savers.close()
         self._record_best(args, state)
+        return control
 
     def _failed(self) -> Exception | None:
         """Wait for the save under way; return its error."""
@@ -386,12 +391,13 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         now: Mapping[str, Any],
         *,
         at_epoch: bool,
-    ) -> None:
+    ) -> TrainerControl:
         if self._due:
-            self._save(args, state, control, now, at_epoch=at_epoch)
+            control = self._save(args, state, control, now, at_epoch=at_epoch)
         if self._random is not None and self._random_at_epoch == at_epoch:
             set_random_states(self._random)
             self._random = None
+        return control
 
     def _save(
         self,
@@ -401,8 +407,11 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         now: Mapping[str, Any],
         *,
         at_epoch: bool,
-    ) -> None:
-        """Start to save a checkpoint; return when its snapshot is complete. All processes must call it."""
+    ) -> TrainerControl:
+        """Start to save a checkpoint; return when its snapshot is complete. All processes must call it.
+
+        If other callbacks are to be called, it returns when the checkpoint is durable and they were.
+        """
         self._record_best(args, state)
         self._due = False
         of_ranks = exchange(args.world_size, self._failed(), random_states())
@@ -411,17 +420,30 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             self._trainer.store_flos()  # gathers from all processes too
         if _is_sharded(now["model"]):
             self._start_on_all(args, state, control, now, training)
-            return
-        failed: Exception | None = None
-        if args.should_save:
-            try:
-                self._start(args, state, control, now, training)
-            except Exception as error:
-                if args.world_size == 1:
-                    raise
-                failed = error
-        if args.world_size > 1:
-            exchange(args.world_size, failed)
+        else:
+            failed: Exception | None = None
+            if args.should_save:
+                try:
+                    self._start(args, state, control, now, training)
+                except Exception as error:
+                    if args.world_size == 1:
+                        raise
+                    failed = error
+            if args.world_size > 1:
+                exchange(args.world_size, failed)
+        if not self._is_observed:
+            return control
+        exchange(args.world_size, self._failed())
+        return control if self._trainer is None else self._trainer.callback_handler.on_save(args, state, control)
+
+    def _has_observers(self) -> bool:
+        """Return whether another callback of the trainer is to be called after each save."""
+        callbacks = [] if self._trainer is None else self._trainer.callback_handler.callbacks
+        return any(
+            getattr(one.on_save, "__func__", None) is not TrainerCallback.on_save
+            for one in callbacks
+            if not isinstance(one, StioCallback)
+        )
 
     def _start(
         self,

@@ -472,3 +472,24 @@ def test_c315_a_removal_has_happened_when_it_returns(tmp_path: Path) -> None:
     make_trainer(tmp_path, StioCheckpointIO(), At("on_train_batch_end", act), saving, epochs=1).fit(Small(), loader())
     assert seen == [False]
     assert sorted(os.listdir(tmp_path / "c")) == [f"epoch=0-step={step}.ckpt" for step in (1, 3, 4)]
+
+
+def test_c314_the_first_error_is_raised_whatever_fails_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save may end with an error that is none of stio's: of a tensor whose memory was freed, or of the allocator."""
+
+    def fsync(fd: int) -> None:
+        raise MemoryError("none is left")
+
+    def fail(trainer: Trainer) -> None:
+        if trainer.global_step == 1:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(calls, "fsync", fsync)
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1)
+    trainer = make_trainer(tmp_path, StioCheckpointIO(), At("on_train_batch_start", fail), saving)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Small(), loader())
+    assert "none is left" in caplog.text
+    assert list(tmp_path.glob("*.ckpt")) == []

@@ -24,6 +24,7 @@ from stio.cli.main import main
 from stio.compat import huggingface_hub as hub
 from stio.compat.safetensors import numpy as safetensors_numpy
 from stio.compat.safetensors import torch as safetensors_torch
+from stio.distributed import StioStorageReader, StioStorageWriter
 from stio.format.directory import choose, warning_of_pickle
 from stio.format.naming import names_checkpoint, shard_number, whole_name
 from stio.integrations import vllm
@@ -149,6 +150,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "save_model": lambda file: safetensors_torch.save_model(_filled(NEW), str(file)),
     "Saver": lambda file: _by_saver(file),
     "convert": lambda file: sync.convert(_pickled(file.parent.parent), file),
+    "dcp": lambda file: _save_by_dcp(file),
 }
 
 
@@ -161,6 +163,12 @@ def _filled(tensors: dict[str, torch.Tensor]) -> Model:
 def _by_saver(file: Path) -> None:
     with sync.Saver() as saver:
         saver.save(NEW, file).result()
+
+
+def _save_by_dcp(file: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.distributed is not initialized
+        dcp.save(dict(NEW), storage_writer=StioStorageWriter(file))
 
 
 def _pickled(folder: Path) -> Path:
@@ -194,6 +202,21 @@ def test_c306_a_directory_that_is_saved_under_another_pattern_warns(
     assert len(warnings_of(caplog)) == 1
     hub.save_torch_state_dict(NEW, old, is_main_process=False)
     assert len(warnings_of(caplog)) == 1
+
+
+def test_c306_a_directory_of_torchs_own_writer_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "m"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.distributed is not initialized
+        dcp.save(dict(OLD), checkpoint_id=path)
+        _save_by_dcp(path)
+        (warning,) = warnings_of(caplog)
+        assert warning.startswith(f"{path}: saved, but the directory holds a checkpoint of torch's own writer too")
+        found = {name: torch.empty_like(tensor) for name, tensor in OLD.items()}
+        dcp.load(found, storage_reader=StioStorageReader(path))  # the advice
+        require_equal(found, NEW)
+        _save_by_dcp(tmp_path / "new")
+    assert warnings_of(caplog) == []
 
 
 def test_c306_no_warning_where_nothing_is_hidden(old: Path, caplog: pytest.LogCaptureFixture) -> None:

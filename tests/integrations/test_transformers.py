@@ -19,7 +19,7 @@ import torch
 from integrations.trainer_case import NUM_STEPS, STEPS_PER_EPOCH, WEIGHTS, AtStep, make_model, make_trainer, result
 from safetensors.torch import load_file
 from support import python_path, require_equal
-from transformers import EarlyStoppingCallback, GPT2LMHeadModel, Trainer
+from transformers import EarlyStoppingCallback, GPT2LMHeadModel, Trainer, TrainerCallback
 
 import stio
 from stio import sync
@@ -260,6 +260,20 @@ def test_an_error_of_a_save_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names_in(tmp_path) == []
 
 
+def test_the_first_error_is_raised_whatever_fails_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fsync(fd: int) -> None:
+        raise MemoryError("none is left")
+
+    monkeypatch.setattr(calls, "fsync", fsync)
+    callback = StioCallback()
+    with pytest.raises(Stop):
+        callback.resume(make_trainer(tmp_path, [callback, stop_at(3)], save_steps=2))
+    assert "none is left" in caplog.text
+    assert names_in(tmp_path) == []
+
+
 def test_an_error_of_a_save_is_raised_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fsync(fd: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -406,6 +420,23 @@ def test_states_of_other_callbacks(tmp_path: Path) -> None:
         if isinstance(one, EarlyStoppingCallback):
             counters.append(one.early_stopping_patience_counter)
     assert counters == [4]
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_c315_a_callback_that_reads_what_was_saved_finds_it(tmp_path: Path, strategy: str) -> None:
+    """Those of Weights & Biases and MLflow upload the checkpoint in this event."""
+    seen: list[tuple[int, bool, Any]] = []
+
+    class Reading(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **now: Any) -> None:
+            path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            seen.append((state.global_step, (path / WEIGHTS).exists(), now["model"]))
+
+    callback = StioCallback(keep_last=1)
+    trainer = make_trainer(tmp_path, [Reading(), callback], save_steps=4, save_strategy=strategy)
+    callback.resume(trainer)
+    steps = {"steps": [4, 8, NUM_STEPS], "epoch": [STEPS_PER_EPOCH, NUM_STEPS]}[strategy]
+    assert seen == [(step, True, trainer.model) for step in steps]
 
 
 def test_what_another_callback_makes_trainer_save_is_left_to_it(tmp_path: Path) -> None:

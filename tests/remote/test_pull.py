@@ -112,6 +112,15 @@ def test_s3_has_the_files_beside_the_weights(s3: Any, model: str, server: HttpSe
     assert same(stio.sync.load(tmp_path / "m"), stio.sync.load(model))
 
 
+@pytest.mark.parametrize("max_shard_size", [None, 100])
+def test_c338_what_was_saved_to_a_store(s3: Any, max_shard_size: int | None, tmp_path: Path) -> None:
+    """The names of its shards hold the id of the save, so they are a checkpoint by their index only."""
+    saved = {"a": torch.arange(20.0), "b": torch.ones(20)}
+    stio.sync.save(saved, "s3://bucket/mine", max_shard_size=max_shard_size)
+    assert "headers checked" in run("s3://bucket/mine", tmp_path / "m")
+    assert same(stio.sync.load(tmp_path / "m"), saved)
+
+
 def killed_child(program_zygote: Any, url: str, target: Path, ready: Callable[[], object]) -> None:
     code = f"import sys; sys.argv[1:] = ['pull', {url!r}, {str(target)!r}]; from stio.__main__ import main; main()"
     child = program_zygote.start(code, NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
