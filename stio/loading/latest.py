@@ -111,7 +111,7 @@ def _why_incomplete(path: str, depth: int) -> str | None:
 def _none(path: str, incomplete: list[str]) -> CheckpointNotFoundError:
     message = "there is no complete checkpoint of a step in this directory"
     if incomplete:
-        return CheckpointNotFoundError(message, path=path, found=f"what is not complete: {incomplete[0]}")
+        return CheckpointNotFoundError(message, path=path, found=f"an incomplete one, {incomplete[0]}")
     if _why_incomplete(path, 0) is None:
         message += ": it is a checkpoint itself; load it by its path"
     return CheckpointNotFoundError(message, path=path, expected="names with a number, such as step-100")

@@ -298,7 +298,7 @@ class ModuleTarget:
             dtype, shape = found
             expected = tuple(target.shape) if name not in self._parts else self._parts[name].shape
             if (shape if dtype != "F4" else torch_shape(dtype, shape)) != expected:
-                wrong.append(f"{printable(name)} {list(shape)} for {list(expected)}")
+                wrong.append(f"{printable(name)} is {list(shape)} in the checkpoint, {list(expected)} in the module")
             elif self.assigns and target.requires_grad and not _has_gradient(dtype):
                 raise MismatchError(
                     "the module's parameter requires a gradient, which this dtype cannot have; assign=False casts",
@@ -316,7 +316,7 @@ class ModuleTarget:
                 )
         if wrong:
             raise MismatchError(
-                f"shapes differ, the checkpoint's for the module's: {listed(wrong, separator='; ')}",
+                f"shapes differ; make the module with the checkpoint's settings: {listed(wrong, separator='; ')}",
                 path=self._path,
             )
 

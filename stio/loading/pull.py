@@ -111,7 +111,7 @@ def pull(
         Cancelled: The calling thread should end.
     """
     if not is_url(url):
-        raise ValueError(f"pull copies from a URL, such as s3://bucket/model; {without_secrets(url)!r} is none")
+        raise ValueError(f"pull copies from a URL, such as s3://bucket/model; {without_secrets(url)!r} is no URL")
     target = os.path.abspath(os.fsdecode(directory))
     parent, name = os.path.split(target)
     if not name or os.path.ismount(target):

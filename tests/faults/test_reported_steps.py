@@ -250,7 +250,7 @@ def test_c319_latest_finds_none(tmp_path: Path) -> None:
         stio.latest(tmp_path / "m")
     run(tmp_path / "run", [1])
     truncate(tmp_path / "run" / "step-1" / "model.safetensors")
-    with pytest.raises(stio.CheckpointNotFoundError, match=r"what is not complete: .*step-1"):
+    with pytest.raises(stio.CheckpointNotFoundError, match=r"an incomplete one, .*step-1"):
         stio.latest(tmp_path / "run")
     with pytest.raises(stio.StorageError):
         stio.latest(tmp_path / "m" / "model.safetensors")
