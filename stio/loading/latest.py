@@ -113,5 +113,5 @@ def _none(path: str, incomplete: list[str]) -> CheckpointNotFoundError:
     if incomplete:
         return CheckpointNotFoundError(message, path=path, found=f"an incomplete one, {incomplete[0]}")
     if _why_incomplete(path, 0) is None:
-        message += ": it is a checkpoint itself; load it by its path"
+        return CheckpointNotFoundError(f"{message}: it is a checkpoint itself; load it by its path", path=path)
     return CheckpointNotFoundError(message, path=path, expected="names with a number, such as step-100")

@@ -107,6 +107,8 @@ class ModuleTarget:
     def __init__(
         self, module: nn.Module, *, assign: bool = False, fills: bool = False, part_of: PartOf = no_part
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"load_into fills a module, not {type(module).__name__}; stio.load returns tensors by name")
         self._module = module
         self._fills = fills
         self.assigns = assign
@@ -212,9 +214,11 @@ class ModuleTarget:
                 f"the checkpoint has no tensor of the module: missing {listed(missing)}; {_STATE}", path=path
             )
         if strict and (missing or unexpected):
+            reason = "the checkpoint does not fit the module; strict=False loads the common names"
+            if len(unexpected) >= len(stored):
+                reason = "the checkpoint and the module have no name in common; load the checkpoint of this model"
             raise MismatchError(
-                "the checkpoint does not fit the module; strict=False loads the common names: "
-                f"missing {listed(missing)}, unexpected {listed(unexpected)}{_advice(missing, unexpected)}",
+                f"{reason}: missing {listed(missing)}; unexpected {listed(unexpected)}{_advice(missing, unexpected)}",
                 path=path,
             )
         self._report = LoadReport(missing, unexpected, tuple(self._tree.never_stored), path)

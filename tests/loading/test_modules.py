@@ -347,3 +347,11 @@ async def test_a_module_that_overrides_register_parameter_is_told(tmp_path) -> N
     await stio.load_into(module, tmp_path / "w.safetensors", assign=True)
     assert module.told == ["weight", "weight"]
     assert torch.equal(module.weight, torch.ones(4))
+
+
+async def test_what_is_no_module_and_what_has_no_name_in_common(tmp_path):
+    file = save_file({"w": ramp(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(TypeError, match=r"load_into fills a module, not dict; stio\.load returns tensors by name"):
+        await stio.load_into({"w": ramp(2)}, file)
+    with pytest.raises(MismatchError, match="no name in common.*missing weight, bias; unexpected w"):
+        await stio.load_into(nn.Linear(2, 2), file)
