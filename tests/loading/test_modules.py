@@ -179,7 +179,7 @@ async def test_missing_and_unexpected_names(tmp_path):
     root = HookedRoot(root_dir)
     model = nn.Linear(3, 2)
     before = model.bias.detach().clone()
-    with pytest.raises(MismatchError, match="missing bias, unexpected") as caught:
+    with pytest.raises(MismatchError, match="missing bias; unexpected") as caught:
         await stio.load_into(model, root)
     assert "extra" in str(caught.value)
     assert "strict=False" in str(caught.value)
