@@ -219,9 +219,11 @@ class ModuleTarget:
                 f"the checkpoint has no tensor of the module: missing {listed(missing)}; {_STATE}", path=path
             )
         if strict and (missing or unexpected):
+            reason = "the checkpoint does not fit the module; strict=False loads the common names"
+            if len(unexpected) >= len(stored):
+                reason = "the checkpoint and the module have no name in common; load the checkpoint of this model"
             raise MismatchError(
-                "the checkpoint does not fit the module; strict=False loads the common names: "
-                f"missing {listed(missing)}, unexpected {listed(unexpected)}{_advice(missing, unexpected)}",
+                f"{reason}: missing {listed(missing)}; unexpected {listed(unexpected)}{_advice(missing, unexpected)}",
                 path=path,
             )
         self._report = LoadReport(missing, unexpected, tuple(self._tree.never_stored), path)
@@ -305,7 +307,7 @@ class ModuleTarget:
             dtype, shape = found
             expected = tuple(target.shape) if name not in self._parts else self._parts[name].shape
             if (shape if dtype != "F4" else torch_shape(dtype, shape)) != expected:
-                wrong.append(f"{printable(name)} {list(shape)} for {list(expected)}")
+                wrong.append(f"{printable(name)} is {list(shape)} in the checkpoint, {list(expected)} in the module")
             elif self.assigns and target.requires_grad and not _has_gradient(dtype):
                 raise MismatchError(
                     "the module's parameter requires a gradient, which this dtype cannot have; assign=False casts",
@@ -324,7 +326,7 @@ class ModuleTarget:
                 )
         if wrong:
             raise MismatchError(
-                f"shapes differ, the checkpoint's for the module's: {listed(wrong, separator='; ')}",
+                f"shapes differ; make the module with the checkpoint's settings: {listed(wrong, separator='; ')}",
                 path=self._path,
             )
 

@@ -273,7 +273,7 @@ class StateTarget:
             hint = "" if self._is_nested else "; the checkpoint has tensors by name, and no nested state"
             raise MismatchError(
                 "the checkpoint does not fit the state; strict=False loads what both have: "
-                f"missing {listed(self._missing)}, unexpected {listed(self._unexpected)}{hint}",
+                f"missing {listed(self._missing)}; unexpected {listed(self._unexpected)}{hint}",
                 path=opened.path,
             )
         self._require_shapes(opened)

@@ -260,6 +260,8 @@ class _Opening:
         if not isinstance(source, str | bytes | os.PathLike):
             raise TypeError(f"a source must be a path, a URL or a Root (see stio.testing), not {type(source).__name__}")
         path = os.fsdecode(source)
+        if not path:
+            raise CheckpointNotFoundError("the path is empty; give a file, a directory or a URL")
         if is_url(path):
             return self._at_url(path)
         try:

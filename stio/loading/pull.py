@@ -28,6 +28,7 @@ from stio.errors import (
 )
 from stio.format.directory import NamedCheckpoint, choose, of_index
 from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, advice_for_destination, is_index
+from stio.format.other_sources import refuse_pickle_at_url
 from stio.loading.integrity import judge_files, read_manifest
 from stio.loading.open import OpenCheckpoint, chosen, open_checkpoint
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
@@ -114,11 +115,13 @@ def pull(
         IntegrityError: A file differs from the checkpoint's manifest. It is fetched again by the next call.
         ChangedDuringReadError: The store has other files by now.
         StorageError: The directory holds something else, or cannot be written; what was fetched stays for another call.
+        FormatError: It is the URL of a file of `torch.save`.
         StioError: The checkpoint cannot be read; see `stio.load`.
         Cancelled: The calling thread should end.
     """
     if not is_url(url):
-        raise ValueError(f"pull copies from a URL, such as s3://bucket/model; {without_secrets(url)!r} is none")
+        raise ValueError(f"pull copies from a URL, such as s3://bucket/model; {without_secrets(url)!r} is no URL")
+    refuse_pickle_at_url(url)
     target = os.path.abspath(os.fsdecode(directory))
     parent, name = os.path.split(target)
     if not name or os.path.ismount(target):

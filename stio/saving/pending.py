@@ -374,7 +374,9 @@ class PendingSave:
         """
         self._require_other_thread(PendingSave.done)
         if not self.operation.join(timeout):
-            raise TimeoutError(f"the save to {self.destination} is not done after {timeout} s")
+            raise TimeoutError(
+                f"the save to {self.destination} is not done after {timeout} s, and continues; wait again"
+            )
         return self.outcome()
 
     def __await__(self) -> Generator[Any, Any, SaveResult]:

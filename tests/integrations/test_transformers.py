@@ -293,7 +293,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     model = make_model()
     trainer = make_trainer(tmp_path, [StioCallback()], model=model)
     trainer.optimizer = Odd(model.parameters(), lr=1e-2)
-    with pytest.raises(TypeError, match=r"state\['optimizer'\]\['history'\] is a object"):
+    with pytest.raises(TypeError, match=r"state\['optimizer'\]\['history'\] is an object"):
         trainer.train()
     assert names_in(tmp_path) == []
 

@@ -179,7 +179,7 @@ async def test_missing_and_unexpected_names(tmp_path):
     root = HookedRoot(root_dir)
     model = nn.Linear(3, 2)
     before = model.bias.detach().clone()
-    with pytest.raises(MismatchError, match="missing bias, unexpected") as caught:
+    with pytest.raises(MismatchError, match="missing bias; unexpected") as caught:
         await stio.load_into(model, root)
     assert "extra" in str(caught.value)
     assert "strict=False" in str(caught.value)
@@ -203,10 +203,10 @@ async def test_missing_and_unexpected_names(tmp_path):
 
 async def test_long_lists_are_cut(tmp_path):
     file = save_file({f"t{k}": ramp(2) for k in range(50)}, tmp_path / "x.safetensors")
-    with pytest.raises(MismatchError, match="and 45 others"):
+    with pytest.raises(MismatchError, match=r"and \d+ others"):
         await stio.load_into(nn.Linear(2, 2), file)
     module = nn.ParameterDict({f"t{k}": torch.zeros(3) for k in range(50)})
-    with pytest.raises(MismatchError, match=r"t0 \[2\] for \[3\].* and 45 others"):
+    with pytest.raises(MismatchError, match=r"t0 is \[2\] in the checkpoint, \[3\] in the module.* and \d+ others"):
         await stio.load_into(module, file)
 
 
