@@ -2,9 +2,10 @@
 
     python hatch_build.py    # in a checkout: compile the library into the tree
 
-With a C compiler (`CC`, else `cc`; `CFLAGS` are added) the wheel has the library and the tag `py3-none-PLATFORM`.
-Without one, or where it fails, the wheel is pure, with one line that says so; with `STIO_REQUIRE_NATIVE=1` that is an
-error.
+A wheel that is built with a C compiler (`CC`, else `cc`; `CFLAGS` and `LDFLAGS` are added) contains the library. Its
+tag is `py3-none-PLATFORM`, since the library uses no API of Python. Without a compiler, or if it fails, the wheel is
+pure, and one line says so. With `STIO_REQUIRE_NATIVE=1` that is an error. Only an editable installation and `make`
+compile into the tree. A wheel gets a library of its own, so building one does not change what a checkout uses.
 """
 
 from __future__ import annotations

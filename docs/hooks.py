@@ -18,6 +18,8 @@ _NOT_RUN = re.compile(r"^<!-- not run: .*-->\n", re.MULTILINE)  # see tests/page
 _DRAWING = re.compile(r'<div class="language-text highlight">(<pre>.*?</pre>)', re.DOTALL)
 _COLUMNS = 100
 """Characters of a line of code that a page shows at a width of 1280 pixels."""
+_UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|µs|[kMGT]?B(?:/s)?)</td>)")
+"""The space between the number and the unit of a cell: a narrow column would break it."""
 _CHART = re.compile(r'<img alt="[^"]*" src="[^"]*\.svg"\s*/?>')
 
 
@@ -58,10 +60,11 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     """Put each chart into a box that scrolls, so that style.css keeps its text readable on a phone.
 
     Drawings of characters that are wider than the page get smaller letters, since they cannot wrap.
-    A link to the directory of raw figures opens its list, also from disk, where no server adds the
-    name of a file.
+    A number and its unit stay on one line of a table. A link to the directory of raw figures opens
+    its list, also from disk, where no server adds the name of a file.
     """
     html = html.replace('href="results/"', 'href="results/index.html"')
+    html = _UNIT.sub("&nbsp;", html)
     html = _DRAWING.sub(_fit, html)
     return _CHART.sub(lambda match: f'<span class="picture">{match[0]}</span>', html)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,14 +26,18 @@ from stio.cli.output import (
     NO,
     NO_PROGRESS_OPTION,
     PATH,
+    READABLE_NAME,
     ZERO_OR_MORE,
     Bar,
     broken,
+    cells,
     columns_of,
     has_colours,
     matcher,
     no_match,
+    room_for_names,
     say,
+    shortened,
     width_of,
     write,
 )
@@ -336,22 +340,45 @@ def _print(
     width = width_of(sys.stdout)
     rows, notes = [["", "name", "dtype and shape", "values"]], []
     for kind, every in _rows(found):
-        rows += [[kind, one_line(name), *cells] for name, *cells in every[:most_rows]]
+        rows += [[kind, one_line(name), *others] for name, *others in every[:most_rows]]
         if most_rows is not None and len(every) > most_rows:
             rows.append([kind, "", "", ""])
             notes.append(f"{len(every) - most_rows:,} more; --all lists them")
     if len(rows) == 1:
         return
+    table = [[name, kind, *others] for kind, name, *others in rows]
+    names = [cells(name) for name, *_ in table]
+    if width is not None and room_for_names(table, width) < min(READABLE_NAME, max(names)):
+        lines = _pairs_of_lines(table, width)
+    else:
+        lines = (
+            [kind, _GAP.join([name, *others])] for name, kind, *others in columns_of(table, right=set(), width=width)
+        )
     waiting = iter(notes)
     is_styled = has_colours()
-    cells = columns_of([[name, kind, *others] for kind, name, *others in rows], right=set(), width=width)
-    for name, kind, *others in cells:
-        line = "  ".join([kind, name, *others]).rstrip() if name.strip() else f"{kind}  {next(waiting)}"
-        line = line if width is None else broken(line, width)
+    for has_name, (kind, rest) in zip(names, lines, strict=True):
+        line = f"{kind}  {rest}".rstrip() if has_name else f"{kind}  {next(waiting)}"
+        line = line if width is None else "\n".join(broken(one, width) for one in line.split("\n"))
         style = _STYLES.get(kind.strip())
         if is_styled:
             line = click.style(kind, fg=style) + line[len(kind) :] if style else click.style(line, bold=True)
         write(line, has_style=is_styled)
+
+
+_GAP = "  "
+
+
+def _pairs_of_lines(table: Sequence[Sequence[str]], width: int) -> Iterator[list[str]]:
+    """Yield kind and text of rows for which a terminal is too narrow: two lines each, the first one with the name."""
+    most_kind, most_shape = (max(cells(row[k]) for row in table) for k in (1, 2))
+    for name, kind, shape, values in table:
+        before = " " * (most_kind + 2 * len(_GAP))
+        details = f"{shape.ljust(min(most_shape, _MAX_SHAPE))}{_GAP}{values}".rstrip()
+        yield [kind.ljust(most_kind), f"{shortened(name, width - most_kind - len(_GAP))}\n{before}{details}"]
+
+
+_MAX_SHAPE = 28
+"""Columns of the longest dtype and shape that others are aligned with: the values need 40 of a narrow terminal's 80."""
 
 
 def _rows(found: Comparison) -> Iterator[tuple[str, list[list[str]]]]:

@@ -115,6 +115,8 @@ class _Listing:
     def headline(self) -> str:
         shown = len(self.tensors)
         count = counted(shown, "tensor") if shown == self.num_tensors else f"{shown:,} of {self.num_tensors:,} tensors"
+        if self.aliases:  # a load returns them too
+            count += f" and {len(self.aliases):,} alias{'es' if len(self.aliases) > 1 else ''}"
         return f"{one_line(self.path)}: {count}, {show_bytes(self.total_bytes)}, {counted(len(self.shards), 'shard')}"
 
     def columns(self) -> list[str]:

@@ -305,10 +305,15 @@ def broken(line: str, width: int) -> str:
     return "\n".join(lines).replace("\xa0", " ")
 
 
-def shortened(name: str, width: int) -> str:
+def shortened(name: str, width: int, *, telling: Collection[int] = ()) -> str:
     """Return a name in at most `width` columns: parts between its dots are left out, and numbers as the last ones.
 
     A name whose last part is too long keeps its end. No number is cut, unless it fills the width.
+
+    Args:
+        name: The name, with any number of dots.
+        width: Most columns.
+        telling: Positions of parts that tell it from others; they are left out after all parts but the numbers.
     """
     length = cells(name)
     if length <= width and len(name) <= max(width, _MAX_SEARCHED):  # some characters take no column, in any number
@@ -316,7 +321,7 @@ def shortened(name: str, width: int) -> str:
     dots = "…" if is_encodable("…") else "..."
     parts = name.split(".") if len(name) <= _MAX_SEARCHED else [name]
     before_last = range(1, len(parts) - 1)
-    order = [k for k in before_last if not parts[k].isdecimal()]
+    order = sorted((k for k in before_last if not parts[k].isdecimal()), key=lambda k: k in telling)
     order += [0, *(k for k in before_last if parts[k].isdecimal())] if len(parts) > 1 else []
     left_out: set[int] = set()
     for k in order:
@@ -344,8 +349,11 @@ def cells(text: str) -> int:
     return len(text) if text.isascii() else cell_len(text)
 
 
-_MAX_PADDED, _MAX_PADDED_ON_TERMINALS = 32, 20
+_MAX_PADDED, _MAX_PADDED_IF_NARROW = 32, 20
 """Cells that are not names are padded to this width at most; a longer one moves the rest of its own row only."""
+
+READABLE_NAME = 40
+"""Columns that most names of tensors need: `model.layers.10.self_attn.q_proj.weight` has 39."""
 
 
 def columns_of(
@@ -359,15 +367,15 @@ def columns_of(
         width: Columns of the terminal; None: no cell is shortened.
     """
     widest = [max(map(cells, column)) for column in zip(*rows, strict=True)]
-    padded = _MAX_PADDED if width is None else _MAX_PADDED_ON_TERMINALS
-    widths = [widest[0], *(min(most, padded) for most in widest[1:-1]), *widest[1:][-1:]]
+    widths = _padded(widest, _MAX_PADDED)
+    names = [row[0] for row in rows]
     if width is not None:
-        rest = sum(len(_GAP) + most for most in widths[1:])
-        widths[0] = min(widths[0], max(_SHORTEST_NAME, width - rest))
-    for row in rows:
-        texts = list(row)
-        if width is not None:
-            texts[0] = shortened(texts[0], widths[0])
+        if _room(widths, width) < min(widest[0], READABLE_NAME):
+            widths = _padded(widest, _MAX_PADDED_IF_NARROW)
+        widths[0] = min(widths[0], max(_SHORTEST_NAME, _room(widths, width)))
+        names = _shortened_apart(names, widths[0])
+    for name, row in zip(names, rows, strict=True):
+        texts = [name, *row[1:]]
         for k, most in enumerate(widths):
             spaces = " " * (most - cells(texts[k]))
             texts[k] = spaces + texts[k] if k in right else texts[k] + spaces
@@ -376,6 +384,39 @@ def columns_of(
 
 _GAP = "  "
 _SHORTEST_NAME = 12
+
+
+def _padded(widest: Sequence[int], most: int) -> list[int]:
+    """Return the widths of columns: all of the first and of the last one, and at most `most` of the others."""
+    return [widest[0], *(min(one, most) for one in widest[1:-1]), *widest[1:][-1:]]
+
+
+def _room(widths: Sequence[int], width: int) -> int:
+    """Return the columns that a table of a terminal leaves for the names."""
+    return width - sum(len(_GAP) + one for one in widths[1:])
+
+
+def room_for_names(rows: Sequence[Sequence[str]], width: int) -> int:
+    """Return the columns that a table of these rows leaves for the names, which are the first cells."""
+    return _room(_padded([max(map(cells, column)) for column in zip(*rows, strict=True)], _MAX_PADDED), width)
+
+
+def _shortened_apart(names: Sequence[str], width: int) -> list[str]:
+    """Return names in at most `width` columns; two that would look alike keep the parts in which they differ."""
+    texts = [shortened(name, width) for name in names]
+    alike: dict[str, set[str]] = {}
+    for name, text in zip(names, texts, strict=True):
+        alike.setdefault(text, set()).add(name)
+    for k, (name, text) in enumerate(zip(names, texts, strict=True)):
+        if len(alike[text]) > 1 and len(name) <= _MAX_SEARCHED:
+            others = [one.split(".") for one in list(alike[text])[:_MAX_COMPARED]]
+            telling = {j for j, part in enumerate(name.split(".")) if any(part not in one[j : j + 1] for one in others)}
+            texts[k] = shortened(name, width, telling=telling)
+    return texts
+
+
+_MAX_COMPARED = 8
+"""Names with which one that looks like them is compared; a hostile file has any number of them."""
 
 
 def aligned(

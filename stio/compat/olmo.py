@@ -193,7 +193,10 @@ def _pickled(path: KeyPath, leaf: object) -> bytes:
     except Exception as error:  # the methods of a value that is not plain may raise anything
         raise TypeError(f"{shown(path)} cannot be pickled: {printable(str(error))}") from error
     if len(data) > MAX_LEAF_BYTES:
-        raise ValueError(f"{shown(path)} is {len(data):,} bytes as a pickle; a value may have {MAX_LEAF_BYTES:,}")
+        raise ValueError(
+            f"{shown(path)} is {len(data):,} bytes as a pickle; a value may have "
+            f"{MAX_LEAF_BYTES:,}; save it as a tensor"
+        )
     return data
 
 

@@ -229,7 +229,8 @@ def _require_surface(version: str) -> None:
         missing.append("safetensors has no class SafetensorError")
     if missing:
         raise RuntimeError(
-            f"stio.compat.install() does not know this safetensors {version}: {'; '.join(missing)}. Nothing was changed"
+            f"stio.compat.install() does not know this safetensors {version}: {'; '.join(missing)}. "
+            "Nothing was changed; install another release of it"
         )
 
 

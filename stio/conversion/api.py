@@ -26,10 +26,12 @@ from stio.runtime.memory import default_budget_bytes
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress, progress_callback
 from stio.runtime.trace import shown
+from stio.runtime.urls import is_url
 from stio.saving.options import Durability, SaveOptions, SaveResult, absolute_destination
 from stio.saving.pending import PendingSave
 from stio.saving.plan import WritePlan, plan_writes
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
+from stio.storage.open import open_destination
 
 PathLike = str | os.PathLike[str]
 
@@ -192,9 +194,10 @@ def _require_other_file(opened: OpenSource, destination: str) -> None:
     """
     if not destination.endswith(FILE_SUFFIX):
         return
+    url = str(open_destination(destination)) if is_url(destination) else None
     for path in opened.files:
         try:
-            is_same = os.path.samefile(path, destination)
+            is_same = path == url if url is not None else os.path.samefile(path, destination)
         except OSError:
             continue  # one of them does not exist
         if is_same:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,12 +24,22 @@ from stio.device.describe import LazyTensor, describe_tensors
 from stio.device.tensors import TORCH_DTYPES, cast, require_dtypes, torch_shape
 from stio.errors import (
     AmbiguousCheckpointError,
+    CheckpointNotFoundError,
     FormatError,
     IndexFormatError,
+    LimitError,
+    UnsafePathError,
     listed,
+    printable,
 )
-from stio.format.directory import beside, require_complete, warning_of_others, without_index
-from stio.format.index import parse_index
+from stio.format.directory import (
+    beside,
+    require_complete,
+    warning_of_gone_shards,
+    warning_of_others,
+    without_index,
+)
+from stio.format.index import ShardIndex, parse_index
 from stio.format.naming import FILE_SUFFIX, is_hidden, is_index, names_checkpoint, whole_name
 from stio.format.olmo_names import decode_name, looks_encoded, shown
 from stio.format.other_sources import PICKLE_SUFFIXES, is_pickle_of_weights
@@ -39,7 +50,7 @@ from stio.runtime.limits import Limits
 from stio.runtime.log import log
 from stio.runtime.urls import is_url
 from stio.saving.tensors import tied_names
-from stio.storage.checks import refused
+from stio.storage.checks import broken_link, refused
 from stio.storage.open import open_directory
 
 
@@ -100,12 +111,15 @@ def open_source(
         StioError: See `stio.convert`.
         ValueError: There is a key, and the source is not a pickle.
     """
-    pickles = _pickle_files(path)
-    if pickles is None:
-        if key is not None and (os.path.lexists(path) or is_url(path)):
-            raise ValueError("key= is for files of torch.save; a safetensors checkpoint is flat")
-        return _open_safetensors(path, dtype, window_bytes, check)
+    with _own_advice():
+        found = _pickle_files(path)
+        if found is None:
+            if key is not None and (os.path.lexists(path) or is_url(path)):
+                raise ValueError("key= is for files of torch.save; a safetensors checkpoint is flat")
+            return _open_safetensors(path, dtype, window_bytes, check)
+    pickles = found.paths
     tensors: dict[str, torch.Tensor] = {}
+    file_of: dict[str, str] = {}
     tied = UNDECLARED
     for file in pickles:
         check()
@@ -115,15 +129,78 @@ def open_source(
         if isinstance(module, nn.Module) and len(pickles) == 1:
             tied = tied_names(module, part)
         if doubled := sorted(part.keys() & tensors.keys()):
-            raise IndexFormatError("two files hold a tensor of the same name", path=file, found=doubled[0])
+            raise IndexFormatError(
+                f"two files hold the tensor {printable(doubled[0])!r}, so they are of different saves; load each by "
+                "`torch.load(FILE, weights_only=True)`, and give the tensors of the right one to stio.save",
+                path=file,
+                expected="one",
+                found=" and ".join(map(os.path.basename, (file_of[doubled[0]], file))),
+            )
         tensors |= part
+        file_of |= dict.fromkeys(part, file)
+    if key is None:  # otherwise the names may be others than those of the index
+        found.require_named(file_of)
     return OpenSource(**_cast(tensors, dtype, tied), files=pickles, tied=tied)
+
+
+@contextmanager
+def _own_advice() -> Iterator[None]:
+    """Let errors that are raised inside the block advise nothing that a conversion does not take."""
+    try:
+        yield
+    except (UnsafePathError, LimitError) as error:
+        error.message = error.message.replace("pass follow_symlinks=True", "copy the file there").replace(
+            "pass limits=", "save what stio.load returns with limits="
+        )
+        error.args = (error.message,)
+        raise
 
 
 # Which files a path means.
 
 
-def _pickle_files(path: str) -> list[str] | None:
+@dataclass(frozen=True, slots=True)
+class _Pickles:
+    """The files of `torch.save` that a path means."""
+
+    paths: list[str]
+    """The files."""
+    index: str | None = None
+    """Path of their index; None: they have none."""
+    weight_map: Mapping[str, str] = field(default_factory=dict)
+    """Name of the file of each tensor, by the index."""
+
+    def require_named(self, file_of: Mapping[str, str]) -> None:
+        """Require that each tensor is in the file that the index names for it. What it leaves out is converted too.
+
+        Args:
+            file_of: Path of the file that holds each tensor.
+
+        Raises:
+            IndexFormatError: A tensor is in no file, or in another one.
+        """
+        folder = os.path.dirname(self.index or "")
+        for name, shard in self.weight_map.items():
+            file = file_of.get(name)
+            if file != os.path.join(folder, shard):
+                raise IndexFormatError(
+                    f"tensor {printable(name)!r} is not in the file that the index names for it, so index and files "
+                    "are of different saves; fetch them again, or remove the index if the files are a complete set",
+                    path=self.index,
+                    expected=f"{printable(name)} in {printable(shard)}",
+                    found="it in no file" if file is None else f"it in {printable(os.path.basename(file))}",
+                )
+        left_out = [name for name in file_of if name not in self.weight_map] if self.index is not None else []
+        if left_out:
+            log(
+                logging.WARNING,
+                "%s: the files hold tensors that are not in the index, and are converted too: %s",
+                printable(self.index),
+                listed(left_out),
+            )
+
+
+def _pickle_files(path: str) -> _Pickles | None:
     """Return the files of `torch.save` that a path means, None if it means safetensors or nothing."""
     if os.path.isdir(path):
         return _pickles_in(path)
@@ -132,11 +209,11 @@ def _pickle_files(path: str) -> list[str] | None:
     if is_index(path):
         return _indexed_pickles(path)
     if kind_of_file(path) is not None or (path.endswith(PICKLE_SUFFIXES) and not is_safetensors(path)):
-        return [path]  # `read_pickle` refuses what torch.save did not write
+        return _Pickles([path])  # `read_pickle` refuses what torch.save did not write
     return None
 
 
-def _pickles_in(directory: str) -> list[str] | None:
+def _pickles_in(directory: str) -> _Pickles | None:
     try:
         names = sorted(os.listdir(directory))
     except OSError as error:
@@ -147,15 +224,12 @@ def _pickles_in(directory: str) -> list[str] | None:
     indices = [name for name in names if is_index(name) and whole_name(name).endswith(PICKLE_SUFFIXES)]
     files = without_index([name for name in names if is_pickle_of_weights(name)], PICKLE_SUFFIXES)
     if len(indices) == 1:
-        _require_inside(directory, indices)
-        paths = _indexed_pickles(os.path.join(directory, indices[0]))
-        named = [os.path.relpath(path, directory) for path in paths or ()]
-        if others := beside(indices[0], named, names, PICKLE_SUFFIXES)[0]:
-            log(logging.WARNING, "%s", warning_of_others(directory, indices[0], others))
-        return paths
+        return _indexed_pickles_in(directory, indices[0], names)
     if not indices and len(files) == 1:
         require_complete(files[0].files, path=directory)
-        return _require_inside(directory, files[0].files)
+        paths = _require_inside(directory, files[0].files)
+        # Safetensors under other names: opening the directory as safetensors raises the clearest error.
+        return None if all(map(is_safetensors, paths)) else _Pickles(paths)
     if not indices and not files:
         return None  # opening it as safetensors raises the clearest error
     raise AmbiguousCheckpointError(
@@ -165,14 +239,45 @@ def _pickles_in(directory: str) -> list[str] | None:
     )
 
 
-def _indexed_pickles(path: str) -> list[str] | None:
+def _indexed_pickles_in(directory: str, index: str, names: Sequence[str]) -> _Pickles | None:
+    """Return the files of the only index in a directory; the whole file beside it if none of them exists."""
+    _require_inside(directory, [index])
+    path = os.path.join(directory, index)
+    named = _parsed(path)
+    others = beside(index, named.shards, names, PICKLE_SUFFIXES)[0]
+    is_gone = not any(os.path.lexists(os.path.join(directory, shard)) for shard in named.shards)
+    if is_gone and whole_name(index) in others:
+        log(logging.WARNING, "%s", warning_of_gone_shards(directory, index, whole_name(index)))
+        return _Pickles(_require_inside(directory, [whole_name(index)]))
+    if others:
+        log(logging.WARNING, "%s", warning_of_others(directory, index, others))
+    return _named_pickles(path, named)
+
+
+def _indexed_pickles(path: str) -> _Pickles | None:
     """Return the files that an index names, None if they are safetensors."""
+    return _named_pickles(path, _parsed(path))
+
+
+def _parsed(path: str) -> ShardIndex:
     index = parse_index(read_start(path, Limits().header_bytes + 1), path=path, suffix="")
     if not index.shards:
         raise IndexFormatError("the weight_map names no files", path=path)
+    return index
+
+
+def _named_pickles(path: str, index: ShardIndex) -> _Pickles | None:
     if any(name.endswith(FILE_SUFFIX) for name in index.shards):
         return None
-    return _require_inside(os.path.dirname(path), index.shards)
+    try:
+        paths = _require_inside(os.path.dirname(path), index.shards)
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(
+            "the index names a file that does not exist; the download may be incomplete"
+            + broken_link(error.path or ""),
+            path=error.path,
+        ) from None
+    return _Pickles(paths, path, index.weight_map)
 
 
 def _require_inside(directory: str, names: Sequence[str]) -> list[str]:

@@ -69,9 +69,38 @@ def require_no_placeholders(sources: Sequence[TensorSource]) -> None:
         ValueError: One does; the message names it, and what to call first.
     """
     for source in sources:
-        if _FLAT_NAME.match(source.name):
-            raise ValueError(f"tensor {printable(source.name)!r} {_FLAT}")
-    empty = {source.name: source.data for source in sources if source.shape == (0,)}
+        _require_no_flat_name(source.name)
+    _require_no_partitions({source.name: source.data for source in sources if source.shape == (0,)})
+
+
+def require_values(tensors: Mapping[str, object]) -> None:
+    """Require that no tensor stands for data that is elsewhere, in any of the ways above.
+
+    For tensors that a library writes, or leaves out, before a save of stio describes them.
+
+    Args:
+        tensors: By name; values that are no tensors are ignored.
+
+    Raises:
+        ValueError: A tensor stands for data that is elsewhere; the message names it, and what to do first.
+    """
+    require_own_data(tensors, tensors.values())
+    require_scales(tensors)
+    empty = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            _require_no_flat_name(name)
+            if not tensor.is_nested and tuple(tensor.shape) == (0,):
+                empty[name] = tensor
+    _require_no_partitions(empty)
+
+
+def _require_no_flat_name(name: str) -> None:
+    if _FLAT_NAME.match(name):
+        raise ValueError(f"tensor {printable(name)!r} {_FLAT}")
+
+
+def _require_no_partitions(empty: Mapping[str, object]) -> None:
     if empty:
         require_own_data(empty, (item for item in gc.get_objects() if issubclass(type(item), torch.nn.Parameter)))
 

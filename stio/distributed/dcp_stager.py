@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from stio.device.copy_out import Readiness, copy_out
 from stio.device.describe import describe_tensors
+from stio.device.placeholders import require_no_placeholders
 from stio.device.tensors import tensors_in
 from stio.distributed.torch_private import local_memory, with_local
 from stio.format.sharding import TensorSource
@@ -86,6 +87,7 @@ class StioStager(AsyncStager):
         self, tensors: Mapping[str, torch.Tensor], ready: Readiness, operation: Operation[Any]
     ) -> dict[str, torch.Tensor]:
         sources = describe_tensors(tensors, check=operation.check)
+        require_no_placeholders(sources)  # later there are copies only
         allocate = ready.staging_allocator()
         free, self._free = self._free, []  # what is not used now, of other sizes, is released
         copies: dict[str, torch.Tensor] = {}

@@ -16,6 +16,7 @@ before or after that is rolled back when the writer is used again, closed or dro
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from stio.device.placeholders import require_values
 from stio.distributed.dcp_layout import RankTask, SaveLayout, plan_save
 from stio.distributed.dcp_part import (
     FileDigest,
@@ -45,15 +47,17 @@ from stio.distributed.dcp_part import (
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.torch_private import is_async_save, store_of
 from stio.errors import ClosedError, SaveInProgressError, printable
-from stio.format.naming import MANIFEST_SUFFIX, manifest_name
+from stio.format.naming import MANIFEST_SUFFIX, index_name, manifest_name
 from stio.runtime.blocking import run_blocking
 from stio.runtime.hashing import HashName, new_hasher
 from stio.runtime.limits import checked_size
 from stio.runtime.locks import new_lock
+from stio.runtime.log import log
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace, traced
+from stio.saving.hidden import hiding_on_disk, warn_of_hiding
 from stio.saving.options import (
     DEFAULT_PATTERN,
     CommitStep,
@@ -65,7 +69,7 @@ from stio.saving.options import (
     absolute_destination,
 )
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, manifest_notes
-from stio.saving.plan import ShardPlan
+from stio.saving.plan import ShardPlan, WritePlan
 from stio.saving.plan_parts import data_places
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.commit.file_writer import LocalFileWriter
@@ -375,6 +379,7 @@ class StioStorageWriter(StorageWriter):
         values = values_of_items([item for item in items if item.type == WriteItemType.BYTE_IO], planner)
         of_tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
         require_right_parts(self._local_items, planner)
+        require_values(state if isinstance(state := getattr(planner, "state_dict", None), Mapping) else {})
         tensors, ranges = parts_of_items(of_tensors, planner)
         assert self._path is not None
         save = PartSave(tensors, ranges, task, self._path, self._options, budget_bytes=self._budget_bytes)
@@ -395,6 +400,9 @@ def _require_complete(plan: SavePlan) -> None:
             "time; use a planner without it"
         )
 
+
+_OF_TORCH = ".metadata"
+"""The file that torch's own reader of a directory begins with."""
 
 _async_saves: MutableMapping[ProcessGroup, threading.Thread] = WeakKeyDictionary()
 """The thread of the last `dcp.async_save` of each group."""
@@ -518,6 +526,8 @@ def _publish(
         transaction.prepare_commit(operation.check)
         operation.refuse_cancel()
         transaction.commit(index=index, notes=notes)
+    is_file = options.max_shard_bytes(transaction.path) is None
+    _warn_of_other_readers(transaction, index_name(options.filename_pattern), plan, is_file=is_file)
     return SaveResult(
         path=transaction.path,
         files=names,
@@ -529,6 +539,23 @@ def _publish(
         committed_seconds=perf_counter() - opened.started,
         hashes=all_hashes,
     )
+
+
+def _warn_of_other_readers(transaction: LocalTransaction, index: str, plan: WritePlan, *, is_file: bool) -> None:
+    """Log what else is in the directory that a reader follows: another index, or a checkpoint of torch's own writer."""
+    path, names = transaction.path, transaction.shard_names
+    own_index = index if transaction.takes_index else None
+    tensors = [name for shard in plan.shards for name in shard.names]
+    if (hiding := hiding_on_disk(path, own_index, names, tensors)) is not None:
+        warn_of_hiding(hiding, path, None if is_file else own_index or names[0])
+    if not is_file and os.path.lexists(os.path.join(path, _OF_TORCH)):
+        log(
+            logging.WARNING,
+            "%s: saved, but the directory holds a checkpoint of torch's own writer too, and torch's own reader reads "
+            "that one: load with StioStorageReader, or delete %s and the .distcp files",
+            printable(path),
+            _OF_TORCH,
+        )
 
 
 def _complete_file(writer: LocalFileWriter, shard: ShardPlan, tree: bytes) -> None:

@@ -52,7 +52,7 @@ class _GlooStore(Store):
         try:
             run_blocking(self._ranks.values([f"gloo/{key}" for key in keys], ended=lambda: monotonic() > end))
         except Cancelled:
-            raise RuntimeError(f"a rank has no address after {timeout.total_seconds():g} s") from None
+            raise RuntimeError(f"a rank has sent no network address for {timeout.total_seconds():g} s") from None
 
 
 class StepGroup:

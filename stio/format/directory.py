@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, printable
-from stio.format.file_kinds import FileKind
+from stio.format.file_kinds import TORCH_SAVE, FileKind
 from stio.format.naming import (
     FILE_SUFFIX,
     FILE_SUFFIXES,
@@ -27,9 +27,21 @@ INDEX_NAME = "model.safetensors.index.json"
 """Name of the index that is used if a directory has several."""
 
 _STAGING = ".stio-"
+_NO_STAGING = (".stio-kept-", ".stio-written.json")
+"""Names that a save leaves for good: what it may not delete, and the list of its files."""
+
 _SHOWN_NAMES = 5
 _SHOWN_MISSING = 3
 _HIDDEN = "; a name that begins with a dot does not count, its path does"
+_SEPARATE = ", or move the files of each set of shards into a directory of its own"
+_UNDER_WAY = (
+    "a save into this directory is under way or was interrupted, and without an index its shards may be of two saves; "
+    "wait for its end, or clean up by `stio gc DIRECTORY`"
+)
+_INDEX_MISSING = (
+    "the directory holds shards of a save of stio without their index, which alone names the shards of one save; get "
+    "the index, or give the path of a shard to load it alone"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +105,35 @@ def choose(
         return found[0]
     if not found:  # what is left are files of other kinds, of saves that did not commit, or with a dot
         raise CheckpointNotFoundError(
-            "the directory holds no checkpoint; give a directory with .safetensors files, or a file"
-            + (_HIDDEN if any(is_hidden(name) and name.endswith(FILE_SUFFIXES) for name in names) else "")
-            + advice_for_names(names, path, kind_of),
+            why_none(names) + advice_for_names(names, path, kind_of),
             path=path,
             expected=f"{INDEX_NAME} or one *{FILE_SUFFIX}",
             found=_few(names, len(names)) or "an empty directory",
         )
     raise AmbiguousCheckpointError(
-        f"the directory holds several checkpoints, and no {INDEX_NAME} selects one; give the path of the one you mean",
+        f"the directory holds several checkpoints, and no {INDEX_NAME} selects one; give the path of the one you mean"
+        + (_SEPARATE if any(len(one.files) > 1 for one in found) else ""),
         path=path,
         found=_few([*map(str, found)], len(found)),
     )
+
+
+def why_none(names: Iterable[str]) -> str:
+    """Return why none of these names is that of a checkpoint, and what to do."""
+    names = [*names]
+    files = [name for name in names if name.endswith(FILE_SUFFIXES)]
+    shown = [name for name in files if not is_hidden(name)]
+    if shown and any(map(_is_of_work, names)):
+        return _UNDER_WAY
+    if any(map(is_of_save, shown)):
+        return _INDEX_MISSING
+    message = "the directory holds no checkpoint; give a directory with .safetensors files, or a file"
+    return message + _HIDDEN if files else message
+
+
+def _is_of_work(name: str) -> bool:
+    """Return whether a name is that of what a save makes while it works."""
+    return name.startswith(_STAGING) and not name.startswith(_NO_STAGING)
 
 
 def of_index(name: str) -> NamedCheckpoint:
@@ -122,7 +151,7 @@ def without_index(names: Iterable[str], suffixes: tuple[str, ...] = FILE_SUFFIXE
     names = [*names]
     # Shards with the id of a save are a checkpoint by their index alone: their save has not committed. One that was
     # interrupted before its index was in place may have moved shards with other names.
-    interrupted = any(name.startswith(_STAGING) for name in names)
+    interrupted = any(map(_is_of_work, names))
     sets: dict[object, list[tuple[int, str, str]]] = {}
     for name in names:
         if is_hidden(name) or not name.endswith(suffixes) or is_of_save(name):
@@ -200,6 +229,14 @@ def warning_of_others(path: str, index: str, files: Sequence[str]) -> str:
         f"{printable(path)}: the index {printable(index)} decides what is loaded, and {_few(files[:1], len(files))} in "
         "the same directory is not read; if that is the newer checkpoint, load it by its path, or delete the index and "
         "its shards"
+    )
+
+
+def warning_of_pickle(path: str, loaded: NamedCheckpoint, pickle: str) -> str:
+    """Return a warning of a model in a file of torch.save beside a checkpoint that is not the same model."""
+    return (
+        f"{printable(path)}: {loaded} is what is loaded, and {printable(pickle)} in the same directory, a file of "
+        f"torch.save, is not read; if that is the model you mean: {TORCH_SAVE.advice_at(path)} if SOURCE is its path"
     )
 
 

@@ -60,6 +60,9 @@ class FileKind:
 
 TORCH_SAVE = FileKind("a file of torch.save", CONVERT, is_torch_save=True)
 
+SAFETENSORS = FileKind("a safetensors file by its content", "give its own path")
+"""A file whose name hides what it is."""
+
 _TORCH_SCRIPT = FileKind(
     "a TorchScript archive",
     "`stio.save(torch.jit.load(FILE).state_dict(), DESTINATION)` saves its tensors",

@@ -150,7 +150,9 @@ def _metadata_json(metadata: Mapping[str, str]) -> bytes:
     members = []
     for key, value in metadata.items():
         if not (isinstance(key, str) and isinstance(value, str)):
-            raise TypeError(f"metadata must map strings to strings, not {printable(key)} to {printable(value)}")
+            raise TypeError(
+                f"metadata must map strings to strings, not {printable(repr(key))} to {printable(repr(value))}"
+            )
     for key, value in sorted(metadata.items()):
         if not (is_encodable(key) and is_encodable(value)):
             raise ValueError(f"the metadata under {printable(key)!r} hold half of a surrogate pair")

@@ -200,7 +200,8 @@ def require_distinct(headers: Sequence[Header], *, path: str) -> None:
         for name in header.names:
             if shard_of.setdefault(name, header.shard) != header.shard:
                 raise IndexFormatError(
-                    f"two shards hold the tensor {printable(name)!r}, and there is no index that decides",
+                    f"two shards hold the tensor {printable(name)!r}, and there is no index that decides; get the "
+                    "index, or load a shard by its path",
                     path=path,
                     expected="one",
                     found=f"{shard_of[name]} and {header.shard}",

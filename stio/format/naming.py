@@ -51,7 +51,7 @@ def advice_for_destination(name: str) -> str:
     found = None if name.endswith(FILE_SUFFIX) else _OTHER_KINDS.fullmatch(name)
     if found is None:
         return ""
-    stem = name.removesuffix(found[1])
+    stem = whole_name(name).rpartition(".")[0] if is_index(name) else name.removesuffix(found[1])
     return (
         f"looks like a file of another kind or name ({printable(found[1])}), and a save writes {FILE_SUFFIX} only: "
         f"{printable(stem + FILE_SUFFIX)!r} means one file, {printable(stem)!r} a directory. For a directory of this "

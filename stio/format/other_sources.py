@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from stio.errors import FormatError, printable
 from stio.format.file_kinds import CONVERT, TORCH_SAVE, FileKind
-from stio.format.naming import FILE_SUFFIXES, INDEX_SUFFIX, whole_name
+from stio.format.naming import FILE_SUFFIXES, INDEX_SUFFIX, is_index, shard_number, whole_name
 from stio.runtime.urls import SCHEMES, is_url, without_secrets
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -21,6 +21,12 @@ _OF_TRAININGS = re.compile(
     r"|rng_state|random_states?|custom_checkpoint|.*optim_states)([-_.]?\d+)*\.(pt|pth|bin|ckpt)"
 )
 """Names under which trainers store what is no weight: transformers, accelerate, DeepSpeed."""
+
+_MODELS = {
+    "pytorch_model.bin": ("model", "pytorch_model"),
+    "diffusion_pytorch_model.bin": ("diffusion_pytorch_model",),
+}
+"""Names of whole models in files of `torch.save`, and the stems of their safetensors."""
 
 _SUFFIXES_OF_OTHERS = (".gguf", ".onnx", ".h5", ".keras", ".npz", ".pt2", ".tflite")
 """Ends of names of other files of weights."""
@@ -42,6 +48,24 @@ _OTHER_SUFFIXES = (*FILE_SUFFIXES, INDEX_SUFFIX, *PICKLE_SUFFIXES)
 def is_pickle_of_weights(name: str) -> bool:
     """Return whether the name of a file in a directory is that of weights in a file of `torch.save`."""
     return name.endswith(PICKLE_SUFFIXES) and not name.startswith(".") and _OF_TRAININGS.fullmatch(name) is None
+
+
+def pickle_of_another(names: Iterable[str], stem: str) -> str | None:
+    """Return the name of a whole model of `torch.save` that is not the model of this checkpoint; of several an index.
+
+    Only names count that transformers and diffusers give to a model: beside its safetensors it is the same model, and
+    beside an adapter or an optimizer it is what a reader of the directory may expect.
+
+    Args:
+        names: Names of the files of a directory.
+        stem: Name of its checkpoint, as `stio.format.directory.NamedCheckpoint.stem`.
+    """
+    for name in sorted(names, key=lambda name: (not is_index(name), name)):
+        shard = shard_number(name)
+        whole = whole_name(name) if shard is None else shard.whole
+        if whole in _MODELS and stem not in _MODELS[whole]:
+            return name
+    return None
 
 
 def refuse_pickle_at_url(source: str) -> None:

@@ -121,7 +121,9 @@ def build_index(weight_map: Mapping[str, str], total_bytes: int, metadata: Mappi
 def _require_text(pairs: Sequence[tuple[object, object]], what: str) -> None:
     for key, value in pairs:
         if not (isinstance(key, str) and isinstance(value, str)):
-            raise TypeError(f"{what} must map strings to strings, not {printable(key)} to {printable(value)}")
+            raise TypeError(
+                f"{what} must map strings to strings, not {printable(repr(key))} to {printable(repr(value))}"
+            )
     try:
         "".join(f"{key}{value}" for key, value in pairs).encode()
     except UnicodeEncodeError:

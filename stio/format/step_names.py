@@ -17,6 +17,12 @@ _NUMBER = re.compile(r"([0-9]+)(?:\.[0-9]+)*")
 _RANK = re.compile(r"(?:rank|shard|part)[^0-9A-Za-z]{0,2}[0-9]+", re.IGNORECASE)
 _RANK_OR_NUMBER = re.compile(rf"{_RANK.pattern}|{_NUMBER.pattern}", re.IGNORECASE)
 _SHARD = re.compile(r"-[0-9]+-of-[0-9]+")
+_DATE = re.compile(
+    r"(?<![0-9])(?:(?:19|20)[0-9]{2}([-_.])[0-9]{1,2}\1[0-9]{1,2}"
+    r"|(?:19|20)[0-9]{6}[-_.T][0-9]{2}[-_.]?[0-9]{2}(?:[-_.]?[0-9]{2})?)(?![0-9])"
+)
+"""A date, or without separators a date and a time."""
+_UNFINISHED = re.compile(r"_?tmp[-_.].+|.+[-_.](?:tmp|temp|partial|incomplete)(?:\.[0-9]+)?|.+\.part", re.IGNORECASE)
 
 
 def step_of(path: str) -> tuple[int, str] | None:
@@ -67,9 +73,19 @@ def is_shard_name(name: str) -> bool:
 
 
 def step_named(name: str) -> int | None:
-    """Return the step that the name of a directory's entry has; None for hidden names and shards too."""
-    found = None if name.startswith(".") or is_shard_name(name) else step_of(name)
+    """Return the step that the name of a directory's entry has; None for hidden names, shards and dates too."""
+    found = None if name.startswith(".") or is_shard_name(name) or is_dated(name) else step_of(name)
     return None if found is None else found[0]
+
+
+def is_dated(name: str) -> bool:
+    """Return whether a name has a date and no step: the last number of a date would be taken for one."""
+    return _DATE.search(name) is not None and _AFTER_WORD.search(name) is None
+
+
+def is_unfinished(name: str) -> bool:
+    """Return whether a name is one that programs give to a checkpoint until it is complete: `tmp-checkpoint-5`."""
+    return _UNFINISHED.fullmatch(name) is not None
 
 
 def series_of(path: str) -> str | None:

@@ -22,7 +22,8 @@ A module that FSDP2 shards, under `ModelParallelStrategy`, is saved by all ranks
 
 This module replaces functions of Lightning that are not all public. Of `ModelCheckpoint` those that save, remove and
 look for a file; without stio's plugin they call the originals. And the one by which `load_from_checkpoint` reads a
-file: files that stio saved are read by stio; other files, and other sources, go to the original.
+file: it waits for a save of the file, and files that stio saved are read by stio; other files, and other sources, go to
+the original.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import functools
 import logging
 import os
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -78,6 +80,10 @@ _RANDOM = "stio.random"
 
 _SHARDED = ("state_dict", "optimizer_states")
 """Keys of a checkpoint whose tensors may be sharded over ranks."""
+
+
+_plugins: weakref.WeakSet[StioCheckpointIO] = weakref.WeakSet()
+"""All plugins of this process: `load_from_checkpoint` knows none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -147,6 +153,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         self._warned = False
         self._written: dict[str, WrittenFiles] = {}
         """What was saved and not removed, by path."""
+        _plugins.add(self)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -356,7 +363,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         """Wait for a save, and remove the files that it replaces; they stay if it fails."""
         try:
             save.pending.result()
-        except StioError:
+        except Exception:
             return  # `_collect` raises it
         while save.unwanted:
             try:
@@ -569,7 +576,7 @@ class _TrainingEnds(Callback):  # type: ignore[misc]  # lightning is not followe
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         try:
             self.on_train_end(trainer, pl_module)
-        except StioError as error:
+        except Exception as error:
             logger.error("saving failed too: %s", error)  # the first exception is the one to raise
 
 
@@ -673,6 +680,10 @@ def _reads_own(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function that reads a file for `load_from_checkpoint`, with stio for the files of stio."""
 
     def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if isinstance(path_or_url, str | Path) and "://" not in str(path_or_url):
+            for plugin in list(_plugins):
+                if plugin.expects(path_or_url) is not None:
+                    plugin.collect()  # otherwise the file may be missing, or an older one
         if isinstance(path_or_url, str | Path) and os.path.isfile(path_or_url) and _is_checkpoint(str(path_or_url)):
             return _load(str(path_or_url), map_location)
         return original(path_or_url, map_location=map_location, weights_only=weights_only)

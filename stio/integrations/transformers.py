@@ -23,6 +23,8 @@ FSDP `_load_from_checkpoint` and `_load_best_model`, which are not public.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 import sys
@@ -35,7 +37,7 @@ from typing import Any, Literal
 from torch import nn
 
 from stio import sync
-from stio.errors import CheckpointNotFoundError, MismatchError, StioError, install_command, listed
+from stio.errors import CheckpointNotFoundError, MismatchError, install_command, listed
 from stio.integrations._hub_pushes import HubPushes
 from stio.integrations._processes import exchange
 from stio.integrations._random import random_states, set_random_states
@@ -108,6 +110,10 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     Features that only a save by Trainer itself supports raise an error at the start of the training: DeepSpeed, FSDP1,
     adapters under FSDP2, hyperparameter search, adapters without PEFT's own model, quantized models.
 
+    Trainer calls `on_save` of its callbacks when a checkpoint is complete, and a callback may read it then (those of
+    Weights & Biases and MLflow upload it). If another callback has `on_save`, a training by `resume` waits at each save
+    until the checkpoint is durable, and calls it. `trainer.train` does not call it: it gives this callback no others.
+
     Args:
         output_dir: Directory of the checkpoints; by default that of `TrainingArguments`.
         keep_last: Number of durable checkpoints to keep. Older ones of this callback are deleted, those of earlier
@@ -147,6 +153,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._publishing: JoinedSave | None = None
         self._pushes: HubPushes | None = None
         self._due = False
+        self._is_observed = False
+        """Whether other callbacks are called after each save."""
         self._training = False
         """Whether a training has begun, and its last save has not ended."""
         self._complete = False
@@ -192,7 +200,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         except BaseException:
             try:
                 self._end()
-            except StioError as error:
+            except Exception as error:
                 logger.error("saving failed too: %s", error)  # the first exception is the one to raise
             raise
         finally:
@@ -244,7 +252,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             self._begin_training(args, state, now)
         except Exception as error:  # raised on all processes
             failed = error
-        exchange(args.world_size, failed)
+        self._is_observed = any(exchange(args.world_size, failed, self._has_observers()))
         if self._complete and self._trainer is not None:
             # Trainer would take a step before it checks for the end: it gets no batches.
             setattr(self._trainer, _BATCHES, lambda *arguments, **keywords: ([], None))
@@ -265,24 +273,22 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if state.is_world_process_zero:
             warn_of_higher_steps(self._directory(args), state.global_step)
         self._complete = 0 < state.max_steps <= state.global_step
-        if state.stateful_callbacks.pop(_STATE_KEY, None) is not None:
-            self._restore(args, state, now)
+        if (saved := state.stateful_callbacks.pop(_STATE_KEY, None)) is not None:
+            self._restore(args, state, now, saved)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> TrainerControl:
         """Save if a save is due, or set the random generators."""
         control = self._take_request(control)
-        self._save_or_restore(args, state, control, now, at_epoch=True)
-        return control
+        return self._save_or_restore(args, state, control, now, at_epoch=True)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> TrainerControl:
         """Save if a save is due, or set the random generators."""
         control = self._take_request(control)
-        self._save_or_restore(args, state, control, now, at_epoch=False)
-        return control
+        return self._save_or_restore(args, state, control, now, at_epoch=False)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
@@ -305,7 +311,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         return control
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> None:
-        """Save nothing: another callback made Trainer save itself."""
+        """Save nothing: it is saved, or another callback made Trainer save itself."""
         self._due = False
 
     def on_log(
@@ -314,7 +320,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """At the summary of the training: save if a save is due, and wait until it is durable."""
         if self._training and _SUMMARY in (now.get("logs") or {}):
             control = self._take_request(control)
-            self._finish(args, state, control, now)
+            control = self._finish(args, state, control, now)
         return control
 
     def on_train_end(
@@ -323,7 +329,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """Wait for pushes under way."""
         control = self._take_request(control)
         if self._training:  # a subclass of Trainer logs no summary
-            self._finish(args, state, control, now)
+            control = self._finish(args, state, control, now)
         if self._pushes is not None:
             self._pushes.wait()
         self._end()
@@ -347,12 +353,12 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     def _finish(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, now: Mapping[str, Any]
-    ) -> None:
+    ) -> TrainerControl:
         """Save if a save is due, and wait until the last save is durable. All processes must call it."""
         self._training = False
         try:
             if self._due:
-                self._save(args, state, control, now, at_epoch=float(state.epoch or 0).is_integer())
+                control = self._save(args, state, control, now, at_epoch=float(state.epoch or 0).is_integer())
             failed = self._failed()
             if self._pushes is not None and args.save_total_limit == 1:
                 self._pushes.wait()  # after this event Trainer itself deletes all checkpoints but the best one
@@ -360,6 +366,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         finally:
             self._savers.close()
         self._record_best(args, state)
+        return control
 
     def _failed(self) -> Exception | None:
         """Wait for the save under way; return its error."""
@@ -384,12 +391,13 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         now: Mapping[str, Any],
         *,
         at_epoch: bool,
-    ) -> None:
+    ) -> TrainerControl:
         if self._due:
-            self._save(args, state, control, now, at_epoch=at_epoch)
+            control = self._save(args, state, control, now, at_epoch=at_epoch)
         if self._random is not None and self._random_at_epoch == at_epoch:
             set_random_states(self._random)
             self._random = None
+        return control
 
     def _save(
         self,
@@ -399,8 +407,11 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         now: Mapping[str, Any],
         *,
         at_epoch: bool,
-    ) -> None:
-        """Start to save a checkpoint; return when its snapshot is complete. All processes must call it."""
+    ) -> TrainerControl:
+        """Start to save a checkpoint; return when its snapshot is complete. All processes must call it.
+
+        If other callbacks are to be called, it returns when the checkpoint is durable and they were.
+        """
         self._record_best(args, state)
         self._due = False
         of_ranks = exchange(args.world_size, self._failed(), random_states())
@@ -409,17 +420,30 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             self._trainer.store_flos()  # gathers from all processes too
         if _is_sharded(now["model"]):
             self._start_on_all(args, state, control, now, training)
-            return
-        failed: Exception | None = None
-        if args.should_save:
-            try:
-                self._start(args, state, control, now, training)
-            except Exception as error:
-                if args.world_size == 1:
-                    raise
-                failed = error
-        if args.world_size > 1:
-            exchange(args.world_size, failed)
+        else:
+            failed: Exception | None = None
+            if args.should_save:
+                try:
+                    self._start(args, state, control, now, training)
+                except Exception as error:
+                    if args.world_size == 1:
+                        raise
+                    failed = error
+            if args.world_size > 1:
+                exchange(args.world_size, failed)
+        if not self._is_observed:
+            return control
+        exchange(args.world_size, self._failed())
+        return control if self._trainer is None else self._trainer.callback_handler.on_save(args, state, control)
+
+    def _has_observers(self) -> bool:
+        """Return whether another callback of the trainer is to be called after each save."""
+        callbacks = [] if self._trainer is None else self._trainer.callback_handler.callbacks
+        return any(
+            getattr(one.on_save, "__func__", None) is not TrainerCallback.on_save
+            for one in callbacks
+            if not isinstance(one, StioCallback)
+        )
 
     def _start(
         self,
@@ -476,7 +500,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             if now.get("processing_class") is not None:
                 now["processing_class"].save_pretrained(save.path)
             with_state = self._with_state(args)
-            self._describe(state, control, with_state).save_to_json(os.path.join(save.path, TRAINER_STATE))
+            described = self._describe(state, control, with_state, self._directory(args))
+            described.save_to_json(os.path.join(save.path, TRAINER_STATE))
         return save
 
     def _saves_of(
@@ -522,14 +547,14 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _directory(self, args: TrainingArguments) -> str:
         return os.path.abspath(self._output(args))
 
-    def _describe(self, state: TrainerState, control: TrainerControl, with_state: bool) -> TrainerState:
-        """Return the content of `trainer_state.json`."""
+    def _describe(self, state: TrainerState, control: TrainerControl, with_state: bool, directory: str) -> TrainerState:
+        """Return the content of `trainer_state.json` in a directory of checkpoints."""
         callbacks = {**state.stateful_callbacks, type(control).__name__: control.state()}
         if self._trainer is not None:
             exported = [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
             callbacks = dataclasses.replace(state, stateful_callbacks=[*exported, control]).stateful_callbacks
         if with_state:
-            callbacks[_STATE_KEY] = {"args": {}, "attributes": {}}
+            callbacks[_STATE_KEY] = {"args": {}, "attributes": {"saved_to": _digest_of(directory)}}
         return dataclasses.replace(state, stateful_callbacks=callbacks)
 
     def _unsupported_sharding(self, args: TrainingArguments, model: nn.Module) -> str | None:
@@ -558,8 +583,14 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     # Resuming.
 
-    def _restore(self, args: TrainingArguments, state: TrainerState, now: Mapping[str, Any]) -> None:
-        """Restore all that Trainer does not: it restores the model, its own state and the position in the data."""
+    def _restore(
+        self, args: TrainingArguments, state: TrainerState, now: Mapping[str, Any], saved: Mapping[str, Any]
+    ) -> None:
+        """Restore all that Trainer does not: it restores the model, its own state and the position in the data.
+
+        Trainer does not tell a callback from which directory it resumes. So unless `resume` has determined it, the
+        state that it has loaded is compared with that in the callback's own directory.
+        """
         checkpoint = self._resume_from or os.path.join(self._directory(args), f"checkpoint-{state.global_step}")
         path = os.path.join(checkpoint, STATE_NAME)
         try:
@@ -567,6 +598,12 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         except CheckpointNotFoundError as error:
             error.add_note("resume from another directory with StioCallback.resume(trainer, checkpoint)")
             raise
+        if self._resume_from is None and _identity_of(checkpoint) != _identity(saved, state.log_history):
+            raise MismatchError(
+                "Trainer resumes from a checkpoint of another directory, and the training state of this one is of "
+                "another run; resume with StioCallback.resume(trainer, checkpoint)",
+                path=path,
+            )
         if training["global_step"] != state.global_step:
             raise MismatchError(
                 "the training state belongs to another checkpoint than the one that Trainer resumes from",
@@ -587,6 +624,26 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             logger.warning(
                 "the saved random generators are those of %d processes; they are not restored", len(training["random"])
             )
+
+
+def _digest_of(directory: str) -> str:
+    """Return a digest of a directory's path: equal for the saves of one run, and no name that a push publishes."""
+    return hashlib.blake2b(os.fsencode(os.path.realpath(directory)), digest_size=16).hexdigest()
+
+
+def _identity_of(checkpoint: str) -> str:
+    """Return `_identity` of what a checkpoint holds."""
+    try:
+        with open(os.path.join(checkpoint, TRAINER_STATE), encoding="utf-8") as file:
+            loaded = json.load(file)
+        return _identity(loaded["stateful_callbacks"][_STATE_KEY], loaded["log_history"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""  # Trainer has read another file
+
+
+def _identity(saved: Mapping[str, Any], log_history: Sequence[Mapping[str, Any]]) -> str:
+    """Return text that differs between checkpoints of one step of two runs: where it was saved, and what was logged."""
+    return json.dumps([saved, log_history], sort_keys=True, default=str)
 
 
 class _RequestControl(TrainerControl):  # type: ignore[misc]  # transformers is not followed by mypy

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, listed, printable
-from stio.format.directory import INDEX_NAME, require_complete, without_index
-from stio.format.naming import FILE_SUFFIX, is_hidden
+from stio.format.directory import INDEX_NAME, require_complete, why_none, without_index
+from stio.format.naming import FILE_SUFFIX, is_hidden, is_index
 from stio.integrations.iterators import weights
 from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
@@ -198,8 +198,14 @@ def _sources(root: Root, patterns: Sequence[str]) -> Sequence[Root]:
         names = [
             str(path.relative_to(directory)) for path in sorted(directory.glob(pattern)) if not is_hidden(path.name)
         ]
-        for one in without_index(names):
+        listing = root.listdir()
+        complete = without_index([*names, *filter(is_hidden, listing)])
+        for one in complete:
             require_complete(one.files, path=root.path)
+        if names and not any(map(is_index, listing)):  # shards that only an index names are of no checkpoint
+            names = [name for one in complete for name in one.files]
+            if not names:
+                raise CheckpointNotFoundError(why_none(listing), path=root.path, found=listed(listing))
         if names:
             _require_distinct(root, names)  # an error comes before the first tensor
             return [OneFile(root, name) for name in names]

@@ -394,7 +394,7 @@ class Checkpoint:
 
     async def __aenter__(self) -> Self:
         if self._opened is not None:
-            raise RuntimeError("the checkpoint is open already")
+            raise RuntimeError("the checkpoint is open already; make another one by stio.open")
         source, options = self._source, self._options
 
         def body(operation: Operation[Any]) -> OpenCheckpoint:

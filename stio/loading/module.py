@@ -100,6 +100,7 @@ class ModuleTarget:
         part_of: Returns the part of a tensor that this process holds.
 
     Raises:
+        TypeError: It is no module.
         MismatchError: `state_dict()` of the module renames tensors, and no load hook renames them back. Or `part_of`
             refuses a tensor.
     """
@@ -107,12 +108,18 @@ class ModuleTarget:
     def __init__(
         self, module: nn.Module, *, assign: bool = False, fills: bool = False, part_of: PartOf = no_part
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"load_into takes a module, not {_kind_of(module)}; stio.load returns tensors, and "
+                "stio.distributed.load_into fills those of a dictionary"
+            )
         self._module = module
         self._fills = fills
         self.assigns = assign
         """Whether tensors are replaced and not copied into."""
         with collection_paused(sys.maxsize):  # how many tensors there are is not known yet
             self._tree = ModuleTree(module)
+        self._can_assign = part_of is no_part  # loads of ranks fill memory
         self._parts: dict[str, Part] = {}
         if part_of is not no_part:
             found = {name: part_of(name, tensor) for name, tensor in self._tree.tensors.items()}
@@ -212,9 +219,11 @@ class ModuleTarget:
                 f"the checkpoint has no tensor of the module: missing {listed(missing)}; {_STATE}", path=path
             )
         if strict and (missing or unexpected):
+            reason = "the checkpoint does not fit the module; strict=False loads the common names"
+            if len(unexpected) >= len(stored):
+                reason = "the checkpoint and the module have no name in common; load the checkpoint of this model"
             raise MismatchError(
-                "the checkpoint does not fit the module; strict=False loads the common names: "
-                f"missing {listed(missing)}, unexpected {listed(unexpected)}{_advice(missing, unexpected)}",
+                f"{reason}: missing {listed(missing)}; unexpected {listed(unexpected)}{_advice(missing, unexpected)}",
                 path=path,
             )
         self._report = LoadReport(missing, unexpected, tuple(self._tree.never_stored), path)
@@ -298,7 +307,7 @@ class ModuleTarget:
             dtype, shape = found
             expected = tuple(target.shape) if name not in self._parts else self._parts[name].shape
             if (shape if dtype != "F4" else torch_shape(dtype, shape)) != expected:
-                wrong.append(f"{printable(name)} {list(shape)} for {list(expected)}")
+                wrong.append(f"{printable(name)} is {list(shape)} in the checkpoint, {list(expected)} in the module")
             elif self.assigns and target.requires_grad and not _has_gradient(dtype):
                 raise MismatchError(
                     "the module's parameter requires a gradient, which this dtype cannot have; assign=False casts",
@@ -309,14 +318,15 @@ class ModuleTarget:
             elif not (self.assigns or self._fills or target.is_quantized) and loses_values(dtype, target.dtype):
                 raise MismatchError(
                     "a copy would lose the values of a tensor, whose dtype in the module is of another kind; "
-                    "assign=True keeps the dtype of the checkpoint",
+                    + ("assign=True keeps" if self._can_assign else "give the module")
+                    + " the dtype of the checkpoint",
                     path=self._path,
                     expected=str(target.dtype),
                     found=f"{dtype} for {name}",
                 )
         if wrong:
             raise MismatchError(
-                f"shapes differ, the checkpoint's for the module's: {listed(wrong, separator='; ')}",
+                f"shapes differ; make the module with the checkpoint's settings: {listed(wrong, separator='; ')}",
                 path=self._path,
             )
 
@@ -333,14 +343,15 @@ class ModuleTarget:
             if not self.assigns and is_on_meta(target):
                 empty.append(name)
             elif not why and not self.assigns:
-                why = why_not_copied(target, in_inference_mode=self._inference)
+                why = why_not_copied(target, in_inference_mode=self._inference, can_assign=self._can_assign)
             if why:
                 raise MismatchError(f"{printable(name)} cannot be filled: {why}", path=self._path)
             if not self.assigns:
                 memory.require(name, target)
         if not self._fills and (empty := [name for name in empty if name in self._names]):
+            remedy = "pass assign=True" if self._can_assign else "call module.to_empty(device=...) first"
             raise MismatchError(
-                f"the module's tensors on 'meta' have no memory to copy into; pass assign=True: {listed(empty)}",
+                f"the module's tensors on 'meta' have no memory to copy into; {remedy}: {listed(empty)}",
                 path=self._path,
             )
 
@@ -632,6 +643,11 @@ class ModuleTarget:
         self._groups.clear()
         self._loaded.clear()
         self._made.clear()
+
+
+def _kind_of(value: object) -> str:
+    kind = type(value)
+    return f"the class {printable(value.__name__)}" if isinstance(value, type) else f"a {printable(kind.__name__)}"
 
 
 def _as(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -346,16 +346,25 @@ def why_refused(tensor: torch.Tensor) -> str:
     return "it is a nested tensor" if tensor.is_nested else ""
 
 
-def why_not_copied(tensor: torch.Tensor, *, in_inference_mode: bool) -> str:
-    """Return why values cannot be copied into this tensor, which has memory; empty if they can."""
+def why_not_copied(tensor: torch.Tensor, *, in_inference_mode: bool, can_assign: bool = True) -> str:
+    """Return why values cannot be copied into this tensor, which has memory, and what to do; empty if they can.
+
+    Args:
+        tensor: The tensor.
+        in_inference_mode: Whether the load was called in it.
+        can_assign: Whether the load takes `assign=True`, which replaces tensors.
+    """
     if tensor.__class__ not in _PLAIN and is_lazy(tensor):
         return ""
     if tensor.layout is not torch.strided:
-        return f"its layout is {tensor.layout}; assign=True replaces it by a dense tensor"
+        remedy = "assign=True replaces it by a dense tensor" if can_assign else "give a dense tensor"
+        return f"its layout is {tensor.layout}; {remedy}"
     if tensor.is_quantized:
-        return "it is a quantized tensor; assign=True replaces it"
+        return f"it is a quantized tensor; {'assign=True replaces it' if can_assign else 'give a floating one'}"
+    also = ", or pass assign=True" if can_assign else ""
     if not in_inference_mode and traits_of(tensor).is_inference:
-        return "it was made in inference mode; call load_into inside torch.inference_mode(), or pass assign=True"
+        return f"it was made in inference mode; load inside torch.inference_mode(){also}"
     if has_overlap(tensor):
-        return "its elements share memory (expand, as_strided); register a clone() of it, or pass assign=True"
+        remedy = f"register a clone() of it{also}" if can_assign else "give a clone() of it"
+        return f"its elements share memory (expand, as_strided); {remedy}"
     return ""

@@ -158,7 +158,7 @@ def _require_match(opened: OpenCheckpoint, tree: Tree, holds_bytes: set[str]) ->
     for names, message in (
         (in_tree - stored, "the state refers to a tensor that does not exist"),
         (holds_bytes & as_tensors, "the state refers to a tensor that holds bytes of the state"),
-        (stored - in_tree, "a tensor has no place in the state"),
+        (stored - in_tree, "a tensor has no place in the state; stio.load loads all tensors by name"),
     ):
         if names:
             raise FormatError(message, path=opened.path, found=min(names))
@@ -273,7 +273,7 @@ class StateTarget:
             hint = "" if self._is_nested else "; the checkpoint has tensors by name, and no nested state"
             raise MismatchError(
                 "the checkpoint does not fit the state; strict=False loads what both have: "
-                f"missing {listed(self._missing)}, unexpected {listed(self._unexpected)}{hint}",
+                f"missing {listed(self._missing)}; unexpected {listed(self._unexpected)}{hint}",
                 path=opened.path,
             )
         self._require_shapes(opened)
@@ -341,7 +341,7 @@ class StateTarget:
         why = why_refused(memory)
         if not why and is_on_meta(memory):
             why = "it is on 'meta' and has no memory to copy into; give it memory first"
-        if why := why or why_not_copied(memory, in_inference_mode=self._inference):
+        if why := why or why_not_copied(memory, in_inference_mode=self._inference, can_assign=False):
             raise MismatchError(f"{path} cannot be filled: {why}", path=self._checkpoint.path)
         self._memory.require(path, memory)
         shape = tuple(tensor.shape) if part is None else part.shape

@@ -34,8 +34,9 @@ from stio.format.directory import (
     of_index,
     warning_of_gone_shards,
     warning_of_others,
+    warning_of_pickle,
 )
-from stio.format.file_kinds import FileKind, kind_of
+from stio.format.file_kinds import HEAD_BYTES, SAFETENSORS, FileKind, kind_of, starts_like_safetensors
 from stio.format.gil_slices import ROWS
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
 from stio.format.index import ShardIndex, as_in_index, check_against_shards, parse_index, require_distinct
@@ -44,6 +45,7 @@ from stio.format.naming import FILE_SUFFIXES, MANIFEST_SUFFIX, is_index, shard_n
 from stio.format.other_sources import (
     advice_for_index,
     advice_for_missing,
+    pickle_of_another,
     refuse_pickle_at_url,
 )
 from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
@@ -258,6 +260,8 @@ class _Opening:
         if not isinstance(source, str | bytes | os.PathLike):
             raise TypeError(f"a source must be a path, a URL or a Root (see stio.testing), not {type(source).__name__}")
         path = os.fsdecode(source)
+        if not path:
+            raise CheckpointNotFoundError("the path is empty; give a file, a directory or a URL")
         if is_url(path):
             return self._at_url(path)
         try:
@@ -361,6 +365,8 @@ class _Opening:
         opened = _with_manifest(root, found.whole, shards) if self.with_manifest else shards()
         opened.index = found.index
         try:
+            if (pickle := pickle_of_another(names, found.stem)) is not None:
+                self.warn(warning_of_pickle(root.path, found, pickle))
             if whole_index is not None and found.index is not None:
                 self._warn_of_others(root, found.index, whole_index, names)
         except BaseException:
@@ -549,6 +555,9 @@ def _kind_of(file: Source) -> FileKind | None:
 
 def _kind_of_name(root: Root, name: str) -> FileKind | None:
     with suppress(StioError), closing(root.open(name)) as file:
+        nbytes = file.identity.nbytes
+        if starts_like_safetensors(_read(file, 0, min(HEAD_BYTES, nbytes)), nbytes):
+            return SAFETENSORS
         return _kind_of(file)
     return None
 
@@ -602,7 +611,8 @@ def _aliases(
             continue
         if target not in known or alias in known:
             raise FormatError(
-                f"{ALIASES_KEY} must lead from names without data to names of tensors",
+                f"{ALIASES_KEY} must lead from names without data to names of tensors; if a program has copied it from "
+                "other tensors, save without it: safetensors.torch.save_file(load_file(FILE), NEW)",
                 path=path,
                 found=f"{printable(alias)!r}: {printable(target)!r}",
             )

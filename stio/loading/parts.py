@@ -155,5 +155,5 @@ def _require_fits(name: str, part: Part, dtype: str, shape: tuple[int, ...], *, 
         message = f"{printable(name)} has another dtype in the checkpoint; only floating dtypes are cast"
         raise MismatchError(message, path=path, expected=str(local.dtype), found=str(own))
     why = "it is on 'meta'" if is_on_meta(local) else why_refused(local)
-    if why := why or why_not_copied(local, in_inference_mode=inference):
+    if why := why or why_not_copied(local, in_inference_mode=inference, can_assign=False):
         raise MismatchError(f"{printable(name)} cannot be filled: {why}", path=path)

@@ -18,9 +18,17 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from stio.errors import CheckpointNotFoundError, StioError, StorageError, UnsafePathError, printable
-from stio.format.directory import NamedCheckpoint, of_index, without_index
+from stio.errors import (
+    AmbiguousCheckpointError,
+    CheckpointNotFoundError,
+    StioError,
+    StorageError,
+    UnsafePathError,
+    printable,
+)
+from stio.format.directory import NamedCheckpoint, choose, of_index
 from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, advice_for_destination, is_index
+from stio.format.other_sources import refuse_pickle_at_url
 from stio.loading.integrity import judge_files, read_manifest
 from stio.loading.open import OpenCheckpoint, chosen, open_checkpoint
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
@@ -107,11 +115,13 @@ def pull(
         IntegrityError: A file differs from the checkpoint's manifest. It is fetched again by the next call.
         ChangedDuringReadError: The store has other files by now.
         StorageError: The directory holds something else, or cannot be written; what was fetched stays for another call.
+        FormatError: It is the URL of a file of `torch.save`.
         StioError: The checkpoint cannot be read; see `stio.load`.
         Cancelled: The calling thread should end.
     """
     if not is_url(url):
-        raise ValueError(f"pull copies from a URL, such as s3://bucket/model; {without_secrets(url)!r} is none")
+        raise ValueError(f"pull copies from a URL, such as s3://bucket/model; {without_secrets(url)!r} is no URL")
+    refuse_pickle_at_url(url)
     target = os.path.abspath(os.fsdecode(directory))
     parent, name = os.path.split(target)
     if not name or os.path.ismount(target):
@@ -139,13 +149,13 @@ def pull(
         closing_all.callback(root.close)
         with _advised(url):
             state = _State(root.resolve() if isinstance(root, HubRoot) else "", object_name)
-        one = _Pull(state.url or url, target, staging, parent_fd, budget_bytes, progress)
+        one = _Pull(state.url or url, object_name, frozenset(also), target, staging, parent_fd, budget_bytes, progress)
         with _translated(target):
             if state.url:  # the state of all files is known before one is opened
                 found = one.complete(lambda record: state.has(record) and record.keys() >= set(also))
                 if found is not None:
                     return found
-            one.objects = _open_objects(url, root, object_name, also, closing_all)
+            one.objects, one.name = _open_objects(url, root, object_name, also, closing_all)
             wanted = one.record = {name: state.of(name, source) for name, source in sorted(one.objects.items())}
             return one.complete(lambda record: record == wanted) or one.run()
 
@@ -188,8 +198,10 @@ class _State:
         return [object_key(f"{self.url}\n{self.name}\n{name}", Identity(0, 0, size, 0, etag=self.url)), size]
 
 
-def _open_objects(url: str, root: Root, name: str, also: Sequence[str], owned: ExitStack) -> dict[str, Source]:
-    """Open all objects; return them by their names in the new directory."""
+def _open_objects(
+    url: str, root: Root, name: str, also: Sequence[str], owned: ExitStack
+) -> tuple[dict[str, Source], str]:
+    """Open all objects; return them by their names in the new directory, and the name as `_Pull.name`."""
     with _advised(url):
         listed: list[str] = []
         if not name and not url.lower().startswith("http"):
@@ -220,7 +232,9 @@ def _open_objects(url: str, root: Root, name: str, also: Sequence[str], owned: E
     left = [one for one in names if one not in found]
     if isinstance(root, ParallelRoot):
         root.open_ahead(left)
-    return found | {one: _opened_object(root, one, owned) for one in left}
+    shards = [header.shard for header in opened.headers]
+    main = opened.index or (shards[0] if len(shards) == 1 else "")
+    return found | {one: _opened_object(root, one, owned) for one in left}, main
 
 
 def _opened_object(root: Root, name: str, owned: ExitStack) -> Source:
@@ -260,6 +274,10 @@ def _advised(url: str) -> Iterator[None]:
 @dataclass(slots=True)
 class _Pull:
     url: str
+    name: str
+    """Name of the index, or of the only file, of the checkpoint; "": it is not known yet, or there is none."""
+    also: frozenset[str]
+    """Files that the caller wants beside the checkpoint."""
     target: str
     staging: str
     parent_fd: int
@@ -384,10 +402,21 @@ class _Pull:
         return False
 
     def _opened(self, path: str) -> OpenCheckpoint:
-        index = next((name for name in self.record if is_index(name)), None)
-        files = without_index(self.record)[0].files
-        name = index or (files[0] if len(files) == 1 else "")
-        return open_checkpoint(os.path.join(path, name), with_manifest=True, strict=False, check=check_interrupted)
+        where = os.path.join(path, self.name or self._checkpoint)
+        return open_checkpoint(where, with_manifest=True, strict=False, check=check_interrupted)
+
+    @property
+    def _checkpoint(self) -> str:
+        """The name as `name`, by those of all files.
+
+        A further file of the caller's may be another checkpoint, such as an adapter.
+        """
+        names = [name for name in self.record if name not in self.also]
+        try:
+            found = choose(names, path=self.target)
+        except (CheckpointNotFoundError, AmbiguousCheckpointError):  # the caller has named files of the checkpoint too
+            found = choose(self.record, path=self.target)
+        return found.index or (found.files[0] if len(found.files) == 1 else "")
 
     def _verify(self, path: str) -> str:
         """Check the files on this machine; return the algorithm of their manifest, or "headers"."""

@@ -6,16 +6,20 @@ and readers of the directory follow it.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Collection, Iterable
 from contextlib import closing, suppress
 
-from stio.errors import StioError
+from stio.errors import StioError, printable
 from stio.format.directory import INDEX_NAME, NamedCheckpoint, choose, of_index, without_index
 from stio.format.index import ShardIndex, parse_index
 from stio.format.naming import INDEX_SUFFIX, shard_number
 from stio.runtime.limits import Limits
+from stio.runtime.log import log
 from stio.runtime.memory import allocate
 from stio.storage.base import ParallelRoot, Root
+from stio.storage.open import open_directory
 
 
 def hiding_index(root: Root, index: str | None, files: Collection[str], tensors: Iterable[str]) -> str | None:
@@ -47,6 +51,40 @@ def hiding_index(root: Root, index: str | None, files: Collection[str], tensors:
         if of_index(found).stem == own.stem or not other.weight_map.keys().isdisjoint(tensors):
             return found
     return None
+
+
+def hiding_on_disk(path: str, index: str | None, files: Collection[str], tensors: Iterable[str]) -> str | None:
+    """Return what `hiding_index` finds in the directory of a saved file, or in a saved directory.
+
+    Args:
+        path: The destination, on this machine.
+        index: See `hiding_index`.
+        files: See `hiding_index`.
+        tensors: See `hiding_index`.
+    """
+    with (
+        suppress(StioError),
+        open_directory(path if os.path.isdir(path) else os.path.dirname(path), follow_symlinks=False) as root,
+    ):
+        return hiding_index(root, index, files, tensors)
+    return None
+
+
+def warn_of_hiding(hiding: str, path: str, first: str | None) -> None:
+    """Log that a load of the directory of a saved checkpoint gets another one.
+
+    Args:
+        hiding: The index that it follows.
+        path: The destination.
+        first: Index or first file of the checkpoint, if the destination is a directory.
+    """
+    log(
+        logging.WARNING,
+        "%s: saved, but a load of its directory follows %s there; load it by its path, or delete that index "
+        "and its shards",
+        printable(path if first is None else f"{path.rstrip('/')}/{first}"),
+        printable(hiding),
+    )
 
 
 def _names(root: Root, own: NamedCheckpoint) -> list[str]:

@@ -254,9 +254,7 @@ class _Walk:
         elif kind is StoredTensor and self._are_stored:
             self._nodes.append(("tensor", value.name))
         else:
-            raise TypeError(
-                f"{self._path()} is a {_type_name(value)}, which save_state does not take: {_advice(value)}"
-            )
+            raise TypeError(f"{self._path()} is {_of_type(value)}, which save_state does not take: {_advice(value)}")
         return False
 
     def _enter(self, container: Any, prefix: str) -> None:
@@ -295,7 +293,7 @@ class _Walk:
             for item in key:  # type: ignore[attr-defined]
                 self._add_key(item, depth + 1)
         else:
-            self._refuse_key(f"is or holds a {_type_name(key)}")
+            self._refuse_key(f"is or holds {_of_type(key)}")
 
     def _refuse_key(self, what: str) -> None:
         where = python_path([frame.key for frame in self._stack[:-1]])
@@ -330,7 +328,7 @@ class _Walk:
         dtype = value.dtype
         if dtype.kind not in _ARRAY_KINDS or dtype.char in _LONG_DOUBLES:
             raise TypeError(
-                f"{self._path()} is a {_type_name(value)} of dtype {printable(str(dtype))}, which save_state does not "
+                f"{self._path()} is {_of_type(value)} of dtype {printable(str(dtype))}, which save_state does not "
                 "take: convert it to numbers, text or dates of numpy"
             )
         is_array = type(value) is np.ndarray
@@ -361,9 +359,11 @@ def _as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _type_name(value: object) -> str:
+def _of_type(value: object) -> str:
+    """Return the name of a value's type with its article."""
     kind = type(value)
-    return printable(kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}")
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {printable(name)}"
 
 
 def _advice(value: object) -> str:

@@ -8,9 +8,7 @@ its commit leaves nothing behind.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -19,7 +17,7 @@ from typing import Any, Self, TypeAlias
 from stio.device.copy_out import Readiness
 from stio.device.describe import describe_tensors
 from stio.device.placeholders import require_no_placeholders
-from stio.errors import SaveInProgressError, StioError, printable
+from stio.errors import SaveInProgressError
 from stio.format.manifest import FileState, manifest_change
 from stio.format.naming import MANIFEST_SUFFIX, index_name, manifest_name
 from stio.format.sharding import TensorSource
@@ -33,7 +31,7 @@ from stio.runtime.process import collection_paused, switch_interval
 from stio.runtime.progress import progress_callback
 from stio.runtime.spans import CALLER
 from stio.runtime.trace import shown, traced
-from stio.saving.hidden import hiding_index
+from stio.saving.hidden import hiding_index, hiding_on_disk, warn_of_hiding
 from stio.saving.options import (
     Destination,
     DestinationLike,
@@ -57,7 +55,6 @@ from stio.storage.base import (
 )
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.transaction import begin_local
-from stio.storage.open import open_directory
 
 EXIT_PATIENCE_SECONDS = 60.0
 """Longest time that the interpreter's exit waits for a save before it is rolled back."""
@@ -316,18 +313,10 @@ class PendingSave:
             self.written = published if isinstance(published, WrittenFiles) else None
             self._when_durable(transaction.path, self._own_pattern(), published)
         if self.written is not None:  # after the commit: it may have replaced an index
-            hiding = _hiding_on_disk(transaction.path, *self._saved_as(plan, transaction))
+            hiding = hiding_on_disk(transaction.path, *self._saved_as(plan, transaction))
         if hiding is not None:
-            first = transaction.path
-            if self._max_shard_bytes is not None:  # it is a directory
-                first = f"{first.rstrip('/')}/{self._saved_as(plan, transaction)[0] or names[0]}"
-            log(
-                logging.WARNING,
-                "%s: saved, but a load of its directory follows %s there; load it by its path, or delete that index "
-                "and its shards",
-                printable(first),
-                printable(hiding),
-            )
+            first = (self._saved_as(plan, transaction)[0] or names[0]) if self._max_shard_bytes is not None else None
+            warn_of_hiding(hiding, transaction.path, first)
         return SaveResult(
             path=transaction.path,
             files=names,
@@ -385,7 +374,9 @@ class PendingSave:
         """
         self._require_other_thread(PendingSave.done)
         if not self.operation.join(timeout):
-            raise TimeoutError(f"the save to {self.destination} is not done after {timeout} s")
+            raise TimeoutError(
+                f"the save to {self.destination} is not done after {timeout} s, and continues; wait again"
+            )
         return self.outcome()
 
     def __await__(self) -> Generator[Any, Any, SaveResult]:
@@ -458,16 +449,6 @@ class PendingSave:
         error = operation.failure if operation is not None else None
         if error is not None and not self.delivered:
             log(logging.ERROR, "saving to %s failed, and was not awaited: %s", self.destination, error)
-
-
-def _hiding_on_disk(path: str, index: str | None, files: tuple[str, ...], tensors: list[str]) -> str | None:
-    """Return what `hiding_index` finds in the directory of a saved file, or in a saved directory."""
-    with (
-        suppress(StioError),
-        open_directory(path if os.path.isdir(path) else os.path.dirname(path), follow_symlinks=False) as root,
-    ):
-        return hiding_index(root, index, files, tensors)
-    return None
 
 
 def manifest_notes(

@@ -43,7 +43,10 @@ class Identity:
         """Raise `ChangedDuringReadError` unless `now` is this identity."""
         if self != now:
             raise ChangedDuringReadError(
-                "the file changed while it was being read; load it again", path=path, expected=self, found=now
+                "the file changed while it was being read; load it, or open it, again",
+                path=path,
+                expected=self,
+                found=now,
             )
 
 

@@ -79,8 +79,29 @@ def cut_short(path: str, offset: int, missing_bytes: int) -> TruncatedError:
 def require_regular(found: os.stat_result, path: str) -> None:
     """Raise `StorageError` unless it is a regular file: to read a FIFO or a device could block, or have an effect."""
     if not stat.S_ISREG(found.st_mode):
-        number = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
-        raise StorageError("not a regular file", path=path, errno=number, found=stat.filemode(found.st_mode))
+        is_directory = stat.S_ISDIR(found.st_mode)
+        raise StorageError(
+            f"not a regular file; {'give the path of a file' if is_directory else 'copy its data into one'}",
+            path=path,
+            errno=errno.EISDIR if is_directory else errno.EINVAL,
+            found=kind_of_file(found.st_mode),
+        )
+
+
+def kind_of_file(mode: int) -> str:
+    """Return what the mode of a status says about the kind of a file, for a message."""
+    return next((text for is_kind, text in _KINDS if is_kind(mode)), "a file of another kind")
+
+
+_KINDS = (
+    (stat.S_ISREG, "a regular file"),
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
 
 
 def require_inside(real: str, root: str, path: str) -> None:

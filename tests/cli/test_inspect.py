@@ -100,7 +100,9 @@ def test_json_is_what_the_official_reader_sees(sharded: Path) -> None:
 
 def test_aliases_are_shown(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2)}, tmp_path / "m.safetensors", metadata={"stio.aliases": '{"tied": "w"}'})
-    assert "alias tied = w" in inspect(tmp_path)
+    shown = inspect(tmp_path)
+    assert "alias tied = w" in shown
+    assert shown[0].endswith(": 1 tensor and 1 alias, 8 B, 1 shard")
 
 
 def test_no_torch(model: Path) -> None:

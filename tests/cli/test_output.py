@@ -48,6 +48,28 @@ def test_names_are_shortened_between_their_dots(
     assert shortened(name, width) == expected
 
 
+def test_names_that_would_look_alike_keep_what_tells_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stio.cli.output.is_encodable", lambda text: True)
+    towers = [f"model.{one}.encoder.layers.{{}}.attention.out_proj.weight" for one in ("vision", "language")]
+    names = [one.format(k) for one in towers for k in (0, 11)]
+    lines = list(aligned([["name", "size"], *([name, "4 B"] for name in names)], right={1}, width=51))
+    assert lines[1:] == [
+        "model.vision.….0.attention.out_proj.weight      4 B",
+        "model.vision.….11.attention.out_proj.weight     4 B",
+        "model.language.….0.attention.out_proj.weight    4 B",
+        "model.language.….11.attention.out_proj.weight   4 B",
+    ]
+
+
+def test_a_wide_cell_is_aligned_where_names_have_room() -> None:
+    rows = [["name", "shape", "note"], ["w", "F32 -> BF16 [128, 64]", "a"], ["v", "F32 [1]", "b"]]
+    for width in (None, 80, 40):
+        assert {line.rstrip()[-1:] for line in aligned(rows, right=set(), width=width)} == {"e", "a", "b"}
+        assert (
+            len({len(line.rstrip()) - len(line.split()[-1]) for line in aligned(rows, right=set(), width=width)}) == 1
+        )
+
+
 @given(st.text(max_size=200), st.integers(12, 100))
 def test_a_shortened_name_fits(name: str, width: int) -> None:
     assert cell_len(shortened(one_line(name), width)) <= width

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ def test_the_only_pickle_of_a_directory(tmp_path: Path) -> None:
 def test_two_files_with_one_name(tmp_path: Path) -> None:
     pickled_shards(tmp_path / "m")
     torch.save({"a": ramp(1)}, tmp_path / "m" / "pytorch_model-b.bin")
-    with pytest.raises(stio.IndexFormatError, match="two files hold a tensor of the same name"):
+    with pytest.raises(stio.IndexFormatError, match="two files hold the tensor .a., so they are"):
         stio.sync.convert(tmp_path / "m", tmp_path / "d")
 
 
@@ -421,3 +422,20 @@ async def test_a_cancel_leaves_nothing_behind(tmp_path: Path, kind: str) -> None
         await stio.convert(source, tmp_path / "d", progress=cancel, budget_bytes=1, dtype="bfloat16")
     assert scope.cancelled_caught
     assert os.listdir(tmp_path) == [source.name]
+
+
+def test_refusals_advise_nothing_that_it_does_not_take(tmp_path: Path) -> None:
+    stio.sync.save({"a": ramp(3)}, tmp_path / "there.safetensors")
+    (tmp_path / "m").mkdir()
+    link = tmp_path / "m" / "model.safetensors"
+    link.symlink_to(tmp_path / "there.safetensors")
+    with pytest.raises(stio.UnsafePathError, match="out of the checkpoint; copy the file there if you trust"):
+        stio.sync.convert(tmp_path / "m", tmp_path / "out")
+    link.unlink()
+    shutil.copy(tmp_path / "there.safetensors", link)  # the step
+    stio.sync.convert(tmp_path / "m", tmp_path / "out")
+    with tmp_path.joinpath("huge.safetensors").open("wb") as file:
+        file.write((200_000_000).to_bytes(8, "little"))
+        file.truncate(200_000_100)
+    with pytest.raises(stio.LimitError, match=r"save what stio.load returns with limits=stio.Limits\(header_bytes"):
+        stio.sync.convert(tmp_path / "huge.safetensors", tmp_path / "other")

@@ -464,7 +464,7 @@ def test_an_object_that_is_entered_long_after_it_was_made(found: list[dict[str, 
 def test_a_connection_that_is_not_made(found: list[dict[str, Any]]) -> None:
     assert kinds([{"all": one} for one in found], "all", "connection") == ["RankError"] * NUM_RANKS
     assert kinds([{"all": one} for one in found], "all", "address") == ["RankError"] * NUM_RANKS
-    assert "a rank has no address after 2 s" in found[2]["address"][1]
+    assert "a rank has sent no network address for 2 s" in found[2]["address"][1]
 
 
 def test_a_checkpoint_that_is_replaced_between_the_opens_of_two_ranks(found: list[dict[str, Any]]) -> None:

@@ -119,6 +119,10 @@ def test_c333_the_verdict_is_first_and_the_columns_are_aligned(width: int, other
     column = found[start].index("dtype and shape")
     rows = [line for line in found[start + 1 :] if "more; --all" not in line]
     assert len(rows) > 5
+    if width == 80:  # two lines for each tensor, since the name needs most of one
+        names, rows = rows[::2], rows[1::2]
+        assert all(name[column - 2 :] in (*(LONG.format(k) for k in range(60)), "new") or "…" in name for name in names)
+        assert len(set(names)) == len(names)
     for row in rows:
         assert row[column:].startswith(("F32 ", "F32 -> BF16 [16, 4]"))
         assert row[column - 1] == " "

@@ -192,6 +192,18 @@ def test_c323_unknown_bytes_are_not_to_be_trusted(tmp_path: Path, content: bytes
         assert "stio convert" not in done.output
 
 
+@pytest.mark.parametrize("name", ["model.bin", "pytorch_model.bin", "model.ckpt"])
+def test_c323_safetensors_under_another_name_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "m").mkdir()
+    save_file(WEIGHTS, tmp_path / "m" / name)
+    for call in (sync.load, lambda path: sync.convert(path, tmp_path / "out")):
+        with pytest.raises(stio.CheckpointNotFoundError, match=f"{name} is a safetensors file .*: give its own path"):
+            call(tmp_path / "m")
+    assert torch.equal(sync.load(tmp_path / "m" / name)["w"], WEIGHTS["w"])  # the step
+    sync.convert(tmp_path / "m" / name, tmp_path / "out")
+    assert torch.equal(sync.load(tmp_path / "out")["w"], WEIGHTS["w"])
+
+
 @pytest.mark.parametrize("name", ["model.bin", "model.onnx", "model.gguf", "weights.npz"])
 def test_c323_the_only_file_of_a_directory_is_named_by_its_content(tmp_path: Path, name: str) -> None:
     kind = {"bin": "ct2", "onnx": "onnx", "gguf": "gguf", "npz": "npz"}[name.rpartition(".")[2]]

@@ -102,6 +102,21 @@ def test_c313_more_random_arguments(seed: int, tmp_path: Path) -> None:
     assert difference(random_case(seed), tmp_path) is None
 
 
+def test_c313_load_from_checkpoint_waits_for_a_save_of_its_file(slow: None, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path / "c", filename="m", every_n_train_steps=1, enable_version_counter=False)
+    seen: list[bool] = []
+
+    def look(trainer: Trainer) -> None:
+        if trainer.global_step:
+            found = Small.load_from_checkpoint(tmp_path / "c" / "m.ckpt").state_dict()
+            own = trainer.lightning_module.state_dict()
+            seen.append(all(torch.equal(found[name], tensor) for name, tensor in own.items()))
+
+    looking = At("on_train_batch_start", look)
+    make_trainer(tmp_path, StioCheckpointIO(), saving, looking, epochs=1).fit(Small(), loader())
+    assert seen == [True] * (STEPS_PER_EPOCH - 1)
+
+
 def test_c313_a_pending_save_counts_as_a_file_and_a_pending_removal_does_not(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path / "c", every_n_train_steps=1)
     seen: list[tuple[bool, ...]] = []
@@ -457,3 +472,24 @@ def test_c315_a_removal_has_happened_when_it_returns(tmp_path: Path) -> None:
     make_trainer(tmp_path, StioCheckpointIO(), At("on_train_batch_end", act), saving, epochs=1).fit(Small(), loader())
     assert seen == [False]
     assert sorted(os.listdir(tmp_path / "c")) == [f"epoch=0-step={step}.ckpt" for step in (1, 3, 4)]
+
+
+def test_c314_the_first_error_is_raised_whatever_fails_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save may end with an error that is none of stio's: of a tensor whose memory was freed, or of the allocator."""
+
+    def fsync(fd: int) -> None:
+        raise MemoryError("none is left")
+
+    def fail(trainer: Trainer) -> None:
+        if trainer.global_step == 1:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(calls, "fsync", fsync)
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1)
+    trainer = make_trainer(tmp_path, StioCheckpointIO(), At("on_train_batch_start", fail), saving)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Small(), loader())
+    assert "none is left" in caplog.text
+    assert list(tmp_path.glob("*.ckpt")) == []

@@ -24,7 +24,8 @@ from stio.cli.main import main
 from stio.compat import huggingface_hub as hub
 from stio.compat.safetensors import numpy as safetensors_numpy
 from stio.compat.safetensors import torch as safetensors_torch
-from stio.format.directory import choose
+from stio.distributed import StioStorageReader, StioStorageWriter
+from stio.format.directory import choose, warning_of_pickle
 from stio.format.naming import names_checkpoint, shard_number, whole_name
 from stio.integrations import vllm
 from stio.storage.open import open_directory
@@ -60,6 +61,17 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     caplog.clear()
     return found
+
+
+PICKLES = [f"pytorch_model-0000{k}-of-00002.bin" for k in (1, 2)]
+
+
+def write_pickles(folder: Path, holds: dict[str, list[str]]) -> None:
+    """Write files of `torch.save` and their index: for each tensor that it names, what its file holds."""
+    for file, names in zip(PICKLES, holds.values(), strict=True):
+        torch.save({name: OLD.get(name, torch.zeros(1)) for name in names}, folder / file)
+    weight_map = dict(zip(holds, PICKLES, strict=True))
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 # Each way to load a directory.
@@ -138,6 +150,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "save_model": lambda file: safetensors_torch.save_model(_filled(NEW), str(file)),
     "Saver": lambda file: _by_saver(file),
     "convert": lambda file: sync.convert(_pickled(file.parent.parent), file),
+    "dcp": lambda file: _save_by_dcp(file),
 }
 
 
@@ -150,6 +163,12 @@ def _filled(tensors: dict[str, torch.Tensor]) -> Model:
 def _by_saver(file: Path) -> None:
     with sync.Saver() as saver:
         saver.save(NEW, file).result()
+
+
+def _save_by_dcp(file: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.distributed is not initialized
+        dcp.save(dict(NEW), storage_writer=StioStorageWriter(file))
 
 
 def _pickled(folder: Path) -> Path:
@@ -183,6 +202,21 @@ def test_c306_a_directory_that_is_saved_under_another_pattern_warns(
     assert len(warnings_of(caplog)) == 1
     hub.save_torch_state_dict(NEW, old, is_main_process=False)
     assert len(warnings_of(caplog)) == 1
+
+
+def test_c306_a_directory_of_torchs_own_writer_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "m"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.distributed is not initialized
+        dcp.save(dict(OLD), checkpoint_id=path)
+        _save_by_dcp(path)
+        (warning,) = warnings_of(caplog)
+        assert warning.startswith(f"{path}: saved, but the directory holds a checkpoint of torch's own writer too")
+        found = {name: torch.empty_like(tensor) for name, tensor in OLD.items()}
+        dcp.load(found, storage_reader=StioStorageReader(path))  # the advice
+        require_equal(found, NEW)
+        _save_by_dcp(tmp_path / "new")
+    assert warnings_of(caplog) == []
 
 
 def test_c306_no_warning_where_nothing_is_hidden(old: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -251,6 +285,41 @@ def test_c306_pickles_beside_their_index(tmp_path: Path, caplog: pytest.LogCaptu
     require_equal(sync.load(tmp_path / "out.safetensors"), OLD)
 
 
+BESIDE: dict[str, tuple[str, str, bool]] = {
+    "an adapter": ("adapter_model.safetensors", "pytorch_model.bin", True),
+    "an optimizer": ("optimizer.safetensors", "pytorch_model-00001-of-00002.bin", True),
+    "a variant": ("model.fp16.safetensors", "pytorch_model.bin", True),
+    "an index": ("adapter_model.safetensors", "pytorch_model.bin.index.json", True),
+    "another component": ("model.safetensors", "diffusion_pytorch_model.bin", True),
+    "the same model": ("model.safetensors", "pytorch_model.bin", False),
+    "the same shards": ("model-00001-of-00001.safetensors", "pytorch_model-00001-of-00002.bin", False),
+    "the same component": ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin", False),
+    "a variant of the pickle": ("model.safetensors", "pytorch_model.fp16.bin", False),
+    "the state of a training": ("adapter_model.safetensors", "training_args.bin", False),
+    "another kind": ("lora.safetensors", "tokenizer.bin", False),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_c306_a_model_of_torch_save_beside_another_checkpoint_is_named(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, pickle, is_told = BESIDE[case]
+    write_checkpoint(tmp_path / "m", OLD, 1)
+    (tmp_path / "m" / WHOLE).rename(tmp_path / "m" / name)
+    torch.save(NEW, tmp_path / "m" / pickle)
+    for load in (sync.load, by_convert, by_load_into):
+        require_equal(load(tmp_path / "m"), OLD)
+        assert [name in one and pickle in one for one in warnings_of(caplog)] == [True] * is_told
+    assert "; if that is the model you mean: download it, then `stio convert" in warning_of_pickle(
+        "hf://a/b", choose([name], path=""), pickle
+    )
+    if pickle == "pytorch_model.bin":  # the step
+        require_equal(by_convert(tmp_path / "m" / pickle), NEW)
+    require_equal(sync.load(tmp_path / "m" / name), OLD)
+    assert warnings_of(caplog) == []
+
+
 # 307. An index whose shards are all gone.
 
 
@@ -296,6 +365,19 @@ def test_c307_a_broken_whole_file_is_an_error(gone: Path) -> None:
     (gone / WHOLE).write_bytes(b"no")
     with pytest.raises(stio.FormatError):
         sync.load(gone)
+
+
+def test_c307_pickles(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "m").mkdir()
+    write_pickles(tmp_path / "m", {"a": ["a"], "b": ["b"]})
+    (tmp_path / "m" / PICKLES[0]).unlink()
+    torch.save(NEW, tmp_path / "m" / "pytorch_model.bin")
+    with pytest.raises(stio.CheckpointNotFoundError, match=r"a file that does not exist; the download may be"):
+        sync.convert(tmp_path / "m", tmp_path / "out")
+    caplog.clear()
+    (tmp_path / "m" / PICKLES[1]).unlink()
+    require_equal(by_convert(tmp_path / "m"), NEW)
+    assert "none of the shards exists" in warnings_of(caplog)[0]
 
 
 def test_c307_verify_and_a_save_over_it(gone: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -370,6 +452,31 @@ def test_c308_the_strict_error_says_what_to_do(stale: Path) -> None:
     found = CliRunner().invoke(main, ["verify", str(stale)])
     assert found.exit_code == 1
     assert "not in the index" not in found.output
+
+
+@pytest.mark.parametrize(
+    ("holds", "message"),
+    [
+        ({"a": ["a"], "b": ["c"]}, r"tensor 'b' is not in the file .*it in no file"),
+        ({"a": ["b"], "b": ["a"]}, r"tensor 'a' is not in the file .*it in pytorch_model-00002"),
+        ({"a": ["a", "b"], "b": ["b"]}, r"two files hold the tensor 'b'.*-00001-of.* and .*-00002-of"),
+    ],
+)
+def test_c308_c309_pickles_that_do_not_fit_their_index(holds: Any, message: str, tmp_path: Path) -> None:
+    write_pickles(tmp_path, holds)
+    for source in (tmp_path, tmp_path / "pytorch_model.bin.index.json"):
+        with pytest.raises(stio.IndexFormatError, match=message):
+            sync.convert(source, tmp_path / "out.safetensors")
+    if "two files" not in message:  # the step
+        (tmp_path / "pytorch_model.bin.index.json").unlink()
+        found = by_convert(tmp_path)
+        assert found.keys() == {name for names in holds.values() for name in names}
+
+
+def test_c309_what_an_index_of_pickles_leaves_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_pickles(tmp_path, {"a": ["a", "c"], "b": ["b"]})
+    assert by_convert(tmp_path).keys() == {"a", "b", "c"}
+    assert "not in the index, and are converted too: c" in warnings_of(caplog)[0]
 
 
 def test_c308_what_the_index_does_not_know_in_two_shards(old: Path) -> None:
@@ -587,6 +694,55 @@ def test_c338_two_sets_are_ambiguous(unindexed: Path) -> None:
     save_file(NEW, unindexed / WHOLE)
     with pytest.raises(stio.AmbiguousCheckpointError, match=rf"{SHARDS[0]} and the other shards, 2 files"):
         sync.load(unindexed)
+
+
+def test_c338_two_sets_are_separated(unindexed: Path) -> None:
+    for k, (name, tensor) in enumerate(NEW.items(), 1):
+        save_file({name: tensor}, unindexed / f"new-0000{k}-of-00002.safetensors")
+    with pytest.raises(stio.AmbiguousCheckpointError, match="each set of shards into a directory of its own"):
+        sync.load(unindexed)
+    (unindexed / "new").mkdir()
+    for path in unindexed.glob("new-*"):
+        path.rename(unindexed / "new" / path.name)
+    require_equal(sync.load(unindexed / "new"), NEW)
+    require_equal(sync.load(unindexed), OLD)
+
+
+@pytest.mark.parametrize("load", ALL_LOADS)
+@pytest.mark.parametrize("number", [1, 2])
+def test_c338_shards_of_a_save_need_their_index(load: str, number: int, tmp_path: Path) -> None:
+    sync.save(OLD, tmp_path / "m")  # a second save to a directory gives names with an id
+    sync.save(NEW, tmp_path / "m", max_shard_size=16)
+    index = (tmp_path / "m" / INDEX).read_bytes()
+    (tmp_path / "m" / INDEX).unlink()
+    shards = sorted((tmp_path / "m").glob("model-*"))
+    assert len(shards) == 2
+    for shard in shards[number:]:
+        shard.unlink()
+    with pytest.raises(stio.CheckpointNotFoundError, match="shards of a save of stio without their index"):
+        ALL_LOADS[load](tmp_path / "m")
+    assert len(sync.load(shards[0])) == 1  # the steps
+    (tmp_path / "m" / INDEX).write_bytes(index)
+    if number == 2:
+        require_equal(ALL_LOADS[load](tmp_path / "m"), NEW)
+
+
+def test_c338_an_index_of_another_name_still_names_shards_of_a_save(tmp_path: Path) -> None:
+    for tensors in (OLD, NEW):
+        sync.save(tensors, tmp_path / "m", max_shard_size=16, filename_pattern="x{suffix}.safetensors")
+    require_equal(by_vllm(tmp_path / "m"), NEW)
+
+
+@pytest.mark.parametrize("load", ALL_LOADS)
+def test_c338_a_set_beside_a_save_that_was_interrupted(load: str, unindexed: Path) -> None:
+    (unindexed / ".stio-kept-0123456789").touch()  # stays for good, and says nothing of shards
+    require_equal(dict(sorted(ALL_LOADS[load](unindexed).items())), OLD)
+    (unindexed / ".stio-0123456789").mkdir()
+    (unindexed / ".stio-0123456789" / "lock").touch()
+    with pytest.raises(stio.CheckpointNotFoundError, match=r"was interrupted, .*; wait .*stio gc DIRECTORY"):
+        ALL_LOADS[load](unindexed)
+    assert CliRunner().invoke(main, ["gc", str(unindexed)]).exit_code == 0  # the step
+    require_equal(dict(sorted(ALL_LOADS[load](unindexed).items())), OLD)
 
 
 def test_c338_a_state_in_shards(tmp_path: Path) -> None:

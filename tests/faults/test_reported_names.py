@@ -26,8 +26,8 @@ from stio.storage.hub import locate
 FILES = {
     "flux.sft": "flux", "x.st": "x", "FLUX.SFT": "FLUX", "model.safetensors.tmp": "model", "w.safetensors.part": "w",
     "w.safetensors.bak": "w", "w.safetensors~": "w", "w.safetensors.1": "w", "w.safetensors.index": "w",
-    "w.safetensors.new.tmp": "w", "w.safetensors.index.json": "w.safetensors.index", "w.gguf": "w", "w.pt.tmp": "w",
-    "w.bin.index.json": "w.bin.index", "w.ggml": "w", "w.yaml": "w", "w.txt": "w", "w.llamafile": "w", "w.nemo": "w",
+    "w.safetensors.new.tmp": "w", "w.safetensors.index.json": "w", "w.gguf": "w", "w.pt.tmp": "w",
+    "w.bin.index.json": "w", "w.ggml": "w", "w.yaml": "w", "w.txt": "w", "w.llamafile": "w", "w.nemo": "w",
     "llama-3.1.sft": "llama-3.1", "w.SafeTensors.tmp": "w", "w.ckpt.incomplete": "w", "w.tar.gz": "w.tar",
     "w.safetensors.lock": "w", "w.dduf": "w",
 }  # fmt: skip

@@ -18,13 +18,17 @@ from accelerate.utils.modeling import get_state_dict_offloaded_model
 from distributed.ranks import run_ranks
 from support import require_equal
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parameter import UninitializedParameter
 
 import stio
 from stio import sync
 from stio.compat.huggingface_hub import save_torch_state_dict
+from stio.compat.safetensors.torch import save as save_bytes
 from stio.compat.safetensors.torch import save_model
 from stio.device import placeholders
+from stio.distributed import StioStager, StioStorageWriter
 
 
 class Status(enum.Enum):
@@ -66,7 +70,10 @@ ZERO_FORMS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def require_refused(
-    save: Callable[[], object], directory: Path, match: str, error: type[Exception] = ValueError
+    save: Callable[[], object],
+    directory: Path,
+    match: str,
+    error: type[BaseException] | tuple[type[BaseException], ...] = ValueError,
 ) -> None:
     """Require that a save is refused by name before anything is written."""
     before = sorted(os.listdir(directory))
@@ -122,6 +129,37 @@ def test_c303_states_and_the_hubs_drop_in(tmp_path: Path) -> None:
         require_refused(lambda given=weights: save_torch_state_dict(given, tmp_path), tmp_path, "DeepSpeed")
     partition(made[0].weight)
     require_refused(lambda: save_model(made, str(tmp_path / "m.safetensors")), tmp_path, "DeepSpeed")
+
+
+OTHER_WRITERS: dict[str, Callable[[dict[str, Any], Path], object]] = {
+    "bytes": lambda weights, path: save_bytes(weights),
+    "pickle": lambda weights, path: save_torch_state_dict(weights, path, safe_serialization=False),
+    "dcp": lambda weights, path: dcp.save(weights, storage_writer=StioStorageWriter(path / "m")),
+    "dcp_async": lambda weights, path: dcp.async_save(
+        weights, storage_writer=StioStorageWriter(path / "m"), async_stager=StioStager()
+    ).result(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+@pytest.mark.parametrize("form", ["state_dict", "parameters"])
+@pytest.mark.parametrize("write", OTHER_WRITERS)
+def test_c303_writers_that_leave_out_what_is_empty(tmp_path: Path, write: str, form: str) -> None:
+    made = module()
+    partition(made[1].weight)
+    match = r"(?s)1\.weight.* is sharded by DeepSpeed ZeRO-3"
+    weights = dict(ZERO_FORMS[form](made))
+    require_refused(lambda: OTHER_WRITERS[write](weights, tmp_path), tmp_path, match, (ValueError, CheckpointException))
+    gather(made[1].weight)
+    OTHER_WRITERS[write](dict(ZERO_FORMS[form](made)), tmp_path)
+
+
+def test_c303_the_message_of_save_model_has_one_next_step(tmp_path: Path) -> None:
+    made = module(biases=False)
+    del made.nothing
+    partition(made[1].weight)
+    with pytest.raises(ValueError, match=r"DeepSpeed.*GatheredParameters\(list\(module\.parameters\(\)\)\):`$"):
+        save_model(made, str(tmp_path / "m.safetensors"))
 
 
 def test_c303_what_has_no_elements_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,6 +219,85 @@ def test_c319_latest_leaves_out_what_is_not_complete(
     assert bool(told) == (harm not in ("nothing",) and not (harm == "missing" and not keywords))
 
 
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "model-0123456789-00001-of-00002.safetensors"])
+def test_c319_latest_leaves_out_shards_of_which_some_are_missing(
+    tmp_path: Path, name: str, beside: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, [1, 2])
+    (tmp_path / "step-2" / "model.safetensors").rename(tmp_path / "step-2" / name)
+    if beside and "0123" not in name:
+        sync.save(STATE, tmp_path / "step-2" / "optimizer.safetensors")
+    assert stio.latest(tmp_path) == str(tmp_path / "step-1")
+    assert "shards" in warnings_in(caplog)[0]
+
+
+@pytest.mark.parametrize("what", ["a link", "a link to a file", "a pickle"])
+def test_c319_latest_tells_of_a_newer_step_that_it_cannot_take(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, [1])
+    if what == "a pickle":
+        (tmp_path / "step-2").mkdir()
+        torch.save(STATE, tmp_path / "step-2" / "pytorch_model.bin")
+    else:
+        (tmp_path / ("step-2" if what == "a link" else "step-2.safetensors")).symlink_to("nowhere")
+    (tmp_path / "log-3.txt").symlink_to("nowhere")
+    assert stio.latest(tmp_path) == str(tmp_path / "step-1")
+    (line,) = warnings_in(caplog)
+    assert ("pytorch_model.bin is a file of torch.save" if what == "a pickle" else "is a link to 'nowhere'") in line
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("2024-04-30", "2024-05-01"),
+        ("20240501-235959", "20240502-000001"),
+        ("2024-05-01_12-59-59", "run_2024.5.2"),
+        ("20240501_2359.safetensors", "20240502T000001.safetensors"),
+    ],
+)
+def test_c319_latest_takes_no_date_for_a_step(
+    tmp_path: Path, names: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in names:
+        sync.save(STATE, tmp_path / name)
+    with pytest.raises(stio.CheckpointNotFoundError, match="left out: .*its name has a date"):
+        stio.latest(tmp_path)
+    sync.save(STATE, tmp_path / "2024-05-01-step-3")
+    assert stio.latest(tmp_path) == str(tmp_path / "2024-05-01-step-3")
+    assert "its name has a date" in warnings_in(caplog)[0]
+
+
+@pytest.mark.parametrize("name", ["model-20240501", "llama-3-8b-500", "2000", "v2-10-20", "run-20240501-500"])
+def test_c319_latest_still_takes_other_numbers(tmp_path: Path, name: str) -> None:
+    run(tmp_path, [1], (name,))
+    assert stio.latest(tmp_path) == str(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "name", ["tmp-checkpoint-3", "step-3.tmp", "step-3_partial", "step-3.incomplete", "step-3.tmp.7"]
+)
+def test_c319_latest_leaves_out_names_of_work(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path, [1, 2])
+    os.rename(tmp_path / "step-2", tmp_path / name)
+    assert stio.latest(tmp_path) == str(tmp_path / "step-1")
+    assert "until it is complete; if it is, rename it" in warnings_in(caplog)[0]
+    (tmp_path / name).rename(tmp_path / "step-3")  # the step
+    assert stio.latest(tmp_path) == str(tmp_path / "step-3")
+
+
+def test_c319_latest_follows_links_that_lead_out_if_the_caller_allows_it(tmp_path: Path) -> None:
+    run(tmp_path / "run", [1, 2])
+    (tmp_path / "run" / "step-2" / "model.safetensors").rename(tmp_path / "x")
+    (tmp_path / "run" / "step-2" / "model.safetensors").symlink_to(tmp_path / "x")
+    with pytest.raises(stio.UnsafePathError, match="pass follow_symlinks=True"):
+        stio.latest(tmp_path / "run")
+    found = stio.latest(tmp_path / "run", follow_symlinks=True)
+    assert found == str(tmp_path / "run" / "step-2")
+    assert sync.load(found, follow_symlinks=True)
+
+
 def test_c319_latest_leaves_out_hidden_names_and_other_files(tmp_path: Path) -> None:
     run(tmp_path, [1])
     run(tmp_path, [7], (".step-{}",))
@@ -250,7 +329,7 @@ def test_c319_latest_finds_none(tmp_path: Path) -> None:
         stio.latest(tmp_path / "m")
     run(tmp_path / "run", [1])
     truncate(tmp_path / "run" / "step-1" / "model.safetensors")
-    with pytest.raises(stio.CheckpointNotFoundError, match=r"what is not complete: .*step-1"):
+    with pytest.raises(stio.CheckpointNotFoundError, match=r"; left out: .*step-1"):
         stio.latest(tmp_path / "run")
     with pytest.raises(stio.StorageError):
         stio.latest(tmp_path / "m" / "model.safetensors")

@@ -342,6 +342,14 @@ def test_c337_what_ends_a_program_is_no_panic(kind: type[BaseException]) -> None
         Operation(work, name="x").result()
 
 
+def test_c337_a_variable_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StorageError, match=r"set AZURE_STORAGE_ACCOUNT_NAME$"):
+        sync.save(TENSORS, "az://container/m")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")  # the advice
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "aGVsbG8=")
+    RemoteRoot("az://container/m").close()
+
+
 def test_c337_a_task_of_a_server_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not end unseen, and the tasks beside it go on."""
 

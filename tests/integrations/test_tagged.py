@@ -75,7 +75,7 @@ def test_comes_back_as_it_was(tmp_path: Path, value: Any) -> None:
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_what_is_of_another_type_is_refused_where_it_stands(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(TypeError, match=r"state\['a'\]\[0\] is a .*, which save_state does not take"):
+    with pytest.raises(TypeError, match=r"state\['a'\]\[0\] is an? .*, which save_state does not take"):
         sync.save_state(to_plain({"a": [value]}), tmp_path / "s.safetensors")
     assert list(tmp_path.iterdir()) == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 from integrations.trainer_case import NUM_STEPS, STEPS_PER_EPOCH, WEIGHTS, AtStep, make_model, make_trainer, result
 from safetensors.torch import load_file
 from support import python_path, require_equal
-from transformers import EarlyStoppingCallback, GPT2LMHeadModel, Trainer
+from transformers import EarlyStoppingCallback, GPT2LMHeadModel, Trainer, TrainerCallback
 
 import stio
 from stio import sync
@@ -259,6 +260,20 @@ def test_an_error_of_a_save_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names_in(tmp_path) == []
 
 
+def test_the_first_error_is_raised_whatever_fails_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fsync(fd: int) -> None:
+        raise MemoryError("none is left")
+
+    monkeypatch.setattr(calls, "fsync", fsync)
+    callback = StioCallback()
+    with pytest.raises(Stop):
+        callback.resume(make_trainer(tmp_path, [callback, stop_at(3)], save_steps=2))
+    assert "none is left" in caplog.text
+    assert names_in(tmp_path) == []
+
+
 def test_an_error_of_a_save_is_raised_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fsync(fd: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -278,7 +293,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     model = make_model()
     trainer = make_trainer(tmp_path, [StioCallback()], model=model)
     trainer.optimizer = Odd(model.parameters(), lr=1e-2)
-    with pytest.raises(TypeError, match=r"state\['optimizer'\]\['history'\] is a object"):
+    with pytest.raises(TypeError, match=r"state\['optimizer'\]\['history'\] is an object"):
         trainer.train()
     assert names_in(tmp_path) == []
 
@@ -346,6 +361,28 @@ def test_a_training_state_that_is_not_found_is_an_error(tmp_path: Path) -> None:
         make_trainer(tmp_path / "there", [StioCallback()]).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("logs", ["steps", "no"])
+def test_weights_and_optimizer_are_of_one_run(tmp_path: Path, logs: str) -> None:
+    """Trainer does not say where it resumes: the step alone would fit a checkpoint of another run."""
+    for name, rate in (("mine", 1e-2), ("theirs", 1e-3)):
+        callback = StioCallback()
+        make_trainer(
+            tmp_path / name, [callback], learning_rate=rate, max_steps=4, logging_strategy=logs, logging_steps=1
+        ).train()
+    theirs = tmp_path / "theirs" / "checkpoint-2"
+    for path in (theirs, shutil.copytree(theirs, tmp_path / "copied" / "checkpoint-2")):
+        trainer = make_trainer(tmp_path / "mine", [StioCallback()], max_steps=4)
+        with pytest.raises(stio.MismatchError, match=r"another run; resume with StioCallback.resume\(trainer, chec"):
+            trainer.train(resume_from_checkpoint=str(path))
+    callback = StioCallback()
+    callback.resume(make_trainer(tmp_path / "mine", [callback], max_steps=4), theirs)  # the step
+    # A directory that was copied or renamed as a whole is resumed from.
+    shutil.copytree(tmp_path / "theirs", tmp_path / "moved")
+    make_trainer(tmp_path / "moved", [StioCallback()], max_steps=4).train(
+        resume_from_checkpoint=str(tmp_path / "moved" / "checkpoint-2")
+    )
+
+
 def test_resume_from_a_chosen_checkpoint(tmp_path: Path, undisturbed: Weights) -> None:
     make_trainer(tmp_path / "there", [StioCallback()]).train()
     trainer = make_trainer(tmp_path / "here", [])
@@ -383,6 +420,23 @@ def test_states_of_other_callbacks(tmp_path: Path) -> None:
         if isinstance(one, EarlyStoppingCallback):
             counters.append(one.early_stopping_patience_counter)
     assert counters == [4]
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_c315_a_callback_that_reads_what_was_saved_finds_it(tmp_path: Path, strategy: str) -> None:
+    """Those of Weights & Biases and MLflow upload the checkpoint in this event."""
+    seen: list[tuple[int, bool, Any]] = []
+
+    class Reading(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **now: Any) -> None:
+            path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            seen.append((state.global_step, (path / WEIGHTS).exists(), now["model"]))
+
+    callback = StioCallback(keep_last=1)
+    trainer = make_trainer(tmp_path, [Reading(), callback], save_steps=4, save_strategy=strategy)
+    callback.resume(trainer)
+    steps = {"steps": [4, 8, NUM_STEPS], "epoch": [STEPS_PER_EPOCH, NUM_STEPS]}[strategy]
+    assert seen == [(step, True, trainer.model) for step in steps]
 
 
 def test_what_another_callback_makes_trainer_save_is_left_to_it(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from support import (
@@ -436,6 +437,19 @@ def test_aliases_of_several_shards(directory, tensors):
 def test_wrong_aliases(tmp_path, tensors, text):
     file = save_file(tensors, tmp_path / "x.safetensors", metadata={ALIASES_KEY: text})
     refused(FormatError, file, "aliases")
+
+
+@pytest.mark.parametrize("tensors", [{"embed": torch.ones(4), "head": torch.zeros(4)}, {"other": torch.ones(4)}])
+def test_aliases_that_a_program_has_copied_to_other_tensors(tmp_path, tensors):
+    shared = torch.ones(4)
+    sync.save({"embed": shared, "head": shared}, tmp_path / "tied.safetensors")
+    with safetensors.safe_open(tmp_path / "tied.safetensors", "pt") as file:
+        metadata = file.metadata()
+    safetensors.torch.save_file(tensors, tmp_path / "x.safetensors", metadata=metadata)
+    error = refused(FormatError, tmp_path / "x.safetensors", "save without it")
+    assert "safetensors.torch.save_file(load_file(FILE), NEW)" in str(error)
+    safetensors.torch.save_file(safetensors.torch.load_file(tmp_path / "x.safetensors"), tmp_path / "new.safetensors")
+    require_equal(sync.load(tmp_path / "new.safetensors"), tensors)
 
 
 def test_wrong_aliases_of_the_index(tmp_path, tensors):

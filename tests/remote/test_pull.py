@@ -20,9 +20,11 @@ from support import run_python
 
 import stio
 from stio.cli.main import main
+from stio.format.naming import FILE_SUFFIX
 from stio.loading import pull as pulling
 from stio.runtime.operation import Operation
 from stio.storage.commit import syscalls
+from stio.testing import checkpoint_bytes
 
 SIZE = 4 << 20
 """Bytes of one tensor, and of one shard."""
@@ -108,6 +110,15 @@ def test_s3_has_the_files_beside_the_weights(s3: Any, model: str, server: HttpSe
     expected = {name.rpartition("/")[2] for name in server.objects} | {"tokenizer.json"}
     assert set(found["files"]) == expected
     assert same(stio.sync.load(tmp_path / "m"), stio.sync.load(model))
+
+
+@pytest.mark.parametrize("max_shard_size", [None, 100])
+def test_c338_what_was_saved_to_a_store(s3: Any, max_shard_size: int | None, tmp_path: Path) -> None:
+    """The names of its shards hold the id of the save, so they are a checkpoint by their index only."""
+    saved = {"a": torch.arange(20.0), "b": torch.ones(20)}
+    stio.sync.save(saved, "s3://bucket/mine", max_shard_size=max_shard_size)
+    assert "headers checked" in run("s3://bucket/mine", tmp_path / "m")
+    assert same(stio.sync.load(tmp_path / "m"), saved)
 
 
 def killed_child(program_zygote: Any, url: str, target: Path, ready: Callable[[], object]) -> None:
@@ -287,7 +298,8 @@ def test_a_link_in_place_of_the_staging_directory(model: str, tmp_path: Path) ->
 
 
 def test_what_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "is none" in run("model", tmp_path / "m", status=2)
+    assert "is no URL" in run("model", tmp_path / "m", status=2)
+    assert "files of torch.save are not read from URLs" in run(model.replace("?", "/w.pt?"), tmp_path / "m", status=2)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("")
     assert "holds something else" in run(model, tmp_path / "full", status=2)
@@ -304,3 +316,23 @@ def test_what_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(syscalls, "reserve", fail)
     assert os.strerror(28) in run(model, tmp_path / "m", status=2)
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("other", ["adapter_model.safetensors", "a.bin.index.json", "a.safetensors.index.json"])
+def test_a_further_file_is_not_taken_for_the_checkpoint(server: HttpServer, tmp_path: Path, other: str) -> None:
+    stio.sync.save({"w": torch.ones(8)}, tmp_path / "source", hash="sha256")
+    for path in (tmp_path / "source").iterdir():
+        server.put(f"/m/{path.name}", path.read_bytes())
+    further = b'{"weight_map": {"a": "missing.safetensors"}}'
+    if other.endswith(FILE_SUFFIX):
+        further = checkpoint_bytes({"lora": torch.ones(2)})
+    server.put(f"/m/{other}", further)
+    first = pulling.pull(f"{server.url}/m", tmp_path / "target", also=[other])
+    assert first.verified == "sha256"
+    again = pulling.pull(f"{server.url}/m", tmp_path / "target", also=[other])
+    assert (again.verified, again.fetched_bytes) == ("sha256", 0)
+    data = (tmp_path / "source" / "model.safetensors").read_bytes()
+    server.put("/m/model.safetensors", data[:-1] + b"x")
+    for also in ([other], [other, "model.safetensors"]):
+        with pytest.raises(stio.IntegrityError, match=r"model\.safetensors"):
+            pulling.pull(f"{server.url}/m", tmp_path / "damaged", also=also)

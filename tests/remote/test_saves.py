@@ -144,6 +144,16 @@ def test_a_conversion_into_a_store(s3: Any, tmp_path: Path) -> None:
     assert same(stio.sync.load("s3://bucket/converted"), generation(1))
 
 
+def test_a_conversion_of_an_object_into_itself_is_refused(s3: Any, tmp_path: Path) -> None:
+    url = "s3://bucket/a b/m.safetensors"
+    stio.sync.save(generation(1), url)
+    for name in (url, "S3://bucket//a b/m.safetensors"):
+        with pytest.raises(ValueError, match="is a file of the source; choose another name"):
+            stio.sync.convert(url, name, dtype="float16")
+    stio.sync.convert(url, "s3://bucket/other.safetensors")  # the advice
+    assert same(stio.sync.load("s3://bucket/other.safetensors"), generation(1))
+
+
 # What is refused.
 
 

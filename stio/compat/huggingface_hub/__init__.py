@@ -51,6 +51,7 @@ from stio.compat.huggingface_hub.tensors import (
     require_contiguous,
     tf_nbytes,
 )
+from stio.device.placeholders import require_values
 from stio.device.tensor_memory import require_data_of
 from stio.errors import CheckpointNotFoundError, printable
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
@@ -202,7 +203,9 @@ def save_torch_state_dict(
         counted = {name: as_counted(tensor) for name, tensor in remaining.items()}
     else:
         logger.warning(_UNSAFE)
-        require_data_of(state_dict)  # torch.save would write a file that nothing can read
+        # torch.save would write a file that nothing can read, or that has no values.
+        require_data_of(state_dict)
+        require_values(state_dict)
     split = split_torch_state_dict_into_shards(
         counted, filename_pattern=filename_pattern, max_shard_size=max_shard_size
     )

@@ -35,6 +35,7 @@ from stio.compat.safetensors._tensors import Tensors, require_torch_dtypes
 from stio.compat.safetensors._write import write_tensors
 from stio.device.copy_out import copy_out
 from stio.device.describe import describe_tensors
+from stio.device.placeholders import require_no_placeholders
 from stio.device.tensor_memory import require_data_of
 from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, tensors_in
 from stio.device.torch_private import copy_of
@@ -68,6 +69,7 @@ def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = Non
     text = checked_metadata(metadata)
     with saving():
         sources = {source.name: source for source in describe_tensors(tensors)}
+    require_no_placeholders([*sources.values()])
     header, order = header_for(((name, source.dtype, source.shape) for name, source in sources.items()), text)
     result, target = new_bytes(header, sum(source.nbytes for source in sources.values()))
     copies, at = [], 0
@@ -168,6 +170,8 @@ def save_model(
     try:
         save_file(tensors, filename, metadata=text)
     except ValueError as error:
+        if force_contiguous:
+            raise
         raise ValueError(
             f"{error} Or use save_model(..., force_contiguous=True), read the docs for potential caveats."
         ) from error

@@ -314,7 +314,8 @@ class WarmStartLoad:
         name, failure = printable(placeholder.name), self.operation.failure
         if os.getpid() != self._process:
             return ClosedError(
-                f"{name} is not loaded in a forked child: the parent's warm start loads it", path=self._path
+                f"{name} is not loaded in a forked child: the parent's warm start loads it; fork after `done()`",
+                path=self._path,
             )
         if failure is None:
             return ClosedError(f"{name} was not loaded: the warm start ended before that", path=self._path)

@@ -199,9 +199,9 @@ def _final_dtype(name: str, stored: str, target: torch.Tensor, cast_to: torch.dt
         cast(name, torch.empty(1, dtype=own), final)  # an error of the cast is raised now, and not during the load
     if target.requires_grad and not (final.is_floating_point or final.is_complex):
         raise MismatchError(
-            "the parameter requires a gradient, and this dtype cannot have one",
+            "the parameter requires a gradient, and this dtype cannot have one; call requires_grad_(False) on it first",
             path=path,
-            expected="floating",
+            expected="a floating or complex dtype",
             found=f"{final} for {name}",
         )
     return final

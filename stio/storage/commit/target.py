@@ -15,7 +15,7 @@ from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, index_name, is_checkpoint_file, shard_name
 from stio.runtime.limits import Limits
 from stio.storage.base import Identity
-from stio.storage.checks import identity_of, refused
+from stio.storage.checks import identity_of, kind_of_file, refused
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.attributes import FileAttributes, attributes_at
 from stio.storage.commit.small_files import MAX_INDEX_BYTES, digest_of, file_at, read_small, status_at
@@ -91,7 +91,7 @@ def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
         raise refused("examining the destination", path, error) from error
     parent, name = os.path.split(real)
     if mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise wrong(errno.EINVAL, f"the destination is neither a file nor a directory: {stat.filemode(mode)}")
+        raise wrong(errno.EINVAL, f"the destination is {kind_of_file(mode)}; choose another path")
     if is_one_file(destination):
         if stat.S_ISDIR(mode):
             raise wrong(errno.EISDIR, f"the destination is a directory; a name ending in {FILE_SUFFIX} means one file")
@@ -336,5 +336,5 @@ def require_replaceable(home_fd: int, target: SaveTarget, names: tuple[str, ...]
                 "the save needs this name, and what has it is not a file; move it, or save elsewhere",
                 path=os.path.join(target.path, name),
                 errno=errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EEXIST,
-                found=stat.filemode(found.st_mode),
+                found=kind_of_file(found.st_mode),
             )

@@ -272,7 +272,7 @@ def _origin(scheme: str, name: object, value: object) -> str:
 
 
 def advice_on_settings(scheme: str, reason: str, config: Options, client_options: Options) -> str:
-    """Return the nearest known names of settings that obstore rejects, by the text of its error; else what is set."""
+    """Return what to do about settings that obstore rejects, by the text of its error; else which variables are set."""
     for argument, given, known, other in (
         ("config", config, CONFIG_NAMES.get(scheme, ()), CLIENT_NAMES),
         ("client_options", client_options, CLIENT_NAMES, CONFIG_NAMES.get(scheme, ())),
@@ -288,6 +288,8 @@ def advice_on_settings(scheme: str, reason: str, config: Options, client_options
             near = difflib.get_close_matches(plain[:_LONGEST_NAME], known, n=3, cutoff=0.5)
             nearest = f"the nearest settings of {argument}= are" if near else f"{argument}= takes"
             return f"; {nearest} {', '.join(near or known)}"
+    if scheme == "az" and "Account must be specified" in reason:
+        return "; set AZURE_STORAGE_ACCOUNT_NAME"
     names = set_variables(scheme)
     return f"; these variables are set: {listed(names)}" if names else ""
 

@@ -144,6 +144,6 @@ def _send(folder: Folder, method: str, name: str, query: Query) -> bytes:
             return b""  # it was completed or aborted by now
         with error:
             text = summary_of(error.read(_MOST_ANSWER_BYTES).decode(errors="replace")) or error.reason
-        raise StorageError(f"the store refuses it (status {error.code}): {text}", path=path) from None
+        raise StorageError(f"the store refuses the request (status {error.code}): {text}", path=path) from None
     except (OSError, HTTPException) as error:
         raise StorageError(f"the store cannot be reached: {getattr(error, 'reason', error)}", path=path) from None
