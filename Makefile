@@ -138,7 +138,6 @@ bench-distributed: $(ENGINE)  ## loads of two ranks compared with torch's reader
 
 bench-busy: $(ENGINE)  ## each operation alone and beside a busy Python thread; BUSY_ARGS="--layout many --rounds 5" for a part
 	$(BIN)/python -m benchmarks.busy $(BUSY_ARGS)
-	$(BIN)/python -m benchmarks.gil
 
 # Runs in the Python environment that has torch with CUDA, and not in $(VENV): such a machine may have no network. Tests
 # and contestants whose packages are missing are skipped; STIO_BENCH_SAFETENSORS names a folder with safetensors 0.9.

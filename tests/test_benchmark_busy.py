@@ -15,7 +15,7 @@ from accelerators import gpu
 
 import stio
 import stio.sync
-from benchmarks import busy, gil
+from benchmarks import busy
 from benchmarks.busy import FACES, MODES, MOVE_NO_TENSORS, OPERATIONS, Bench, Operation, Run
 from stio.device.base import resolve_device
 
@@ -135,35 +135,3 @@ def test_report() -> None:
     assert "| load | many | cpu | 0.200 (0.0500 to 0.300) | failed: SIGKILL:  |" in printed
     assert "| load | many | cpu | 4.0 (1.0) |  |" in printed
     assert "Other processes kept 0.5 CPUs busy" in printed
-
-
-# The simulated device of benchmarks/gil.py.
-
-
-def test_reads_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gil, "perf_counter", lambda: 0.0)
-    channel = gil.Channel(100e9)
-    assert [channel.seconds(50_000_000_000) for _ in range(3)] == [0.5, 1.0, 1.5]
-
-
-@pytest.mark.parametrize("state", gil.STATES)
-def test_a_simulated_load(state: str) -> None:
-    found = gil.measure(gil.File(4, 40_000_000, state=state), busy=True, switch_interval=0.0005)
-    assert all(found[kind] > 0 for kind in ("read", "driver", "allocation"))
-    assert found["calls"] == pytest.approx(sum(found[kind] for kind in gil.CALLS))
-    most = gil.DISK_BYTES_PER_SECOND if state == "cold" else gil.MEMORY_BYTES_PER_SECOND
-    assert found["switches"] > 0 and 0 < found["rate"] <= most
-
-
-def test_the_table_of_simulated_loads() -> None:
-    def figures(rate: float) -> dict[str, float]:
-        return {"rate": rate * 1e9, "calls": 9.0, "switches": 20.0} | dict.fromkeys(gil.CALLS, 2.0)
-
-    def found(idle: float, busy_rate: float) -> dict[str, dict[str, float]]:
-        return {"resident, idle": figures(idle), "resident, busy": figures(busy_rate)}
-
-    lines = gil.table({"/x/a": [found(40, 4), found(40, 6)], "/x/b": [found(50, 20), found(50, 20)]}).splitlines()
-    assert lines[0].startswith("simulated ")
-    assert lines[3].split()[:7] == ["resident,", "busy", "5.0", "(4.0", "to", "6.0)", "0.12"]
-    assert lines[4].split()[:6] == ["b", "20.0", "(20.0", "to", "20.0)", "0.40"]
-    assert lines[4].split()[6] == "4.17"  # median of 20 / 4 and 20 / 6

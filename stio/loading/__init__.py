@@ -4,23 +4,22 @@ Life of a load. `api.py` checks the keywords once (`LoadOptions`) and starts an 
 on a thread of stio's own. `open.py` opens every shard and checks its header. `prepare.py` selects the tensors of each
 device (a `DeviceLoad` each) and how each file is read for it (a `FileSelection` each). `plan.py` turns that into a
 `ReadPlan`: groups of neighbouring tensors that are delivered together, cut into blocks of one read each.
-`scheduler.py` executes it: workers take blocks, read paths (`read_paths.py`, `gds_path.py`) read them, and the
-last block of a group delivers its tensors (a `LoadedGroup`) to a `load`, to the queue of a stream (`group_queue.py`),
-into a module (`module.py`, `module_tree.py`), or into a nested state (`nested.py`).
+`scheduler.py` executes it: it begins groups within the budget, an executor moves their bytes, and a group that is
+complete (a `LoadedGroup`) goes to a `load`, to the queue of a stream (`group_queue.py`), into a module (`module.py`,
+`module_tree.py`), or into a nested state (`nested.py`). A read path (`read_paths.py`, `gds_path.py`) says where the
+bytes of a group go, and makes its tensors. The executor is the engine (`engine.py`, `stio.native`) or, where that
+cannot move the bytes, the plain one (`plain.py`).
 
-Invariants. The memory of a group counts against the budget, under the scheduler's lock, from its first block until
-its last user has released it. Groups start in the plan's order; a group that is larger than the budget is read alone.
-A slot of staging memory is filled again only when the event behind its copies has passed. When a
-load returns or raises, no thread and no copy engine touches its buffers.
+Invariants. The memory of a group counts against the budget from its begin until its last user has released it, unless
+the consumer keeps it. Groups begin in the plan's order; a group that is larger than the budget is read alone. A group
+is delivered when its bytes are there for every thread and stream. When a load returns or raises, no thread and no copy
+touches its buffers.
 
-A cancel calls `LoadScheduler.stop`, which notifies the scheduler's condition: workers that wait for budget wake.
-Workers that wait for a slot of staging memory check `stopped` during the wait; workers that read check it after each
-piece of 0.04 to 0.25 s (`stio.runtime.pacing`). An error in a worker stops the others in the same manner, and `run`
-raises it.
+A cancel calls `LoadScheduler.stop`: the engine begins no further chunk, workers of the plain executor end after their
+piece. The first error of the executor ends the load in the same manner, and `run` raises it.
 
-Which file counts as cold is decided in `page_cache.py`; how many workers read, in blocks of what size, in `sizes.py`.
-`options.py` has the keywords, `select.py` the names that are loaded, `readers.py` the reads of a block in pieces.
-`placed.py` loads the part of each tensor that a rank holds, `parts.py` fills parts of tensors in memory of the caller.
+Which file counts as cold is decided in `page_cache.py`. `options.py` has the keywords, `select.py` the names that are
+loaded. `placed.py` loads the part of each tensor that a rank holds, `parts.py` fills parts of tensors in memory of the caller.
 `pull.py` copies a checkpoint from a URL to a directory. `representation.py` shows an open checkpoint at a prompt and in
 notebooks. `integrity.py` compares files with a manifest, `cache/` holds files in host memory or on this machine's disk,
 `warm_start/` loads a module while its forward runs. Start with `body.py`, then read `prepare.py` and `scheduler.py`.

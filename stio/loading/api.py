@@ -95,7 +95,7 @@ async def load(
             `"gds"` reads from the disk into an accelerator's memory by GPUDirect
             Storage (needs kvikio), and falls back to staged reads with a warning.
         budget_bytes: Most bytes between storage and the consumer at one time: a number, or text such as `"2GB"` or
-            `"512MiB"`. None: 512 MiB, or 1 GiB if tensors go to an accelerator; less where memory is short.
+            `"512MiB"`. None: 512 MiB, or 256 MiB if tensors go to an accelerator; less where memory is short.
         strict: Index and shards must hold the same names. With False, and for `names`, the index decides where they
             differ, with a warning.
         limits: Bounds on the numbers in a file, as a `stio.Limits`.

@@ -7,7 +7,7 @@ here depends on tensors, plans or devices, and none imports torch. Calls block; 
 For loads: `open.py` chooses the implementation. `local.py` reads at an offset (`preadv`, O_DIRECT), `mapped.py` maps
 and populates, `gds.py` reads into device memory, `async_files.py` reads through aiofiles where a system has no
 `preadv`. `checks.py` decides which file may be opened (regular, inside the root) and what counts as the same file.
-`parallel_read.py` reads a long range in one call, `paths.py` resolves paths. `remote/` reads and writes objects of
+`paths.py` resolves paths. `remote/` reads and writes objects of
 stores (S3, GCS, Azure, http), `hub.py` finds repositories of the Hugging Face hub, `download.py` copies an object to a
 file.
 
