@@ -226,9 +226,8 @@ class TorchAccelerator:
                 self.copy_stream.synchronize()
             raise DeviceError(f"copying to {self.device} failed: {error}") from error
 
-    def record(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record in the allocator that the calling thread's current stream uses memory of the copy stream."""
-        stream = self._module.current_stream(self.device)
+    def record(self, tensors: Iterable[torch.Tensor], stream: Any) -> None:
+        """Record in the allocator that a stream uses memory of the copy stream."""
         for tensor in tensors:
             tensor.record_stream(stream)
 

@@ -25,6 +25,7 @@ from torch import nn
 import stio
 import stio.sync
 from stio import LazyTensor, native
+from stio.device import cuda as cuda_module
 from stio.device import rings
 from stio.device.base import resolve_device
 from stio.device.copy_out import Readiness, copy_out
@@ -194,6 +195,46 @@ def test_what_is_delivered_is_there_for_any_stream(
 
 
 @gpu
+@sources
+def test_no_other_stream_than_the_caller_s_is_waited_for(device: torch.device, tmp_path: Path, source: str) -> None:
+    """A load on a stream of one's own is over, and all of it is there, while the default stream is busy."""
+    tensors = numbers(num_large=2, num_small=4)
+    given = source_of(tensors, tmp_path, source)
+    stio.sync.load(given, device=device, budget_bytes=LITTLE)  # the ring is there
+    torch.accelerator.synchronize(device)
+    event = busy_event(device, 5 * LONG_CYCLES)
+    with on_own_stream(device):
+        found = stio.sync.load(given, device=device, budget_bytes=LITTLE)
+        seen = {name: tensor.clone() for name, tensor in found.items()}
+        module_of(device).current_stream(device).synchronize()
+        assert not event.query()
+    require_equal(seen, tensors)
+
+
+@gpu
+@simulated
+@sources
+def test_copies_are_behind_the_allocation_itself(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """Until the allocator has given memory out, another thread may free it behind work that it has just queued."""
+    allocate = cuda_module.new_storages
+
+    def behind_work(sizes: Any, where: torch.device) -> Any:
+        keep_busy(LATE_CYCLES)
+        return allocate(sizes, where)
+
+    tensors = numbers(num_large=1, num_small=4)
+    given = source_of(tensors, tmp_path, source)
+    stio.sync.load(given, device=device, budget_bytes=LITTLE)  # the ring is there
+    monkeypatch.setattr(cuda_module, "new_storages", behind_work)
+    with on_own_stream(device):
+        found = stio.sync.load(given, device=device, budget_bytes=LITTLE)
+        torch.accelerator.synchronize(device)
+        require_equal(found, tensors)
+
+
+@gpu
 @simulated
 @sources
 @pytest.mark.parametrize("call", ["stream", "warm start"])
@@ -299,6 +340,43 @@ def test_dropped_memory_of_a_module_stays_until_its_reader_is_through(device: to
         torch.accelerator.synchronize(device)
         require_equal(seen, first)
         require_equal(again, second)
+
+
+@gpu
+@pytest.mark.parametrize("own_stream", [False, True], ids=["usual stream", "own stream"])
+@pytest.mark.parametrize("kind", ["parameter", "tied parameter", "buffer"])
+def test_dropped_memory_of_a_warm_start_stays_until_its_reader_is_through(
+    device: torch.device, tmp_path: Path, kind: str, own_stream: bool
+) -> None:
+    """It is memory of the copy stream, recorded for the stream that is current where the warm start begins."""
+    paths, values = [], [numbers(num_large=1, seed=seed)["large.0"] for seed in (0, 1)]
+    for k, value in enumerate(values):
+        paths.append(tmp_path / f"{k}.safetensors")
+        stio.sync.save({"one": value, "two": value if kind == "tied parameter" else value + 1}, paths[-1])
+
+    def started(path: Path) -> Any:
+        module = parameters(one=values[0].shape, two=values[0].shape)
+        if kind == "buffer":
+            module = nn.Module()
+            for name in ("one", "two"):
+                module.register_buffer(name, torch.empty_like(values[0], device="meta"))
+        with stio.sync.warm_start(module, path, device=device) as warm:
+            warm.done()
+        return module
+
+    started(paths[0])  # the ring is there
+    gc.collect()
+    torch.accelerator.synchronize(device)
+    with on_own_stream(device) if own_stream else torch.no_grad():
+        module = started(paths[0])
+        keep_busy(LATE_CYCLES)
+        seen = {name: getattr(module, name).detach().clone() for name in ("one", "two")}
+        del module
+        gc.collect()
+        again = started(paths[1])
+        torch.accelerator.synchronize(device)
+        for found, path in ((seen, paths[0]), (again.state_dict(), paths[1])):
+            require_equal(found, saved_at(path))
 
 
 @gpu

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from stio.device.base import LoadedGroup
+from stio.device.base import LoadedGroup, current_streams
 from stio.device.placement import Placement, resolve_placement
 from stio.device.tensors import DtypeLike
 from stio.errors import ClosedError
@@ -242,9 +242,9 @@ class WarmStart:
             tensors: dict[str, torch.Tensor] = {}
             for group in ready.buffers:
                 tensors |= group.take()
-            record(tensors.values(), ready.device)
+            record(tensors.values(), ready.device, current_streams().get(ready.device))
             place_buffers(module, ready.match.buffers, tensors, ready.device, path=ready.match.report.path)
-            ready.load.operation.start()
+            ready.load.start()
         except BaseException:
             ready.load.abandon()
             raise

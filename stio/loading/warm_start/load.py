@@ -12,14 +12,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.jit._trace import is_tracing
 from torch.utils.hooks import RemovableHandle
 
-from stio.device.base import LoadedGroup
-from stio.device.cuda import TorchAccelerator
+from stio.device.base import LoadedGroup, current_streams
+from stio.device.cuda import TorchAccelerator, default_stream
 from stio.device.tensors import Casts
 from stio.device.torch_private import copy_of
 from stio.errors import ClosedError, TensorNotFoundError, WarmStartError, printable
@@ -114,6 +115,7 @@ class WarmStartLoad:
         self._order = _Order()
         self._needed: list[str] = []
         self._process = os.getpid()
+        self._stream: Any = None
         self.notifier = Notifier()
         """Notified when parameters were filled, and at the end."""
         self.operation: Operation[None] = Operation(
@@ -209,6 +211,11 @@ class WarmStartLoad:
 
     # The load.
 
+    def start(self) -> None:
+        """Start the load. Called on the caller's thread, whose current stream will use the parameters."""
+        self._stream = current_streams().get(self._device)
+        self.operation.start()
+
     def _body(self, operation: Operation[None]) -> None:
         try:
             with shortened(self._options.switch_interval):
@@ -228,10 +235,11 @@ class WarmStartLoad:
     def _deliver(self, _: Group, group: LoadedGroup) -> None:
         """Fill a group's parameters (called by workers)."""
         tensors = group.take()
-        record(tensors.values(), self._device)  # the load has allocated them under the copy stream
+        record(tensors.values(), self._device, self._stream)  # the load has allocated them under the copy stream
         # Names that are tied in the checkpoint and not in the module: copied before a use may change the first one.
         others = [(placeholder, name) for name in tensors for placeholder in self._by_source[name][1:]]
         twins = _copies([(tensors[name], placeholder.dtype) for placeholder, name in others], self._device)
+        record(twins, self._device, self._stream)
         filled = [(placeholder, twin) for (placeholder, _), twin in zip(others, twins, strict=True)]
         self._fill(filled + [(self._by_source[name][0], tensor) for name, tensor in tensors.items()])
         self.notifier.notify()
@@ -345,15 +353,13 @@ def _copies(pairs: Sequence[tuple[torch.Tensor, torch.dtype]], device: torch.dev
     if device.type == "cpu":
         return [_copy(tensor, dtype) for tensor, dtype in pairs]
     with TorchAccelerator(device).on_stream():
-        copies = [_copy(tensor, dtype) for tensor, dtype in pairs]
-    record(copies, device)
-    return copies
+        return [_copy(tensor, dtype) for tensor, dtype in pairs]
 
 
-def record(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Record that the calling thread's current stream uses tensors of a load under the copy stream."""
+def record(tensors: Iterable[torch.Tensor], device: torch.device, stream: Any) -> None:
+    """Record that a stream, None: the default one, uses tensors that a load has allocated under the copy stream."""
     if device.type != "cpu":
-        TorchAccelerator(device).record(tensors)
+        TorchAccelerator(device).record(tensors, default_stream(device) if stream is None else stream)
 
 
 def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
