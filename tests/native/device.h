@@ -128,7 +128,10 @@ static int fake_make_current(void *context) {
     pthread_mutex_lock(&one->lock);
     const bool refused = is_due(&one->contexts_until_refused);
     pthread_mutex_unlock(&one->lock);
-    if (refused) return CONTEXT_REFUSED;
+    if (refused) { /* memory that was to be released then is kept until the process ends */
+        __atomic_store_n(&any_lost, true, __ATOMIC_RELAXED);
+        return CONTEXT_REFUSED;
+    }
     current = one;
     return 0;
 }
