@@ -194,6 +194,14 @@ def device(delay: str) -> Callable[[Run, Path, Path], list[Command]]:
     return commands
 
 
+def plain(run: Run, place: Path, keep: Path) -> list[Command]:
+    some = ["tests/loading/test_scheduler.py"] if run.scale < 0.5 else ["tests/loading", "tests/faults/test_loads.py"]
+    return [
+        tests(place, "-m", "not gpu and not slow", *some, STIO_NATIVE="0"),
+        tests(place, "-m", "gpu and not slow", "tests/gpu/test_orders.py", STIO_NATIVE="0", STIO_TEST_DEVICE="sim"),
+    ]
+
+
 def slow(run: Run, place: Path, keep: Path) -> list[Command]:
     return [tests(place, "-m", "slow and not gpu")]
 
@@ -228,6 +236,7 @@ STAGES = (
         "device-1.5ms", "tests on the simulated device, copies delayed by 1.5 ms", 150, device("0.0015"), on_disk=True
     ),
     Stage("long-counts", "tests with random or repeated work, more of it", 150, long_counts, on_disk=True),
+    Stage("plain", "loads, faults and the simulated device without the engine", 300, plain, on_disk=True),
     Stage("slow", "tests with the mark slow", 300, slow, on_disk=True),
     Stage("lightning", "files of trainings of Lightning, compared with those without stio", 60, lightning_files),
     Stage("cancels-asyncio", "random cancels on asyncio", 120, cancels("asyncio")),
