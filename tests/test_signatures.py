@@ -26,7 +26,8 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def fields(options: type) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(options)}
+    """Return the fields that are keywords: what an object takes from the calling thread (its streams) is not shown."""
+    return {field.name: field.default for field in dataclasses.fields(options) if field.repr}
 
 
 @pytest.mark.parametrize("name", LOADS)
