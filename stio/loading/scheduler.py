@@ -169,12 +169,20 @@ class LoadScheduler:
                 is_nice = True
             if not num_under_way and not self._waiting:
                 return
-            for group in self._executor.take():
+            for group in self._take(waits_for_budget=self._blocked and not num_under_way):
                 self._complete(group)
                 num_under_way -= 1
                 if self.is_stopped():
                     break
         raise Cancelled
+
+    def _take(self, *, waits_for_budget: bool) -> Sequence[Group]:
+        """Return groups that are complete; a wait for the consumer is recorded."""
+        start = perf_counter()
+        taken = self._executor.take()
+        if waits_for_budget and self._trace is not None:
+            self._trace.add("wait", start, perf_counter(), detail="for budget")
+        return taken
 
     def _begin_groups(self) -> int:
         """Begin as many groups as the budget allows; return their number."""

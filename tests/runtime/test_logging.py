@@ -41,7 +41,8 @@ async def test_a_load_logs_source_size_read_path_and_time(directory, lines):
     begin, end = lines()
     assert begin == f"load {directory}: begins"
     assert re.fullmatch(
-        rf"load {re.escape(str(directory))}: done after \d+\.\d{{3}} s; {DATA_BYTES} bytes of 6 tensors by CopiedPath",
+        rf"load {re.escape(str(directory))}: done after \d+\.\d{{3}} s; {DATA_BYTES} bytes of 6 tensors by CopiedPath, "
+        "(engine|plain)",
         end,
     )
 

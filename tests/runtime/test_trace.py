@@ -12,7 +12,7 @@ from support import Gate, HookedRoot, ramp, save_sharded
 import stio
 from stio import sync
 from stio.runtime.spans import summarize
-from stio.testing import FakeDevice, MemoryDestination
+from stio.testing import MemoryDestination
 
 pytestmark = pytest.mark.anyio
 
@@ -63,19 +63,6 @@ def test_a_consumer_that_lags_shows_as_readers_that_wait(directory):
     assert {span.detail for span in held_back} == {"for budget"}
     assert max(span.end - span.start for span in held_back) > 0.03
     assert "threads waiting" in summarize(trace.spans).sentence
-
-
-def test_waiting_for_staging_memory_is_not_reading(directory):
-    trace = stio.Trace()
-    device = FakeDevice(delay_seconds=0.01)
-    with sync.open(directory, device=device, budget_bytes=16 * TENSOR_BYTES, trace=trace) as checkpoint:
-        checkpoint.load()
-    waits = [span for span in named(trace, "wait") if span.detail == "for staging memory"]
-    assert waits
-    for wait in waits:
-        beside = [s for s in named(trace, "read", wait.lane) if s.start < wait.end - 1e-9 and s.end > wait.start + 1e-9]
-        assert beside == []
-    assert sum(span.num_bytes for span in named(trace, "read")) >= 12 * TENSOR_BYTES
 
 
 @pytest.mark.parametrize("face", ["load", "open", "load_into"])
