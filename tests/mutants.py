@@ -33,8 +33,13 @@ RUN_SECONDS = 120
 """A run that takes longer is stopped; the mutant is caught by that. Unmutated each selection takes some seconds."""
 
 ORDERS = "tests/gpu/test_orders.py::"
-BEHIND_COPIES = ORDERS + "test_a_tensor_is_read_behind_its_copies"
-BEHIND_LAST = ORDERS + "test_a_tensor_is_read_behind_the_last_of_its_copies"
+DELIVERED = ORDERS + "test_what_is_delivered_is_there_for_any_stream"
+BEHIND_LAST = ORDERS + "test_a_tensor_is_delivered_behind_the_last_of_its_copies"
+OTHER_STREAMS = ORDERS + "test_no_other_stream_than_the_caller_s_is_waited_for"
+MEMORY_OF = ORDERS + "test_memory_is_of_the_stream_that_is_current_in_the_caller_s_thread"
+ALLOCATED = ORDERS + "test_copies_are_behind_the_allocation_itself"
+DROPPED_WARM = ORDERS + "test_dropped_memory_of_a_warm_start_stays_until_its_reader_is_through"
+LEFT = ORDERS + "test_no_copy_is_under_way_when_a_stream_was_left"
 BEHIND_CAST = ORDERS + "test_a_tensor_is_read_behind_its_cast"
 DROPPED = ORDERS + "test_dropped_memory_stays_until_its_reader_is_through"
 BITS = "tests/gpu/test_bits.py::test_c301_no_path_changes_a_bit_on_a_device"
@@ -49,6 +54,8 @@ CONTEXT = "tests/gpu/test_streams.py::test_the_default_device_stays_without_a_co
 CONTRACT = "tests/device/test_contract.py::"
 
 FAULTS = "tests/gpu/test_faults.py::"
+ENGINE = "tests/gpu/test_engine.py::"
+NO_COPY = ENGINE + "test_a_copy_that_does_not_come"
 
 ENGINE = "tests/native/test_engine.py::"
 EACH_EVENT = ENGINE + "test_a_group_is_complete_behind_each_of_its_events"
@@ -58,12 +65,14 @@ ENGINE_C = "stio/native/engine.c"
 RING = "stio/native/ring.c"
 CUDA = "stio/device/cuda.py"
 PRIVATE = "stio/device/torch_private.py"
-QUEUE = "stio/device/copy_queue.py"
+RINGS = "stio/device/rings.py"
+WARM = "stio/loading/warm_start/load.py"
 PINNED = "stio/device/pinned.py"
 COPYING = "stio/device/copy_out.py"
 BASE = "stio/device/base.py"
 PATHS = "stio/loading/read_paths.py"
 
+ON_COPY_STREAM = "            with on_stream(self._module, self.device, self.copy_stream):\n                copy_each("
 WAITS_FIRST = (
     "            may_begin.synchronize()  "
     "# only now: until then the views are made beside the work of the caller's stream\n"
@@ -96,46 +105,67 @@ MUTANTS = (
     # Copies of loads.
     mutant(
         "copies on the reader's stream",
-        "copies are queued on the current stream of the reader's thread, the event behind them on the copy stream",
+        "the plain executor queues copies on the current stream of the reader's thread, the event on the copy stream",
         CUDA,
-        (
-            "            with on_stream(self._module, self.device, self._stream):\n                copy_each(",
-            "            with self.as_current():\n                copy_each(",
-        ),
-        tests=f"{BEHIND_COPIES}[default stream]",
+        (ON_COPY_STREAM, "            with self.as_current():\n                copy_each("),
+        tests=f"{OTHER_STREAMS}[root]",
     ),
     mutant(
         "copies and events on the reader's stream",
-        "copies and their events are queued on the current stream of the reader's thread",
+        "the plain executor queues copies and their events on the current stream of the reader's thread",
         CUDA,
+        (ON_COPY_STREAM, "            with self.as_current():\n                copy_each("),
         (
-            "            with on_stream(self._module, self.device, self._stream):\n                copy_each(",
-            "            with self.as_current():\n                copy_each(",
-        ),
-        (
-            "                return TorchEvent(self._module, self.device, self._stream)",
+            "                return TorchEvent(self._module, self.device, self.copy_stream)",
             "                return TorchEvent(self._module, self.device, self._module.current_stream(self.device))",
         ),
-        tests="tests/gpu/test_streams.py::test_work_that_was_queued_before_a_load_is_not_waited_for",
+        tests=f"{OTHER_STREAMS}[root]",
     ),
     mutant(
         "event before the copies",
-        "the event of a batch is recorded before its copies are queued",
+        "the event of a batch of the plain executor is recorded before its copies are queued",
         CUDA,
         (
-            "                if pairs:\n",
-            "                event = TorchEvent(self._module, self.device, self._stream)\n                if pairs:\n",
+            "                copy_each([target for target, _ in pairs], sources, non_blocking=True)\n"
+            "                return TorchEvent(self._module, self.device, self.copy_stream)",
+            "                event = TorchEvent(self._module, self.device, self.copy_stream)\n"
+            "                copy_each([target for target, _ in pairs], sources, non_blocking=True)\n"
+            "                return event",
         ),
-        ("                return TorchEvent(self._module, self.device, self._stream)", "                return event"),
-        tests=SLOT,
+        tests=(f"{DELIVERED}[load-root]", f"{SLOT}[1048576-root]"),
         delay=0.02,
     ),
     mutant(
-        "the host waits for copies",
-        "whoever queues a copy waits until it is done",
-        CUDA,
-        ("sources, non_blocking=True)", "sources, non_blocking=False)"),
-        tests=f"{BEHIND_COPIES}[all copies]",
+        "copies are not waited for",
+        "the plain executor takes copies that it has queued for copies that have ended",
+        PATHS,
+        ("        self._accelerator.copy(pairs).synchronize()", "        self._accelerator.copy(pairs)"),
+        tests=(f"{DELIVERED}[load-root]", f"{DELIVERED}[warm start-root]", f"{SLOT}[1048576-root]", DEVICE_SLOT),
+    ),
+    mutant(
+        "a group is delivered at its first block",
+        "the plain executor delivers a group when the first of its blocks is there",
+        "stio/loading/plain.py",
+        (
+            "            if not self._num_left[group.index]:",
+            "            if self._num_left[group.index] == len(group.blocks) - 1:",
+        ),
+        tests=(f"{BEHIND_LAST}[stream-root]", f"{BEHIND_LAST}[warm start-root]"),
+    ),
+    mutant(
+        "a group is delivered when it has begun",
+        "a group that the engine is to move is delivered when it is given to it",
+        "stio/loading/engine.py",
+        (
+            "            if len(ranges) == before:\n                self._empty.append(group)\n            else:\n"
+            "                self._groups[group.index] = group\n",
+            "            self._empty.append(group)\n",
+        ),
+        (
+            "            group = self._groups.pop(one.group)\n            found.append(group)\n",
+            "            continue\n",
+        ),
+        tests=(f"{DELIVERED}[load-file]", f"{DELIVERED}[stream-file]", f"{DELIVERED}[warm start-file]"),
     ),
     mutant(
         "a refused copy is not waited for",
@@ -143,81 +173,87 @@ MUTANTS = (
         CUDA,
         (
             "            with suppress(RuntimeError):  # a lost device raises its error again\n"
-            "                self._stream.synchronize()\n",
+            "                self.copy_stream.synchronize()\n",
             "",
         ),
         tests=f"{CONTRACT}test_a_refused_copy_leaves_nobody_who_reads[real]",
     ),
     mutant(
-        "memory of the reader's stream",
-        "tensors are allocated under the current stream of the reader's thread, not under the copy stream",
+        "failed copies are not told",
+        "the plain executor takes a copy that failed for one that is done",
         CUDA,
-        ("        with self.on_queue(needed_bytes=sum(sizes)):", "        with self.as_current():"),
-        tests=(f"{DROPPED}[large-usual stream]", f"{DROPPED}[small-usual stream]"),
+        (
+            '            raise DeviceError(f"copying on {self._device} failed: {error}") from error\n',
+            "            del error\n",
+        ),
+        tests=(f"{FAILED_COPY}[root-load-1]", f"{FAILED_COPY}[root-stream-1]"),
     ),
     mutant(
         "a copy stream for each load",
-        "each load makes a copy stream of its own, so that it finds no memory of the load before",
+        "each load makes a copy stream of its own",
         CUDA,
         ("        if known is not module:", "        if True:"),
-        tests="tests/gpu/test_memory.py::test_a_load_takes_over_the_memory_of_the_one_before",
+        tests="tests/device/test_cuda.py::test_all_loads_share_a_copy_stream",
     ),
-    # The hand-over.
+    # Memory of tensors.
     mutant(
-        "no wait at the hand-over",
-        "the consumer's stream does not wait for the copies",
+        "memory of the reader's stream",
+        "tensors are allocated under the current stream of the load's thread, not under that of its caller",
         CUDA,
-        ("            stream.wait_event(event.event)", "            pass"),
-        tests=f"{BEHIND_COPIES}[all copies]",
+        ("        with self.on_stream(needed_bytes=sum(sizes)):", "        with self.as_current():"),
+        tests=(f"{MEMORY_OF}[load-file]", f"{MEMORY_OF}[stream-root]"),
     ),
     mutant(
-        "the host waits at the hand-over",
-        "the consumer's thread waits for the copies, not its stream",
-        CUDA,
-        ("            stream.wait_event(event.event)", "            event.synchronize()"),
-        tests=f"{BEHIND_COPIES}[all copies]",
+        "memory of the stream that was current at `open`",
+        "a load of an open checkpoint allocates under the stream that was current when it was opened",
+        "stio/loading/api.py",
+        ("        return replace(self._options, streams=None)\n", "        return self._options\n"),
+        tests=(f"{MEMORY_OF}[load of an open one-file]", f"{MEMORY_OF}[stream-file]", f"{MEMORY_OF}[read-root]"),
     ),
     mutant(
-        "hand-over to the default stream",
-        "the default stream waits and is recorded, not the consumer's current one",
+        "no event behind the allocation",
+        "copies do not wait for what the allocating stream may still do with freed memory",
         CUDA,
         (
-            "        stream = self._module.current_stream(self.device)\n        for event in events:",
-            "        stream = self._module.default_stream(self.device)\n        for event in events:",
+            "                self.copy_stream.wait_event(TorchEvent(self._module, self.device, self._stream).event)\n",
+            "                pass\n",
         ),
-        tests=f"{BEHIND_COPIES}[all copies]",
+        tests=(
+            f"{DROPPED}[file-large-usual stream]",
+            f"{DROPPED}[root-small-own stream]",
+            f"{MEMORY_OF}[load-file]",
+        ),
     ),
     mutant(
-        "hand-over on the worker's thread",
-        "the stream of the thread that delivers a group waits, not the consumer's",
-        "stio/loading/group_queue.py",
-        (
-            "        with self._putting:  # both in one order\n",
-            "        loaded.take()\n        loaded.hand_over = None\n        with self._putting:  # both in one order\n",
-        ),
-        tests=f"{BEHIND_COPIES}[all copies]",
-    ),
-    mutant(
-        "no record_stream",
-        "the allocator is not told that the consumer's stream uses the memory",
+        "the event is before the allocation",
+        "copies wait for what was queued before memory was allocated, not for what was queued when it was",
         CUDA,
-        ("            tensor.record_stream(stream)", "            pass"),
-        tests=(f"{DROPPED}[large-own stream]", f"{DROPPED}[small-own stream]"),
+        (
+            "            storages = new_storages(sizes, self.device)\n",
+            "            event = TorchEvent(self._module, self.device, self._stream)\n"
+            "            storages = new_storages(sizes, self.device)\n",
+        ),
+        ("wait_event(TorchEvent(self._module, self.device, self._stream).event)", "wait_event(event.event)"),
+        tests=(f"{ALLOCATED}[file]", f"{ALLOCATED}[root]"),
     ),
     mutant(
-        "only the first tensor is recorded",
-        "of the tensors of a group only the first is recorded for the consumer's stream",
-        BASE,
-        ("self.hand_over(self.tensors.values(), ", "self.hand_over([*self.tensors.values()][:1], "),
-        tests=(f"{DROPPED}[small-own stream]", f"{DROPPED}[large-own stream]"),
+        "the event of another stream",
+        "copies wait for the load's thread's stream, not for the one under which memory was allocated",
+        CUDA,
+        (
+            "wait_event(TorchEvent(self._module, self.device, self._stream).event)",
+            "wait_event(TorchEvent(self._module, self.device, default_stream(self.device)).event)",
+        ),
+        tests=(f"{DROPPED}[file-large-own stream]", f"{DROPPED}[root-small-own stream]"),
     ),
     mutant(
-        "small tensors are views",
-        "small tensors are views of the buffer that their group was copied to, so each of them holds all of it",
-        PRIVATE,
-        ("    return new\n", "    return list(tensors)\n"),
-        tests="tests/gpu/test_values.py",
+        "casts on the load's thread's stream",
+        "casts run on the current stream of the load's thread, not on that of its caller",
+        PATHS,
+        ("            with self._accelerator.on_stream():\n", "            if True:\n"),
+        tests=(f"{BEHIND_CAST}[load-file]", f"{BEHIND_CAST}[stream-root]"),
     ),
+    # Bits.
     mutant(
         "lists of tensors by CUDA's kernel",
         "lists of tensors on one device go to the kernel that converts them through float",
@@ -246,102 +282,70 @@ MUTANTS = (
         ("    return (tensor if is_plain else copy_of(tensor)).to(device)\n", "    return tensor.to(device)\n"),
         tests=f"{BITS}[drop-in, get_slice]",
     ),
-    mutant(
-        "clones on the worker's stream",
-        "small tensors are cloned on the current stream of the worker's thread, beside the copies to their buffer",
-        QUEUE,
-        (
-            "            with self._running, self.accelerator.on_queue():\n                return work()",
-            "            if True:\n                return work()",
-        ),
-        tests=f"{DROPPED}[small-own stream]",
-    ),
-    mutant(
-        "only the first event",
-        "of the events behind a group's copies only the first is noted",
-        QUEUE,
-        ("            if event not in one.memory.events[-1:]:", "            if not one.memory.events:"),
-        tests=f"{BEHIND_LAST}[stream]",
-    ),
-    mutant(
-        "hand-over before the cast's event",
-        "the consumer's stream waits for the copies, but not for the casts behind them",
-        QUEUE,
-        ("            memory.events.append(event)\n", ""),
-        tests=f"{BEHIND_CAST}[stream]",
-    ),
-    mutant(
-        "casts on the worker's stream",
-        "casts run on the current stream of the worker's thread, beside the copies",
-        QUEUE,
-        (
-            "            with self._running, self.accelerator.on_queue():\n                return work()",
-            "            if True:\n                return work()",
-        ),
-        tests=f"{BEHIND_CAST}[load]",
-    ),
-    mutant(
-        "a module is filled before the hand-over",
-        "`load_into` copies out of tensors that were not handed over to its stream",
-        "stio/loading/module.py",
-        ("        loaded = group.take()\n", "        loaded = group.tensors\n"),
-        tests=f"{ORDERS}test_a_module_is_filled_behind_the_copies",
-    ),
-    mutant(
-        "a module gets tensors without a hand-over",
-        "`load_into(assign=True)` does not hand the tensors over to the caller's stream",
-        "stio/loading/module.py",
-        ("            for group in self._groups:\n                group.take()\n", ""),
-        tests=f"{ORDERS}test_dropped_memory_of_a_module_stays_until_its_reader_is_through",
-    ),
     # The ring.
     mutant(
-        "slots without a wait",
-        "a slot of the ring is used again without a wait for the event of its copies",
-        QUEUE,
-        ("            batch.event.synchronize()\n", "            pass\n"),
-        tests=SLOT,
+        "a ring of the default stream",
+        "the engine copies on the default stream of the device",
+        RINGS,
+        (
+            "        driver, handle = open_driver(device, stream)\n",
+            "        driver, handle = open_driver(device, default_stream(device))\n",
+        ),
+        ("import TorchAccelerator\n", "import TorchAccelerator, default_stream\n"),
+        tests=(f"{OTHER_STREAMS}[file]", f"{DROPPED}[file-large-own stream]"),
     ),
     mutant(
-        "slots are free when queued",
-        "a slot of the ring is free again when its copies are queued, not when they are done",
-        QUEUE,
-        ("_Batch(event, slots, perf_counter()", "_Batch(event, [], perf_counter()"),
-        (
-            "            if batch is None:\n                self.release(*slots)",
-            "            self.release(*slots)",
-        ),
-        tests=SLOT,
+        "a ring is used after a failure",
+        "the next load uses a ring of which a copy has failed",
+        RINGS,
+        (" and not known.ring.has_failed", ""),
+        tests=(f"{FAILED_COPY}[file-load-1]", f"{NO_COPY}[load-refused-2]"),
     ),
     mutant(
-        "close without drain",
-        "the ring is closed while copies are under way",
-        QUEUE,
-        (
-            "        try:\n            self.drain()\n        finally:",
-            "        try:\n            pass\n        finally:",
-        ),
-        tests=(f"{ORDERS}test_no_copy_is_under_way_when_a_stream_was_left", f"{FAILED_COPY}[load-1]"),
+        "a load ends before its copies",
+        "a load that was cancelled gives its memory back while the engine's copies are under way",
+        "stio/loading/engine.py",
+        ("        self._transfer.end()\n", "        self._transfer.stop()\n"),
+        tests=(f"{LEFT}[file]", f"{ENGINE}test_copies_before_a_refused_one_have_ended"),
     ),
     mutant(
-        "a failed event's slot is used again",
-        "a slot whose copies failed is filled again, though the device may still read it",
-        QUEUE,
+        "a load ends before its workers",
+        "a load that was cancelled gives its memory back while copies of the plain executor are under way",
+        "stio/loading/plain.py",
         (
-            "                self._lost += batch.slots\n                self._num_unallocated += len(batch.slots)\n",
-            "                self._free += batch.slots\n",
+            '        """Stop, and wait until no worker is left."""\n        self._workers.stop()\n'
+            "        self._workers.join()\n",
+            '        """Stop, and wait until no worker is left."""\n        self._workers.stop()\n',
         ),
-        tests="tests/device/test_copy_queue.py::test_a_failed_copy_is_raised_to_the_thread_that_waits_for_its_slot",
+        tests=f"{LEFT}[root]",
     ),
     mutant(
-        "failed copies are not told",
-        "a copy that failed is taken for one that is done",
-        QUEUE,
-        (
-            "                self._num_unallocated += len(batch.slots)\n            raise\n",
-            "                self._num_unallocated += len(batch.slots)\n            return []\n",
-        ),
-        tests=(f"{FAILED_COPY}[load-1]", f"{FAILED_COPY}[stream-1]"),
+        "refused pinning is not told",
+        "a ring without pinned memory is used in silence",
+        PATHS,
+        ("            self._ring.warn_if_refused()\n", "            pass\n"),
+        tests=UNPINNED,
+    ),
+    mutant(
+        "refused pinning is told by each load",
+        "each load warns of a ring without pinned memory",
+        RINGS,
+        ("            self._has_warned = True\n", ""),
+        tests=f"{ENGINE}test_refused_pinning_is_told_once_and_tried_again_by_the_next_ring",
+    ),
+    mutant(
+        "each refusal to pin is tried and told again",
+        "where the system refuses to pin memory each slot of the plain executor asks again, with a warning each",
+        PINNED,
+        ("                    self.was_refused = True\n", ""),
+        tests="tests/device/test_cuda.py::test_c97_pinning_fails",
+    ),
+    mutant(
+        "a cache releases too early",
+        "the memory of a cached file is released while copies of the load still read it",
+        "stio/loading/scheduler.py",
+        ("                closing.callback(cached.release)\n", "                cached.release()\n"),
+        tests=f"{ORDERS}test_a_cache_keeps_what_is_copied_from",
     ),
     mutant(
         "pinning must not be refused",
@@ -353,46 +357,13 @@ MUTANTS = (
         ),
         tests=UNPINNED,
     ),
-    mutant(
-        "each refusal to pin is tried and told again",
-        "where the system refuses to pin memory each slot asks again, with a warning each",
-        PINNED,
-        ("                    self.was_refused = True\n", ""),
-        tests=UNPINNED,
-    ),
-    mutant(
-        "a cache releases too early",
-        "the memory of a cached file is released while copies of the load still read it",
-        "stio/loading/scheduler.py",
-        (
-            "            for cached in self._cached_files:\n"
-            "                closing.callback(cached.release)\n"
-            "            for path in self._paths:  # closed before the cached files are released: copies read those\n"
-            "                closing.callback(path.close)\n",
-            "            for path in self._paths:\n"
-            "                closing.callback(path.close)\n"
-            "            for cached in self._cached_files:\n"
-            "                closing.callback(cached.release)\n",
-        ),
-        tests=f"{ORDERS}test_a_cache_keeps_what_is_copied_from",
-    ),
     # GPUDirect Storage.
     mutant(
-        "a slot on the device without a wait",
-        "the disk writes to a slot on the device while the copy out of it is queued",
-        QUEUE,
-        (
-            "            if not batch.event.query():",
-            "            if self._allocate_slot == self.accelerator.staging and not batch.event.query():",
-        ),
-        tests=DEVICE_SLOT,
-    ),
-    mutant(
         "a new slot on the device without a wait",
-        "the disk writes to a new slot on the device while the copy stream is not through with that memory",
+        "the disk writes to a new slot on the device while the allocating stream is not through with that memory",
         "stio/loading/gds_path.py",
-        ("        self._accelerator.copy([]).synchronize()\n", ""),
-        tests=DEVICE_SLOT,
+        ("            self.accelerator.copy([]).synchronize()\n", ""),
+        tests="tests/loading/test_gds_path.py::test_a_slot_is_given_out_when_the_stream_is_done",
     ),
     mutant(
         "the disk writes with another current device",
@@ -400,17 +371,6 @@ MUTANTS = (
         "stio/loading/gds_path.py",
         ("accelerator.as_current if isinstance(accelerator, TorchAccelerator) else nullcontext", "nullcontext"),
         tests=f"{ORDERS}test_a_disk_writes_to_the_second_device_as_the_thread_s_current_one",
-    ),
-    # Memory of a group.
-    mutant(
-        "alignment is ignored",
-        "small tensors are viewed in their buffer wherever the file has them, also off their alignment",
-        "stio/device/group_memory.py",
-        (
-            "    return not (part.start - start) % TORCH_DTYPES[part.dtype].itemsize",
-            "    return True",
-        ),
-        tests="tests/device/test_group_memory.py",
     ),
     # Devices and contexts.
     mutant(
@@ -438,50 +398,64 @@ MUTANTS = (
             "            with self._module.device(self._device):\n                yield",
             "            yield",
         ),
-        tests=f"{CONTEXT}[load]",
+        tests=CONTEXT,
     ),
     mutant(
         "a stream is entered with another current device",
         "a thread whose current device is number 0 comes back from a stream of another one: a context is made on number 0",
         CUDA,
         ("    with module.device(device), module.stream(stream):", "    with module.stream(stream):"),
-        tests=f"{CONTEXT}[load]",
+        tests=CONTEXT,
     ),
     # Warm starts.
     mutant(
-        "a warm start does not wait on the host",
-        "parameters are made real while their copies are under way, for any stream to use",
-        "stio/loading/warm_start/load.py",
-        ("        group.wait()  # on the host: other streams than this thread's may use them next\n", ""),
-        tests=f"{ORDERS}test_a_parameter_of_a_warm_start_is_for_any_stream",
-    ),
-    mutant(
-        "a warm start waits for the first event",
-        "of the events behind a parameter's copies the host waits for the first alone",
-        BASE,
-        ("        for event in self.events:\n", "        for event in self.events[:1]:\n"),
-        tests=f"{BEHIND_LAST}[warm start]",
-    ),
-    mutant(
         "a warm start does not wait for casts",
-        "the host waits for the copies of a parameter, but not for the cast behind them",
-        QUEUE,
-        ("            memory.events.append(event)\n", ""),
-        tests=f"{BEHIND_CAST}[warm start]",
+        "parameters, buffers and twins are used on any stream while their casts and copies are under way",
+        CUDA,
+        (
+            "                TorchEvent(self._module, self.device, self._stream).synchronize()\n",
+            "                pass\n",
+        ),
+        tests=(
+            f"{BEHIND_CAST}[warm start-file]",
+            f"{BEHIND_CAST}[buffer of a warm start-root]",
+            f"{ORDERS}test_both_of_two_tied_parameters_of_a_warm_start_are",
+        ),
     ),
     mutant(
-        "a warm start does not wait for buffers",
-        "buffers are used on any stream while their casts are under way",
-        QUEUE,
-        ("                self._submitted.append(_Batch(event, [], perf_counter(), 0))\n", ""),
-        tests=f"{BEHIND_CAST}[buffer of a warm start]",
+        "a warm start waits for the caller's work",
+        "parameters of a warm start are allocated under the stream that is current where it was called",
+        "stio/loading/warm_start/api.py",
+        ('replace(settings, dtype=None, streams="copy")', "replace(settings, dtype=None)"),
+        tests=f"{FAULTS}test_fault_5_a_warm_start_waits_for_no_work_of_the_user[plain]",
     ),
     mutant(
-        "a warm start does not wait for twins",
-        "of two parameters with one tensor in the checkpoint the second is used while it is copied from the first",
-        "stio/loading/warm_start/load.py",
-        ("    event.synchronize()\n", ""),
-        tests=f"{ORDERS}test_both_of_two_tied_parameters_of_a_warm_start_are",
+        "parameters of a warm start are not recorded",
+        "the allocator is not told that the caller's stream uses memory of the copy stream",
+        WARM,
+        ("        record(tensors.values(), self._device, self._stream)  #", "        #"),
+        tests=(f"{DROPPED_WARM}[parameter-usual stream]", f"{DROPPED_WARM}[parameter-own stream]"),
+    ),
+    mutant(
+        "twins of a warm start are not recorded",
+        "the allocator is not told that the caller's stream uses the copy for a second parameter",
+        WARM,
+        ("        record(twins, self._device, self._stream)\n", ""),
+        tests=f"{DROPPED_WARM}[tied parameter-own stream]",
+    ),
+    mutant(
+        "buffers of a warm start are not recorded",
+        "the allocator is not told that the caller's stream uses buffers in memory of the copy stream",
+        "stio/loading/warm_start/api.py",
+        ("            record(tensors.values(), ready.device, current_streams().get(ready.device))\n", ""),
+        tests=f"{DROPPED_WARM}[buffer-own stream]",
+    ),
+    mutant(
+        "parameters of a warm start are recorded for the default stream",
+        "the default stream is recorded, not the one that is current where the warm start begins",
+        WARM,
+        ("        self._stream = current_streams().get(self._device)\n", ""),
+        tests=f"{DROPPED_WARM}[parameter-own stream]",
     ),
     # Saves.
     mutant(
@@ -619,7 +593,7 @@ MUTANTS = (
         "a save publishes what a failed copy left in its staging memory",
         COPYING,
         ("    with ExitStack() as waits:", "    with suppress(DeviceError), ExitStack() as waits:"),
-        tests=f"{FAILED_COPY}[save-1]",
+        tests=f"{FAILED_COPY}[root-save-1]",
     ),
     mutant(
         "staging memory of a save is given back too early",
