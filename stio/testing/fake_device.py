@@ -145,15 +145,7 @@ class FakeDevice:
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return a new uint8 tensor `[nbytes]`, filled with `POISON`."""
         with self._changed:
-            free = None if self._memory_bytes is None else self._memory_bytes - self.used_bytes
-            if free is not None and nbytes > free:
-                raise DeviceMemoryError(
-                    "the fake device is out of memory",
-                    needed_bytes=nbytes,
-                    free_bytes=free,
-                    expected=f"{nbytes:,} bytes",
-                    found=f"{free:,} free",
-                )
+            self._require_free(nbytes)
             array = np.full(nbytes, POISON, dtype=np.uint8)
             reference = weakref.ref[Any](array, self._freed.append)
             self._arrays[id(reference)] = reference, nbytes
@@ -161,9 +153,22 @@ class FakeDevice:
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return torch.from_numpy(array)
 
+    def _require_free(self, nbytes: int) -> None:
+        free = None if self._memory_bytes is None else self._memory_bytes - self.used_bytes
+        if free is not None and nbytes > free:
+            raise DeviceMemoryError(
+                "the fake device is out of memory",
+                needed_bytes=nbytes,
+                free_bytes=free,
+                expected=f"{nbytes:,} bytes",
+                found=f"{free:,} free",
+            )
+
     def allocate(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
         """Return new storages, filled with `POISON`."""
-        return [self.empty(size).untyped_storage() for size in sizes]
+        with self._changed:
+            self._require_free(sum(sizes))
+            return [self.empty(size).untyped_storage() for size in sizes]
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
         """Queue copies, and an event after them."""
