@@ -306,7 +306,7 @@ MUTANTS = (
         "a load that was cancelled gives its memory back while the engine's copies are under way",
         "stio/loading/engine.py",
         ("        self._transfer.end()\n", "        self._transfer.stop()\n"),
-        tests=(f"{LEFT}[file]", f"{ENGINE}test_copies_before_a_refused_one_have_ended"),
+        tests=f"{LEFT}[file]",
     ),
     mutant(
         "a load ends before its workers",
@@ -316,6 +316,10 @@ MUTANTS = (
             '        """Stop, and wait until no worker is left."""\n        self._workers.stop()\n'
             "        self._workers.join()\n",
             '        """Stop, and wait until no worker is left."""\n        self._workers.stop()\n',
+        ),
+        (
+            "        if self._workers.stopped:\n            self._workers.join()\n",
+            "        if self._workers.stopped:\n",
         ),
         tests=f"{LEFT}[root]",
     ),
