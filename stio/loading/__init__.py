@@ -19,8 +19,9 @@ A cancel calls `LoadScheduler.stop`: the engine begins no further chunk, workers
 piece. The first error of the executor ends the load in the same manner, and `run` raises it.
 
 Which file counts as cold is decided in `page_cache.py`. `options.py` has the keywords, `select.py` the names that are
-loaded. `placed.py` loads the part of each tensor that a rank holds, `parts.py` fills parts of tensors in memory of the caller.
-`pull.py` copies a checkpoint from a URL to a directory. `representation.py` shows an open checkpoint at a prompt and in
-notebooks. `integrity.py` compares files with a manifest, `cache/` holds files in host memory or on this machine's disk,
-`warm_start/` loads a module while its forward runs. Start with `body.py`, then read `prepare.py` and `scheduler.py`.
+loaded. `placed.py` loads the part of each tensor that a rank holds, `parts.py` fills parts of tensors in memory of the
+caller. `pull.py` copies a checkpoint from a URL to a directory. `representation.py` shows an open checkpoint at a
+prompt and in notebooks. `integrity.py` compares files with a manifest, `cache/` holds files in host memory or on this
+machine's disk, `warm_start/` loads a module while its forward runs. Start with `body.py`, then read `prepare.py` and
+`scheduler.py`.
 """

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from stio import native
 from stio.loading.cache.file_image import FileImage
 from stio.loading.plan import Group
-from stio.loading.read_paths import ReadPath
+from stio.loading.scheduler import ReadPath
+from stio.runtime.control_groups import num_processors
 from stio.runtime.trace import Trace
 
 _MOST_CHUNKS = 1 << 20
@@ -44,6 +45,7 @@ class EngineExecutor:
         self._next_fill = num_groups
         self._unread: list[Group] = []  # other loads read some of their bytes into a cache
         self._watched: set[FileImage] = set()
+        native.set_threads(num_processors())
         self._transfer = native.Transfer(most_chunks=max(1, min(_MOST_CHUNKS, budget_bytes // 2 // native.CHUNK_BYTES)))
 
     def add(self, groups: Sequence[Group]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from time import perf_counter
 
 from stio.loading.plan import Block, Group
-from stio.loading.read_paths import ReadPath
+from stio.loading.scheduler import ReadPath
 from stio.runtime.locks import Condition
 from stio.runtime.operation import Cancelled
 from stio.runtime.trace import Trace

@@ -37,8 +37,8 @@ from stio.loading.page_cache import (
 from stio.loading.placed import Placed, PlacementsLike, place
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import GAP_BYTES, FileSelection, Group, Names, ReadPlan, plan_reads
-from stio.loading.read_paths import CacheFillPath, CopiedPath, DevicePath, MappedPath, ReadPath, StagingSlots
-from stio.loading.scheduler import Executor, LoadScheduler
+from stio.loading.read_paths import CacheFillPath, CopiedPath, DevicePath, MappedPath, StagingSlots
+from stio.loading.scheduler import Executor, LoadScheduler, ReadPath
 from stio.loading.select import Selected, reusable_names, select_by_device
 from stio.runtime import memory
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES

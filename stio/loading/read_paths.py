@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from time import perf_counter
-from typing import Protocol, TypeGuard
+from typing import TypeGuard
 
 import torch
 
@@ -36,55 +36,6 @@ from stio.storage.mapped import MappedFile
 
 PIECE_BYTES = 8 << 20
 """Bytes that the plain executor reads in one call: a cancel takes effect between two of them."""
-
-
-class ReadPath(Protocol):
-    """How one file is read for one device."""
-
-    label: str
-    """Name of its reads in a trace."""
-    is_native: bool
-    """Whether the engine can move its bytes."""
-
-    @property
-    def image(self) -> FileImage | None:
-        """The file in a cache. The engine fills it first; what there is no memory for is read from the file."""
-
-    @property
-    def file(self) -> LocalFile:
-        """The file, of a native path."""
-
-    def begin(self, groups: Sequence[Group]) -> None:
-        """Allocate the memory of groups. Called on the thread of the scheduler.
-
-        Raises:
-            HostMemoryError: There is too little memory (`DeviceMemoryError` on a device).
-        """
-
-    def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
-        """Add the bytes of a group that has begun; nothing if there is nothing to read."""
-
-    def error(self, failure: native.Failure) -> StioError:
-        """Return the error of the engine for one of its groups, to be raised."""
-
-    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
-        """Read a block into the memory of its group, for any thread and stream. Called by several workers at once.
-
-        Raises:
-            Cancelled: `stopped()` came first.
-        """
-
-    def make_tensors(self, group: Group) -> LoadedGroup:
-        """Make the tensors of a group whose bytes are there. Called on the thread of the scheduler."""
-
-    def budget_bytes(self, group: Group) -> int:
-        """Return how much of the load's budget a group uses while it is under way."""
-
-    def held_bytes(self, group: Group) -> int:
-        """Return how much host memory the tensors of a group will hold; pages of the page cache do not count."""
-
-    def close(self) -> None:
-        """Release memory. Nothing is under way any more."""
 
 
 # Blocks.
@@ -224,7 +175,7 @@ class CopiedPath:
     ) -> None:
         self._source = source
         self.image = None if cached is None else cached.image
-        """See `ReadPath`."""
+        """See `stio.loading.scheduler.ReadPath`."""
         self._regions: dict[int, Region] = {}  # by group
         self._dtype = dtype
         self._views = views
@@ -233,7 +184,7 @@ class CopiedPath:
 
     @property
     def file(self) -> LocalFile:
-        """See `ReadPath`."""
+        """See `stio.loading.scheduler.ReadPath`."""
         assert isinstance(self._source, LocalFile)
         return self._source
 
@@ -330,7 +281,7 @@ class MappedPath:
 
     @property
     def file(self) -> LocalFile:
-        """See `ReadPath`."""
+        """See `stio.loading.scheduler.ReadPath`."""
         return self._mapped.file
 
     def begin(self, groups: Sequence[Group]) -> None:
@@ -466,7 +417,7 @@ class DevicePath:
         self._accelerator = slots.accelerator
         self._dtype = dtype
         self.image = None if cached is None else cached.image
-        """See `ReadPath`."""
+        """See `stio.loading.scheduler.ReadPath`."""
         self._kept = kept
         self._trace = trace
         self._memories: dict[int, GroupMemory] = {}  # by group
@@ -477,7 +428,7 @@ class DevicePath:
 
     @property
     def file(self) -> LocalFile:
-        """See `ReadPath`."""
+        """See `stio.loading.scheduler.ReadPath`."""
         assert isinstance(self._source, LocalFile)
         return self._source
 
@@ -585,12 +536,12 @@ class CacheFillPath:
     def __init__(self, source: Source, cached: CachedFile) -> None:
         self._source = source
         self.image: FileImage = cached.image
-        """See `ReadPath`."""
+        """See `stio.loading.scheduler.ReadPath`."""
         self.is_native = type(source) is LocalFile and native.available()
 
     @property
     def file(self) -> LocalFile:
-        """See `ReadPath`."""
+        """See `stio.loading.scheduler.ReadPath`."""
         assert isinstance(self._source, LocalFile)
         return self._source
 

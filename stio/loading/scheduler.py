@@ -16,10 +16,11 @@ from functools import partial
 from time import perf_counter
 from typing import Protocol
 
+from stio import native
 from stio.device.base import LoadedGroup
-from stio.loading.cache.file_image import CachedFile
-from stio.loading.plan import Group, ReadPlan
-from stio.loading.read_paths import ReadPath
+from stio.errors import StioError
+from stio.loading.cache.file_image import CachedFile, FileImage
+from stio.loading.plan import Block, Group, ReadPlan
 from stio.runtime import stats
 from stio.runtime.limits import checked_size
 from stio.runtime.operation import Cancelled
@@ -28,6 +29,56 @@ from stio.runtime.progress import ProgressEvent, ProgressReporter, close_bar
 from stio.runtime.trace import Trace
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import RequestedSource, Source
+from stio.storage.local import LocalFile
+
+
+class ReadPath(Protocol):
+    """How one file is read for one device."""
+
+    label: str
+    """Name of its reads in a trace."""
+    is_native: bool
+    """Whether the engine can move its bytes."""
+
+    @property
+    def image(self) -> FileImage | None:
+        """The file in a cache. The engine fills it first; what there is no memory for is read from the file."""
+
+    @property
+    def file(self) -> LocalFile:
+        """The file, of a native path."""
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Allocate the memory of groups. Called on the thread of the scheduler.
+
+        Raises:
+            HostMemoryError: There is too little memory (`DeviceMemoryError` on a device).
+        """
+
+    def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
+        """Add the bytes of a group that has begun; nothing if there is nothing to read."""
+
+    def error(self, failure: native.Failure) -> StioError:
+        """Return the error of the engine for one of its groups, to be raised."""
+
+    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
+        """Read a block into the memory of its group, for any thread and stream. Called by several workers at once.
+
+        Raises:
+            Cancelled: `stopped()` came first.
+        """
+
+    def make_tensors(self, group: Group) -> LoadedGroup:
+        """Make the tensors of a group whose bytes are there. Called on the thread of the scheduler."""
+
+    def budget_bytes(self, group: Group) -> int:
+        """Return how much of the load's budget a group uses while it is under way."""
+
+    def held_bytes(self, group: Group) -> int:
+        """Return how much host memory the tensors of a group will hold; pages of the page cache do not count."""
+
+    def close(self) -> None:
+        """Release memory. Nothing is under way any more."""
 
 
 class Executor(Protocol):

@@ -24,8 +24,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stio.runtime.control_groups import num_processors
-
 logger = logging.getLogger("stio")
 
 VERSION = 1
@@ -39,7 +37,6 @@ POPULATE, TOUCH = 1, 2
 READING, TRUNCATED, SHRUNK, DRIVER, NO_MEMORY = 1, 2, 3, 4, 5
 """Kinds of a failure."""
 
-_MOST_THREADS = 16
 _LEAST_THREADS = 4  # threads that wait for a disk need no processor
 _TEXT_BYTES = 256
 _MOST_TAKEN = 256
@@ -149,7 +146,6 @@ def _library() -> _Library | None:
     if (found := library.engine_version()) != VERSION:
         logger.warning("loads use the plain executor, since %s has version %d, not %d", LIBRARY, found, VERSION)
         return None
-    library.engine_set_threads(min(_MOST_THREADS, max(_LEAST_THREADS, num_processors())))
     atexit.register(library.engine_end, _END_MS)  # before the interpreter frees what the threads read and write
     return library
 
@@ -366,6 +362,11 @@ def num_threads() -> int:
     """Return how many threads the engine has now."""
     library = _library()
     return 0 if library is None else int(library.engine_num_threads())
+
+
+def set_threads(num_processors: int) -> None:
+    """Let the engine use a thread for each processor, 4 at least and 16 at most."""
+    _functions().engine_set_threads(max(_LEAST_THREADS, num_processors))
 
 
 def set_idle(seconds: float) -> None:

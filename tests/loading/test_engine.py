@@ -17,7 +17,8 @@ from stio import native
 from stio.errors import StorageError, TruncatedError
 from stio.loading.engine import EngineExecutor
 from stio.loading.plan import GAP, Block, Group
-from stio.loading.read_paths import CopiedPath, MappedPath, ReadPath
+from stio.loading.read_paths import CopiedPath, MappedPath
+from stio.loading.scheduler import ReadPath
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.trace import Trace
