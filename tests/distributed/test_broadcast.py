@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import stio
-from stio import sync
+from stio import native, sync
 from stio.device.base import resolve_device
 from stio.errors import RankError
 from stio.loading.module import ModuleTarget
@@ -289,7 +289,8 @@ def is_connected_to(port: int, descriptor: int) -> bool:
 
 
 def threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    """Return the number of threads without those of the engine, which stay."""
+    return len(os.listdir("/proc/self/task")) - native.num_threads()
 
 
 threads.least = 0  # type: ignore[attr-defined]
