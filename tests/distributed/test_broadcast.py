@@ -12,7 +12,7 @@ import stat
 import threading
 import time
 from collections.abc import Awaitable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import stio
-from stio import native, sync
+from stio import sync
 from stio.device.base import resolve_device
 from stio.errors import RankError
 from stio.loading.module import ModuleTarget
@@ -289,8 +289,13 @@ def is_connected_to(port: int, descriptor: int) -> bool:
 
 
 def threads() -> int:
-    """Return the number of threads without those of the engine, which stay."""
-    return len(os.listdir("/proc/self/task")) - native.num_threads()
+    """Return the number of threads without those of the engine, which stay, and of gloo, which connects when it must."""
+    found = 0
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has ended
+            name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
+            found += not re.fullmatch(r"gloo_tcp_loop|stio-\d+", name)
+    return found
 
 
 threads.least = 0  # type: ignore[attr-defined]
