@@ -37,6 +37,9 @@ POPULATE, TOUCH = 1, 2
 READING, TRUNCATED, SHRUNK, DRIVER, NO_MEMORY = 1, 2, 3, 4, 5
 """Kinds of a failure."""
 
+MOST_THREADS = 16
+"""Most threads of the engine, `STIO_MAX_THREADS`."""
+
 _LEAST_THREADS = 4  # threads that wait for a disk need no processor
 _TEXT_BYTES = 256
 _MOST_TAKEN = 256
@@ -366,7 +369,7 @@ def num_threads() -> int:
 
 def set_threads(num_processors: int) -> None:
     """Let the engine use a thread for each processor, 4 at least and 16 at most."""
-    _functions().engine_set_threads(max(_LEAST_THREADS, num_processors))
+    _functions().engine_set_threads(min(MOST_THREADS, max(_LEAST_THREADS, num_processors)))
 
 
 def set_idle(seconds: float) -> None:

@@ -71,7 +71,7 @@ def path_of(file: LocalFile, kind: str) -> ReadPath:
 
 def load(path: ReadPath, groups: Sequence[Group], **options: Any) -> dict[int, bytes]:
     """Return the bytes of each group."""
-    executor = EngineExecutor([path], budget_bytes=64 * MIB, **options)
+    executor = EngineExecutor([path], 1000, budget_bytes=64 * MIB, **options)
     path.begin(groups)
     executor.add(groups)
     found: dict[int, bytes] = {}
@@ -120,7 +120,7 @@ def test_spans_of_groups(file: LocalFile) -> None:
 
 def test_whatever_is_arranged_each_group_comes_once(file: LocalFile, data: bytes) -> None:
     path, chance = CopiedPath(file), random.Random(1)
-    executor = EngineExecutor([path], budget_bytes=64 * MIB)
+    executor = EngineExecutor([path], 1000, budget_bytes=64 * MIB)
     groups = [group(k, k * PAGE_BYTES, 100 * PAGE_BYTES) for k in range(200)]
     found: list[int] = []
     for k in range(0, 200, 20):
@@ -140,7 +140,7 @@ def test_whatever_is_arranged_each_group_comes_once(file: LocalFile, data: bytes
 
 
 def test_a_wake_before_the_wait_counts_and_one_in_it(file: LocalFile) -> None:
-    executor = EngineExecutor([path_of(file, "copy")], budget_bytes=MIB)
+    executor = EngineExecutor([path_of(file, "copy")], 1000, budget_bytes=MIB)
     executor.wake()
     assert executor.take() == []
     for end in (executor.wake, executor.stop):
@@ -160,7 +160,7 @@ def test_a_wake_before_the_wait_counts_and_one_in_it(file: LocalFile) -> None:
 def test_p4_nothing_is_written_after_the_end(file: LocalFile, kind: str) -> None:
     for delay in range(20):
         path = path_of(file, kind)
-        executor = EngineExecutor([path], budget_bytes=64 * MIB)
+        executor = EngineExecutor([path], 1000, budget_bytes=64 * MIB)
         groups = [scattered(k, k * 5 + 1, 4 * MIB, 10, 4 * MIB) for k in range(4)]
         path.begin(groups)
         copied = path._copy if isinstance(path, MappedPath) else path
@@ -204,7 +204,7 @@ def test_c89_a_file_that_cannot_be_read(file: LocalFile, data: bytes, kind: str)
 def test_no_thread(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native._functions(), "transfer_new", lambda *_: None, raising=False)
     with pytest.raises(OSError, match="cannot start a thread"):
-        EngineExecutor([path_of(file, "copy")], budget_bytes=MIB)
+        EngineExecutor([path_of(file, "copy")], 1000, budget_bytes=MIB)
 
 
 def test_loads_at_once(file: LocalFile, data: bytes) -> None:
@@ -222,7 +222,7 @@ def test_loads_at_once(file: LocalFile, data: bytes) -> None:
     for worker in workers:
         worker.join(60)
     assert found == [True] * 8
-    assert eventually(lambda: 1 <= native.num_threads() <= native._MOST_THREADS)
+    assert eventually(lambda: 1 <= native.num_threads() <= native.MOST_THREADS)
 
 
 def test_an_image_of_whole_pages_is_read_by_whole_pages(file: LocalFile) -> None:
