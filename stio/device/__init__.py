@@ -18,8 +18,8 @@ that no Python code uses any more. These rules keep that memory valid:
    for no stream: a new slot on the device waits for an event on the host.
 3. A group is delivered when all events of its copies have passed, so its tensors are for any stream. Until then, and
    after a cancel until `stio_transfer_end` has returned, its memory is referenced (P4).
-4. Warm starts allocate and cast under the copy stream, and record the default stream: without that the allocator would
-   return freed memory to the copy stream, and the next load would write there while the default stream still reads.
+4. Warm starts allocate and cast under the copy stream, and record their caller's stream: without that the allocator
+   would return freed memory to the copy stream, and the next load would write there while the caller's stream reads.
 5. Saves. A thread of the save waits for an event on the caller's stream (`Readiness`) and then queues copies out of the
    tensors, on the stream that all saves of the device share. That stream never waits for another one, so no save waits
    for what another one waits for. The save holds a tensor until the event behind its copy has passed.
