@@ -69,7 +69,8 @@ class GroupMemory:
                 for layout in layouts
                 for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)
             ]
-            tensors = over_storages((storage, *one) for storage, one in zip(storages, wanted, strict=True))
+            with accelerator.on_stream():  # torch allocates one element for a moment, for each tensor
+                tensors = over_storages((storage, *one) for storage, one in zip(storages, wanted, strict=True))
             found, first = [], 0
             for layout in layouts:
                 stop = first + len(layout.names)

@@ -97,8 +97,8 @@ class EngineExecutor:
         self._unread.append(group)
         return False
 
-    def arrange(self, order: Iterable[int]) -> None:
-        """Move groups that are not complete in this order, given by their indices."""
+    def arrange(self, order: Sequence[int]) -> None:
+        """Move groups that are not complete in this order, given by their indices. Callable from any thread."""
         self._transfer.arrange(order)
 
     def take(self) -> list[Group]:

@@ -8,7 +8,7 @@ the copy. Beside a busy Python thread it is slower: each call needs the interpre
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 
 from stio.loading.plan import Block, Group
@@ -37,6 +37,7 @@ class PlainExecutor:
         self._changed = Condition()
         self._workers = WorkerPool("read", changed=self._changed)
         self._blocks: deque[tuple[Group, Block]] = deque()
+        self._orders: deque[Sequence[int]] = deque()
         self._num_left: dict[int, int] = {}  # blocks by group
         self._done: list[Group] = []
         self._num_threads = 0
@@ -54,11 +55,17 @@ class PlainExecutor:
         if not self._num_threads:
             self._num_threads = self._workers.start(self._work, self._num_workers)
 
-    def arrange(self, order: Iterable[int]) -> None:
-        """Move blocks that nobody has begun in this order of groups, given by their indices."""
-        rank = {index: k for k, index in enumerate(dict.fromkeys(order))}
-        with self._changed:
+    def arrange(self, order: Sequence[int]) -> None:
+        """Move blocks that nobody has begun in this order of groups, given by their indices; the others follow."""
+        self._orders.append(order)  # the next worker that takes a block applies it: the caller takes no lock
+
+    def _next_block(self) -> tuple[Group, Block]:
+        """Take the next block; the caller holds the lock."""
+        while self._orders:
+            order = self._orders.popleft()
+            rank = {index: k for k, index in enumerate(dict.fromkeys(order))}
             self._blocks = deque(sorted(self._blocks, key=lambda one: rank.get(one[0].index, len(rank))))
+        return self._blocks.popleft()
 
     def take(self) -> list[Group]:
         """Wait for groups that are complete; empty after `wake` or `stop`.
@@ -68,7 +75,7 @@ class PlainExecutor:
         """
         if not self._num_threads and self._blocks:  # the system refuses new threads
             with self._changed:
-                one = self._blocks.popleft()
+                one = self._next_block()
             self._read(*one)
             self._woken = True  # nobody else would wake this thread for the next block
         with self._changed:
@@ -100,7 +107,7 @@ class PlainExecutor:
                 self._changed.wait_for(lambda: self._blocks or self._workers.stopped)
                 if self._workers.stopped:
                     return
-                group, block = self._blocks.popleft()
+                group, block = self._next_block()
             self._read(group, block)
 
     def _read(self, group: Group, block: Block) -> None:

@@ -91,8 +91,11 @@ class Executor(Protocol):
     def add(self, groups: Sequence[Group]) -> None:
         """Move the bytes of groups that have begun, behind those that were added before."""
 
-    def arrange(self, order: Iterable[int]) -> None:
-        """Move what is left of the groups in this order, given by their indices."""
+    def arrange(self, order: Sequence[int]) -> None:
+        """Move what is left of the groups that were added in this order, given by their indices.
+
+        Callable from any thread; takes no lock of Python, and takes effect at once.
+        """
 
     def take(self) -> Sequence[Group]:
         """Wait for groups that are complete; empty after `wake` or `stop`.
@@ -313,14 +316,17 @@ class LoadScheduler:
         """
         promoted = set(names)
 
+        order = [group.index for group in self.plan.groups if not promoted.isdisjoint(group.names)]
+        chosen = set(order)
+
         def reorder() -> None:
-            first = [group for group in self._waiting if not promoted.isdisjoint(group.names)]
-            chosen = {group.index for group in first}
+            first = [group for group in self._waiting if group.index in chosen]
             self._waiting = deque([*first, *(group for group in self._waiting if group.index not in chosen)])
-            self._executor.arrange([group.index for group in self.plan.groups if not promoted.isdisjoint(group.names)])
+            self._executor.arrange(order)
 
         self._reorderings.append(reorder)
         self._blocked = False  # before the scheduler looks again
+        self._executor.arrange(order)  # what has begun; a thread that must be woken would come later
         self._executor.wake()
 
     def is_blocked(self, group: Group) -> bool:
@@ -349,6 +355,7 @@ class LoadScheduler:
             self._executor.arrange(order)
 
         self._reorderings.append(reorder)
+        self._executor.arrange(order)  # what has begun; a thread that must be woken would come later
         self._executor.wake()
 
 
