@@ -94,6 +94,7 @@ class EngineExecutor:
         if image not in self._watched:
             self._watched.add(image)
             image.watch(self.wake)
+            return self._is_filled(group, image, ranges)  # what changed before the watch has woken nobody
         self._unread.append(group)
         return False
 

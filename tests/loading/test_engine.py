@@ -6,7 +6,7 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from support import eventually, needs_engine
 
 from stio import native
 from stio.errors import StorageError, TruncatedError
+from stio.loading.cache.file_image import CHUNK_BYTES, CachedFile, FileImage
 from stio.loading.engine import EngineExecutor
 from stio.loading.plan import GAP, Block, Group
 from stio.loading.read_paths import CopiedPath, MappedPath
@@ -241,3 +242,33 @@ def test_an_image_of_whole_pages_is_read_by_whole_pages(file: LocalFile) -> None
         path.add_ranges(one, Recorded())
         assert path._regions[one.index].address % memory.SYSTEM_PAGE_BYTES == 0
     assert added == [PAGE_BYTES, 2 * PAGE_BYTES, SIZE - last]
+
+
+# Files in a cache.
+
+
+def cached_path(file: LocalFile, image: FileImage) -> CopiedPath:
+    return CopiedPath(file, cached=CachedFile(image, lambda: None))
+
+
+def test_what_another_load_reads_may_come_before_it_is_watched(file: LocalFile, data: bytes) -> None:
+    """Otherwise nobody wakes the load that waits for it."""
+
+    class Late(FileImage):
+        def watch(self, changed: Callable[[], None]) -> None:
+            self.regions(0, CHUNK_BYTES)[0].write(0, data[:CHUNK_BYTES])
+            self.mark_present(0, CHUNK_BYTES)
+            super().watch(changed)
+
+    image = Late(SIZE, memory.allocate)
+    assert image.claim_now(0, CHUNK_BYTES)  # by the other load
+    path, groups = cached_path(file, image), [group(0, 100, 5000)]
+    executor = EngineExecutor([path], 1, budget_bytes=MIB)
+    try:
+        path.begin(groups)
+        executor.add(groups)
+        assert not executor._unread
+        assert [one.index for one in executor.take()] == [0]
+    finally:
+        executor.close()
+        path.close()
