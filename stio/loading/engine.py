@@ -83,6 +83,9 @@ class EngineExecutor:
         except MemoryError:
             _unclaim(image, claims)
             return True
+        except BaseException:
+            _unclaim(image, claims)  # other loads wait for them
+            raise
         if claims:
             number, self._next_fill = self._next_fill, self._next_fill + 1
             self._fills[number] = group, image, claims

@@ -22,6 +22,7 @@ from stio.loading.read_paths import CopiedPath, MappedPath
 from stio.loading.scheduler import ReadPath
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
+from stio.runtime.memory import Region
 from stio.runtime.trace import Trace
 from stio.storage.local import LocalFile, open_file
 from stio.storage.mapped import MappedFile
@@ -272,3 +273,18 @@ def test_what_another_load_reads_may_come_before_it_is_watched(file: LocalFile, 
     finally:
         executor.close()
         path.close()
+
+
+def test_an_error_while_a_file_is_claimed_leaves_nothing_claimed(file: LocalFile) -> None:
+    def allocate(nbytes: int) -> Region:
+        raise ZeroDivisionError
+
+    image = FileImage(SIZE, allocate)
+    path, groups = cached_path(file, image), [group(0, 0, SIZE)]
+    executor = EngineExecutor([path], 1, budget_bytes=MIB)
+    path.begin(groups)
+    with pytest.raises(ZeroDivisionError):
+        executor.add(groups)
+    executor.close()
+    path.close()
+    assert not any(image._chunks)
