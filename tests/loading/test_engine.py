@@ -288,3 +288,83 @@ def test_an_error_while_a_file_is_claimed_leaves_nothing_claimed(file: LocalFile
     executor.close()
     path.close()
     assert not any(image._chunks)
+
+
+class Orders:
+    """A transfer that records the numbers of groups that are added and arranged, and moves nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[int]]] = []
+        self.done: list[int] = []
+
+    def add(self, ranges: native.Ranges) -> None:
+        numbers = [number & 0xFFFFFFFF for number in ranges._fields[6::7]]
+        self.calls += [("add", list(dict.fromkeys(numbers)))] if numbers else []
+
+    def arrange(self, groups: Sequence[int]) -> None:
+        self.calls.append(("arrange", list(groups)))
+
+    def take(self) -> list[native.Done]:
+        done, self.done = self.done, []
+        return [native.Done(number, 0, 0.0, 0.0) for number in done]
+
+    def wake(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.fixture
+def cached_groups(file: LocalFile) -> Iterator[tuple[EngineExecutor, Orders, list[Group], FileImage]]:
+    """Four groups of a file that a cache has not, and an executor whose transfer moves nothing."""
+    image = FileImage(SIZE, memory.allocate)
+    path, groups = cached_path(file, image), [group(k, k * CHUNK_BYTES, CHUNK_BYTES) for k in range(4)]
+    executor, orders = EngineExecutor([path], 4, budget_bytes=MIB), Orders()
+    executor._transfer.end()
+    executor._transfer = orders  # type: ignore[assignment]
+    path.begin(groups)
+    yield executor, orders, groups, image
+    executor.close()
+    path.close()
+
+
+def test_what_is_read_into_a_cache_is_copied_before_what_is_read_later(
+    cached_groups: tuple[EngineExecutor, Orders, list[Group], FileImage],
+) -> None:
+    executor, orders, groups, _ = cached_groups
+    executor.add(groups)
+    orders.calls, orders.done = [], [4, 5]  # reads into the cache
+    assert executor.take() == []
+    assert orders.calls == [("add", [0]), ("add", [1]), ("arrange", [0, 1])]
+
+
+def test_a_group_that_is_read_into_a_cache_is_arranged_too(
+    cached_groups: tuple[EngineExecutor, Orders, list[Group], FileImage],
+) -> None:
+    executor, orders, groups, _ = cached_groups
+    executor.add(groups)
+    orders.done = [4]
+    executor.take()
+    executor.arrange([3, 0, 1, 2])
+    assert orders.calls[-1] == ("arrange", [7, 0, 5, 6])
+
+
+def test_reads_into_a_cache_do_not_wait_for_all_of_its_memory_and_a_stop_neither(
+    cached_groups: tuple[EngineExecutor, Orders, list[Group], FileImage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, orders, groups, image = cached_groups
+    claim, added = image.claim_now, []
+
+    def claim_now(begin: int, end: int) -> list[range]:
+        added.append(len(orders.calls))
+        if len(added) == 3:
+            executor.stop()
+        return claim(begin, end)
+
+    monkeypatch.setattr(image, "claim_now", claim_now)
+    executor.add(groups)
+    assert added == [0, 1, 2]
