@@ -80,7 +80,10 @@ Target: TypeAlias = torch.device | Accelerator
 
 @dataclass(slots=True)
 class LoadedGroup:
-    """Tensors of one group. Their bytes are there for every thread and every stream."""
+    """Tensors of one group. Their bytes are there for every thread and every stream.
+
+    What was cast or cut on a device is there for the load's stream, on which that is queued; another one waits for it.
+    """
 
     tensors: dict[str, torch.Tensor]
     """By name."""

@@ -45,6 +45,7 @@ class EngineExecutor:
         self._next_fill = num_groups
         self._unread: list[Group] = []  # other loads read some of their bytes into a cache
         self._watched: set[FileImage] = set()
+        self._stopped = False
         native.set_threads(num_processors())
         self._transfer = native.Transfer(most_chunks=max(1, min(_MOST_CHUNKS, budget_bytes // 2 // native.CHUNK_BYTES)))
 
@@ -52,7 +53,13 @@ class EngineExecutor:
         """Move the bytes of groups that have begun, behind those that were added before."""
         ranges = native.Ranges()
         for group in groups:
+            if self._stopped:
+                return
             self._add(group, ranges)
+            if self._paths[group.selection].image is not None:
+                # To allocate and pin a cache's memory takes 0.1 to 0.4 s per GB: reads do not wait for all of it.
+                self._transfer.add(ranges)
+                ranges = native.Ranges()
         self._transfer.add(ranges)
 
     def _add(self, group: Group, ranges: native.Ranges) -> None:
@@ -83,6 +90,9 @@ class EngineExecutor:
         except MemoryError:
             _unclaim(image, claims)
             return True
+        except BaseException:
+            _unclaim(image, claims)  # other loads wait for them
+            raise
         if claims:
             number, self._next_fill = self._next_fill, self._next_fill + 1
             self._fills[number] = group, image, claims
@@ -94,12 +104,14 @@ class EngineExecutor:
         if image not in self._watched:
             self._watched.add(image)
             image.watch(self.wake)
+            return self._is_filled(group, image, ranges)  # what changed before the watch has woken nobody
         self._unread.append(group)
         return False
 
     def arrange(self, order: Sequence[int]) -> None:
         """Move groups that are not complete in this order, given by their indices. Callable from any thread."""
-        self._transfer.arrange(order)
+        fills = {group.index: number for number, (group, _, _) in self._fills.copy().items()}
+        self._transfer.arrange([fills.get(index, index) for index in order])
 
     def take(self) -> list[Group]:
         """Wait for groups that are complete; empty after `wake` or `stop`.
@@ -141,6 +153,8 @@ class EngineExecutor:
                 )
         if filled:
             self.add(filled)
+            if self._fills:  # not behind all other reads: tensors come in the plan's order, and copies run beside reads
+                self._transfer.arrange([group.index for group in filled])
 
     def wake(self) -> None:
         """Let `take` return. Callable from any thread; takes no lock that Python code holds."""
@@ -148,6 +162,7 @@ class EngineExecutor:
 
     def stop(self) -> None:
         """Begin no further read, and let `take` return. Callable from any thread."""
+        self._stopped = True
         self._transfer.stop()
 
     def close(self) -> None:

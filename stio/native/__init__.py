@@ -149,8 +149,18 @@ def _library() -> _Library | None:
     if (found := library.engine_version()) != VERSION:
         logger.warning("loads use the plain executor, since %s has version %d, not %d", LIBRARY, found, VERSION)
         return None
-    atexit.register(library.engine_end, _END_MS)  # before the interpreter frees what the threads read and write
     return library
+
+
+@atexit.register
+def _end_at_exit() -> None:
+    """End the threads before the interpreter frees what they read and write.
+
+    Registered when this module is imported, which is before `stio.runtime.operation`: so it is called after all
+    operations have ended, and after exit functions of the user that wait for a load.
+    """
+    if _library.cache_info().currsize and (library := _library()) is not None:
+        library.engine_end(_END_MS)
 
 
 def available() -> bool:

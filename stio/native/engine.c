@@ -407,7 +407,9 @@ static void *run(void *number) {
         stio_transfer *const transfer = next_transfer();
         if (transfer != NULL) {
             chunk one = cut(transfer);
+            const stio_ring *const ring = one.ranges->ring;
             move(&one, thread);
+            stio_ring_end_passed(ring); /* with such work without end nobody waits for other slots */
             continue;
         }
         if (stio_ring_wait_oldest()) continue;

@@ -55,6 +55,7 @@ struct stio_ring {
     int refused;      /* the driver's code where it refused to pin */
     int failed;       /* the driver's code where it refused or failed a copy: the ring is not used again */
     double left;      /* when its last transfer ended */
+    uint64_t look;    /* the last one at which its oldest event had not passed */
     bool is_released; /* by its owner */
     bool is_trimmed;  /* a thread is asked to release the slots */
     bool is_releasing; /* a thread releases memory that was taken out of `of_thread` */
@@ -95,6 +96,7 @@ typedef struct engine {
     int limit, num_threads, num_idle;
     int num_joinable; /* threads that nobody has joined */
     int idle_ms;
+    uint64_t num_looks; /* of `stio_ring_end_passed` */
     bool is_ending;
     unsigned generation;
 } engine_state;
@@ -112,6 +114,9 @@ slot *stio_ring_acquire(stio_ring *ring, int thread, stio_failure *failure);
 bool stio_ring_submit(slot *slot, const char *memory, int64_t begin, stio_failure *failure);
 /* Take the oldest slot that is copied from, and wait for it; false: there is none. Called with the lock. */
 bool stio_ring_wait_oldest(void);
+/* End the chunks of other rings whose events have passed, without a wait. Called with the lock, which is released
+ * meanwhile. */
+void stio_ring_end_passed(const stio_ring *except);
 /* Release memory of rings without users: where it was asked for, and where nobody used it for `engine.idle_ms`. Called with
  * the lock. Returns when the next ring is to be looked at again, 0: none. */
 double stio_rings_trim(void);

@@ -2,9 +2,11 @@
  *
  * A slot belongs to one thread. The thread fills it, queues the copies of its chunk on the ring's stream, and an event
  * behind them. The chunk has ended when the event has passed. The thread waits for it when it needs the slot again; a
- * thread without other work waits for the oldest one of all. So no event is polled, and while reads are slower than the
- * device nobody waits for it. Calls of the driver are made by the engine's threads only: to make a context the current
- * one would change the current device of a caller's thread.
+ * thread without other work waits for the oldest one of all. So no event is polled in a loop, and while reads are slower
+ * than the device nobody waits for it. A thread that is busy with chunks for the host, or for another device, asks after
+ * each of them whether the oldest event has passed: otherwise such work would keep a load from its end. Calls of the
+ * driver are made by the engine's threads only: to make a context the current one would change the current device of a
+ * caller's thread.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -118,6 +120,33 @@ bool stio_ring_wait_oldest(void) {
     unlink_copied_from(oldest);
     wait_for(oldest);
     return true;
+}
+
+void stio_ring_end_passed(const stio_ring *except) {
+    const uint64_t look = ++engine.num_looks;
+    for (;;) {
+        slot *found = engine.copied_from;
+        while (found != NULL && (found->ring == except || found->ring->look >= look)) found = found->next;
+        if (found == NULL) return;
+        stio_ring *const ring = found->ring;
+        unlink_copied_from(found);
+        pthread_mutex_unlock(&engine.lock);
+        stio_failure ignored = {0};
+        make_current(ring, &ignored);
+        const bool is_ready = ring->driver->event_query(found->event) != ring->driver->not_ready;
+        pthread_mutex_lock(&engine.lock);
+        if (is_ready) {
+            wait_for(found);
+            continue;
+        }
+        ring->look = look; /* those behind it on the ring's stream have not passed either */
+        found->state = SLOT_COPIED_FROM;
+        found->next = engine.copied_from;
+        engine.copied_from = found;
+        if (engine.last_copied_from == NULL) engine.last_copied_from = found;
+        if (engine.num_idle > 0) pthread_cond_signal(&engine.work);
+        pthread_cond_broadcast(&engine.changed); /* its thread may wait for it */
+    }
 }
 
 slot *stio_ring_acquire(stio_ring *ring, int thread, stio_failure *failure) {

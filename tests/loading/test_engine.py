@@ -6,7 +6,7 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ from support import eventually, needs_engine
 
 from stio import native
 from stio.errors import StorageError, TruncatedError
+from stio.loading.cache.file_image import CHUNK_BYTES, CachedFile, FileImage
 from stio.loading.engine import EngineExecutor
 from stio.loading.plan import GAP, Block, Group
 from stio.loading.read_paths import CopiedPath, MappedPath
 from stio.loading.scheduler import ReadPath
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
+from stio.runtime.memory import Region
 from stio.runtime.trace import Trace
 from stio.storage.local import LocalFile, open_file
 from stio.storage.mapped import MappedFile
@@ -241,3 +243,128 @@ def test_an_image_of_whole_pages_is_read_by_whole_pages(file: LocalFile) -> None
         path.add_ranges(one, Recorded())
         assert path._regions[one.index].address % memory.SYSTEM_PAGE_BYTES == 0
     assert added == [PAGE_BYTES, 2 * PAGE_BYTES, SIZE - last]
+
+
+# Files in a cache.
+
+
+def cached_path(file: LocalFile, image: FileImage) -> CopiedPath:
+    return CopiedPath(file, cached=CachedFile(image, lambda: None))
+
+
+def test_what_another_load_reads_may_come_before_it_is_watched(file: LocalFile, data: bytes) -> None:
+    """Otherwise nobody wakes the load that waits for it."""
+
+    class Late(FileImage):
+        def watch(self, changed: Callable[[], None]) -> None:
+            self.regions(0, CHUNK_BYTES)[0].write(0, data[:CHUNK_BYTES])
+            self.mark_present(0, CHUNK_BYTES)
+            super().watch(changed)
+
+    image = Late(SIZE, memory.allocate)
+    assert image.claim_now(0, CHUNK_BYTES)  # by the other load
+    path, groups = cached_path(file, image), [group(0, 100, 5000)]
+    executor = EngineExecutor([path], 1, budget_bytes=MIB)
+    try:
+        path.begin(groups)
+        executor.add(groups)
+        assert not executor._unread
+        assert [one.index for one in executor.take()] == [0]
+    finally:
+        executor.close()
+        path.close()
+
+
+def test_an_error_while_a_file_is_claimed_leaves_nothing_claimed(file: LocalFile) -> None:
+    def allocate(nbytes: int) -> Region:
+        raise ZeroDivisionError
+
+    image = FileImage(SIZE, allocate)
+    path, groups = cached_path(file, image), [group(0, 0, SIZE)]
+    executor = EngineExecutor([path], 1, budget_bytes=MIB)
+    path.begin(groups)
+    with pytest.raises(ZeroDivisionError):
+        executor.add(groups)
+    executor.close()
+    path.close()
+    assert not any(image._chunks)
+
+
+class Orders:
+    """A transfer that records the numbers of groups that are added and arranged, and moves nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[int]]] = []
+        self.done: list[int] = []
+
+    def add(self, ranges: native.Ranges) -> None:
+        numbers = [number & 0xFFFFFFFF for number in ranges._fields[6::7]]
+        self.calls += [("add", list(dict.fromkeys(numbers)))] if numbers else []
+
+    def arrange(self, groups: Sequence[int]) -> None:
+        self.calls.append(("arrange", list(groups)))
+
+    def take(self) -> list[native.Done]:
+        done, self.done = self.done, []
+        return [native.Done(number, 0, 0.0, 0.0) for number in done]
+
+    def wake(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.fixture
+def cached_groups(file: LocalFile) -> Iterator[tuple[EngineExecutor, Orders, list[Group], FileImage]]:
+    """Four groups of a file that a cache has not, and an executor whose transfer moves nothing."""
+    image = FileImage(SIZE, memory.allocate)
+    path, groups = cached_path(file, image), [group(k, k * CHUNK_BYTES, CHUNK_BYTES) for k in range(4)]
+    executor, orders = EngineExecutor([path], 4, budget_bytes=MIB), Orders()
+    executor._transfer.end()
+    executor._transfer = orders  # type: ignore[assignment]
+    path.begin(groups)
+    yield executor, orders, groups, image
+    executor.close()
+    path.close()
+
+
+def test_what_is_read_into_a_cache_is_copied_before_what_is_read_later(
+    cached_groups: tuple[EngineExecutor, Orders, list[Group], FileImage],
+) -> None:
+    executor, orders, groups, _ = cached_groups
+    executor.add(groups)
+    orders.calls, orders.done = [], [4, 5]  # reads into the cache
+    assert executor.take() == []
+    assert orders.calls == [("add", [0]), ("add", [1]), ("arrange", [0, 1])]
+
+
+def test_a_group_that_is_read_into_a_cache_is_arranged_too(
+    cached_groups: tuple[EngineExecutor, Orders, list[Group], FileImage],
+) -> None:
+    executor, orders, groups, _ = cached_groups
+    executor.add(groups)
+    orders.done = [4]
+    executor.take()
+    executor.arrange([3, 0, 1, 2])
+    assert orders.calls[-1] == ("arrange", [7, 0, 5, 6])
+
+
+def test_reads_into_a_cache_do_not_wait_for_all_of_its_memory_and_a_stop_neither(
+    cached_groups: tuple[EngineExecutor, Orders, list[Group], FileImage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, orders, groups, image = cached_groups
+    claim, added = image.claim_now, []
+
+    def claim_now(begin: int, end: int) -> list[range]:
+        added.append(len(orders.calls))
+        if len(added) == 3:
+            executor.stop()
+        return claim(begin, end)
+
+    monkeypatch.setattr(image, "claim_now", claim_now)
+    executor.add(groups)
+    assert added == [0, 1, 2]

@@ -200,6 +200,30 @@ def test_exit_does_not_hang(zygote, directory, what):
     assert "did not end" not in found.stderr
 
 
+def test_an_exit_function_of_the_user_may_wait_for_a_load(tmp_path):
+    """The engine ends when all operations have ended, and not before an exit function that was registered earlier."""
+    save_sharded({f"t{k}": ramp(1000, start=k) for k in range(20)}, tmp_path)
+    found = run_python(
+        """
+        import atexit, sys, threading, time
+        import stio.runtime.calls  # what an earlier operation of the process imports
+
+        begun = threading.Event()
+
+        def work():
+            print(len(sync.load(sys.argv[1], memory="copy", progress=lambda _: (begun.set(), time.sleep(0.02)))), flush=True)
+
+        from stio import sync
+        load = threading.Thread(target=work, daemon=True)
+        atexit.register(lambda: load.join(20))
+        load.start()
+        assert begun.wait(20)
+        """,
+        tmp_path,
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "20\n", "")
+
+
 def test_keyboard_interrupt_of_a_sync_load(zygote, directory):
     """SIGINT while a read is under way: the load ends before the KeyboardInterrupt comes out."""
     code = indented(

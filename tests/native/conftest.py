@@ -30,10 +30,10 @@ def _library() -> None:
     if not native.LIBRARY.exists() or native.LIBRARY.stat().st_mtime < newest:
         sys.path.insert(0, str(REPOSITORY))
         try:
-            from hatch_build import compile_library
+            from hatch_build import compile_in_tree
         finally:
             sys.path.remove(str(REPOSITORY))
-        assert compile_library() == ""
+        assert compile_in_tree() == ""
     if not native.available():
         pytest.skip("the engine is switched off by STIO_NATIVE=0")
 

@@ -546,6 +546,56 @@ def test_a_slot_is_filled_again_behind_its_copies(file: File, device: Device) ->
     assert all(memory[:] == file.bytes for memory in memories)
 
 
+@pytest.mark.parametrize("way", ["host to host", "host to device"])
+def test_other_work_without_end_does_not_keep_a_copy_from_its_end(
+    way: str, file: File, devices: list[Device], device: Device
+) -> None:
+    """No thread is idle then, and none needs the slot again."""
+    other = next(one for one in devices if one is not device)
+    sink, target = Memory(8 * MIB), Memory(MIB)
+    ranges, long = Ranges(), Transfer()
+    for group in range(2000):
+        add(ranges, way, group, file, 0, sink.nbytes, sink.address, other)
+    long.add(ranges)
+    assert long.take()
+    ranges, short = Ranges(), Transfer()
+    ranges.file_to_device(0, file.fd, -1, 0, MIB, target.address, device.ring)
+    short.add(ranges)
+    assert [one.group for one in short.take()] == [0]
+    assert target[:] == file.bytes[:MIB]
+    assert long.moved_bytes < 1500 * sink.nbytes
+    long.end()
+    short.end()
+    other.renew()
+
+
+def test_a_device_that_stands_still_keeps_no_other_one_from_its_end(
+    file: File, devices: list[Device], device: Device
+) -> None:
+    source = ctypes.cast(file.bytes, ctypes.c_void_p).value or 0
+    other = next(one for one in devices if one is not device)
+    sink, targets, ranges, long = Memory(8 * MIB), [Memory(5 * MIB), Memory(5 * MIB)], Ranges(), Transfer()
+    for group in range(2000):
+        ranges.host_to_host(group, source, sink.nbytes, sink.address)
+    long.add(ranges)
+    late, early = transfers = [Transfer(), Transfer()]
+    device.pause()
+    for one, target, transfer in zip((device, other), targets, transfers, strict=True):
+        ranges = Ranges()
+        ranges.file_to_device(0, file.fd, -1, 0, target.nbytes, target.address, one.ring)
+        transfer.add(ranges)
+    assert [one.group for one in early.take()] == [0]
+    assert long.moved_bytes < 1500 * sink.nbytes
+    long.end()
+    assert late.take(0) == []
+    device.resume()
+    assert [one.group for one in late.take()] == [0]
+    assert [target[:] for target in targets] == [file.bytes[: 5 * MIB]] * 2
+    early.end()
+    late.end()
+    other.renew()
+
+
 def test_no_more_chunks_than_allowed_are_under_way(file: File, device: Device) -> None:
     device.pause()
     before = device.num_copies

@@ -48,9 +48,10 @@ from stio.runtime.operation import Operation, close_all
 class PrefetchLoader:
     """Tensors of one file that are read in the background. Made by `safe_open.prefetch`; a context manager.
 
-    Each tensor is returned once, by `take` or by iteration. It stays valid after the loader is closed, and on a device
-    the calling thread's current stream waits for its data. Several threads may use a loader. It has its own descriptor
-    of the file, so the file object may be closed before it. Reading ends, and tensors that were not taken are freed,
+    Each tensor is returned once, by `take` or by iteration. It stays valid after the loader is closed. On a device its
+    data are there for every stream; a part that a copy cannot cut out (with steps) only for the stream that was current
+    at `prefetch`. Several threads may use a loader. It has its own descriptor of the file, so the file object may be
+    closed before it. Reading ends, and tensors that were not taken are freed,
     when the loader is closed or deleted. In a forked child it is closed.
     """
 

@@ -103,10 +103,10 @@ class FileImage:
             MemoryError: There is no memory for the missing bytes.
         """
         first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
-        found = []
+        found: list[range] = []
         with self._changed:
             while (at := self._chunks.find(_MISSING, first, last)) >= 0:
-                if self.failed:
+                if self.failed and not found:  # later it may be set by another reader: what is claimed is returned
                     raise MemoryError("there is no memory for the file")
                 found.append(self._claim_run(at, last))
         return found

@@ -287,3 +287,26 @@ def test_a_hold_is_released_once_and_by_being_dropped() -> None:
     hold = CachedFile(image, lambda: released.append(2))
     del hold
     assert eventually(lambda: released == [1, 2])
+
+
+def test_a_shortage_in_the_middle_of_a_claim_leaves_no_chunk_claimed() -> None:
+    """Another reader may find that there is no memory at any moment."""
+
+    class Failing(FileImage):
+        looks = 0
+
+        @property
+        def failed(self) -> bool:
+            self.looks += 1
+            return self.looks > 1
+
+        @failed.setter
+        def failed(self, _: bool) -> None:
+            pass
+
+    image = Failing(5 * CHUNK_BYTES, memory.allocate)
+    image._chunks[1] = 2  # present: the missing ones are two runs
+    claimed = image.claim_now(0, image.nbytes)
+    for one in claimed:
+        image.mark_missing(one.start, one.stop)
+    assert bytes(image._chunks) == bytes([0, 2, 0, 0, 0])
