@@ -81,7 +81,7 @@ static void in_child(void) {
     new_condition(&engine.work);
     new_condition(&engine.changed);
     engine.transfers = NULL;
-    engine.num_threads = engine.num_idle = engine.num_joinable = 0;
+    engine.num_threads = engine.num_idle = engine.num_joinable = engine.num_waiting = 0;
     engine.is_ending = false;
     engine.generation += 1;
     stio_rings_forget();
@@ -104,23 +104,54 @@ static void notify(stio_transfer *transfer) {
 
 /* Chunks. */
 
+static _Thread_local int this_thread = -1;
+static _Thread_local bool waits; /* this thread is counted in `engine.num_waiting` */
+
+static bool start_threads(size_t wanted);
+
+/* Count this thread as one that waits for events, if another thread is left that does not; otherwise return false. A
+ * device may stand still as long as its caller's own work takes, and other loads must go on meanwhile. */
+static bool may_wait(void) {
+    if (engine.num_waiting + 1 >= engine.num_threads) start_threads((size_t)engine.num_threads + 1);
+    if (engine.num_waiting + 1 >= engine.num_threads && engine.num_threads > 1) return false;
+    engine.num_waiting += 1;
+    waits = true;
+    return true;
+}
+
+void stio_waits_no_more(void) {
+    if (!waits) return;
+    waits = false;
+    engine.num_waiting -= 1;
+    if (engine.num_idle > 0) pthread_cond_signal(&engine.work); /* one that was not allowed to wait */
+}
+
+/* Return the ring of a transfer's next chunk, NULL if it is for the host. */
+static stio_ring *ring_of_next(const stio_transfer *transfer) {
+    const group *const next = transfer->order[transfer->first];
+    return next->ranges[next->next].ring;
+}
+
 static bool is_active(const stio_transfer *transfer) {
     if (transfer->is_stopped || transfer->first == transfer->last) return false;
-    const group *const next = transfer->order[transfer->first];
-    const bool device = next->ranges[next->next].ring != NULL;
+    const bool device = ring_of_next(transfer) != NULL;
     return !device || transfer->most_chunks == 0 || transfer->under_way_device < (uint32_t)transfer->most_chunks;
 }
 
-static stio_transfer *next_transfer(void) {
+/* Return the transfer whose turn it is; with `ready`, of those whose next chunk this thread can move without a wait. */
+static stio_transfer *next_transfer(bool ready) {
     stio_transfer *best = NULL;
-    for (stio_transfer *one = engine.transfers; one != NULL; one = one->next)
-        if (is_active(one) && (best == NULL || one->turn < best->turn)) best = one;
+    for (stio_transfer *one = engine.transfers; one != NULL; one = one->next) {
+        if (!is_active(one) || (best != NULL && one->turn >= best->turn)) continue;
+        const stio_ring *const ring = ring_of_next(one);
+        if (!ready || ring == NULL || stio_ring_has_slot(ring, this_thread)) best = one;
+    }
     return best;
 }
 
 /* Return the least turn of the transfers that have work, or that of `transfer` if it is greater. */
 static uint64_t turn_beside_others(const stio_transfer *transfer) {
-    const stio_transfer *const least = next_transfer();
+    const stio_transfer *const least = next_transfer(false);
     return least != NULL && least->turn > transfer->turn ? least->turn : transfer->turn;
 }
 
@@ -172,8 +203,6 @@ static chunk cut(stio_transfer *transfer) {
     transfer->turn += (uint64_t)(made.end - made.begin) / (uint64_t)transfer->weight + 1;
     return made;
 }
-
-static _Thread_local int this_thread = -1;
 
 void stio_chunk_ended(const chunk *ended, bool device, const stio_failure *failure) {
     stio_transfer *const transfer = ended->transfer;
@@ -404,15 +433,22 @@ static void *run(void *number) {
     while (!engine.is_ending) {
         const double due = stio_rings_trim(); /* first, since there may be work without end */
         if (engine.is_ending) break;
-        stio_transfer *const transfer = next_transfer();
+        stio_transfer *transfer = next_transfer(false);
+        const stio_ring *const wanted = transfer == NULL ? NULL : ring_of_next(transfer);
+        if (wanted != NULL && !stio_ring_has_slot(wanted, thread) && !may_wait()) transfer = next_transfer(true);
         if (transfer != NULL) {
             chunk one = cut(transfer);
             const stio_ring *const ring = one.ranges->ring;
             move(&one, thread);
+            stio_waits_no_more(); /* it failed before it had to wait */
             stio_ring_end_passed(ring); /* with such work without end nobody waits for other slots */
             continue;
         }
-        if (stio_ring_wait_oldest()) continue;
+        if (engine.copied_from != NULL && may_wait()) {
+            stio_ring_wait_oldest();
+            stio_waits_no_more();
+            continue;
+        }
         const struct timespec until = {(time_t)due, (long)((due - (double)(time_t)due) * 1e9)};
         engine.num_idle += 1;
         wait_until(&engine.work, due == 0 ? NULL : &until);

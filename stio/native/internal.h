@@ -94,6 +94,7 @@ typedef struct engine {
     stio_ring *rings;
     slot *copied_from, *last_copied_from; /* slots whose events nobody waits for, oldest first */
     int limit, num_threads, num_idle;
+    int num_waiting; /* threads that wait for events, or are about to */
     int num_joinable; /* threads that nobody has joined */
     int idle_ms;
     uint64_t num_looks; /* of `stio_ring_end_passed` */
@@ -112,6 +113,8 @@ slot *stio_ring_acquire(stio_ring *ring, int thread, stio_failure *failure);
 /* Copy from a filled slot, or with `source` from there, to the ranges of its chunk; the slot is then free behind that.
  * False: `failure` is filled, nothing reads the memory any more. Called without the lock. */
 bool stio_ring_submit(slot *slot, const char *memory, int64_t begin, stio_failure *failure);
+/* Whether `thread` gets a slot without a wait. Called with the lock. */
+bool stio_ring_has_slot(const stio_ring *ring, int thread);
 /* Take the oldest slot that is copied from, and wait for it; false: there is none. Called with the lock. */
 bool stio_ring_wait_oldest(void);
 /* End the chunks of other rings whose events have passed, without a wait. Called with the lock, which is released
@@ -126,6 +129,8 @@ void stio_ring_leave(stio_ring *ring);
 void stio_rings_forget(void);
 
 /* engine.c */
+/* The calling thread waits for events no more, if it was counted so. Called with the lock. */
+void stio_waits_no_more(void);
 /* A chunk has ended. With `failure` it has failed, if that has a kind. Called with the lock. */
 void stio_chunk_ended(const chunk *chunk, bool device, const stio_failure *failure);
 

@@ -149,6 +149,13 @@ void stio_ring_end_passed(const stio_ring *except) {
     }
 }
 
+bool stio_ring_has_slot(const stio_ring *ring, int thread) {
+    const thread_slots *const mine = &ring->of_thread[thread];
+    bool has_slot = mine->memory == NULL || ring->failed != 0; /* it allocates them, or fails at once */
+    for (int k = 0; k < STIO_SLOTS_PER_THREAD; ++k) has_slot = has_slot || mine->slots[k].state == SLOT_FREE;
+    return has_slot;
+}
+
 slot *stio_ring_acquire(stio_ring *ring, int thread, stio_failure *failure) {
     if (!make_current(ring, failure)) return NULL;
     pthread_mutex_lock(&engine.lock);
@@ -178,6 +185,7 @@ slot *stio_ring_acquire(stio_ring *ring, int thread, stio_failure *failure) {
         }
     }
     if (found != NULL) found->state = SLOT_FILLING;
+    stio_waits_no_more();
     failed = ring->failed;
     pthread_mutex_unlock(&engine.lock);
     if (found == NULL) driver_failed(ring->driver, failed, failure);

@@ -993,3 +993,23 @@ def test_sources_are_short() -> None:
         if line.strip() and not line.lstrip().startswith(("/*", "*", "#include"))
     ]
     assert len(lines) < 1300
+
+
+def test_a_device_that_stands_still_stops_no_other_load(file, device) -> None:
+    """Its stream may wait for work of the caller, for as long as that takes."""
+    target, sink = Memory(10 * MIB), Memory(MIB)
+    device.pause()
+    stalled, ranges = Transfer(), Ranges()
+    for group in range(20):
+        ranges.file_to_device(group, file.fd, -1, 0, 10 * MIB, target.address, device.ring)
+    stalled.add(ranges)
+    settle(device)
+    other, ranges = Transfer(), Ranges()
+    ranges.file_to_host(0, file.fd, -1, 0, MIB, sink.address)
+    other.add(ranges)
+    try:
+        assert [one.group for one in other.take(10.0)] == [0]
+    finally:
+        device.resume()
+    other.end()
+    stalled.end()
