@@ -8,6 +8,7 @@ reading into the cache is waited for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from time import perf_counter
 
 from stio import native
 from stio.loading.cache.file_image import FileImage
@@ -70,6 +71,8 @@ class EngineExecutor:
         path.add_ranges(group, ranges)
         if len(ranges) == before:
             self._done.append(group)
+            if path.image is None and group.blocks:  # pages that are read when they are used
+                self._record(group, perf_counter(), perf_counter(), thread=0)
         else:
             self._groups[group.index] = group
 
@@ -144,17 +147,19 @@ class EngineExecutor:
                 for claim in claims:
                     image.mark_present(claim.start, claim.stop)
                 filled.append(group)
-            if self._trace is not None:
-                path = self._paths[group.selection]
-                nbytes = sum(block.nbytes for block in group.blocks)
-                lane = f"{path.label}-{one.thread + 1}"
-                self._trace.add(
-                    path.label, one.started, one.ended, num_bytes=nbytes, detail=type(path).__name__, lane=lane
-                )
+            self._record(group, one.started, one.ended, one.thread)
         if filled:
             self.add(filled)
             if self._fills:  # not behind all other reads: tensors come in the plan's order, and copies run beside reads
                 self._transfer.arrange([group.index for group in filled])
+
+    def _record(self, group: Group, started: float, ended: float, thread: int) -> None:
+        """Add a span of a group to the trace, on a lane of the thread that ended it."""
+        if self._trace is not None:
+            path = self._paths[group.selection]
+            nbytes = sum(block.nbytes for block in group.blocks)
+            lane = f"{path.label}-{thread + 1}"
+            self._trace.add(path.label, started, ended, num_bytes=nbytes, detail=type(path).__name__, lane=lane)
 
     def wake(self) -> None:
         """Let `take` return. Callable from any thread; takes no lock that Python code holds."""
