@@ -67,7 +67,7 @@ def test_shards_that_no_index_names_are_no_checkpoint(s3: Any) -> None:
     s3.delete_object(Bucket="bucket", Key=f"m/{INDEX}")
     for shard in shards[1:]:
         s3.delete_object(Bucket="bucket", Key=shard)
-    with pytest.raises(CheckpointNotFoundError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointNotFoundError, match="without their index"):
         stio.sync.load("s3://bucket/m")
 
 
