@@ -145,7 +145,9 @@ class FakeDevice:
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return a new uint8 tensor `[nbytes]`, filled with `POISON`."""
         with self._changed:
-            self._require_free(nbytes)
+            free = self._free_bytes()
+            if free is not None and nbytes > free:
+                raise _out_of_memory(nbytes, free)
             array = np.full(nbytes, POISON, dtype=np.uint8)
             reference = weakref.ref[Any](array, self._freed.append)
             self._arrays[id(reference)] = reference, nbytes
@@ -153,22 +155,16 @@ class FakeDevice:
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return torch.from_numpy(array)
 
-    def _require_free(self, nbytes: int) -> None:
-        free = None if self._memory_bytes is None else self._memory_bytes - self.used_bytes
-        if free is not None and nbytes > free:
-            raise DeviceMemoryError(
-                "the fake device is out of memory",
-                needed_bytes=nbytes,
-                free_bytes=free,
-                expected=f"{nbytes:,} bytes",
-                found=f"{free:,} free",
-            )
-
     def allocate(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
-        """Return new storages, filled with `POISON`."""
-        with self._changed:
-            self._require_free(sum(sizes))
+        """Return new storages, filled with `POISON`; the error of a device that is full has the size of all of them."""
+        free = self._free_bytes()
+        try:
             return [self.empty(size).untyped_storage() for size in sizes]
+        except DeviceMemoryError:
+            raise _out_of_memory(sum(sizes), free) from None
+
+    def _free_bytes(self) -> int | None:
+        return None if self._memory_bytes is None else self._memory_bytes - self.used_bytes
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> Event:
         """Queue copies, and an event after them."""
@@ -236,3 +232,13 @@ class FakeDevice:
         with self._changed:
             self.staging_bytes -= nbytes
             self._slots.discard(owner)
+
+
+def _out_of_memory(nbytes: int, free: int | None) -> DeviceMemoryError:
+    return DeviceMemoryError(
+        "the fake device is out of memory",
+        needed_bytes=nbytes,
+        free_bytes=free,
+        expected=f"{nbytes:,} bytes",
+        found=f"{free:,} free",
+    )
