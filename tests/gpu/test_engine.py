@@ -408,7 +408,6 @@ def test_an_exit_during_a_load(device: torch.device, path: Path, call: str, how:
                     module.register_parameter(f"p{{k}}", nn.Parameter(torch.empty(1000 + k, device="meta")))
                 with stio.sync.warm_start(module, directory, device="sim", strict=False):
                     pass
-                list(stio.sync.open(directory, device="sim").__enter__().stream())
 
         threading.Thread(target=load, daemon=True).start()
         while simdevice.num_copies() < before + 2:
