@@ -106,6 +106,11 @@ def printable(value: object) -> str:
     return one_line(text)
 
 
+def with_article(name: str) -> str:
+    """Return the name of a type for a message: "a dict", "an OrderedDict"."""
+    return f"{'an' if name[:1] in tuple('aeioAEIO') else 'a'} {printable(name)}"
+
+
 def listed(names: Iterable[object], *, separator: str = ", ") -> str:
     """Return names for a message on one line: the first few of many, and how many others there are."""
     every = list(names)

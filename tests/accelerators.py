@@ -12,6 +12,7 @@ import simdevice
 import torch
 from support import eventually
 
+from stio.device import rings
 from stio.device.base import Accelerator, resolve_device
 from stio.device.cuda import TorchAccelerator, on_stream
 from stio.runtime.memory import Region
@@ -69,6 +70,18 @@ def busy_event(device: torch.device, cycles: int = BUSY_CYCLES) -> Any:
     event = module.Event()
     event.record(module.current_stream(device))
     return event
+
+
+def trim_rings() -> None:
+    """Return the memory of all rings that no load uses to the system."""
+    for known in list(rings._rings.values()):
+        known.ring.trim()
+
+
+def new_rings() -> None:
+    """Let the next load to a device make a ring."""
+    trim_rings()
+    rings._rings.clear()
 
 
 class Rig:

@@ -157,13 +157,12 @@ MUTANTS = (
         "a group that the engine is to move is delivered when it is given to it",
         "stio/loading/engine.py",
         (
-            "            if len(ranges) == before:\n                self._empty.append(group)\n            else:\n"
-            "                self._groups[group.index] = group\n",
-            "            self._empty.append(group)\n",
+            "        else:\n            self._groups[group.index] = group\n",
+            "        else:\n            self._done.append(group)\n",
         ),
         (
-            "            group = self._groups.pop(one.group)\n            found.append(group)\n",
-            "            continue\n",
+            "                group = self._groups.pop(one.group)\n                self._done.append(group)\n",
+            "                continue\n",
         ),
         tests=(f"{DELIVERED}[load-file]", f"{DELIVERED}[stream-file]", f"{DELIVERED}[warm start-file]"),
     ),

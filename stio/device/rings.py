@@ -99,12 +99,6 @@ def ring_of(accelerator: object) -> DeviceRing | None:
     return None
 
 
-def release_rings() -> None:
-    """Return the memory of all rings that no load uses to the system."""
-    for known in list(_rings.values()):
-        known.ring.trim()
-
-
 @cache
 def _log_missing(why: str) -> None:
     logger.info("loads to devices use the plain executor, which is slower: %s", why)

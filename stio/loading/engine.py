@@ -17,7 +17,7 @@ from stio.loading.scheduler import ReadPath
 from stio.runtime.control_groups import num_processors
 from stio.runtime.trace import Trace
 
-_MOST_CHUNKS = 1 << 20
+_MOST_CHUNKS = 1 << 20  # as good as no limit, and an int of C
 
 
 class EngineExecutor:

@@ -22,7 +22,7 @@ from torch import nn
 from stio.device.base import LoadedGroup
 from stio.device.tensor_memory import TargetMemory, copy_all, has_memory, require_memory
 from stio.device.tensors import TORCH_DTYPES, loses_values, torch_shape
-from stio.errors import MismatchError, WarmStartError, listed, one_line, printable
+from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
 from stio.format.state_tree import TREE_TENSOR
 from stio.loading.module_tree import (
     ModuleTree,
@@ -647,7 +647,7 @@ class ModuleTarget:
 
 def _kind_of(value: object) -> str:
     kind = type(value)
-    return f"the class {printable(value.__name__)}" if isinstance(value, type) else f"a {printable(kind.__name__)}"
+    return f"the class {printable(value.__name__)}" if isinstance(value, type) else with_article(kind.__name__)
 
 
 def _as(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

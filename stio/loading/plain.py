@@ -1,8 +1,8 @@
 """The plain executor of loads, where the engine cannot move the bytes: a few threads of Python that read and copy.
 
-It is used for sources that are no local files, files in a `HostCache`, GPUDirect Storage, devices without a driver that
-the engine knows, and where there is no engine (`STIO_NATIVE=0`). Each worker reads a block, copies it, and waits for
-the copy. Beside a busy Python thread it is slower: each call needs the interpreter's lock when it ends.
+It is used for sources that are no local files, for GPUDirect Storage, for devices whose driver the engine does not
+know, and where there is no engine (`STIO_NATIVE=0`). Each worker reads a block, copies it, and waits for the copy.
+Beside a busy Python thread it is slower: each call needs the interpreter's lock when it ends.
 """
 
 from __future__ import annotations

@@ -151,7 +151,28 @@ def _finished(
     return select_and_cast(tensors, posts, dtype, views=views)
 
 
-class CopiedPath:
+class _FromSource:
+    """What read paths have in common that read a source by its offsets, into memory or through its image in a cache."""
+
+    def __init__(self, source: Source, cached: CachedFile | None) -> None:
+        self._source = source
+        self.image = None if cached is None else cached.image
+        """See `stio.loading.scheduler.ReadPath`."""
+        self.is_native = type(source) is LocalFile and native.available()
+        """See `stio.loading.scheduler.ReadPath`."""
+
+    @property
+    def file(self) -> LocalFile:
+        """See `stio.loading.scheduler.ReadPath`."""
+        assert isinstance(self._source, LocalFile)
+        return self._source
+
+    def error(self, failure: native.Failure) -> StioError:
+        """Return the error of a read."""
+        return _read_error(self._source, failure)
+
+
+class CopiedPath(_FromSource):
     """Reads a file into separate memory of the tensors, directly or through the file's image in a cache.
 
     Args:
@@ -173,20 +194,11 @@ class CopiedPath:
         views: bool = False,
         kept: bool = False,
     ) -> None:
-        self._source = source
-        self.image = None if cached is None else cached.image
-        """See `stio.loading.scheduler.ReadPath`."""
+        super().__init__(source, cached)
         self._regions: dict[int, Region] = {}  # by group
         self._dtype = dtype
         self._views = views
         self._kept = kept
-        self.is_native = type(source) is LocalFile and native.available()
-
-    @property
-    def file(self) -> LocalFile:
-        """See `stio.loading.scheduler.ReadPath`."""
-        assert isinstance(self._source, LocalFile)
-        return self._source
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the image of each group."""
@@ -208,10 +220,6 @@ class CopiedPath:
                 if group.offset >= 0 and at + length == group.nbytes:
                     length = max(length, min(region.nbytes - at, file.identity.nbytes - offset))
                 ranges.file_to_host(group.index, file.fd, file.direct_fd, offset, length, region.address + at)
-
-    def error(self, failure: native.Failure) -> StioError:
-        """Return the error of a read."""
-        return _read_error(self._source, failure)
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Read a block into its group's memory."""
@@ -386,7 +394,7 @@ class StagingSlots:
         self.held_bytes = 0
 
 
-class DevicePath:
+class DevicePath(_FromSource):
     """Reads a file into the memory of a device.
 
     If a cache has the bytes of a block, the device copies from the cache.
@@ -412,25 +420,15 @@ class DevicePath:
         kept: bool = False,
         trace: Trace | None = None,
     ) -> None:
-        self._source = source
+        super().__init__(source, cached)
         self._slots = slots
         self._accelerator = slots.accelerator
         self._dtype = dtype
-        self.image = None if cached is None else cached.image
-        """See `stio.loading.scheduler.ReadPath`."""
         self._kept = kept
         self._trace = trace
         self._memories: dict[int, GroupMemory] = {}  # by group
-        self._ring: DeviceRing | None = None
-        if type(source) is LocalFile:
-            self._ring = ring_of(self._accelerator)
+        self._ring: DeviceRing | None = ring_of(self._accelerator) if self.is_native else None
         self.is_native = self._ring is not None
-
-    @property
-    def file(self) -> LocalFile:
-        """See `stio.loading.scheduler.ReadPath`."""
-        assert isinstance(self._source, LocalFile)
-        return self._source
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the tensors of groups, in one call."""
@@ -460,7 +458,7 @@ class DevicePath:
         """Return the error of a read or of a copy."""
         if failure.kind == native.DRIVER and self._ring is not None:
             return self._ring.error(failure)
-        return _read_error(self._source, failure)
+        return super().error(failure)
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Read a block into a slot piece by piece, or find it in the cache; wait for the copies."""
@@ -523,7 +521,7 @@ class DevicePath:
         self._slots.close()
 
 
-class CacheFillPath:
+class CacheFillPath(_FromSource):
     """Reads a file into its image in a cache, without tensors.
 
     Args:
@@ -534,16 +532,8 @@ class CacheFillPath:
     label = "read"
 
     def __init__(self, source: Source, cached: CachedFile) -> None:
-        self._source = source
-        self.image: FileImage = cached.image
-        """See `stio.loading.scheduler.ReadPath`."""
-        self.is_native = type(source) is LocalFile and native.available()
-
-    @property
-    def file(self) -> LocalFile:
-        """See `stio.loading.scheduler.ReadPath`."""
-        assert isinstance(self._source, LocalFile)
-        return self._source
+        super().__init__(source, cached)
+        self._image = cached.image
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Do nothing: the image allocates its memory."""
@@ -555,12 +545,8 @@ class CacheFillPath:
             HostMemoryError: The host has too little memory for it.
         """
         for block in group.blocks:
-            if not is_in_image(self.image, block):
+            if not is_in_image(self._image, block):
                 raise self._shortage(block)
-
-    def error(self, failure: native.Failure) -> StioError:
-        """Return the error of a read."""
-        return _read_error(self._source, failure)
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Read a block into the image.
@@ -568,7 +554,7 @@ class CacheFillPath:
         Raises:
             HostMemoryError: The host has too little memory.
         """
-        if not fill_image(self._source, self.image, block, stopped):
+        if not fill_image(self._source, self._image, block, stopped):
             raise self._shortage(block)
 
     def _shortage(self, block: Block) -> StioError:

@@ -31,6 +31,9 @@ from stio.runtime.workers import WorkerPool
 from stio.storage.base import RequestedSource, Source
 from stio.storage.local import LocalFile
 
+_MOST_CHECKS = 16
+"""Files behind a network that are looked at together at the end of a load."""
+
 
 class ReadPath(Protocol):
     """How one file is read for one device."""
@@ -86,7 +89,7 @@ class Executor(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name, for the log and statistics."""
+        """Its name, for the log."""
 
     def add(self, groups: Sequence[Group]) -> None:
         """Move the bytes of groups that have begun, behind those that were added before."""
@@ -357,9 +360,6 @@ class LoadScheduler:
         self._reorderings.append(reorder)
         self._executor.arrange(order)  # what has begun; a thread that must be woken would come later
         self._executor.wake()
-
-
-_MOST_CHECKS = 16
 
 
 class Budget:

@@ -18,7 +18,7 @@ from torch import nn
 
 from stio.device.describe import PACKED, LazyTensor, is_packed, state_of_object
 from stio.device.tensors import PLAIN
-from stio.errors import LimitError, printable
+from stio.errors import LimitError, printable, with_article
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header_build import MAX_HEADER_BYTES
 from stio.format.state_names import key_label, python_path
@@ -363,7 +363,7 @@ def _of_type(value: object) -> str:
     """Return the name of a value's type with its article."""
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {printable(name)}"
+    return with_article(name)
 
 
 def _advice(value: object) -> str:

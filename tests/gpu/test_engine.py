@@ -19,7 +19,7 @@ import anyio
 import pytest
 import simdevice
 import torch
-from accelerators import NEEDS_GPU, busy_event, module_of, needs_two_devices, on_copy_stream
+from accelerators import NEEDS_GPU, busy_event, module_of, needs_two_devices, new_rings, on_copy_stream, trim_rings
 from support import eventually, eventually_async, require_equal, run_python
 from torch import nn
 
@@ -48,10 +48,10 @@ LONG_CYCLES = 600_000_000
 def device() -> Iterator[torch.device]:
     """The accelerator, and no ring. When a test ends nothing is under way on it, and no fault is left behind."""
     device = resolve_device("auto")
-    forget_rings()
+    new_rings()
     yield device
     simdevice.clear_faults()
-    forget_rings()
+    new_rings()
     torch.accelerator.synchronize(device)
     module_of(device).empty_cache()
 
@@ -67,11 +67,6 @@ def tensors() -> Tensors:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory, tensors: Tensors) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("engine"), tensors, 2)
-
-
-def forget_rings() -> None:
-    rings.release_rings()
-    rings._rings.clear()
 
 
 def held_bytes() -> int:
@@ -119,13 +114,13 @@ def test_loads_share_a_ring_and_give_it_back_when_it_is_idle(
 
 
 def test_a_ring_in_use_is_not_given_back(device: torch.device, path: Path, tensors: Tensors) -> None:
-    """A stream whose consumer is slow uses it; `release_rings` returns, and takes nothing away."""
+    """A stream whose consumer is slow uses it; `trim_rings` returns, and takes nothing away."""
     try:
         native.set_idle(0)
         with stio.sync.open(path, device=device, budget_bytes=8 * MIB) as opened, simdevice.delayed(0.005):
             seen = {}
             for name, tensor in opened.stream():
-                rings.release_rings()
+                trim_rings()
                 seen[name] = tensor.clone()
         require_equal(seen, tensors)
         assert eventually(lambda: held_bytes() == 0)
@@ -165,7 +160,7 @@ def test_refused_pinning_is_told_once_and_tried_again_by_the_next_ring(
     assert simdevice.pinned_bytes() == before
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     simdevice.refuse_pinning(False)
-    rings.release_rings()
+    trim_rings()
     require_equal(stio.sync.load(path, device=device), tensors)
     assert simdevice.pinned_bytes() > before
 

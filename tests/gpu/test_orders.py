@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import simdevice
 import torch
-from accelerators import busy_event, gpu, keep_busy, module_of, needs_two_devices, on_copy_stream
+from accelerators import busy_event, gpu, keep_busy, module_of, needs_two_devices, new_rings, on_copy_stream
 from kvikio_stand_in import Kvikio
 from support import HookedRoot, bits_of, eventually, require_equal
 from torch import nn
@@ -26,7 +26,6 @@ import stio
 import stio.sync
 from stio import LazyTensor, native
 from stio.device import cuda as cuda_module
-from stio.device import rings
 from stio.device.base import resolve_device
 from stio.device.copy_out import Readiness, copy_out
 from stio.errors import DeviceError
@@ -143,12 +142,6 @@ def late_root(device: torch.device, path: Path, tensors: Tensors) -> HookedRoot:
             late_copies(device)
 
     return HookedRoot(write_checkpoint(path, tensors), hook)
-
-
-def new_rings() -> None:
-    """Let the next load make a ring."""
-    rings.release_rings()
-    rings._rings.clear()
 
 
 def saved_at(path: Path) -> Tensors:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from native.support import run_script
-from storage.conftest import SHIM
+from storage.conftest import build_shim
 
 SCRIPT = """
 import ctypes, errno, mmap, os, sys
@@ -114,15 +111,7 @@ print(count)
 
 @pytest.fixture(scope="module")
 def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None or sys.platform != "linux":
-        pytest.skip("needs Linux and a C compiler for the library that makes reads fail")
-    folder = tmp_path_factory.mktemp("shim")
-    (folder / "shim.c").write_text(SHIM)
-    command = [compiler, "-shared", "-fPIC", "-O1", "-o", "shim.so", "shim.c", "-ldl"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return folder / "shim.so"
+    return build_shim(tmp_path_factory.mktemp("shim"))
 
 
 READS = ["short", "interrupted", "broken", "cut"]
