@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from time import perf_counter
 
 from stio import native
+from stio.errors import StorageError
 from stio.loading.cache.file_image import FileImage
 from stio.loading.plan import Group
 from stio.loading.scheduler import ReadPath
@@ -120,7 +121,7 @@ class EngineExecutor:
         """Wait for groups that are complete; empty after `wake` or `stop`.
 
         Raises:
-            StioError: A read or a copy failed.
+            StioError: A read or a copy failed; or this process was forked while the load was under way.
         """
         if not self._done:
             self._take()
@@ -134,6 +135,10 @@ class EngineExecutor:
         try:
             taken = self._transfer.take()
         except native.Failure as failure:
+            if failure.group < 0:
+                raise StorageError(
+                    "the load is of the process that this one was forked from; load again here", errno=failure.code
+                ) from None
             group = self._groups[failure.group] if failure.group in self._groups else self._fills[failure.group][0]
             raise self._paths[group.selection].error(failure) from None
         filled = []

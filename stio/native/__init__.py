@@ -287,7 +287,7 @@ class Ring:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a copy was refused or has failed; every later one fails too."""
+        """Whether copies that were queued have failed; every later one fails too."""
         return bool(self._state()[2])
 
     def trim(self) -> None:

@@ -94,7 +94,8 @@ int stio_engine_num_threads(void);
 /* A ring. Nothing is allocated before its first chunk. `node`: NUMA node of the device, -1: unknown. */
 stio_ring *stio_ring_new(const stio_driver *driver, void *context, void *stream, int node);
 /* Return bytes of slots. `*refused`: the driver's code if it refused to pin (the slots are plain memory then), else 0.
- * `*failed`: its code if it refused or failed a copy, else 0; each later chunk of the ring fails. */
+ * `*failed`: its code if copies that were queued have failed, else 0; each later chunk of the ring fails. A copy that is
+ * refused is a failure of its transfer alone. */
 uint64_t stio_ring_state(stio_ring *ring, int *refused, int *failed);
 /* Release the ring's slots at once, where no chunk is in them. */
 void stio_ring_trim(stio_ring *ring);

@@ -53,7 +53,7 @@ struct stio_ring {
     thread_slots of_thread[STIO_MAX_THREADS];
     int num_users;    /* transfers */
     int refused;      /* the driver's code where it refused to pin */
-    int failed;       /* the driver's code where it refused or failed a copy: the ring is not used again */
+    int failed;       /* the driver's code where copies that were queued have failed: the ring is not used again */
     double left;      /* when its last transfer ended */
     uint64_t look;    /* the last one at which its oldest event had not passed */
     bool is_released; /* by its owner */

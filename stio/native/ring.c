@@ -207,12 +207,13 @@ bool stio_ring_submit(slot *filled, const char *memory, int64_t begin, stio_fail
         queued = queued || code == 0;
     }
     const int refused = code;
-    if (code == 0 || queued) code = ring->driver->event_record(filled->event, ring->stream);
+    code = 0;
+    if (refused == 0 || queued) code = ring->driver->event_record(filled->event, ring->stream);
     if (refused != 0 && queued && code == 0) code = ring->driver->event_synchronize(filled->event);
     if (refused != 0 || code != 0) {
         driver_failed(ring->driver, refused != 0 ? refused : code, failure);
         pthread_mutex_lock(&engine.lock);
-        ring->failed = failure->code;
+        if (code != 0) ring->failed = code; /* a copy that is only refused is the error of its load alone */
         filled->state = queued && code != 0 ? SLOT_LOST : SLOT_FREE;
         pthread_cond_broadcast(&engine.changed);
         pthread_mutex_unlock(&engine.lock);

@@ -203,6 +203,24 @@ def test_c89_a_file_that_cannot_be_read(file: LocalFile, data: bytes, kind: str)
     assert caught.value.offset in {5 + k * MIB for k in range(5)}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Python, about forks beside threads
+def test_a_child_forked_during_a_load_gets_an_error(file: LocalFile) -> None:
+    path, groups = path_of(file, "copy"), [group(0, 0, SIZE)]
+    executor = EngineExecutor([path], 1, budget_bytes=64 * MIB)
+    path.begin(groups)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            executor.add(groups)
+            executor.take()
+        except StorageError as error:
+            os._exit(0 if error.errno == errno.ECHILD and "forked" in str(error) else 2)
+        finally:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    executor.close()
+
+
 def test_no_thread(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native._functions(), "transfer_new", lambda *_: None, raising=False)
     with pytest.raises(OSError, match="cannot start a thread"):
