@@ -59,12 +59,12 @@ def _longest_gap(action: Callable[[], object], enough: float = 0.0) -> float:
     """Return how long, at most, another thread had to wait for its turn, in seconds of this thread's processor time.
 
     So other processes of a busy machine, which take the cores away from both, count little. Not seen are work on further
-    threads, and a wait that keeps the GIL: a parser has neither. It is the best of three runs; there are no more once
+    threads, and a wait that keeps the GIL: a parser has neither. It is the best of five runs; there are no more once
     one is below `enough`.
     """
     clock = time.pthread_getcpuclockid(threading.get_ident())
     gaps: list[float] = []
-    while len(gaps) < 3 and min(gaps, default=1.0) >= enough:
+    while len(gaps) < 5 and min(gaps, default=1.0) >= enough:
         worst, stop = [0.0], threading.Event()
 
         def tick(worst: list[float] = worst, stop: threading.Event = stop) -> None:
