@@ -14,7 +14,7 @@ import safetensors
 import safetensors.numpy as their_numpy
 import safetensors.torch as theirs
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import HAVE_E8
 
@@ -146,6 +146,13 @@ def outcome(call: Callable[[], Any]) -> Any:
         return None  # the original's failures on negative bounds and empty ranges
 
 
+def outcome_of_original(call: Callable[[], Any]) -> Any:
+    try:
+        return outcome(call)
+    except (RuntimeError, TypeError):
+        return None  # its failures on empty ranges with a step
+
+
 def with_number_file(shape: list[int]) -> tuple[tempfile.TemporaryDirectory[str], torch.Tensor]:
     folder = tempfile.TemporaryDirectory()
     whole = torch.arange(int(np.prod(shape)), dtype=torch.int32).reshape(shape)
@@ -154,6 +161,8 @@ def with_number_file(shape: list[int]) -> tuple[tempfile.TemporaryDirectory[str]
 
 
 @settings(max_examples=150, deadline=None)
+@example([2], slice(1, 0, 2), ("pt", "pread"))
+@example([2], slice(1, 0, 3), ("pt", "pread"))
 @given(SHAPES, INDEX, st.sampled_from([("pt", "mmap"), ("pt", "pread"), ("np", "mmap"), ("np", "pread")]))
 def test_slices(shape: list[int], index: Any, way: tuple[str, str]) -> None:
     folder, whole = with_number_file(shape)
@@ -161,7 +170,9 @@ def test_slices(shape: list[int], index: Any, way: tuple[str, str]) -> None:
     with folder:
         path = f"{folder.name}/f"
         found = outcome(lambda: package.safe_open(path, framework, backend=backend).get_slice("w")[index])
-        expected = outcome(lambda: safetensors.safe_open(path, framework, backend=backend).get_slice("w")[index])
+        expected = outcome_of_original(
+            lambda: safetensors.safe_open(path, framework, backend=backend).get_slice("w")[index]
+        )
     if isinstance(found, np.ndarray):
         plain = whole if framework == "pt" else whole.numpy()
         np.testing.assert_array_equal(found, np.asarray(plain[index]), strict=True)  # whatever the original says
