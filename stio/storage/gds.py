@@ -48,8 +48,8 @@ def require_cufile() -> int:
         except OSError as error:
             reasons.append(str(error))
     raise ImportError(
-        f"memory='gds' reads with NVIDIA's cuFile ({_LIBRARY}): {install_command('gds')}, or install the package "
-        f"libcufile of your CUDA toolkit; {reasons[0]}"
+        f"memory='gds' reads with NVIDIA's cuFile ({_LIBRARY}): {install_command('gds')}, or, with a torch for "
+        f"CUDA 12, pip install nvidia-cufile-cu12; {reasons[0]}"
     )
 
 

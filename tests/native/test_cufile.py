@@ -131,10 +131,8 @@ def test_after_a_failure_cufile_is_not_tried_again(make, file: File, device: Dev
 
 def test_an_error_that_stays_is_the_ring_s(make, file: File, device: Device) -> None:
     _, handle = make()
-    memory, ranges, transfer = Memory(3 * MIB), Ranges(), Transfer()
-    ranges.file_to_device(
-        5, file.fd, -1, FILE_BYTES - 1000, 3 * MIB, memory.address, device.ring, handle
-    )  # fmt: skip
+    memory, ranges, transfer = Memory(MIB), Ranges(), Transfer()
+    ranges.file_to_device(5, file.fd, -1, FILE_BYTES - 1000, MIB, memory.address, device.ring, handle)
     transfer.add(ranges)
     with pytest.raises(Failure) as caught:
         transfer.take(20)
@@ -142,7 +140,7 @@ def test_an_error_that_stays_is_the_ring_s(make, file: File, device: Device) -> 
     assert (found.kind, found.group, found.offset) == (native.TRUNCATED, 5, FILE_BYTES)
     transfer.end()
     memory.require_guards()
-    assert memory[1000:] == bytes([POISON]) * (3 * MIB - 1000)
+    assert memory[1000:] == bytes([POISON]) * (MIB - 1000)
 
 
 def test_a_context_that_is_refused(make, file: File, device: Device, devices: list[Device]) -> None:

@@ -111,7 +111,7 @@ def test_without_cufile(file: LocalFile, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(gds, "_LIBRARY", "libnowhere.so.0")
     monkeypatch.setattr(gds, "_CUDA_LIBRARIES", str(tmp_path))
     with pytest.raises(
-        ImportError, match=r"pip install 'stio-torch\[gds\]', or .* libcufile .*; libnowhere.so.0: cannot"
+        ImportError, match=r"pip install 'stio-torch\[gds\]', or, .* nvidia-cufile-cu12; libnowhere.so.0: cannot"
     ):
         GdsFile(file)
 
