@@ -19,7 +19,7 @@ import pytest
 import simdevice
 import torch
 from accelerators import busy_event, gpu, keep_busy, module_of, needs_two_devices, new_rings, on_copy_stream
-from support import HookedRoot, bits_of, eventually, require_equal
+from support import HookedRoot, bits_of, eventually, needs_engine, require_equal
 from torch import nn
 
 import stio
@@ -519,6 +519,7 @@ def test_no_copy_is_under_way_when_a_stream_was_left(
 
 @gpu
 @simulated
+@needs_engine
 def test_a_disk_writes_behind_what_is_queued_for_the_memory(
     device: torch.device, slow_copies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -591,6 +592,7 @@ def test_another_device_than_the_thread_s_first(device: torch.device, tmp_path: 
 
 @gpu
 @needs_two_devices
+@needs_engine
 def test_a_disk_writes_to_the_second_device_as_the_thread_s_current_one(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

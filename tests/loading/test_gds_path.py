@@ -380,7 +380,7 @@ def test_without_cufile(make, source, monkeypatch) -> None:
     here = make()
     monkeypatch.setattr(gds, "_paths", lambda: ["/nowhere/libcufile.so.0"])
     with pytest.raises(
-        ImportError, match=r"pip install 'stio-torch\[gds\]', or .*libcufile.*cannot open shared object"
+        ImportError, match=r"pip install 'stio-torch\[gds\]', or, .*libcufile.*cannot open shared object"
     ):
         here.load(source)
     gc.collect()
