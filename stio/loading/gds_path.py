@@ -54,7 +54,7 @@ class GdsDevice:
         if self._ring is not None and torch.version.hip is None:
             require_cufile()
         else:
-            self.disable(f"it needs {'a GPU of NVIDIA' if native.available() else 'the engine, which is not here'}")
+            self.disable("it needs " + ("a GPU of NVIDIA" if native.available() else "the engine"))
 
     def open(self, file: LocalFile) -> GdsFile | None:
         """Open a file and test a read; None, with a warning, if GPUDirect Storage is not usable.
