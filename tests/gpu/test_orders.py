@@ -518,20 +518,30 @@ def test_no_copy_is_under_way_when_a_stream_was_left(
 
 
 @gpu
-@simulated
 @needs_engine
 def test_a_disk_writes_behind_what_is_queued_for_the_memory(
-    device: torch.device, slow_copies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cuFile writes waits for no stream: the host must wait for the allocator's work in that memory."""
+    """What cuFile writes waits for no stream: the host waits until its consumer's work in dropped memory is done."""
     monkeypatch.setattr(page_cache, "SMALL_LOAD_BYTES", 0)
     monkeypatch.setattr(page_cache, "resident_fraction", lambda file: 0.0)
     cufile = cufile_stand_in.install(monkeypatch)
-    tensors = numbers(num_large=2, num_small=9)
-    with on_own_stream(device):
-        found = stio.sync.load(write_checkpoint(tmp_path, tensors), device=device, memory="gds", budget_bytes=12 * MIB)
-    require_equal(found, tensors)
-    assert cufile.read_bytes > 5 * MIB
+    tensors, seen = numbers(num_large=10), {}
+    with (
+        on_own_stream(device),
+        stio.sync.open(
+            write_checkpoint(tmp_path, tensors), device=device, memory="gds", budget_bytes=12 * MIB
+        ) as opened,
+        opened.stream() as stream,
+    ):
+        for name, tensor in stream:
+            keep_busy(LATE_CYCLES // 4)
+            seen[name] = tensor.clone()
+            tensor.fill_(7)
+            del tensor
+    torch.accelerator.synchronize(device)
+    require_equal(seen, tensors)
+    assert cufile.read_bytes > 25 * MIB
 
 
 @gpu
