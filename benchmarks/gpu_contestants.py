@@ -41,7 +41,7 @@ def shards_of(directory: Path) -> list[Path]:
 def _stio(stack: ExitStack, **keywords: Any) -> Load:
     stio = import_stio()
     if keywords.get("memory") == "gds" and not gpu_device.has_gds():
-        raise Absent("kvikio finds no GPUDirect Storage")
+        raise Absent("nvidia-fs, the driver of GPUDirect Storage, is not loaded")
     return partial(stio.load, device=gpu_device.device(), **keywords)
 
 

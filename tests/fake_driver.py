@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
+from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from support import PATIENCE_SECONDS, eventually
 
+import stio.sync
 from stio import native
+from stio.device.rings import DeviceRing
+from stio.loading import gds_path, read_paths
+from stio.testing import FakeDevice
 
 _INT, _VOID, _SIZE = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
 _EVENT = ctypes.CFUNCTYPE(_INT, _VOID)
@@ -148,3 +156,28 @@ class FakeDriver:
     def _error_text(self, code: int, text: Any) -> int:
         text[0] = self._texts[0]
         return 0
+
+
+class Place:
+    """A fake device to which the engine copies by a fake driver."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **faults: Any) -> None:
+        self.driver = FakeDriver(**faults)
+        self.device = FakeDevice()
+        self.ring = DeviceRing(self.device.device, self.driver.driver, object(), 0)
+        for module in (read_paths, gds_path):
+            monkeypatch.setattr(module, "ring_of", lambda _: self.ring)
+
+    def load(self, source: Path, **options: Any) -> dict[str, torch.Tensor]:
+        """Load to the device."""
+        return stio.sync.load(source, device=self.device, **options)
+
+    def require_freed(self, *, num_copies: int = 0) -> None:
+        """Require that the device holds nothing, that nothing is queued, and that it made so many copies itself."""
+
+        def is_freed() -> bool:
+            gc.collect()
+            return not self.device.used_bytes
+
+        assert eventually(is_freed), self.device.used_bytes
+        assert (self.driver.num_pending, self.device.num_copies) == (0, num_copies)

@@ -44,7 +44,6 @@ BEHIND_CAST = ORDERS + "test_a_tensor_is_read_behind_its_cast"
 DROPPED = ORDERS + "test_dropped_memory_stays_until_its_reader_is_through"
 BITS = "tests/gpu/test_bits.py::test_c301_no_path_changes_a_bit_on_a_device"
 SLOT = ORDERS + "test_a_slot_is_filled_again_behind_its_copies"
-DEVICE_SLOT = ORDERS + "test_a_slot_on_the_device_is_written_to_behind_its_copies"
 FAILED_COPY = ORDERS + "test_a_copy_that_fails_is_told"
 SAVE = ORDERS + "test_a_save_is_behind_what_the_caller_has_queued"
 SAVE_STREAM = ORDERS + "test_a_save_waits_for_no_other_stream"
@@ -58,11 +57,13 @@ ENGINE = "tests/gpu/test_engine.py::"
 NO_COPY = ENGINE + "test_a_copy_that_does_not_come"
 
 ENGINE = "tests/native/test_engine.py::"
+CUFILE = "tests/native/test_cufile.py::"
 EACH_EVENT = ENGINE + "test_a_group_is_complete_behind_each_of_its_events"
 ARRANGED = ENGINE + "test_arranged_groups_are_next_and_none_is_lost"
 
 ENGINE_C = "stio/native/engine.c"
 RING = "stio/native/ring.c"
+CUFILE_C = "stio/native/cufile.c"
 CUDA = "stio/device/cuda.py"
 PRIVATE = "stio/device/torch_private.py"
 RINGS = "stio/device/rings.py"
@@ -140,7 +141,7 @@ MUTANTS = (
         "the plain executor takes copies that it has queued for copies that have ended",
         PATHS,
         ("        self._accelerator.copy(pairs).synchronize()", "        self._accelerator.copy(pairs)"),
-        tests=(f"{DELIVERED}[load-root]", f"{DELIVERED}[warm start-root]", f"{SLOT}[1048576-root]", DEVICE_SLOT),
+        tests=(f"{DELIVERED}[load-root]", f"{DELIVERED}[warm start-root]", f"{SLOT}[1048576-root]"),
     ),
     mutant(
         "a group is delivered at its first block",
@@ -362,18 +363,77 @@ MUTANTS = (
     ),
     # GPUDirect Storage.
     mutant(
-        "a new slot on the device without a wait",
-        "the disk writes to a new slot on the device while the allocating stream is not through with that memory",
+        "cuFile writes without a wait",
+        "cuFile writes to memory while the stream under which it was allocated still uses it",
         "stio/loading/gds_path.py",
-        ("            self.accelerator.copy([]).synchronize()\n", ""),
-        tests="tests/loading/test_gds_path.py::test_a_slot_is_given_out_when_the_stream_is_done",
+        ("        self._accelerator.copy([]).synchronize()\n", ""),
+        tests=f"{ORDERS}test_a_disk_writes_behind_what_is_queued_for_the_memory",
     ),
     mutant(
-        "the disk writes with another current device",
-        "reads to the device are made with number 0 as the thread's current one",
+        "files are registered with another current device",
+        "files are registered with cuFile while number 0 is the thread's current device",
         "stio/loading/gds_path.py",
-        ("accelerator.as_current if isinstance(accelerator, TorchAccelerator) else nullcontext", "nullcontext"),
+        ("accelerator.as_current() if isinstance(accelerator, TorchAccelerator) else nullcontext()", "nullcontext()"),
         tests=f"{ORDERS}test_a_disk_writes_to_the_second_device_as_the_thread_s_current_one",
+    ),
+    mutant(
+        "cuFile: no context",
+        "a thread calls cuFile with the device as the current one that it used last",
+        CUFILE_C,
+        ("bool ok = stio_make_current(range->ring, &failure);", "bool ok = true;"),
+        tests=CUFILE + "test_the_device_is_the_current_one",
+    ),
+    mutant(
+        "cuFile: a short read begins again",
+        "what a second read brings is written to the place of the first",
+        CUFILE_C,
+        ("            failure.offset - range->offset);", "            one->begin - range->offset);"),
+        tests=CUFILE + "test_a_short_read_goes_on",
+    ),
+    mutant(
+        "cuFile: a failure is a success",
+        "a chunk that cuFile could not read is complete",
+        ENGINE_C,
+        ("if (stio_cufile_read(one)) return true;", "if (stio_cufile_read(one) || true) return true;"),
+        tests=CUFILE + "test_after_a_failure_the_ring_reads_the_rest[1--5044]",
+    ),
+    mutant(
+        "cuFile: a failure is forgotten",
+        "cuFile is tried again for each chunk",
+        ENGINE_C,
+        (
+            "        __atomic_store_n(&one->transfer->cufile_refused, true, __ATOMIC_RELAXED);",
+            "",
+        ),
+        tests=CUFILE + "test_after_a_failure_cufile_is_not_tried_again",
+    ),
+    mutant(
+        "cuFile: a failure is not told",
+        "a read that failed leaves no reason behind",
+        CUFILE_C,
+        ("    if (file->failure.kind == 0) file->failure = failure;\n", ""),
+        tests=CUFILE + "test_after_a_failure_the_ring_reads_the_rest[1--5044]",
+    ),
+    mutant(
+        "cuFile: neighbours share a read",
+        "a chunk for cuFile has several ranges, of which the first one alone is read",
+        ENGINE_C,
+        ("(range->flags & (STIO_POPULATE | STIO_CUFILE));", "(range->flags & STIO_POPULATE);"),
+        tests=CUFILE + "test_neighbours_of_other_kinds_are_read_apart",
+    ),
+    mutant(
+        "cuFile: chunks are not aligned",
+        "chunks for cuFile end within a page, which the disk then reads twice",
+        ENGINE_C,
+        ("if (range->direct_fd >= 0 || range->flags & STIO_CUFILE) base", "if (range->direct_fd >= 0) base"),
+        tests=CUFILE + "test_reads_begin_at_pages_and_end_within_a_chunk",
+    ),
+    mutant(
+        "cuFile: nobody looks at slots",
+        "while threads are busy with reads of cuFile nobody looks whether copies out of slots have passed",
+        ENGINE_C,
+        ("is_for_cufile(transfer, one.ranges) ? NULL : one.ranges->ring;", "one.ranges->ring;"),
+        tests=CUFILE + "test_slots_end_while_cufile_reads_without_end",
     ),
     # Devices and contexts.
     mutant(

@@ -78,7 +78,6 @@ DYNAMIC_IMPORTS = {
     "storage/remote/source.py": "what saves is needed by saves only, and imports this",
     "storage/remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with some profiles of AWS only",
     "sync.py": "torch.distributed is needed with stio.distributed only",
-    "storage/gds.py": "kvikio is an extra, needed with memory='gds' only",
 }
 """Files that call `import_module`, with the reason."""
 

@@ -92,8 +92,8 @@ async def load(
         memory: How tensors on the CPU get their memory: `"map"` maps the files and reads them now, `"lazy"` maps
             them and reads at the first use, `"copy"` reads into memory of their own, `"auto"` chooses between `"map"`
             and `"copy"` by the filesystem. A file that the system refuses to map is copied, with a line in the log.
-            `"gds"` reads from the disk into an accelerator's memory by GPUDirect
-            Storage (needs kvikio), and falls back to staged reads with a warning.
+            `"gds"` reads from the disk into the memory of a GPU by GPUDirect Storage (needs NVIDIA's cuFile), and falls
+            back to staged reads with a warning.
         budget_bytes: Most bytes between storage and the consumer at one time: a number, or text such as `"2GB"` or
             `"512MiB"`. None: 512 MiB, or 256 MiB if tensors go to an accelerator; less where memory is short.
         strict: Index and shards must hold the same names. With False, and for `names`, the index decides where they

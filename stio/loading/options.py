@@ -55,7 +55,7 @@ class LoadOptions:
     """Cast floating tensors to it."""
     memory: Memory = "auto"
     """How tensors on the CPU get their memory. `"gds"`: a file of which at most half is in the page cache is read from
-    the disk to an accelerator by GPUDirect Storage (kvikio); if that fails it is staged, with a warning."""
+    the disk to a GPU by GPUDirect Storage (NVIDIA's cuFile); if that fails it is staged, with a warning."""
     budget_bytes: int | str | None = None
     """Most bytes under way; None: `DEFAULT_BUDGET_BYTES`, or `ACCELERATOR_BUDGET_BYTES`, less where memory is short."""
     strict: bool = True

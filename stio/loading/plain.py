@@ -1,7 +1,7 @@
 """The plain executor of loads, where the engine cannot move the bytes: a few threads of Python that read and copy.
 
-It is used for sources that are no local files, for GPUDirect Storage, for devices whose driver the engine does not
-know, and where there is no engine (`STIO_NATIVE=0`). Each worker reads a block, copies it, and waits for the copy.
+It is used for sources that are no local files, for devices whose driver the engine does not know, and where there is
+no engine (`STIO_NATIVE=0`). Each worker reads a block, copies it, and waits for the copy.
 Beside a busy Python thread it is slower: each call needs the interpreter's lock when it ends.
 """
 

@@ -45,7 +45,6 @@ from stio.runtime.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
 from stio.runtime.progress import progress_callback
 from stio.runtime.trace import traced
 from stio.storage.base import RequestedSource, Requests, Source
-from stio.storage.gds import require_kvikio
 from stio.storage.local import LocalFile
 from stio.storage.mapped import MappedFile, map_if_possible
 
@@ -268,7 +267,7 @@ class DeviceLoad:
                 self.staging_bytes = slot_bytes * self.num_workers
             self._slots = StagingSlots(accelerator, max(_LEAST_SLOT_BYTES, whole_pages(slot_bytes)))
             if options.memory == "gds":
-                self._gds = GdsDevice(accelerator, self._slots.slot_bytes)
+                self._gds = GdsDevice(accelerator)
         if prompt:
             most_bytes = total_bytes // _SMALLEST_PARTS if requests is None else requests.nbytes // 4
             self.block_bytes = min(self.block_bytes, whole_pages(most_bytes))
@@ -321,14 +320,12 @@ class DeviceLoad:
         read_past_cache(file, fraction)
         if self._slots is None:
             return CopiedPath(file, dtype=self._casts, cached=cached, views=self._views, kept=kept)
-        staged = DevicePath(file, self._slots, dtype=self._casts, cached=cached, kept=kept, trace=self._options.trace)
-        gds = self._gds
         # If the kernel does not report the resident fraction, memory="gds" decides.
-        if gds is not None and gds.is_usable and isinstance(file, LocalFile) and fraction <= UNKNOWN:
-            direct = gds.open(file)
+        if self._gds is not None and isinstance(file, LocalFile) and fraction <= UNKNOWN:
+            direct = self._gds.open(file)
             if direct is not None:
-                return GdsPath(gds, direct, staged)
-        return staged
+                return GdsPath(self._gds, direct, file, self._slots, dtype=self._casts, kept=kept)
+        return DevicePath(file, self._slots, dtype=self._casts, cached=cached, kept=kept, trace=self._options.trace)
 
     def _mapping(self, file: LocalFile) -> MappedFile | None:
         """Return the mapping of a file; None if it is not to be mapped, or cannot be."""
@@ -374,7 +371,6 @@ def _device_loads(
     if options.memory == "gds":
         if accelerators and not any(accelerators):
             raise DeviceError("memory='gds' reads to an accelerator", requested="cpu", expected="an accelerator")
-        require_kvikio()
     num_accelerators = sum(accelerator is not None for accelerator in accelerators)
     most_bytes = ACCELERATOR_BUDGET_BYTES if num_accelerators else DEFAULT_BUDGET_BYTES
     budget_bytes = options.budget or memory.default_budget_bytes(sum(sizes), most_bytes=most_bytes)

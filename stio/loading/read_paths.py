@@ -1,8 +1,9 @@
 """Read paths: from an open file to the tensors of one device.
 
 `MappedPath` maps the file, so the bytes stay in the page cache. `CopiedPath` reads into memory of the tensors' own.
-`DevicePath` reads into memory of a device. `CacheFillPath` reads into a cache and makes no tensors; `GdsPath` is in
-`gds_path`. The scheduler calls `begin` for groups, an executor moves their bytes, then `make_tensors` is called.
+`DevicePath` reads into memory of a device; `GdsPath`, in `gds_path`, without host memory. `CacheFillPath` reads into a
+cache and makes no tensors. The scheduler calls `begin` for groups, an executor moves their bytes, then `make_tensors`
+is called.
 
 The engine (`engine.py`) moves what `add_ranges` describes. The plain executor (`plain.py`) calls `read` for each block.
 """
@@ -351,19 +352,15 @@ class StagingSlots:
     Args:
         accelerator: The device, which allocates the slots.
         slot_bytes: Size of a slot.
-        allocate: Allocates a slot; by default the accelerator's staging memory.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, slot_bytes: int, allocate: Callable[[int], Region] | None = None
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, slot_bytes: int) -> None:
         self.accelerator = accelerator
         """The device."""
         self.slot_bytes = slot_bytes
         """Size of a slot."""
         self.held_bytes = 0
         """Size of all slots."""
-        self._allocate = allocate or accelerator.staging
         self._slots: list[Region] = []
         self._free: list[Region] = []
         stats.add_holder(self)
@@ -378,7 +375,7 @@ class StagingSlots:
             return self._free.pop()
         except IndexError:
             with memory.reporting_shortage():
-                slot = self._allocate(self.slot_bytes)
+                slot = self.accelerator.staging(self.slot_bytes)
             self._slots.append(slot)
             self.held_bytes = self.slot_bytes * len(self._slots)
             return slot
@@ -450,9 +447,12 @@ class DevicePath(_FromSource):
             for offset, at, length in runs(block):
                 for storage, start, low, nbytes in target.places(at, length):
                     where = storage.data_ptr() + start
-                    ranges.file_to_device(
-                        group.index, file.fd, file.direct_fd, offset + low - at, nbytes, where, ring.ring
-                    )
+                    begin, cufile = offset + low - at, self.cufile(block, nbytes)
+                    ranges.file_to_device(group.index, file.fd, file.direct_fd, begin, nbytes, where, ring.ring, cufile)
+
+    def cufile(self, block: Block, nbytes: int) -> native.CuFile | None:
+        """Return what reads so many bytes of a block instead of the ring: nothing."""
+        return None
 
     def error(self, failure: native.Failure) -> StioError:
         """Return the error of a read or of a copy."""
@@ -481,12 +481,8 @@ class DevicePath(_FromSource):
             except BaseException:
                 self._slots.give(slot)
                 raise
-            self.copy(group, piece.at, slot.sub(0, filled_bytes(piece)))
+            self._copy(target.copies(piece.at, slot.sub(0, filled_bytes(piece))))
         self._slots.give(slot)
-
-    def copy(self, group: Group, start: int, region: Region) -> None:
-        """Copy a region that holds a group's bytes from `start` on, and wait for that."""
-        self._copy(self._memories[group.index].copies(start, region))
 
     def _copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> None:
         """Copy regions into tensors of the device, and wait for that."""

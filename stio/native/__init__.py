@@ -4,7 +4,8 @@ Python decides, C moves. Python opens and checks files, plans, allocates, makes 
 gets ranges of bytes and reports which groups of them are complete. It never calls Python and takes no lock of it, so
 its speed does not depend on other Python threads. `engine.h` is its contract; `engine.c` has transfers and threads,
 `ring.c` the pinned memory that devices copy from, `drivers.c` the functions of CUDA's and HIP's drivers, `pinned.c`
-their memory. This module finds the library, checks its version and declares its functions; nothing else calls it.
+their memory, `cufile.c` reads by GPUDirect Storage. This module finds the library, checks its version and declares its
+functions; nothing else calls it.
 
 Without the library (`STIO_NATIVE=0`, no compiler at the installation, not Linux) `available()` is false, and loads use
 the plain executor, `stio.loading.plain`.
@@ -32,7 +33,7 @@ LIBRARY = Path(__file__).parent / "libstio.so"
 """The library, which the installation compiles."""
 CHUNK_BYTES = 2 << 20
 """Size of a slot of a ring, `STIO_CHUNK_BYTES`."""
-POPULATE, TOUCH = 1, 2
+POPULATE, TOUCH, CUFILE = 1, 2, 4
 """Flags of a range; see `engine.h`."""
 READING, TRUNCATED, SHRUNK, DRIVER, NO_MEMORY = 1, 2, 3, 4, 5
 """Kinds of a failure."""
@@ -103,6 +104,9 @@ _WAITING: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "stio_transfer_take": (_INT, (_POINTER, _POINTER, _INT, _INT, _POINTER)),
     "stio_transfer_end": (None, (_POINTER,)),
     "stio_driver_open": (_POINTER, (ctypes.c_char_p, _INT, _POINTER, ctypes.c_char_p)),
+    "stio_cufile_load": (_POINTER, (ctypes.c_char_p, ctypes.c_char_p)),
+    "stio_cufile_open": (_POINTER, (_POINTER, _INT, _POINTER, ctypes.c_char_p)),
+    "stio_cufile_close": (None, (_POINTER,)),
 }
 _SHORT: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "stio_engine_version": (_INT, ()),
@@ -119,6 +123,7 @@ _SHORT: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "stio_transfer_stop": (None, (_POINTER,)),
     "stio_transfer_moved_bytes": (ctypes.c_uint64, (_POINTER,)),
     "stio_transfer_free": (None, (_POINTER,)),
+    "stio_cufile_failed": (_INT, (_POINTER, _POINTER)),
 }
 
 
@@ -196,10 +201,22 @@ class Ranges:
         self._add(offset, 0, target, nbytes, 0, fd, direct_fd, group, flags)
 
     def file_to_device(
-        self, group: int, fd: int, direct_fd: int, offset: int, nbytes: int, target: int, ring: Ring
+        self,
+        group: int,
+        fd: int,
+        direct_fd: int,
+        offset: int,
+        nbytes: int,
+        target: int,
+        ring: Ring,
+        cufile: CuFile | None = None,
     ) -> None:
-        """Add bytes of a file for memory of a ring's device at `target`."""
-        self._add(offset, 0, target, nbytes, ring.pointer, fd, direct_fd, group, 0)
+        """Add bytes of a file for memory of a ring's device at `target`.
+
+        With `cufile`, that reads them until one of its reads fails. Nothing that is queued may use the memory.
+        """
+        source, flags = (0, 0) if cufile is None else (cufile.pointer, CUFILE)
+        self._add(offset, source, target, nbytes, ring.pointer, fd, direct_fd, group, flags)
 
     def host_to_device(self, group: int, source: int, nbytes: int, target: int, ring: Ring) -> None:
         """Add host memory at `source`, which should be pinned, for memory of a ring's device."""
@@ -297,6 +314,51 @@ class Ring:
     def release(self) -> None:
         """Release it, when the last load that uses it has ended. It must not be used any more."""
         self._library.ring_free(self.pointer)
+
+
+def load_cufile(path: str) -> int:
+    """Load NVIDIA's cuFile; return the address of the table of its functions.
+
+    Raises:
+        OSError: The library is not there, or cannot be loaded.
+    """
+    why = ctypes.create_string_buffer(_TEXT_BYTES)
+    table = _functions().cufile_load(path.encode(), why)
+    if not table:
+        raise OSError(why.value.decode(errors="replace"))
+    return int(table)
+
+
+class CuFile:
+    """A file that cuFile reads into the memory of devices. The device is the current one of the thread that makes it.
+
+    Args:
+        table: What `load_cufile` returned.
+        fd: Descriptor of the file, with O_DIRECT where the filesystem has that; the caller keeps it open.
+
+    Raises:
+        OSError: cuFile refuses it.
+    """
+
+    def __init__(self, table: int, fd: int) -> None:
+        self._library = _functions()
+        has_driver, why = ctypes.c_int(), ctypes.create_string_buffer(_TEXT_BYTES)
+        self.pointer: int = self._library.cufile_open(table, fd, ctypes.byref(has_driver), why)
+        """Address of the file's handle."""
+        if not self.pointer:
+            raise OSError(why.value.decode(errors="replace"))
+        self.has_driver = bool(has_driver.value)
+        """Whether nvidia-fs is loaded. If not, cuFile may read through host memory."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first read that failed."""
+        failure = _Failure()
+        return Failure(failure) if self._library.cufile_failed(self.pointer, ctypes.byref(failure)) else None
+
+    def close(self) -> None:
+        """Release it. The transfers that read it have ended."""
+        self._library.cufile_close(self.pointer)
 
 
 class Transfer:

@@ -1,21 +1,14 @@
 /* Drivers of devices, found at run time in libraries that the program has loaded already. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
-#include <pthread.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 
-#include "engine.h"
+#include "internal.h"
 
 #define NOT_READY 600 /* cudaErrorNotReady, hipErrorNotReady */
 
-typedef struct {
-    const char *name;
-    void *into;
-} symbol;
-
-static void *library_of(const char *name, const symbol *symbols, size_t num_symbols, char why[STIO_TEXT_BYTES]) {
+void *stio_library_of(const char *name, const stio_symbol *symbols, size_t num_symbols, char why[STIO_TEXT_BYTES]) {
     void *const library = dlopen(name, RTLD_NOW | RTLD_GLOBAL);
     if (library == NULL) {
         const char *const reason = dlerror();
@@ -40,7 +33,7 @@ static int (*cuda_init)(unsigned flags), (*cuda_device)(int *device, int ordinal
 static int (*cuda_retain)(void **context, int device);
 
 static const stio_driver *open_cuda(int ordinal, void **context, char why[STIO_TEXT_BYTES]) {
-    const symbol symbols[] = {
+    const stio_symbol symbols[] = {
         {"cuInit", &cuda_init},
         {"cuDeviceGet", &cuda_device},
         {"cuDevicePrimaryCtxRetain", &cuda_retain},
@@ -56,7 +49,7 @@ static const stio_driver *open_cuda(int ordinal, void **context, char why[STIO_T
         {"cuGetErrorString", &cuda.error_text},
     };
     /* Once: threads may use the table of another device already. */
-    if (cuda.not_ready == 0 && library_of("libcuda.so.1", symbols, sizeof symbols / sizeof *symbols, why) == NULL)
+    if (cuda.not_ready == 0 && stio_library_of("libcuda.so.1", symbols, sizeof symbols / sizeof *symbols, why) == NULL)
         return NULL;
     cuda.not_ready = NOT_READY;
     int device = 0;
@@ -84,7 +77,7 @@ static int hip_error_text(int code, const char **text) {
 }
 
 static const stio_driver *open_hip(int ordinal, void **context, char why[STIO_TEXT_BYTES]) {
-    const symbol symbols[] = {
+    const stio_symbol symbols[] = {
         {"hipSetDevice", &hip_set_device},
         {"hipMemcpyHtoDAsync", &hip.copy},
         {"hipEventCreateWithFlags", &hip.event_create},
@@ -96,7 +89,7 @@ static const stio_driver *open_hip(int ordinal, void **context, char why[STIO_TE
         {"hipHostUnregister", &hip.unpin},
         {"hipGetErrorString", &hip_error_string},
     };
-    if (hip.not_ready == 0 && library_of("libamdhip64.so", symbols, sizeof symbols / sizeof *symbols, why) == NULL)
+    if (hip.not_ready == 0 && stio_library_of("libamdhip64.so", symbols, sizeof symbols / sizeof *symbols, why) == NULL)
         return NULL;
     hip.make_current = hip_make_current;
     hip.error_text = hip_error_text;

@@ -126,10 +126,15 @@ void stio_waits_no_more(void) {
     if (engine.num_idle > 0) pthread_cond_signal(&engine.work); /* one that was not allowed to wait */
 }
 
-/* Return the ring of a transfer's next chunk, NULL if it is for the host. */
+static bool is_for_cufile(const stio_transfer *transfer, const stio_range *range) {
+    return range->flags & STIO_CUFILE && !__atomic_load_n(&transfer->cufile_refused, __ATOMIC_RELAXED);
+}
+
+/* Return the ring through whose slots a transfer's next chunk moves, NULL if it needs none. */
 static stio_ring *ring_of_next(const stio_transfer *transfer) {
     const group *const next = transfer->order[transfer->first];
-    return next->ranges[next->next].ring;
+    const stio_range *const range = &next->ranges[next->next];
+    return is_for_cufile(transfer, range) ? NULL : range->ring;
 }
 
 static bool is_active(const stio_transfer *transfer) {
@@ -161,13 +166,13 @@ static int64_t stop_of(const stio_range *range) { return range->offset + (int64_
 static chunk cut(stio_transfer *transfer) {
     group *const from = transfer->order[transfer->first];
     const stio_range *const range = &from->ranges[from->next];
-    const bool is_file = range->fd >= 0 && !(range->flags & STIO_POPULATE);
+    const bool is_file = range->fd >= 0 && !(range->flags & (STIO_POPULATE | STIO_CUFILE));
     const int64_t begin = from->position;
     int64_t most = range->flags & STIO_POPULATE ? POPULATED_BYTES : HOST_CHUNK_BYTES;
     int64_t base = begin;
     if (range->ring != NULL && range->fd >= 0) {
         most = (int64_t)STIO_CHUNK_BYTES;
-        if (range->direct_fd >= 0) base = begin / PAGE * PAGE;
+        if (range->direct_fd >= 0 || range->flags & STIO_CUFILE) base = begin / PAGE * PAGE;
     }
     const int64_t limit = base + most;
     chunk made = {.transfer = transfer, .group = from, .ranges = range, .num_ranges = 1, .begin = begin};
@@ -293,6 +298,10 @@ static bool read_chunk(const chunk *one, char *memory, int64_t base, stio_failur
 
 static bool move_to_device(const chunk *one, int thread, stio_failure *failure, bool *is_queued) {
     const stio_range *const range = one->ranges;
+    if (is_for_cufile(one->transfer, range)) {
+        if (stio_cufile_read(one)) return true;
+        __atomic_store_n(&one->transfer->cufile_refused, true, __ATOMIC_RELAXED); /* an error that stays is the ring's */
+    }
     slot *const into = stio_ring_acquire(range->ring, thread, failure);
     if (into == NULL) return false;
     into->chunk = *one;
@@ -438,7 +447,7 @@ static void *run(void *number) {
         if (wanted != NULL && !stio_ring_has_slot(wanted, thread) && !may_wait()) transfer = next_transfer(true);
         if (transfer != NULL) {
             chunk one = cut(transfer);
-            const stio_ring *const ring = one.ranges->ring;
+            const stio_ring *const ring = is_for_cufile(transfer, one.ranges) ? NULL : one.ranges->ring;
             move(&one, thread);
             stio_waits_no_more(); /* it failed before it had to wait */
             stio_ring_end_passed(ring); /* with such work without end nobody waits for other slots */

@@ -17,6 +17,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/types.h>
 
 #pragma GCC visibility push(default) /* all else is hidden */
 
@@ -41,12 +42,36 @@ typedef struct stio_driver {
     int not_ready;
 } stio_driver;
 
+/* The functions of cuFile, in its shapes. */
+typedef struct stio_cufile_status {
+    int code, driver_code; /* 0, or a code of cuFile; and of CUDA's driver */
+} stio_cufile_status;
+typedef struct stio_cufile_file_description {
+    int kind; /* 1: a descriptor */
+    union {
+        int fd;
+        void *handle;
+    } of;
+    const void *operations; /* NULL: those of the system */
+} stio_cufile_file_description;
+typedef struct stio_cufile {
+    stio_cufile_status (*driver_open)(void);
+    stio_cufile_status (*get_properties)(void *properties);
+    stio_cufile_status (*handle_register)(void **handle, stio_cufile_file_description *description);
+    void (*handle_deregister)(void *handle);
+    /* Returns the number of bytes, -1 with `errno`, or a code of cuFile below -1. */
+    ssize_t (*read)(void *handle, void *target, size_t nbytes, off_t offset, off_t target_offset);
+} stio_cufile;
+
+typedef struct stio_cufile_file stio_cufile_file;
 typedef struct stio_ring stio_ring;
 typedef struct stio_transfer stio_transfer;
 
 enum {
     STIO_POPULATE = 1, /* `target` is the file's mapping at `offset`: its pages are read and mapped */
     STIO_TOUCH = 2,    /* the pages were on a disk: read each once after it is mapped (see `touch` in engine.c) */
+    STIO_CUFILE = 4,   /* cuFile reads into memory of the ring's device; `source`: a `stio_cufile_file` of `fd`. Nothing
+                          that is queued uses the memory. Once a read fails, the ring moves what is left of the transfer */
 };
 
 /* Bytes to move. From `fd` at `offset`, or, with `fd` -1, from host memory at `source`; to `target`. */
@@ -128,6 +153,17 @@ void stio_transfer_free(stio_transfer *transfer);
 /* Tables of drivers. */
 /* Find a driver: "cuda" or "hip". Returns NULL, and why, if it is not here. `*context` belongs to the device. */
 const stio_driver *stio_driver_open(const char *kind, int device, void **context, char why[STIO_TEXT_BYTES]);
+
+/* cuFile. */
+/* Load the library. Returns NULL, and why, if it is not there; otherwise its functions, which are kept. */
+const stio_cufile *stio_cufile_load(const char *path, char why[STIO_TEXT_BYTES]);
+/* Register a file for ranges with STIO_CUFILE; the device is the thread's current one. Returns NULL, and why, if cuFile
+ * refuses it. `*has_driver`: nvidia-fs is loaded. */
+stio_cufile_file *stio_cufile_open(const stio_cufile *library, int fd, int *has_driver, char why[STIO_TEXT_BYTES]);
+/* Whether a read of the file has failed; `failure` is the first one. */
+int stio_cufile_failed(stio_cufile_file *file, stio_failure *failure);
+/* Release it. The transfers that read it have ended. */
+void stio_cufile_close(stio_cufile_file *file);
 
 #pragma GCC visibility pop
 #endif

@@ -75,7 +75,7 @@ struct stio_transfer {
     uint64_t turn;             /* bytes that were cut, divided by the weight, counted from the others' turn at the start */
     uint64_t moved_bytes;
     uint64_t left_bytes;       /* of groups, that are not cut; decides how many threads start */
-    bool is_stopped, is_woken, has_failed, has_ended, direct_refused;
+    bool is_stopped, is_woken, has_failed, has_ended, direct_refused, cufile_refused;
     stio_failure failure;
     pthread_cond_t changed;
     pthread_mutex_t touching; /* guards `patience` */
@@ -106,7 +106,22 @@ extern engine_state engine;
 
 double stio_now(void);
 
+/* drivers.c */
+typedef struct stio_symbol {
+    const char *name;
+    void *into;
+} stio_symbol;
+/* Load a library, and find functions in it. Returns NULL, and why, if one is missing. */
+void *stio_library_of(const char *name, const stio_symbol *symbols, size_t num_symbols, char why[STIO_TEXT_BYTES]);
+
+/* cufile.c */
+/* Read a chunk of a range with STIO_CUFILE. False: the file has the failure, and nothing writes to the memory. Called
+ * without the lock. */
+bool stio_cufile_read(const chunk *chunk);
+
 /* ring.c. `thread` is the calling thread's number. */
+/* Make a ring's device the current one of this thread of the engine. False: `failure` is filled. */
+bool stio_make_current(stio_ring *ring, stio_failure *failure);
 /* Return a slot of this thread that no copy reads, in the state SLOT_FILLING. Waits for its oldest copies. NULL: `failure`
  * is filled. Called without the lock. */
 slot *stio_ring_acquire(stio_ring *ring, int thread, stio_failure *failure);

@@ -32,7 +32,7 @@ static bool driver_failed(const stio_driver *driver, int code, stio_failure *fai
     return false;
 }
 
-static bool make_current(stio_ring *ring, stio_failure *failure) {
+bool stio_make_current(stio_ring *ring, stio_failure *failure) {
     if (current_context == ring->context && current_context != NULL) return true;
     const int code = ring->driver->make_current(ring->context);
     if (code != 0) return driver_failed(ring->driver, code, failure);
@@ -91,7 +91,7 @@ static void wait_for(slot *one) {
     stio_ring *const ring = one->ring;
     stio_failure failure = {0}, ignored = {0};
     pthread_mutex_unlock(&engine.lock);
-    make_current(ring, &ignored); /* refused: the copies are under way, so the event is waited for nevertheless */
+    stio_make_current(ring, &ignored); /* refused: the copies are under way, so the event is waited for nevertheless */
     int code = ring->driver->event_query(one->event);
     if (code == ring->driver->not_ready) code = ring->driver->event_synchronize(one->event);
     if (code != 0) driver_failed(ring->driver, code, &failure);
@@ -132,7 +132,7 @@ void stio_ring_end_passed(const stio_ring *except) {
         unlink_copied_from(found);
         pthread_mutex_unlock(&engine.lock);
         stio_failure ignored = {0};
-        make_current(ring, &ignored);
+        stio_make_current(ring, &ignored);
         const bool is_ready = ring->driver->event_query(found->event) != ring->driver->not_ready;
         pthread_mutex_lock(&engine.lock);
         if (is_ready) {
@@ -157,7 +157,7 @@ bool stio_ring_has_slot(const stio_ring *ring, int thread) {
 }
 
 slot *stio_ring_acquire(stio_ring *ring, int thread, stio_failure *failure) {
-    if (!make_current(ring, failure)) return NULL;
+    if (!stio_make_current(ring, failure)) return NULL;
     pthread_mutex_lock(&engine.lock);
     const bool is_allocated = ring->of_thread[thread].memory != NULL;
     int failed = ring->failed;
@@ -246,7 +246,7 @@ static void release_slots(stio_ring *ring) {
         stio_failure ignored = {0};
         if (memory == NULL) continue;
         /* What the device may still read is kept until the process ends. */
-        bool is_lost = !make_current(ring, &ignored);
+        bool is_lost = !stio_make_current(ring, &ignored);
         slot *const slots = taken[thread].slots;
         for (int k = 0; k < STIO_SLOTS_PER_THREAD; ++k) is_lost = is_lost || slots[k].state == SLOT_LOST;
         if (is_lost) continue;

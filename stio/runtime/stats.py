@@ -58,8 +58,7 @@ class Stats:
     budget_used_bytes: int
     """Bytes that loads under way have taken from their budgets."""
     staging_held_bytes: int
-    """Staging memory of saves, savers and loads to devices, in use or cached for the next save. With `memory="gds"`
-    the staging memory on the device is included."""
+    """Staging memory of saves, savers and loads to devices, in use or cached for the next save."""
     engine: str
     """What moves the bytes of loads in this process: `"engine 1"`, the compiled library with its version, or `"plain"`,
     Python, which is slower. It is plain where stio was built without a C compiler, and with `STIO_NATIVE=0`."""

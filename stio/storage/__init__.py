@@ -5,7 +5,7 @@ fill memory by address); for `saving/` a `Transaction`. `base.py` defines these 
 here depends on tensors, plans or devices, and none imports torch. Calls block; worker threads make them.
 
 For loads: `open.py` chooses the implementation. `local.py` reads at an offset (`preadv`, O_DIRECT), `mapped.py` maps
-and populates, `gds.py` reads into device memory, `async_files.py` reads through aiofiles where a system has no
+and populates, `gds.py` opens files for NVIDIA's cuFile, `async_files.py` reads through aiofiles where a system has no
 `preadv`. `checks.py` decides which file may be opened (regular, inside the root) and what counts as the same file.
 `paths.py` resolves paths. `remote/` reads and writes objects of stores (S3, GCS, Azure, http), `hub.py` finds
 repositories of the Hugging Face hub, `download.py` copies an object to a file.

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from fake_driver import FakeDriver
-from support import eventually, needs_engine, nothing_left, require_equal, save_sharded
+from fake_driver import FakeDriver, Place
+from support import needs_engine, nothing_left, require_equal, save_sharded
 
 import stio
 import stio.sync
 from stio import native
 from stio.device import rings
 from stio.device.cuda import TorchAccelerator
-from stio.device.rings import DeviceRing, ring_of
+from stio.device.rings import ring_of
 from stio.errors import DeviceError, DeviceMemoryError, TruncatedError
-from stio.loading import read_paths
 from stio.testing import FakeDevice
 
 pytestmark = needs_engine
@@ -80,27 +79,6 @@ def test_there_is_none(monkeypatch: pytest.MonkeyPatch, opened: list[FakeDriver]
 
 
 # Whole loads, to a fake device by the engine.
-
-
-class Place:
-    """A device whose ring is a fake driver's."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **faults: Any) -> None:
-        self.driver = FakeDriver(**faults)
-        self.device = FakeDevice()
-        self.ring = DeviceRing(self.device.device, self.driver.driver, object(), 0)
-        monkeypatch.setattr(read_paths, "ring_of", lambda _: self.ring)
-
-    def load(self, source: Path, **options: Any) -> dict[str, torch.Tensor]:
-        return stio.sync.load(source, device=self.device, **options)
-
-    def require_freed(self) -> None:
-        def is_freed() -> bool:
-            gc.collect()
-            return not self.device.used_bytes
-
-        assert eventually(is_freed), self.device.used_bytes
-        assert (self.driver.num_pending, self.device.num_copies) == (0, 0)
 
 
 @pytest.fixture

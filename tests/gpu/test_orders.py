@@ -10,16 +10,16 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cufile_stand_in
 import pytest
 import simdevice
 import torch
 from accelerators import busy_event, gpu, keep_busy, module_of, needs_two_devices, new_rings, on_copy_stream
-from kvikio_stand_in import Kvikio
-from support import HookedRoot, bits_of, eventually, require_equal
+from support import HookedRoot, bits_of, eventually, needs_engine, require_equal
 from torch import nn
 
 import stio
@@ -517,36 +517,31 @@ def test_no_copy_is_under_way_when_a_stream_was_left(
         assert ended == [True] or not simdevice.installed()  # on a GPU no copy may have been queued yet
 
 
-def written_at_once(device: torch.device) -> Callable[[Any, bytes], None]:
-    """Return how a disk writes to the device, beside all streams."""
-
-    def put(buffer: Any, data: bytes) -> None:
-        if simdevice.installed():
-            simdevice.write(buffer.__cuda_array_interface__["data"][0], data)
-            return
-        module = module_of(device)
-        stream = module.Stream(device)
-        with module.stream(stream):
-            torch.as_tensor(buffer, device=device)[: len(data)].copy_(
-                torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            )
-        stream.synchronize()
-
-    return put
-
-
 @gpu
-@simulated
-def test_a_slot_on_the_device_is_written_to_behind_its_copies(
-    device: torch.device, slow_copies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@needs_engine
+def test_a_disk_writes_behind_what_is_queued_for_the_memory(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the disk writes waits for no stream: the host must wait for the allocator's work there and for copies."""
+    """What cuFile writes waits for no stream: the host waits until its consumer's work in dropped memory is done."""
     monkeypatch.setattr(page_cache, "SMALL_LOAD_BYTES", 0)
     monkeypatch.setattr(page_cache, "resident_fraction", lambda file: 0.0)
-    Kvikio(put=written_at_once(device)).install(monkeypatch)
-    tensors = numbers(num_large=1, num_small=9)
-    found = stio.sync.load(write_checkpoint(tmp_path, tensors), device=device, memory="gds", budget_bytes=12 * MIB)
-    require_equal(found, tensors)
+    cufile = cufile_stand_in.install(monkeypatch)
+    tensors, seen = numbers(num_large=10), {}
+    with (
+        on_own_stream(device),
+        stio.sync.open(
+            write_checkpoint(tmp_path, tensors), device=device, memory="gds", budget_bytes=12 * MIB
+        ) as opened,
+        opened.stream() as stream,
+    ):
+        for name, tensor in stream:
+            keep_busy(LATE_CYCLES // 4)
+            seen[name] = tensor.clone()
+            tensor.fill_(7)
+            del tensor
+    torch.accelerator.synchronize(device)
+    require_equal(seen, tensors)
+    assert cufile.read_bytes > 25 * MIB
 
 
 @gpu
@@ -607,6 +602,7 @@ def test_another_device_than_the_thread_s_first(device: torch.device, tmp_path: 
 
 @gpu
 @needs_two_devices
+@needs_engine
 def test_a_disk_writes_to_the_second_device_as_the_thread_s_current_one(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -615,14 +611,12 @@ def test_a_disk_writes_to_the_second_device_as_the_thread_s_current_one(
     monkeypatch.setattr(page_cache, "resident_fraction", lambda file: 0.0)
     second = torch.device(device.type, 1)
 
-    def require_second() -> None:
-        assert torch.accelerator.current_device_index() == 1
-
-    kvikio = Kvikio(put=written_at_once(second), require_current=require_second).install(monkeypatch)
-    tensors = numbers(num_small=3)
+    cufile = cufile_stand_in.install(monkeypatch, device=1)
+    tensors = numbers(num_large=1, num_small=3)
     found = stio.sync.load(write_checkpoint(tmp_path, tensors), device=second, budget_bytes=LITTLE, memory="gds")
     require_equal(found, tensors)
-    assert kvikio.read_bytes
+    assert cufile.read_bytes > MIB
+    assert not cufile.is_misused
 
 
 # Saves.

@@ -1,4 +1,4 @@
-"""Loads by GPUDirect Storage: the same tensors, no host memory, no slot written too early; and the fallback to staged reads."""
+"""Loads by GPUDirect Storage: the same tensors, nothing written too early, no copies; and the fallback to staged reads."""
 
 from __future__ import annotations
 
@@ -7,35 +7,32 @@ import gc
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cufile_stand_in
 import numpy as np
 import pytest
 import torch
-from accelerators import gpu, keep_busy, module_of
-from kvikio_stand_in import Kvikio
-from support import eventually, nothing_left
+from cufile_stand_in import NOTHING, WRONG
+from fake_driver import Place
+from support import eventually, needs_engine, nothing_left, require_equal
 
 import stio
 import stio.sync
-from stio.device.base import resolve_device
-from stio.device.cuda import TorchAccelerator
-from stio.device.group_memory import bytes_of_storage
+from stio import native
 from stio.errors import DeviceError, DeviceMemoryError, TruncatedError
 from stio.loading import page_cache
-from stio.loading.gds_path import GdsDevice
+from stio.loading.gds_path import GdsPath
 from stio.runtime.trace import Trace
+from stio.storage import gds
 from stio.testing import FakeDevice, write_checkpoint
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="GPUDirect Storage is Linux's"),
-    pytest.mark.usefixtures("plain_workers"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="GPUDirect Storage is Linux's")
 
 BUDGET = 512 << 10
-"""Slots of 16 KiB: a load of many blocks."""
+"""Blocks of 128 KiB: a load of many reads."""
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +43,12 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, torch.Tensor]) -> Path:
+def source(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, torch.Tensor]) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("gds"), tensors, 2)
 
 
 @pytest.fixture(autouse=True)
-def _cold(monkeypatch: pytest.MonkeyPatch):
+def _cold(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take all files for cold: what was just written is not."""
     monkeypatch.setattr(page_cache, "SMALL_LOAD_BYTES", 0)
     monkeypatch.setattr(page_cache, "resident_fraction", lambda file: 0.0)
@@ -59,9 +56,27 @@ def _cold(monkeypatch: pytest.MonkeyPatch):
         yield
 
 
+class GdsPlace(Place):
+    """A fake device, and a stand-in for cuFile that writes there; see `cufile_stand_in`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, driver: dict[str, Any] | None = None, **faults: Any) -> None:
+        super().__init__(patch, **(driver or {}))
+        self.device = FakeDevice(delay_seconds=0.0001)
+        self.cufile = cufile_stand_in.install(patch, **faults)
+
+    def load(self, source: Path, **options: Any) -> dict[str, torch.Tensor]:
+        return super().load(source, **{"memory": "gds", "budget_bytes": BUDGET, **options})
+
+    def require_freed(self, *, num_copies: int = 0) -> None:
+        super().require_freed(num_copies=self.device.num_copies)  # those of the trials, and waits
+        assert eventually(lambda: self.cufile.num_open == 0)
+
+
 @pytest.fixture
-def device() -> FakeDevice:
-    return FakeDevice(delay_seconds=0.0001)
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GdsPlace]:
+    if not native.available():
+        pytest.skip("there is no engine here (STIO_NATIVE=0, no compiler)")
+    return lambda **faults: GdsPlace(monkeypatch, **faults)
 
 
 @pytest.fixture
@@ -70,84 +85,119 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def load(place: Path, device: Any, **keywords: Any) -> dict[str, torch.Tensor]:
-    return stio.sync.load(place, device=device, **{"memory": "gds", "budget_bytes": BUDGET, **keywords})
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return set(found) == set(expected) and all(torch.equal(found[name], t) for name, t in expected.items())
-
-
-def require_freed(device: FakeDevice, kvikio: Kvikio) -> None:
-    def is_freed() -> bool:
-        gc.collect()
-        return not (device.used_bytes or device.staging_bytes or device.num_pending)
-
-    assert eventually(is_freed), (device.used_bytes, device.staging_bytes, device.num_pending)
-    assert (kvikio.num_open, kvikio.overwritten) == (0, False)
-
-
 @pytest.mark.parametrize("budget_bytes", [64 << 10, BUDGET, 512 << 20])
-def test_no_host_memory_and_no_slot_too_early(place, tensors, device, monkeypatch, warnings, budget_bytes) -> None:
-    kvikio, trace = Kvikio(device).install(monkeypatch), Trace()
-    found = load(place, device, budget_bytes=budget_bytes, trace=trace)
-    assert same(found, tensors)
-    assert kvikio.read_bytes >= sum(t.nbytes for t in tensors.values())
-    assert device.num_staging == 0
+def test_large_tensors_are_read_by_cufile_and_small_ones_by_the_ring(
+    make, source, tensors, warnings, budget_bytes
+) -> None:
+    here, trace = make(), Trace()
+    found = here.load(source, budget_bytes=budget_bytes, trace=trace)
+    require_equal(found, tensors)
+    assert here.device.num_staging == 0
     assert warnings() == []
     assert {span.detail for span in trace.spans if span.name == "read"} == {"GdsPath"}
+    large = sum(t.nbytes for t in tensors.values() if t.nbytes > 100_000)
+    read = here.cufile.read_bytes - 2 * (1 << 20)  # without the two trials
+    assert read == large if budget_bytes > BUDGET else read <= large
+    assert here.driver.num_copies >= 100
     del found
-    require_freed(device, kvikio)
+    here.require_freed()
 
 
-def test_streams_casts_and_modules(place, tensors, device, monkeypatch) -> None:
-    kvikio = Kvikio(device).install(monkeypatch)
-    options = {"device": device, "memory": "gds", "budget_bytes": BUDGET, "dtype": torch.bfloat16}
-    with stio.sync.open(place, **options) as checkpoint:
+def test_no_host_memory(make, tmp_path) -> None:
+    here, tensors = make(), {"w": torch.randn(1 << 20), "v": torch.randn(300, 1001)}
+    require_equal(here.load(write_checkpoint(tmp_path, tensors), budget_bytes=64 << 20), tensors)
+    assert (here.driver.num_copies, here.ring.held_bytes) == (0, 0)
+
+
+def test_streams_and_casts(make, source, tensors) -> None:
+    here = make()
+    options = {"device": here.device, "memory": "gds", "budget_bytes": BUDGET, "dtype": torch.bfloat16}
+    with stio.sync.open(source, **options) as checkpoint:
         found = dict(checkpoint.stream())
-    assert same(found, {name: t.bfloat16() for name, t in tensors.items()})
-    assert device.num_staging == 0
+    require_equal(found, {name: t.bfloat16() for name, t in tensors.items()})
     del found
-    require_freed(device, kvikio)
+    here.require_freed()
 
 
-def test_slices_of_columns(place, tensors, device, monkeypatch) -> None:
+def test_slices_of_columns(make, source, tensors) -> None:
     """Read as rows, cut on the device."""
-    kvikio = Kvikio(device).install(monkeypatch)
+    here = make()
     cut = np.s_[:, 7:90]
-    found = load(place, device, names=["large.1"], slices={"large.1": cut})
-    assert same(found, {"large.1": tensors["large.1"][cut]})
-    assert device.num_staging == 0
+    found = here.load(source, names=["large.1"], slices={"large.1": cut})
+    require_equal(found, {"large.1": tensors["large.1"][cut]})
     del found
-    require_freed(device, kvikio)
+    here.require_freed()
 
 
-def test_scattered_pieces_go_through_the_host(place, tensors, device, monkeypatch) -> None:
+def test_scattered_pieces_go_through_the_ring(make, source, tensors) -> None:
     """Each would be a read of the disk's."""
-    kvikio = Kvikio(device).install(monkeypatch)
+    here = make()
     names = [f"small.{k:03}" for k in range(0, 100, 4)]  # every other one of the first shard
-    found = load(place, device, names=names)
-    assert same(found, {name: tensors[name] for name in names})
-    assert kvikio.num_reads == 1  # the trial
-    assert device.num_staging == 1
+    found = here.load(source, names=names)
+    require_equal(found, {name: tensors[name] for name in names})
+    assert here.cufile.num_reads == 1  # the trial
+    assert here.driver.num_copies
     del found
-    require_freed(device, kvikio)
+    here.require_freed()
 
 
-def test_what_the_page_cache_holds_is_staged(place, tensors, device, monkeypatch) -> None:
-    kvikio = Kvikio(device).install(monkeypatch)
+def test_what_the_page_cache_holds_is_staged(make, source, tensors, monkeypatch) -> None:
+    here = make()
     monkeypatch.setattr(page_cache, "resident_fraction", lambda file: 1.0)
-    assert same(load(place, device), tensors)
-    assert (kvikio.num_opened, device.num_staging > 0) == (0, True)
+    require_equal(here.load(source), tensors)
+    assert here.cufile.num_opened == 0
 
 
-def test_tensors_on_the_cpu_beside(place, tensors, device, monkeypatch) -> None:
-    kvikio = Kvikio(device).install(monkeypatch)
-    found = load(place, {"": device, "large.3": "cpu"})
-    assert same(found, tensors)
-    assert kvikio.num_reads
+def test_tensors_on_the_cpu_beside(make, source, tensors) -> None:
+    here = make()
+    found = stio.sync.load(source, device={"": here.device, "large.3": "cpu"}, memory="gds", budget_bytes=BUDGET)
+    require_equal(found, tensors)
+    assert here.cufile.num_reads > 2
     del found
-    require_freed(device, kvikio)
+    here.require_freed()
+
+
+def test_short_reads_go_on(make, source, tensors, warnings) -> None:
+    here = make(most_bytes=7001)
+    require_equal(here.load(source), tensors)
+    assert warnings() == []
+    assert here.cufile.num_reads > 500
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_begin_waits_until_the_device_is_done(make, source, tensors, monkeypatch, number) -> None:
+    """The allocator gives memory out again for work that is queued behind its last use; cuFile is in no queue."""
+    here = make()
+    num_calls, begin = 0, GdsPath.begin
+
+    def begun(path: GdsPath, groups: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls != number:
+            begin(path, groups)
+            return
+        with here.device._passing:  # the queue stands still
+            thread = threading.Thread(target=begin, args=(path, groups))
+            thread.start()
+            thread.join(0.05)
+            assert thread.is_alive()
+        thread.join(30)
+
+    monkeypatch.setattr(GdsPath, "begin", begun)
+    require_equal(here.load(source), tensors)
+    assert num_calls == 2  # one for each file
+
+
+# Compatibility mode.
+
+
+def test_compatibility_mode_is_used_and_named(make, source, tensors, warnings) -> None:
+    here = make(has_driver=0)
+    require_equal(here.load(source), tensors)
+    assert here.cufile.num_reads > 10
+    (warning,) = warnings()  # once a load, not for each file
+    assert "compatibility mode" in warning
+    assert "no faster" in warning
 
 
 # Fallback.
@@ -156,221 +206,193 @@ def test_tensors_on_the_cpu_beside(place, tensors, device, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ({"is_there": False}, "not set up"),
-        ({"refuse_open": 1}, "no such driver"),
-        ({"refuse_open": 2}, "no such driver"),
-        ({"does": "nothing"}, "other bytes"),
-        ({"does": "wrong"}, "other bytes"),
-        ({"fail_read": 1}, "I/O error"),
+        ({"open_code": 5001}, "nvidia-fs is not loaded"),
+        ({"refuse_file": 1}, "the filesystem of this file"),
+        ({"refuse_file": 2}, "the filesystem of this file"),
+        ({"does": NOTHING}, "other bytes"),
+        ({"does": WRONG}, "other bytes"),
+        ({"fail_read": 1}, "cuFile's error 5044"),
+        ({"fail_read": 1, "fail_code": 5}, "Input/output error"),
+        ({"fail_read": 1, "fail_code": 0}, "the file ends there"),
     ],
     ids=str,
 )
-def test_what_does_not_serve_is_staged(place, tensors, device, monkeypatch, warnings, fault, says) -> None:
+def test_what_does_not_serve_is_staged(make, source, tensors, warnings, fault, says) -> None:
     """Found out before the first tensor; and said once, not for each file."""
-    kvikio = Kvikio(device, **fault).install(monkeypatch)
-    found = load(place, device)
-    assert same(found, tensors)
+    here = make(**fault)
+    found = here.load(source)
+    require_equal(found, tensors)
     (warning,) = warnings()
+    assert "files are read through the host" in warning
     assert says in warning
+    assert here.cufile.num_reads <= 2
     del found
-    require_freed(device, kvikio)
+    here.require_freed()
 
 
-def test_failing_read_at_every_number(place, tensors, monkeypatch, warnings) -> None:
-    """The staged path reads the rest into the same memory, whichever block failed."""
+def test_failing_read_at_every_number(make, source, tensors, warnings) -> None:
+    """The ring reads the rest into the same memory, whichever read failed."""
     number = 0
     while True:
         number += 1
-        device = FakeDevice(delay_seconds=0.0001)
-        kvikio = Kvikio(device, fail_read=number).install(monkeypatch)
-        found = load(place, device, budget_bytes=4 << 20)
-        assert same(found, tensors)
+        here = make(fail_read=number, fail_code=5 if number % 2 else -5044)
+        found = here.load(source, budget_bytes=2 << 20)
+        require_equal(found, tensors)
         del found
-        require_freed(device, kvikio)
-        if kvikio.num_reads < number:
+        here.require_freed()
+        if here.cufile.num_reads < number:
             break
-        assert len(warnings()) == number  # one for each load, whichever files it had
-    assert number > 10
+        assert len(warnings()) == number, number  # one for each load, whichever files it had
+        assert here.cufile.num_reads < number + native.MOST_THREADS  # it is not tried again
+    assert number > 8
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 5, 20])
-@pytest.mark.parametrize(("budget_bytes", "slot_bytes"), [(BUDGET, 16 << 10), (64 << 20, 2 << 20)])
-def test_c96_slots_are_freed_for_tensors(
-    place, tensors, monkeypatch, warnings, num_slots, budget_bytes, slot_bytes
-) -> None:
-    """What fits in a staged load fits: slots that were allocated first are freed when a tensor needs their memory."""
-    total = sum(t.nbytes for t in tensors.values())
-    device = FakeDevice(delay_seconds=0.0001, memory_bytes=total + num_slots * slot_bytes)
-    kvikio = Kvikio(device).install(monkeypatch)
-    found = load(place, device, budget_bytes=budget_bytes)
-    assert same(found, tensors)
-    assert len(warnings()) <= 1
-    del found
-    require_freed(device, kvikio)
+def test_c96_no_memory_for_the_trial(make, source, tensors, monkeypatch, warnings) -> None:
+    here = make()
+    allocate, is_first = here.device.allocate, True
+
+    def refuse_first(sizes: Any) -> Any:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            raise DeviceMemoryError("full, as it was asked", needed_bytes=sum(sizes))
+        return allocate(sizes)
+
+    monkeypatch.setattr(here.device, "allocate", refuse_first)
+    require_equal(here.load(source), tensors)
+    assert ["full, as it was asked" in warning for warning in warnings()] == [True]
+    here.require_freed()
 
 
-def test_c96_out_of_memory_at_every_allocation(place, tensors, monkeypatch) -> None:
-    """Of a slot, of the trial's memory: staged. Of a tensor: tried once more without the slots."""
-
-    class Refusing(FakeDevice):
-        left = 0
-
-        def empty(self, nbytes: int) -> torch.Tensor:
-            self.left -= 1
-            if self.left == 0:
-                raise DeviceMemoryError("full, as it was asked", needed_bytes=nbytes)
-            return super().empty(nbytes)
-
-    number, device = 0, Refusing()
-    while device.left <= 0:
-        number += 1
-        device = Refusing(delay_seconds=0.0001)
-        device.left = number
-        kvikio = Kvikio(device).install(monkeypatch)
-        found = load(place, device, budget_bytes=8 << 20)
-        assert same(found, tensors)
-        del found
-        require_freed(device, kvikio)
-    assert number > 10
-
-
-def test_no_room_for_the_tensors(place, tensors, monkeypatch) -> None:
-    device = FakeDevice(delay_seconds=0.0001, memory_bytes=sum(t.nbytes for t in tensors.values()) // 2)
-    kvikio = Kvikio(device).install(monkeypatch)
+def test_no_room_for_the_tensors(make, source, tensors) -> None:
+    here = make()
+    here.device._memory_bytes = sum(t.nbytes for t in tensors.values()) // 2
     with pytest.raises(DeviceMemoryError):
-        load(place, device)
-    require_freed(device, kvikio)
+        here.load(source)
+    here.require_freed()
 
 
-@pytest.mark.parametrize("number", [4, 5, 6, 9])
-def test_a_copy_that_fails(place, monkeypatch, number) -> None:
-    """Whichever ring it came from, both are given back, and the files of both."""
-    device = FakeDevice(delay_seconds=0.0001, fail_copy=number)
-    kvikio = Kvikio(device, fail_read=12).install(monkeypatch)
-    with pytest.raises(DeviceError):
-        load(place, device)
-    require_freed(device, kvikio)
+@pytest.mark.parametrize("fault", [{"refuse_copy": 4}, {"fail_event": 2}])
+def test_a_copy_that_fails(make, source, fault) -> None:
+    """Both kinds of reads end, and the files are closed."""
+    here = make(driver=fault)
+    with pytest.raises(DeviceError, match="as the test asked"):
+        here.load(source)
+    here.require_freed()
 
 
-def test_both_rings_are_within_the_budget(place, device, monkeypatch) -> None:
-    kvikio = Kvikio(device, fail_read=40).install(monkeypatch)
-    held: list[int] = []
-    load(place, device, progress=lambda event: held.append(stio.stats().staging_held_bytes))
-    assert 0 < max(held) <= BUDGET // 2
-    assert kvikio.num_reads >= 40
-
-
-def test_where_the_kernel_does_not_say_what_is_in_memory(place, tensors, device, monkeypatch) -> None:
+def test_where_the_kernel_does_not_say_what_is_in_memory(make, source, tensors, monkeypatch) -> None:
     """`memory="gds"` decides then."""
-    kvikio = Kvikio(device).install(monkeypatch)
+    here = make()
     monkeypatch.setattr(page_cache, "resident_fraction", lambda file: page_cache.UNKNOWN)
-    assert same(load(place, device), tensors)
-    assert kvikio.num_opened == 2
+    require_equal(here.load(source), tensors)
+    assert here.cufile.num_opened == 2
 
 
-def test_c90_truncated_file(tmp_path, tensors, device, monkeypatch) -> None:
-    kvikio = Kvikio(device).install(monkeypatch)
+def test_c90_truncated_file(make, tmp_path, tensors) -> None:
+    here = make()
     place = write_checkpoint(tmp_path / "m", tensors)
-    with stio.sync.open(place, device=device, memory="gds", budget_bytes=BUDGET) as checkpoint:
+    with stio.sync.open(place, device=here.device, memory="gds", budget_bytes=BUDGET) as checkpoint:
         with open(place / "model.safetensors", "rb+") as file:
             file.truncate(2_000_000)
         with pytest.raises(TruncatedError):
             list(checkpoint.stream())
-    require_freed(device, kvikio)
+    here.require_freed()
 
 
-def test_c90_truncated_second_file(tmp_path, tensors, device, monkeypatch) -> None:
+def test_c90_truncated_while_it_is_read(make, tmp_path) -> None:
+    """cuFile reports the end; the error is that of any load."""
+    here = make(hold_read=3)
+    place = write_checkpoint(tmp_path / "m", {"w": torch.zeros(8 << 20)})
+    failed: list[BaseException] = []
+
+    def load() -> None:
+        try:
+            here.load(place, budget_bytes=256 << 20)
+        except TruncatedError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    assert eventually(lambda: here.cufile.is_held)
+    with open(place / "model.safetensors", "rb+") as file:
+        file.truncate(20_000_000)
+    here.cufile.hold_read = 0
+    thread.join(30)
+    assert [error.offset >= 20_000_000 for error in failed] == [True]
+    failed.clear()
+    here.require_freed()
+
+
+def test_c90_truncated_second_file(make, tmp_path, tensors) -> None:
     """What was opened for the first is closed."""
-    kvikio = Kvikio(device).install(monkeypatch)
+    here = make()
     place = write_checkpoint(tmp_path / "m", tensors, 2)
-    with stio.sync.open(place, device=device, memory="gds", budget_bytes=BUDGET) as checkpoint:
+    with stio.sync.open(place, device=here.device, memory="gds", budget_bytes=BUDGET) as checkpoint:
         with open(place / "model-00002-of-00002.safetensors", "rb+") as file:
             file.truncate(800_000)
         with pytest.raises(TruncatedError):
             list(checkpoint.stream())
-    assert kvikio.num_opened == 2
-    require_freed(device, kvikio)
+    assert here.cufile.num_opened == 2
+    here.require_freed()
 
 
-def test_cancel(place, monkeypatch) -> None:
-    """In the middle of a read: it is waited for, and nothing is left on the device."""
-    device = FakeDevice(delay_seconds=0.0001)
-    kvikio = Kvikio(device).install(monkeypatch)
-    entered, go = threading.Event(), threading.Event()
-    opened = sys.modules["kvikio"].CuFile
-
-    def slow(path: str, flags: str) -> Any:
-        file = opened(path, flags)
-        read = file.raw_read
-
-        def raw_read(*arguments: Any) -> int:
-            if kvikio.num_reads > 20:
-                entered.set()
-                assert go.wait(30)
-            return read(*arguments)
-
-        file.raw_read = raw_read
-        return file
-
-    monkeypatch.setattr(sys.modules["kvikio"], "CuFile", slow)
+def test_cancel(make, source) -> None:
+    """In the middle of a read: it is waited for, no further one begins, and nothing is left on the device."""
+    here = make(hold_read=10)
 
     async def cancel_in_a_read() -> None:
-        task = asyncio.create_task(stio.load(place, device=device, memory="gds", budget_bytes=BUDGET))
-        assert await asyncio.to_thread(entered.wait, 30)
+        task = asyncio.create_task(stio.load(source, device=here.device, memory="gds", budget_bytes=BUDGET))
+        assert await asyncio.to_thread(eventually, lambda: here.cufile.is_held)
         task.cancel()
-        threading.Timer(0.05, go.set).start()
+        threading.Timer(0.1, lambda: setattr(here.cufile, "hold_read", 0)).start()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert go.is_set()  # it was waited for
+        assert here.cufile.hold_read == 0  # it was waited for
 
     asyncio.run(cancel_in_a_read())
-    require_freed(device, kvikio)
+    assert here.cufile.num_reads < 10 + native.MOST_THREADS
+    here.require_freed()
 
 
-@gpu
-def test_a_slot_is_given_out_when_the_stream_is_done() -> None:
-    """The allocator gives memory out again for work that is queued behind its last use; the disk is in no queue."""
-    device = TorchAccelerator(resolve_device("auto"))
-    source = device.staging(4096)
-    source.write(0, b"s" * 4096)
-    target = bytes_of_storage(device.allocate([4096])[0], 0, 4096)
-    with module_of(device.device).stream(device.copy_stream):
-        keep_busy()
-    event = device.copy([(target, source)])
-    assert not event.query()  # or this shows nothing
-    gds = GdsDevice(device, 4096)
-    gds.take()
-    assert event.query()
-    gds.close()
+# Without the engine, without cuFile, wrong arguments.
 
 
-# Wrong arguments.
+def test_without_the_engine(source, tensors, monkeypatch, warnings) -> None:
+    """cuFile is not looked for."""
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(gds, "_paths", list)
+    device = FakeDevice()
+    require_equal(stio.sync.load(source, device=device, memory="gds"), tensors)
+    (warning,) = warnings()
+    assert "needs the engine" in warning
+    assert device.num_staging
 
 
-def test_without_kvikio(place, device, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvikio", None)
-    with pytest.raises(ImportError, match="stio-torch.gds"):
-        load(place, device)
+def test_on_a_device_that_is_not_nvidia_s(source, tensors, monkeypatch, warnings) -> None:
+    require_equal(stio.sync.load(source, device=FakeDevice(), memory="gds"), tensors)
+    (warning,) = warnings()
+    assert "it needs " in warning
+
+
+@needs_engine
+def test_without_cufile(make, source, monkeypatch) -> None:
+    here = make()
+    monkeypatch.setattr(gds, "_paths", lambda: ["/nowhere/libcufile.so.0"])
+    with pytest.raises(
+        ImportError, match=r"pip install 'stio-torch\[gds\]', or, .*libcufile.*cannot open shared object"
+    ):
+        here.load(source)
     gc.collect()
-    assert (device.used_bytes, device.staging_bytes) == (0, 0)
+    assert (here.device.used_bytes, here.device.staging_bytes) == (0, 0)
 
 
-def test_on_the_cpu_alone(place) -> None:
-    """Refused before kvikio is imported."""
+def test_on_the_cpu_alone(source) -> None:
+    """Refused before cuFile is looked for."""
     with pytest.raises(DeviceError, match="reads to an accelerator"):
-        load(place, "cpu")
+        stio.sync.load(source, device="cpu", memory="gds")
 
 
-@pytest.mark.parametrize("error", [OSError("libcufile.so: cannot open"), RuntimeError("no library")])
-def test_a_kvikio_that_cannot_be_loaded(place, device, monkeypatch, error) -> None:
-    def fail(name: str) -> None:
-        raise error
-
-    monkeypatch.setattr("stio.storage.gds.import_module", fail)
-    with pytest.raises(ImportError, match=str(error)):
-        load(place, device)
-
-
-def test_beside_a_cache(place, device) -> None:
+def test_beside_a_cache(source) -> None:
     with pytest.raises(ValueError, match="cache="), stio.sync.HostCache(1 << 20) as cache:
-        load(place, device, cache=cache)
+        stio.sync.load(source, device=FakeDevice(), memory="gds", cache=cache)

@@ -15,6 +15,12 @@ static void fail(const char *what, long one, long two) {
     abort();
 }
 
+/* Return the number of the thread's current device, in the shape of CUDA's function. */
+int fake_current(int *number) {
+    *number = current == NULL ? -1 : (int)(current - devices);
+    return 0;
+}
+
 const void *fake_table(void) { return &driver; }
 
 void *fake_device(int number) {

@@ -4,8 +4,8 @@
  *
  * It starts processes, one after the other, each with the next seed; with 0 seconds one. In each process some threads
  * run transfers of random ranges into memory with guards between the ranges, and one thread changes what it can at
- * random: it stops, wakes and arranges transfers, replaces and trims rings, refuses and fails calls of the driver. The
- * process forks now and then, and ends the engine, half of the times with transfers under way.
+ * random: it stops, wakes and arranges transfers, replaces and trims rings, refuses and fails calls of the driver and of
+ * cuFile. The process forks now and then, and ends the engine, half of the times with transfers under way.
  *
  * What is checked: each byte of a complete group; that no other byte has changed, during a transfer or after its end;
  * that each group is complete once, and all of them without a fault; that failures have their code; that no copy which
@@ -51,7 +51,7 @@ static uint64_t seed;
 
 /* What all processes have done, in shared memory. */
 typedef struct {
-    uint64_t transfers, groups, bytes, stopped, failed, driver_failed, forks, ends, trims;
+    uint64_t transfers, groups, bytes, stopped, failed, driver_failed, cufile_failed, forks, ends, trims;
 } counts;
 static counts *total;
 #define COUNT(name, number) __atomic_fetch_add(&total->name, (uint64_t)(number), __ATOMIC_RELAXED)
@@ -61,6 +61,7 @@ static void fail(const char *what, long one, long two) {
     abort();
 }
 #include "device.h"
+#include "cufile.h"
 
 static double now(void) {
     struct timespec time;
@@ -118,9 +119,45 @@ static void renew_ring(int d) {
     REQUIRE(rings[d] != NULL, d, 0);
 }
 
+/* cuFile. */
+
+/* A context is current, and no copy that is queued refers to the memory. */
+static ssize_t checked_read(void *handle, void *target, size_t nbytes, off_t offset, off_t target_offset) {
+    REQUIRE(current != NULL, 0, 0);
+    REQUIRE(!refers(current, (char *)target + target_offset, nbytes), nbytes, offset);
+    return cuFileRead(handle, target, nbytes, offset, target_offset);
+}
+
+static const stio_cufile cufile_table = {
+    .driver_open = cuFileDriverOpen,
+    .get_properties = cuFileDriverGetProperties,
+    .handle_register = cuFileHandleRegister,
+    .handle_deregister = cuFileHandleDeregister,
+    .read = checked_read,
+};
+static stio_cufile_file *cufile_files[NUM_FILES];
+
+static void open_cufile(void) {
+    for (int k = 0; k < NUM_FILES; ++k) {
+        char why[STIO_TEXT_BYTES];
+        int has_driver = 0;
+        cufile_files[k] = stio_cufile_open(&cufile_table, files[k].fd, &has_driver, why);
+        REQUIRE(cufile_files[k] != NULL && has_driver == 1, k, has_driver);
+    }
+}
+
+static void close_cufile(void) {
+    for (int k = 0; k < NUM_FILES; ++k) {
+        stio_failure failure;
+        if (stio_cufile_failed(cufile_files[k], &failure)) COUNT(cufile_failed, 1);
+        stio_cufile_close(cufile_files[k]);
+    }
+    REQUIRE(cufile.num_open == 0, cufile.num_open, 0);
+}
+
 /* Transfers. */
 
-enum way { FILE_TO_HOST, HOST_TO_HOST, FILE_TO_DEVICE, HOST_TO_DEVICE, MAPPING, NUM_WAYS };
+enum way { FILE_TO_HOST, HOST_TO_HOST, FILE_TO_DEVICE, HOST_TO_DEVICE, CUFILE_TO_DEVICE, MAPPING, NUM_WAYS };
 enum fault { NO_FAULT, BAD_DESCRIPTOR, IS_FOLDER, PAST_END, BAD_ADDRESS, PAST_END_OF_MAPPING, NUM_FAULTS };
 
 typedef struct {
@@ -209,7 +246,11 @@ static void plan_group(worker *self) {
             range->fd = range->direct_fd = -1;
             if (chance(random, 50)) range->offset = 0;
         }
-        if (way == FILE_TO_DEVICE || way == HOST_TO_DEVICE) {
+        if (way == CUFILE_TO_DEVICE && chance(random, 80)) { /* others of the group go through the ring */
+            range->flags = STIO_CUFILE;
+            range->source = (uint64_t)(uintptr_t)cufile_files[from - files];
+        }
+        if (way == FILE_TO_DEVICE || way == HOST_TO_DEVICE || way == CUFILE_TO_DEVICE) {
             range->ring = self->rings[device_number];
             self->uses_device = true;
         }
@@ -452,8 +493,14 @@ static void disturb(uint64_t *random) {
         pthread_mutex_unlock(&rings_lock);
     } else if (what < 74) {
         stio_engine_set_idle((int)below(random, 20));
-    } else if (what < 80) {
+    } else if (what < 78) {
         stio_engine_set_threads((int)below(random, 9));
+    } else if (what < 80) {
+        pthread_mutex_lock(&cufile_lock);
+        cufile.fail_read = chance(random, 60) ? 0 : (int32_t)(cufile.num_reads + 1 + (int64_t)below(random, 60));
+        cufile.fail_code = (int32_t[]){-5044, EIO, 0}[below(random, 3)];
+        cufile.most_bytes = chance(random, 50) ? 0 : 20000 + (int64_t)below(random, 500000);
+        pthread_mutex_unlock(&cufile_lock);
     } else {
         pthread_mutex_lock(&devices[d].lock);
         devices[d].most_delay_us = chance(random, 40) ? 0 : (unsigned)below(random, 300);
@@ -527,6 +574,7 @@ static int episode(double seconds) {
         device_start(&devices[d], of_device, (unsigned)below(&random, 200));
         renew_ring(d);
     }
+    open_cufile();
     for (int k = 0; k < NUM_WORKERS; ++k) {
         worker *const one = &workers[k];
         one->random = next_random(&random);
@@ -551,6 +599,7 @@ static int episode(double seconds) {
     }
     set_flag(&is_ending);
     for (int k = 0; k < NUM_WORKERS; ++k) pthread_join(workers[k].thread, NULL);
+    close_cufile();
     for (int d = 0; d < NUM_DEVICES; ++d) stio_ring_free(rings[d]);
     while (!ends_early && !flag(&any_lost) && stio_engine_num_threads() > 0) { /* the threads release the rings */
         pthread_mutex_lock(&pins_lock);
@@ -592,11 +641,12 @@ int main(int count, char **arguments) {
         }
         seed += 1;
     } while (now() < until);
-    printf("transfers %llu, groups %llu, MiB %llu, stopped %llu, failed %llu, failed by a driver %llu, forks %llu, "
+    printf("transfers %llu, groups %llu, MiB %llu, stopped %llu, failed %llu, failed by a driver %llu, by cuFile %llu, forks %llu, "
            "ended early %llu, trims %llu\n",
            (unsigned long long)total->transfers, (unsigned long long)total->groups,
            (unsigned long long)(total->bytes >> 20), (unsigned long long)total->stopped,
            (unsigned long long)total->failed, (unsigned long long)total->driver_failed,
+           (unsigned long long)total->cufile_failed,
            (unsigned long long)total->forks, (unsigned long long)total->ends, (unsigned long long)total->trims);
     return total->groups > 0 || atof(arguments[1]) < 2 ? 0 : 1; /* otherwise nothing was proved */
 }

@@ -20,7 +20,7 @@ with two devices, for the rest of the process. torch then takes it for the accel
 - A forked child of a process that used it cannot use it.
 
 All other operators are computed by the CPU, behind what their stream has queued, and the host waits for them. There are no
-kernels: nothing of their speed, of graphs, of peer access or of GPUDirect Storage can be shown on it. Where it differs from CUDA:
+kernels: nothing of their speed, of graphs or of peer access can be shown on it. Where it differs from CUDA:
 a failed copy is told by its own stream only, and not by every later call; a stream is busy just after an allocation, which is
 filled there; generators, autocast, sparse tensors, the backward pass of convolutions and `torch.from_dlpack` are missing.
 """
@@ -46,10 +46,9 @@ import torch
 
 __all__ = [
     "NAME", "Unavailable", "build", "clear_faults", "contexts", "delayed", "fail_copy", "install", "installed",
-    "num_copies", "pinned_bytes", "read", "refuse_copy", "refuse_pinning", "set_delay", "set_fills",
+    "library", "num_copies", "pinned_bytes", "read", "refuse_copy", "refuse_pinning", "set_delay", "set_fills",
     "set_released",
     "why_unavailable",
-    "write",
 ]  # fmt: skip
 
 NAME = "sim"
@@ -262,9 +261,10 @@ def pinned_bytes(*, with_cached: bool = False) -> int:
     return int(_library.sim_pinned_bytes(ctypes.c_bool(with_cached)))
 
 
-def write(address: int, data: bytes) -> None:
-    """Write to the device's memory beside all streams, as a disk does that writes there directly."""
-    ctypes.memmove(_reached(address), data, len(data))
+def library() -> ctypes.CDLL:
+    """Return the library, for what is called beside all streams (`sim_write`, `sim_current`)."""
+    assert _library is not None
+    return _library  # type: ignore[no-any-return]
 
 
 def read(address: int, nbytes: int) -> bytes:

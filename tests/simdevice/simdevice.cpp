@@ -626,6 +626,14 @@ void* sim_reach(void* address) {
     return nullptr;
   }
 }
+// Write to the device's memory at once, and return the thread's current device, in the shapes of CUDA's driver.
+int sim_write(uint64_t target, const void* source, size_t nbytes) {
+  return sim::coded([&] { std::memcpy(sim::reach(reinterpret_cast<void*>(target)), source, nbytes); });
+}
+int sim_current(int* device) {
+  *device = sim::current_device;
+  return 0;
+}
 // Wait for all streams; false if one holds a failure. For the end of the process.
 bool sim_drain() {
   if (sim::forked) return true;
