@@ -359,7 +359,7 @@ def _agree(ratios: Sequence[float]) -> bool:
     """
     faster = sum(ratio > 1 for ratio in ratios)
     exceptions = min(faster, len(ratios) - faster)
-    return sum(comb(len(ratios), k) for k in range(exceptions + 1)) <= 2 ** len(ratios) / 16
+    return 16 * sum(comb(len(ratios), k) for k in range(exceptions + 1)) <= 1 << len(ratios)
 
 
 def _memory_note(writes: list[tuple[float, float]], memory_bytes: int, total_bytes: int) -> str:
