@@ -64,7 +64,7 @@ _TENSOR_BYTES = 32 << 20
 _MARGIN_BYTES = 1 << 30
 """Memory that a run needs beside the tensors."""
 
-_COPIES, _BUFFER_BYTES = 3, 256 << 20
+_COPIES, _BUFFER_BYTES = 2, 256 << 20
 """Most copies of the tensors that a contestant has in memory, page cache included, and memory for its buffers."""
 
 _MAX_RUN_SECONDS = 900
@@ -220,7 +220,7 @@ def _files_of(source: str) -> tuple[list[str], int]:
 
 def _run_all(contestants: list[Contestant], task: dict[str, Any], rounds: int, total_bytes: int, bar: Bar) -> list[str]:
     """Run every contestant once in each round; return notes about the conditions of the measurement."""
-    draw, warm, is_direct, writes = random.Random(1), False, True, list[tuple[float, float]]()
+    draw, warm, is_direct, writes = random.Random(1), False, True, list[list[float]]()
     memory_bytes = max(mmap.PAGESIZE, min(_COPIES * total_bytes + _BUFFER_BYTES, room_in_memory() // 2))
     for _ in range(rounds):
         for one in draw.sample(contestants, len(contestants)):
@@ -234,7 +234,7 @@ def _run_all(contestants: list[Contestant], task: dict[str, Any], rounds: int, t
                     one.checksums |= {record["checksum"]} - {None}
                     warm |= (record["resident_fraction"] or 0.0) > _COLD_FRACTION
                     is_direct &= record["is_direct"]
-                    writes.append((record["first_write_seconds"], record["later_write_seconds"]))
+                    writes += [record["write_seconds"]] if record["write_seconds"] else []
             bar.advance(total_bytes, total_bytes * rounds * len(contestants))
     notes = []
     expected = {checksum for one in contestants if one.name == "stio" for checksum in one.checksums}
@@ -362,7 +362,7 @@ def _agree(ratios: Sequence[float]) -> bool:
     return 16 * sum(comb(len(ratios), k) for k in range(exceptions + 1)) <= 1 << len(ratios)
 
 
-def _memory_note(writes: list[tuple[float, float]], memory_bytes: int, total_bytes: int) -> str:
+def _memory_note(writes: list[list[float]], memory_bytes: int, total_bytes: int) -> str:
     """Say how fast memory is at its first write and at a later one, by the run in which they differ most."""
     first, later = max(writes, key=lambda pair: pair[0] / pair[1])
     text = f"First write to memory: {rate_text(memory_bytes, first)}; later ones: {rate_text(memory_bytes, later)}."

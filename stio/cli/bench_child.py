@@ -176,24 +176,22 @@ def _version(contestant: str, package: str) -> str:
 def main(spec: str) -> dict[str, Any]:
     """Do one run; return its record."""
     task = json.loads(spec)
-    paths, device = task["paths"], task["device"]
-    checksum, is_direct = None, True
+    paths, device, is_limit = task["paths"], task["device"], task["contestant"] == "limit"
     load: Callable[[], Any]
-    if task["contestant"] == "limit":
+    if is_limit:
         load, is_direct = _limit(paths)
     else:
-        load = _LOADERS[task["contestant"]](task["source"], paths, device)
+        load, is_direct = _LOADERS[task["contestant"]](task["source"], paths, device), True
         import_module("torch").zeros(1, device=device)
-    first, later = (_write_memory(task["memory_bytes"]) for _ in range(2))
+    takes_memory = not is_limit or not is_direct
+    writes = [_write_memory(task["memory_bytes"]) for _ in range(2)] if takes_memory else None
     resident = _evict(paths)
     began = perf_counter()
     tensors = load()
-    if tensors is not None:
-        checksum = _touch(tensors)
+    checksum = None if tensors is None else _touch(tensors)
     return {
         "seconds": perf_counter() - began,
-        "first_write_seconds": first,
-        "later_write_seconds": later,
+        "write_seconds": writes,
         "checksum": checksum,
         "resident_fraction": resident,
         "is_direct": is_direct,
