@@ -8,7 +8,7 @@ import threading
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from support import Gate, HookedRoot, ramp, save_sharded
+from support import Gate, HookedRoot, needs_engine, ramp, save_sharded
 
 import stio
 from stio import sync
@@ -120,6 +120,7 @@ def test_pictures_of_a_load_and_of_a_save(directory, tmp_path):
         assert all(word in text for word in words)
 
 
+@needs_engine
 def test_pages_that_are_read_later_are_mapped_by_the_load(directory):
     trace = stio.Trace()
     sync.load(directory, memory="lazy", trace=trace)
