@@ -1,4 +1,4 @@
-"""Draw a timeline of a load: `python examples/timeline.py CHECKPOINT PICTURE`. A PICTURE in .html can be zoomed.
+"""Draw a timeline of a load: `python examples/timeline.py CHECKPOINT PICTURE`, an SVG.
 
 Each thread, each copy queue of a device and the consumer is a row. Work that overlaps in time is drawn in one column.
 """
@@ -23,10 +23,9 @@ async def record(path: str | Path, **keywords: Any) -> stio.Trace:
 
 
 def draw(trace: stio.Trace, picture: Path, title: str) -> None:
-    """Write the picture, as a page or an SVG by its suffix. Make the directories above it."""
+    """Write the picture. Make the directories above it."""
     picture.parent.mkdir(parents=True, exist_ok=True)
-    save = trace.save_html if picture.suffix == ".html" else trace.save_svg
-    save(picture, title=title)
+    trace.save_svg(picture, title=title)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def test_pictures_are_on_a_page_and_have_the_current_style(picture: str, tmp_pat
     if name == "demo.svg":
         assert root.findtext("{http://www.w3.org/2000/svg}style") in (ROOT / "examples/demo_picture.py").read_text()
         return
-    is_timeline = "data-seconds" in text
+    is_timeline = 'class="plot"' in text
     assert style_of(text) == style_of(timeline_of_a_save(tmp_path) if is_timeline else bar_chart_of_one_rate())
     assert any(label.startswith("read " if is_timeline else "stio ") for label in shown)
 
@@ -165,7 +165,7 @@ def timeline_of_a_save(directory: Path) -> str:
     trace = stio.Trace()
     stio.sync.save({"w": torch.zeros(4)}, directory / "w.safetensors", trace=trace)
     trace.save_svg(directory / "save.svg")
-    assert "data-seconds" in (directory / "save.svg").read_text()
+    assert 'class="plot"' in (directory / "save.svg").read_text()
     return (directory / "save.svg").read_text()
 
 

@@ -1,23 +1,27 @@
 """`stio bench [PATH]`: measures how fast this machine loads a checkpoint from its disk, by stio and by other packages.
 
-Each run is a process of its own (`bench_child.py`). In each round every contestant runs once, in a random order, and
-the files are evicted from the page cache before each run. The results are medians and a verdict in words. The limit is
-a raw reader of the same bytes, without the page cache. The tensors of all contestants must have the same checksum.
+Each run is a process of its own (`bench_child.py`). In each round every contestant runs once, in a random order. Before
+each run memory is written to and freed, and the files are evicted from the page cache, as in the project's benchmarks.
+The results are medians and a verdict in words: contestants are compared within each round, and a difference on which
+the rounds do not agree is called noise. The limit is a raw reader of the same bytes, without the page cache. The
+tensors of all contestants must have the same checksum.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from math import comb
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -41,9 +45,10 @@ from stio.errors import one_line
 from stio.format.header_build import build_header
 from stio.loading.open import open_checkpoint
 from stio.runtime.bar_chart import Rate, draw_rates, text_bar
+from stio.runtime.control_groups import room_in_memory
 from stio.runtime.limits import parse_size
 from stio.runtime.memory import fits
-from stio.runtime.units import show_bytes
+from stio.runtime.units import counted, show_bytes, show_seconds
 from stio.runtime.urls import is_url, without_secrets
 
 LIMIT = "limit"
@@ -59,6 +64,9 @@ _TENSOR_BYTES = 32 << 20
 _MARGIN_BYTES = 1 << 30
 """Memory that a run needs beside the tensors."""
 
+_COPIES, _BUFFER_BYTES = 2, 256 << 20
+"""Most copies of the tensors that a contestant has in memory, page cache included, and memory for its buffers."""
+
 _MAX_RUN_SECONDS = 900
 _COLD_FRACTION = 0.02
 """Part of a file that may still be in the page cache when the file counts as evicted."""
@@ -71,6 +79,12 @@ _TABLE_WIDTH, _MAX_BAR, _MIN_BAR = 80, 24, 4
 
 _EQUAL = 0.05
 """Rates count as equal up to this difference."""
+
+_FEWEST_ROUNDS = 4
+"""With fewer rounds, equal contestants often seem different: see `_agree`."""
+
+_SLOW_FIRST_WRITE = 2
+"""Ratio of the times of the first and of a later write to memory above which the first one is called slow."""
 
 
 @dataclass(slots=True)
@@ -95,6 +109,10 @@ class Contestant:
         """Median time of the runs, None if one failed or there are none."""
         return median(self.seconds) if self.seconds and self.failure is None else None
 
+    def ratios_to(self, other: Contestant) -> list[float]:
+        """Return how many times as fast as another contestant it was, round by round."""
+        return [theirs / own for own, theirs in zip(self.seconds, other.seconds, strict=True)]
+
 
 _NO_URLS = (
     "{url}: `stio bench` measures files on a disk: it evicts them from memory, and reads them without stio to find the "
@@ -107,7 +125,7 @@ _NO_URLS = (
 @click.argument("path", type=PATH, required=False)
 @click.option("--device", default="cpu", show_default=True, help="Device to load to.")
 @click.option(
-    "--rounds", metavar="N", type=WholeNumber(min=1), default=3, show_default=True, help="Runs of each contestant."
+    "--rounds", metavar="N", type=WholeNumber(min=1), default=7, show_default=True, help="Runs of each contestant."
 )
 @click.option("--size", metavar="SIZE", default="1GB", show_default=True, help="Size of the file to make without PATH.")
 @click.option("--chart", metavar="FILE", type=PATH, help="Draw the comparison as .svg.")
@@ -121,8 +139,8 @@ def bench(
     It compares stio with the limit of the disk, and with other packages if they are installed: safetensors,
     runai-model-streamer, fastsafetensors. PATH is a checkpoint on the disk to measure, and no URL: `stio load URL`
     prints the rate of a load from a store. Without PATH a file is made in the working directory, and removed at the
-    end. No file is read from the page cache. Each run takes some seconds in addition to its load, mostly to import
-    torch.
+    end. No file is read from the page cache. Each run takes some seconds in addition to its load, to import torch and
+    to write to memory, so all of them take minutes.
     """
     if path is not None and is_url(path):
         raise CommandError(_NO_URLS.format(url=one_line(without_secrets(path))))
@@ -140,7 +158,7 @@ def bench(
             notes = _run_all(
                 contestants, {"source": source, "paths": paths, "device": device}, rounds, total_bytes, bar
             )
-    notes += verdict(contestants)
+    notes = verdict(contestants) + notes
     if chart is not None:
         title = f"{show_bytes(total_bytes)} from this disk to {device}"
         picture = draw_rates(list(_rates(contestants, total_bytes)), title=title, sentences=notes)
@@ -202,11 +220,13 @@ def _files_of(source: str) -> tuple[list[str], int]:
 
 def _run_all(contestants: list[Contestant], task: dict[str, Any], rounds: int, total_bytes: int, bar: Bar) -> list[str]:
     """Run every contestant once in each round; return notes about the conditions of the measurement."""
-    draw, warm, is_direct = random.Random(1), False, True
+    draw, warm, is_direct, writes = random.Random(1), False, True, list[list[float]]()
+    memory_bytes = max(mmap.PAGESIZE, min(_COPIES * total_bytes + _BUFFER_BYTES, room_in_memory() // 2))
     for _ in range(rounds):
         for one in draw.sample(contestants, len(contestants)):
             if one.failure is None:
-                record = _run({**task, "contestant": one.name, "package": PEERS.get(one.name, "")})
+                spec = {"contestant": one.name, "package": PEERS.get(one.name, ""), "memory_bytes": memory_bytes}
+                record = _run(task | spec)
                 one.failure = record.get("error")
                 if one.failure is None:
                     one.version = record["version"]
@@ -214,6 +234,7 @@ def _run_all(contestants: list[Contestant], task: dict[str, Any], rounds: int, t
                     one.checksums |= {record["checksum"]} - {None}
                     warm |= (record["resident_fraction"] or 0.0) > _COLD_FRACTION
                     is_direct &= record["is_direct"]
+                    writes += [record["write_seconds"]] if record["write_seconds"] else []
             bar.advance(total_bytes, total_bytes * rounds * len(contestants))
     notes = []
     expected = {checksum for one in contestants if one.name == "stio" for checksum in one.checksums}
@@ -226,6 +247,8 @@ def _run_all(contestants: list[Contestant], task: dict[str, Any], rounds: int, t
         )
     if not is_direct:
         notes.append("This filesystem has no direct reads: the limit was read through the page cache.")
+    if writes:
+        notes.append(_memory_note(writes, memory_bytes, total_bytes))
     return notes
 
 
@@ -288,23 +311,25 @@ def _rates(contestants: list[Contestant], total_bytes: int) -> Iterator[Rate]:
 
 
 def verdict(contestants: list[Contestant]) -> list[str]:
-    """Return the meaning of the medians as sentences."""
+    """Return the meaning of the runs as sentences. Only runs of the same round are compared."""
     by_name = {one.name: one for one in contestants}
     ours, limit = by_name["stio"], by_name[LIMIT]
     if ours.median is None:
         return ["stio could not load this; there is nothing to compare."]
     sentences = []
     if limit.median is not None:
-        share = limit.median / ours.median
+        shares = ours.ratios_to(limit)
+        share, spread = median(shares), f"{min(shares):.0%} to {max(shares):.0%} in {counted(len(shares), 'round')}"
         reaches = f"reaches {share:.0%} of the disk's limit" if share <= 1 - _EQUAL else "reads as fast as a raw reader"
-        sentences.append(f"stio {reaches}.")
-    peers = [(seconds, one.name) for one in contestants if one.name in PEERS and (seconds := one.median) is not None]
-    if peers:
-        sentences += _compared(ours, by_name[min(peers)[1]], are_more=len(peers) > 1)
-    else:
+        sentences.append(f"stio {reaches} ({spread}).")
+    peers = [one for one in contestants if one.name in PEERS and one.median is not None]
+    sentences += [_compared(ours, peer) for peer in peers]
+    if not peers:
         sentences.append(
             f"There is no peer to compare it with: none of {', '.join(PEERS.values())} is installed and works."
         )
+    elif len(ours.seconds) < _FEWEST_ROUNDS:
+        sentences.append(f"Fewer than {_FEWEST_ROUNDS} rounds show no difference reliably: run more rounds.")
     if limit.median is not None and (swing := max(limit.seconds) / min(limit.seconds)) > _UNSTEADY:
         sentences.append(
             f"The disk's own rate changed by a factor of {swing:.1f}: run it again when nothing else uses the disk."
@@ -312,22 +337,42 @@ def verdict(contestants: list[Contestant]) -> list[str]:
     return sentences
 
 
-def _compared(ours: Contestant, best: Contestant, *, are_more: bool) -> Iterator[str]:
-    """Compare stio with the fastest peer, and say whether the runs are enough for the claim."""
-    assert ours.median is not None
-    assert best.median is not None
-    ratio, others = best.median / ours.median, ", the fastest of the others" if are_more else ""
+def _compared(ours: Contestant, peer: Contestant) -> str:
+    """Compare stio with a peer, and say whether the rounds agree on which is faster."""
+    ratios = ours.ratios_to(peer)
+    ratio, rounds = median(ratios), counted(len(ratios), "round")
+    spread = f"({min(ratios):.2f} to {max(ratios):.2f} in {rounds})"
     if abs(ratio - 1) <= _EQUAL:
-        yield f"It is as fast as {best.label}{others}."
-        return
+        return f"It is as fast as {peer.label} {spread}."
+    if len(ratios) >= _FEWEST_ROUNDS and not _agree(ratios):
+        return f"Its difference from {peer.label} is within the noise: {ratio:.2f} times as fast {spread}."
     if ratio > 1:
-        yield f"It is {ratio:.2g} times as fast as {best.label}{others}."
-    else:
-        yield f"{best.label} is {1 / ratio:.2g} times as fast as stio here."
-    if min(len(ours.seconds), len(best.seconds)) < 2:
-        yield "One round is not reliable: run more rounds."
-    elif max(min(ours.seconds), min(best.seconds)) <= min(max(ours.seconds), max(best.seconds)):
-        yield "Their runs overlap: run more rounds to be sure."
+        return f"It is {ratio:.2f} times as fast as {peer.label} {spread}."
+    spread = f"({1 / max(ratios):.2f} to {1 / min(ratios):.2f} in {rounds})"
+    return f"{peer.label} is {1 / ratio:.2f} times as fast as stio here {spread}."
+
+
+def _agree(ratios: Sequence[float]) -> bool:
+    """Return whether so many rounds agree that equal contestants would do so in one of eight measurements at most.
+
+    This is the sign test: it allows one exception in 7 rounds, and 2 in 10.
+    """
+    faster = sum(ratio > 1 for ratio in ratios)
+    exceptions = min(faster, len(ratios) - faster)
+    return 16 * sum(comb(len(ratios), k) for k in range(exceptions + 1)) <= 1 << len(ratios)
+
+
+def _memory_note(writes: list[list[float]], memory_bytes: int, total_bytes: int) -> str:
+    """Say how fast memory is at its first write and at a later one, by the run in which they differ most."""
+    first, later = max(writes, key=lambda pair: pair[0] / pair[1])
+    text = f"First write to memory: {rate_text(memory_bytes, first)}; later ones: {rate_text(memory_bytes, later)}."
+    if first <= _SLOW_FIRST_WRITE * later:
+        return f"{text} So new memory delays no load here."
+    lost = (first - later) * total_bytes / memory_bytes
+    return (
+        f"{text} The host of a virtual machine provides memory at the first write: a load into new memory takes up to "
+        f"{show_seconds(lost)} longer than these."
+    )
 
 
 def _as_json(

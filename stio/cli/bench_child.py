@@ -1,13 +1,14 @@
 """One run of one contestant of `stio bench`, in a process of its own: `python -m stio.cli.bench_child SPEC`.
 
-SPEC is JSON, and so is the output. Before the measured time the imports are done, the runtime of the device is started
-and the files are evicted. The measured time starts at the call of the loader. It ends when one byte of every page of
-every tensor was read through the tensor, on its device.
+SPEC is JSON, and so is the output. Before the measured time the imports are done, the runtime of the device is started,
+memory is written to and freed, and the files are evicted. The measured time starts at the call of the loader. It ends
+when one byte of every page of every tensor was read through the tensor, on its device.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import sys
 import threading
@@ -16,19 +17,26 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from time import perf_counter
-from typing import Any
+from time import perf_counter, sleep
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from stio import __version__
+from stio.runtime.control_groups import num_processors
 from stio.runtime.memory import allocate
 from stio.storage.local import open_file
+
+if TYPE_CHECKING:
+    import torch  # the limit needs none, and its import takes seconds
 
 _DEPTH, _BLOCK_BYTES = 16, 8 << 20
 """Number of reads at once for the limit, and bytes of one read. More reads, or larger ones, have the same rate."""
 
-Loader = Callable[[], dict[str, torch.Tensor]]
+_EVICTIONS, _EVICTION_SECONDS = 5, 0.05
+"""Number of attempts to evict a file, and the time to wait before the second one; pages that are in use stay."""
+
+Loader = Callable[[], "dict[str, torch.Tensor]"]
 
 
 def _stio(source: str, paths: list[str], device: str) -> Loader:
@@ -107,10 +115,32 @@ def _limit(paths: list[str]) -> tuple[Callable[[], None], bool]:
     return read, bool(direct)
 
 
+def _write_memory(nbytes: int) -> float:
+    """Write to every page of new memory, by a thread for each processor, and free it; return the time of the writes.
+
+    Otherwise the first runs, and those of contestants that need more memory, would include the time in which the host
+    of a virtual machine provides it. It takes back free memory, some hosts after seconds, so each run does this.
+    """
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(getattr(mmap, "MADV_HUGEPAGE", mmap.MADV_NORMAL))
+        pages = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
+        with ThreadPoolExecutor(num_processors()) as pool:
+            began = perf_counter()
+            list(pool.map(lambda part: part.fill(1), np.array_split(pages, num_processors())))
+            seconds = perf_counter() - began
+        del pages
+    return seconds
+
+
 def _evict(paths: list[str]) -> float | None:
     """Evict files from the page cache; return the largest part still in it, None if the kernel cannot report it."""
-    left = []
-    for path in paths:
+    known = [fraction for path in paths if (fraction := _evict_one(path)) is not None]
+    return max(known) if known else None
+
+
+def _evict_one(path: str) -> float | None:
+    for attempt in range(_EVICTIONS):
+        sleep(_EVICTION_SECONDS * attempt)
         fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)
@@ -118,14 +148,15 @@ def _evict(paths: list[str]) -> float | None:
         finally:
             os.close(fd)
         with closing(open_file(path)) as file:
-            left.append(file.resident_fraction())
-    known = [fraction for fraction in left if fraction is not None]
-    return max(known) if known else None
+            left = file.resident_fraction()
+        if not left:
+            break
+    return left
 
 
 def _touch(tensors: dict[str, torch.Tensor]) -> int:
     """Read a byte of every page, and the last byte of each tensor; return their sum, which waits for the device."""
-    total = 0
+    torch, total = import_module("torch"), 0
     for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():  # a tied weight counts once
         if tensor.numel():
             raw = tensor.reshape(-1).view(torch.uint8)
@@ -145,22 +176,22 @@ def _version(contestant: str, package: str) -> str:
 def main(spec: str) -> dict[str, Any]:
     """Do one run; return its record."""
     task = json.loads(spec)
-    paths, device = task["paths"], task["device"]
-    checksum, is_direct = None, True
-    if task["contestant"] == "limit":
-        read, is_direct = _limit(paths)
-        resident = _evict(paths)
-        began = perf_counter()
-        read()
+    paths, device, is_limit = task["paths"], task["device"], task["contestant"] == "limit"
+    load: Callable[[], Any]
+    if is_limit:
+        load, is_direct = _limit(paths)
     else:
-        load = _LOADERS[task["contestant"]](task["source"], paths, device)
-        torch.zeros(1, device=device)
-        resident = _evict(paths)
-        began = perf_counter()
-        tensors = load()
-        checksum = _touch(tensors)
+        load, is_direct = _LOADERS[task["contestant"]](task["source"], paths, device), True
+        import_module("torch").zeros(1, device=device)
+    takes_memory = not is_limit or not is_direct
+    writes = [_write_memory(task["memory_bytes"]) for _ in range(2)] if takes_memory else None
+    resident = _evict(paths)
+    began = perf_counter()
+    tensors = load()
+    checksum = None if tensors is None else _touch(tensors)
     return {
         "seconds": perf_counter() - began,
+        "write_seconds": writes,
         "checksum": checksum,
         "resident_fraction": resident,
         "is_direct": is_direct,

@@ -35,7 +35,7 @@ from stio.runtime.trace import Trace
 from stio.runtime.units import counted, show_bytes
 from stio.runtime.urls import without_secrets
 
-_TIMELINES = {".html": "save_html", ".json": "save_chrome", ".svg": "save_svg"}
+_TIMELINES = {".json": "save_chrome", ".svg": "save_svg"}
 """Suffix of a timeline, and the method of a trace that writes it."""
 
 
@@ -53,9 +53,7 @@ _TIMELINES = {".html": "save_html", ".json": "save_chrome", ".svg": "save_svg"}
 )
 @FILTER_OPTION
 @click.option("--verify", is_flag=True, help="Compare the files with the manifest first.")
-@click.option(
-    "--timeline", metavar="FILE", type=PATH, help="Draw what happened when: .svg, .html, or .json for Perfetto."
-)
+@click.option("--timeline", metavar="FILE", type=PATH, help="Draw what happened when: .svg, or .json for Perfetto.")
 @JSON_OPTION
 @NO_PROGRESS_OPTION
 def load(

@@ -165,11 +165,11 @@ class Scanner:
         self.pos += 1
         text = ""
         while self.peek() != _QUOTE:
-            text += self._string_run(start)
+            text += self._string_run()
         self.pos += 1
         return text
 
-    def _string_run(self, start: int) -> str:
+    def _string_run(self) -> str:
         """Read a part of a string, at most a window; neither a character nor a surrogate pair is split."""
         raw, pos = self.raw, self.pos
         match = _STRING_RUN.match(raw, pos, min(pos + WINDOW_BYTES, self.end))

@@ -531,15 +531,15 @@ class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed
             )
             return
         self._restored = states[trainer.global_rank]
-        self._restore(trainer)
+        self._restore()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore them again: what sets up a strategy may have used them."""
-        self._restore(trainer)
+        self._restore()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore them again: an epoch of which only the end was left has used them for batches that are dropped."""
-        self._restore(trainer)
+        self._restore()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Drop them: the training goes on."""
@@ -553,7 +553,7 @@ class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed
         """Drop them: they are not for a later training."""
         self._restored = None
 
-    def _restore(self, trainer: Trainer) -> None:
+    def _restore(self) -> None:
         if self._restored is None:
             return
         try:

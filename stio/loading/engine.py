@@ -73,7 +73,7 @@ class EngineExecutor:
         if len(ranges) == before:
             self._done.append(group)
             if path.image is None and group.blocks:  # pages that are read when they are used
-                self._record(group, perf_counter(), perf_counter(), thread=0)
+                self._record(group, perf_counter(), perf_counter())
         else:
             self._groups[group.index] = group
 
@@ -152,18 +152,17 @@ class EngineExecutor:
                 for claim in claims:
                     image.mark_present(claim.start, claim.stop)
                 filled.append(group)
-            self._record(group, one.started, one.ended, one.thread)
+            self._record(group, one.started, one.ended, lane=f"engine-{one.thread + 1}")
         if filled:
             self.add(filled)
             if self._fills:  # not behind all other reads: tensors come in the plan's order, and copies run beside reads
                 self._transfer.arrange([group.index for group in filled])
 
-    def _record(self, group: Group, started: float, ended: float, thread: int) -> None:
-        """Add a span of a group to the trace, on a lane of the thread that ended it."""
+    def _record(self, group: Group, started: float, ended: float, lane: str | None = None) -> None:
+        """Add a span of a group to the trace: on the lane of the engine's thread that ended it, or of this thread."""
         if self._trace is not None:
             path = self._paths[group.selection]
             nbytes = sum(block.nbytes for block in group.blocks)
-            lane = f"{path.label}-{thread + 1}"
             self._trace.add(path.label, started, ended, num_bytes=nbytes, detail=type(path).__name__, lane=lane)
 
     def wake(self) -> None:

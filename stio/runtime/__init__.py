@@ -6,7 +6,7 @@ without an event loop; `event_loop.py` runs coroutines of storages and producers
 few threads that work on one queue. `calls.py` makes calls that a cancel can leave, `first_use.py` imports on a thread.
 `process.py` holds what belongs to the whole process: fork hooks, the interpreter's switch interval, pauses of the
 garbage collector. A `Region` (`memory.py`) is host memory by address. A `Trace` (`trace.py`) records what each thread
-did and when; `spans.py` adds it up, `timeline.py` and `trace_page.py` draw it. `stats.py` counts. `locks.py` makes all
+did and when; `spans.py` adds it up, `timeline.py` draws it. `stats.py` counts. `locks.py` makes all
 locks of stio and says which threads may hold one. `control_groups.py` reads the limits of memory and processors,
 `numa.py` the nodes of memory. `notebook.py` makes tables for notebooks, `bar_chart.py` and `svg.py` pictures.
 `limits.py`, `pacing.py`, `hashing.py`, `log.py`, `progress.py`, `units.py` and `urls.py` are small modules for all

@@ -45,12 +45,3 @@ class Pacer:
             self.piece_bytes *= 2
         elif seconds > _MOST_SECONDS and self.piece_bytes > _SMALLEST_PIECE_BYTES:
             self.piece_bytes = max(_SMALLEST_PIECE_BYTES, self.piece_bytes // 2)
-
-
-class Unpaced:
-    """Leaves blocks as they are: for storages whose best size of a read is known."""
-
-    def pieces(self, nbytes: int, stopped: Callable[[], bool]) -> Iterator[tuple[int, int]]:
-        """Yield the block as one piece, unless `stopped()`."""
-        if nbytes and not stopped():
-            yield 0, nbytes

@@ -5,7 +5,7 @@ Pure arithmetic. `trace.py` records spans, `timeline.py` draws them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -21,7 +21,8 @@ class Span:
     for the work of the consumer of the tensors. In a save: `plan`, `begin`, `stage`, `hash`, `write`, `sync`, `commit`.
     In both: `wait`."""
     lane: str
-    """The thread or device queue that did the work: one row of a timeline."""
+    """The thread or device queue that did the work: one row of a timeline. `engine-1` and so on are the engine's
+    threads. Each has the groups whose last bytes it moved, from a group's first read on."""
     start: float
     """Start, in seconds."""
     end: float
@@ -85,6 +86,21 @@ def usable(spans: Iterable[Span]) -> list[Span]:
     """Return the spans with a valid time, by their start; of two with the same start the longer one first."""
     found = [span for span in spans if -_AGE_SECONDS < span.start <= span.end < _AGE_SECONDS]  # false for NaN
     return sorted(found, key=lambda span: (span.start, -span.end))
+
+
+def in_tracks(spans: Iterable[Span]) -> Iterator[tuple[Span, int]]:
+    """Yield each usable span with the number of its track in its lane; on a track spans nest, or follow each other."""
+    tracks: dict[str, list[list[float]]] = {}  # of each lane: the ends of the spans that are open
+    for span in usable(spans):
+        own = tracks.setdefault(span.lane, [])
+        for ends in own:
+            while ends and ends[-1] <= span.start:
+                ends.pop()
+        free = (k for k, ends in enumerate(own) if not ends or span.end <= ends[-1])
+        if (number := next(free, len(own))) == len(own):
+            own.append([])
+        own[number].append(span.end)
+        yield span, number
 
 
 def summarize(spans: Iterable[Span]) -> Summary:

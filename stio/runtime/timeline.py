@@ -2,7 +2,7 @@
 
 A lane is a thread or a device queue. A lane with few spans shows each span, with a tooltip. A lane with too many of
 them becomes columns: each kind of work fills a column by its share of the column's time. If the picture is still longer
-than the limit, the columns become wider. `trace_page.py` puts the picture on a page that zooms.
+than the limit, the columns become wider.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _KNOWN = {
 _FURTHER = [("#6b7f2a", "#a5bb5a"), ("#7a4fa3", "#b08ad6"), ("#3f7f7f", "#6fb5b5"), ("#a35a4f", "#d68e84")]
 
 _LIGHT = """\
-.stio .row{fill:#f3f5f7}.stio .grid{stroke:#d1d9e0;fill:none;vector-effect:non-scaling-stroke}
-.stio .bar{fill-opacity:.82;stroke-width:.7;vector-effect:non-scaling-stroke}
+.stio .row{fill:#f3f5f7}.stio .grid{stroke:#d1d9e0;fill:none}
+.stio .bar{fill-opacity:.82;stroke-width:.7}
 """
 _DARK = ".stio .row{fill:#161b22}.stio .grid{stroke:#30363d}"
 
@@ -142,10 +142,7 @@ def _picture(
     )
     grid, axis = _axis(scale.seconds, top, height)
     palette, (light, dark) = _style(kinds)
-    plot = (
-        f'<svg class="plot" data-seconds="{scale.seconds!r}" x="{_LEFT}" y="{top}" width="{_PLOT}" height="{height}" '
-        f'viewBox="0 0 {_PLOT} {height}" preserveAspectRatio="none">{paper}{grid}{bars}</svg>'
-    )
+    plot = f'<svg class="plot" x="{_LEFT}" y="{top}" width="{_PLOT}" height="{height}">{paper}{grid}{bars}</svg>'
     return svg.document(
         head + labels + plot + axis,
         height=top + height + 30,

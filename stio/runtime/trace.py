@@ -15,9 +15,8 @@ from pathlib import Path
 from time import perf_counter
 
 from stio.runtime.process import thread_name
-from stio.runtime.spans import CALLER, Span
+from stio.runtime.spans import CALLER, Span, in_tracks
 from stio.runtime.timeline import draw
-from stio.runtime.trace_page import page
 from stio.runtime.units import counted
 from stio.runtime.urls import without_secrets
 
@@ -68,22 +67,27 @@ class Trace:
         self.spans.append(Span(name, lane, start - self.origin, end - self.origin, num_bytes, detail))
 
     def save_chrome(self, path: str | Path) -> None:
-        """Write the trace as JSON for Perfetto (ui.perfetto.dev) and for the tracing page of Chrome."""
-        lanes = {lane: k for k, lane in enumerate(dict.fromkeys(s.lane for s in self.spans))}
+        """Write the trace as JSON for Perfetto (ui.perfetto.dev) and for the tracing page of Chrome.
+
+        Spans of one lane that overlap in part, as copies of a device do, are on several rows of this name.
+        """
+        placed = list(in_tracks(self.spans))
+        tracks = {track: k for k, track in enumerate(dict.fromkeys((s.lane, track) for s, track in placed))}
         events: list[dict[str, object]] = [
-            {"ph": "M", "name": "thread_name", "pid": 1, "tid": k, "args": {"name": lane}} for lane, k in lanes.items()
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": k, "args": {"name": lane}}
+            for (lane, _), k in tracks.items()
         ]
         events += [
             {
                 "ph": "X",
                 "name": s.name,
                 "pid": 1,
-                "tid": lanes[s.lane],
+                "tid": tracks[s.lane, track],
                 "ts": s.start * 1e6,
                 "dur": (s.end - s.start) * 1e6,
                 "args": {"num_bytes": s.num_bytes, "detail": s.detail},
             }
-            for s in self.spans
+            for s, track in placed
         ]
         Path(path).write_text(json.dumps({"traceEvents": events}))
 
@@ -100,13 +104,15 @@ class Trace:
         Path(path).write_text(draw(tuple(self.spans), title=title), encoding="utf-8")
 
     def save_html(self, path: str | Path, *, title: str = "") -> None:
-        """Write an HTML page with the picture of `save_svg` that the mouse wheel zooms. It needs no network.
+        """Refuse: traces are written as SVG and as JSON. Perfetto zooms the JSON of `save_chrome`.
 
-        Args:
-            path: The file; replaced if it exists.
-            title: A line above the picture, and the title of the page.
+        Raises:
+            ValueError: Always; it names the methods.
         """
-        Path(path).write_text(page(draw(tuple(self.spans), title=title), title=title), encoding="utf-8")
+        raise ValueError(
+            f"{os.fsdecode(path)}: a trace is not written as HTML, but as SVG (save_svg), or as JSON, which "
+            "ui.perfetto.dev zooms (save_chrome)"
+        )
 
 
 def shown(place: object) -> str:

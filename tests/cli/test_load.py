@@ -94,7 +94,7 @@ def test_a_timeline_for_perfetto(model: Path, tmp_path: Path) -> None:
     assert "open" in names
 
 
-@pytest.mark.parametrize("suffix", ["svg", "html"])
+@pytest.mark.parametrize("suffix", ["svg", "json"])
 def test_the_suffix_picks_the_writer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
     """Against the interface of `Trace`: a method for each kind, which takes the path."""
 
@@ -102,8 +102,8 @@ def test_the_suffix_picks_the_writer(model: Path, tmp_path: Path, monkeypatch: p
         def save_svg(self, path: str) -> None:
             Path(path).write_text(f"svg {len(self.spans) > 0}")
 
-        def save_html(self, path: str) -> None:
-            Path(path).write_text(f"html {len(self.spans) > 0}")
+        def save_chrome(self, path: str) -> None:
+            Path(path).write_text(f"json {len(self.spans) > 0}")
 
     monkeypatch.setattr(cli_load, "Trace", Recorder)
     timeline = tmp_path / f"T.{suffix.upper()}"
@@ -112,7 +112,8 @@ def test_the_suffix_picks_the_writer(model: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_a_timeline_that_could_not_be_written_is_refused_first(model: Path, tmp_path: Path) -> None:
-    assert "end in .html, .json or .svg" in refused("load", model, "--timeline", tmp_path / "t.png")
+    assert "end in .json or .svg" in refused("load", model, "--timeline", tmp_path / "t.png")
+    assert "end in .json or .svg" in refused("load", model, "--timeline", tmp_path / "t.html")
     assert "choose another place" in refused("load", model, "--timeline", tmp_path / "none" / "t.json")
 
 

@@ -34,7 +34,7 @@ _ALONE = "from stio.cli import bench as cli_bench; cli_bench.PEERS = {}; "  # ea
 _RECORDED = """
 cli_bench._run = lambda spec: {
     "seconds": 1.0, "resident_fraction": 0.0, "is_direct": True, "version": "1", "checksum": None
-    if spec["contestant"] == "limit" else 5,
+    if spec["contestant"] == "limit" else 5, "write_seconds": [1.0, 0.1],
 }
 """
 """Makes a bench start no processes, each of which imports torch, where only its output matters."""

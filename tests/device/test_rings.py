@@ -105,7 +105,7 @@ def test_each_tensor_has_its_bytes(place: Any, source: Path, tensors: Any, budge
     with nothing_left():
         found = here.load(source, budget_bytes=budget_bytes, trace=trace)
     require_equal(found, tensors)
-    assert {span.lane.rpartition("-")[0] for span in trace.spans if span.name == "read"} == {"read"}
+    assert {span.lane.rpartition("-")[0] for span in trace.spans if span.name == "read"} == {"engine"}
     assert {span.detail for span in trace.spans if span.name == "read"} == {"DevicePath"}
     assert here.device.num_staging == 0
     assert 0 < here.ring.held_bytes <= native.MOST_THREADS * SLOTS_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import threading
@@ -23,6 +24,7 @@ from stio.loading.scheduler import ReadPath
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
+from stio.runtime.spans import Span
 from stio.runtime.trace import Trace
 from stio.storage.local import LocalFile, open_file
 from stio.storage.mapped import MappedFile
@@ -112,12 +114,32 @@ def test_each_byte_where_it_belongs(file: LocalFile, data: bytes, kind: str) -> 
     assert [k for k in range(12) if found[k] != bytes_of(data, groups[k])] == []
 
 
-def test_spans_of_groups(file: LocalFile) -> None:
-    trace = Trace()
-    load(path_of(file, "copy"), [group(k, k * MIB, MIB) for k in range(9)], trace=trace)
-    assert [(span.name, span.num_bytes, span.detail) for span in trace.spans] == [("read", MIB, "CopiedPath")] * 9
-    assert {span.lane.rpartition("-")[0] for span in trace.spans} == {"read"}
-    assert all(span.start <= span.end for span in trace.spans)
+@pytest.mark.parametrize(("kind", "name"), [("copy", "read"), ("map", "populate")])
+def test_each_group_is_a_span_on_the_row_of_its_thread(
+    file: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str
+) -> None:
+    done: list[native.Done] = []
+    take = native.Transfer.take
+
+    def remember(transfer: native.Transfer) -> list[native.Done]:
+        done.extend(found := take(transfer))
+        return found
+
+    monkeypatch.setattr(native.Transfer, "take", remember)
+    trace, path = Trace(origin=0.0), path_of(file, kind)
+    load(path, [group(k, k * MIB, MIB - k) for k in range(9)], trace=trace)
+    assert sorted(one.group for one in done) == list(range(9))
+    assert trace.spans == [
+        Span(name, f"engine-{one.thread + 1}", one.started, one.ended, MIB - one.group, type(path).__name__)
+        for one in done
+    ]
+    assert all(0 < span.start <= span.end for span in trace.spans)
+    trace.save_svg(tmp_path / "a.svg")
+    trace.save_chrome(tmp_path / "a.json")
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    rows = {span.lane for span in trace.spans}
+    assert rows == {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert all(f">{row}<" in (tmp_path / "a.svg").read_text() for row in rows)
 
 
 def test_whatever_is_arranged_each_group_comes_once(file: LocalFile, data: bytes) -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from stio.runtime.spans import CALLER, Span, covered_seconds, summarize, usable
+from stio.runtime.spans import CALLER, Span, covered_seconds, in_tracks, summarize, usable
 
 
 def span(name: str, start: float, end: float, *, lane: str = "read-1", num_bytes: int = 0) -> Span:
@@ -39,6 +39,18 @@ def test_spans_without_a_place_in_time_are_left_out(start: float, end: float) ->
 def test_outer_spans_come_before_what_lies_within() -> None:
     spans = [span("inner", 0, 1), span("outer", 0, 2), span("early", -1, 0)]
     assert [found.name for found in usable(spans)] == ["early", "outer", "inner"]
+
+
+def test_spans_on_one_track_nest_or_follow_each_other() -> None:
+    spans = [
+        *(span("copy", k, k + 2.5, lane="copy") for k in range(6)),  # three at once
+        *(span("read", k, k + 1) for k in range(3)),
+        *(span("inner", k, k + 0.5) for k in range(3)),
+    ]
+    tracks = [(one.lane, one.start, one.name, track) for one, track in in_tracks(reversed(spans))]
+    assert [track for lane, _, _, track in tracks if lane == "copy"] == [0, 1, 2, 0, 1, 2]
+    assert {track for lane, _, _, track in tracks if lane != "copy"} == {0}
+    assert len(tracks) == len(spans)
 
 
 def test_totals() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from support import Gate, HookedRoot, ramp, save_sharded
+from support import Gate, HookedRoot, needs_engine, ramp, save_sharded
 
 import stio
 from stio import sync
@@ -117,8 +118,30 @@ def test_pictures_of_a_load_and_of_a_save(directory, tmp_path):
         root = ElementTree.parse(tmp_path / "a.svg").getroot()
         text = " ".join("".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text"))
         assert all(word in text for word in words)
-        trace.save_html(tmp_path / "a.html")
-        assert (tmp_path / "a.svg").read_text().strip() in (tmp_path / "a.html").read_text()
+
+
+@needs_engine
+def test_pages_that_are_read_later_are_mapped_by_the_load(directory):
+    trace = stio.Trace()
+    sync.load(directory, memory="lazy", trace=trace)
+    assert {span.lane for span in named(trace, "map")} == {"load"}
+    assert not [span for span in trace.spans if span.lane.startswith("engine")]
+
+
+def test_perfetto_gets_each_span_that_overlaps_others(tmp_path):
+    trace = stio.Trace(origin=0.0)
+    for k in range(9):
+        trace.add("copy", float(k), k + 2.5, lane="copy")  # three at once, as on a device
+    trace.save_chrome(tmp_path / "a.json")
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["copy"] * 3
+    by_row = {}
+    for event in events:
+        if event["ph"] == "X":
+            by_row.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert sum(map(len, by_row.values())) == 9
+    for times in by_row.values():
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(times)))
 
 
 def test_a_trace_can_be_drawn_while_it_is_recorded(directory, tmp_path):
