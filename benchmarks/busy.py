@@ -415,7 +415,7 @@ MOVE_NO_TENSORS = frozenset(
         *("SaveOptions.max_shard_bytes", "SaveOptions.with_changes"),
         *("Saver.aclose", "Saver.close"),
         *("Stream.aclose", "Stream.close", "Stream.__iter__", "Stream.promote"),
-        *("Trace.add", "Trace.save_chrome", "Trace.save_html", "Trace.save_svg", "Trace.span"),
+        *("Trace.add", "Trace.save_chrome", "Trace.save_svg", "Trace.span"),
         *("WarmStart.aclose", "WarmStart.close"),
     }
 )

@@ -255,7 +255,6 @@ PROGRAMS = {
             assert_type(await warm.done(), stio.LoadReport)
         assert_type(trace.spans, list[stio.Span])
         assert_type(trace.save_svg("a.svg", title="a load"), None)
-        assert_type(trace.save_html("a.html"), None)
         statistics = stio.stats()
         assert_type(statistics, stio.Stats)
         assert_type(statistics.num_loads_done, int)

@@ -259,7 +259,7 @@ SHOWN = {
         "stio.DiskCache": {"path", "max_bytes", "stats", "leftovers", "evict"},
         "stio.WarmStart": {"done", "aclose"},
     },
-    "events": {"stio.Trace": {"spans", "save_chrome", "save_svg", "save_html"}},
+    "events": {"stio.Trace": {"spans", "save_chrome", "save_svg"}},
     "distributed": {
         "stio.distributed.save": {"save"},
         "stio.distributed.StioStorageReader": set[str](),

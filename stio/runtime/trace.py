@@ -103,17 +103,6 @@ class Trace:
         """
         Path(path).write_text(draw(tuple(self.spans), title=title), encoding="utf-8")
 
-    def save_html(self, path: str | Path, *, title: str = "") -> None:
-        """Refuse: traces are written as SVG and as JSON. Perfetto zooms the JSON of `save_chrome`.
-
-        Raises:
-            ValueError: Always; it names the methods.
-        """
-        raise ValueError(
-            f"{os.fsdecode(path)}: a trace is not written as HTML, but as SVG (save_svg), or as JSON, which "
-            "ui.perfetto.dev zooms (save_chrome)"
-        )
-
 
 def shown(place: object) -> str:
     """Return the name of a source or destination for logs and traces: its path, or the type of an object."""
