@@ -195,6 +195,7 @@ aws_session_token = token
     [
         ({}, "default-key"),
         ({"AWS_PROFILE": "other"}, "other-key"),
+        ({"AWS_SKIP_SIGNATURE": "false"}, "default-key"),
         ({"AWS_ACCESS_KEY_ID": "from-env", "AWS_SECRET_ACCESS_KEY": "secret"}, "from-env"),
     ],
 )
@@ -227,6 +228,15 @@ def test_s3_settings_are_passed_through(server: Any, monkeypatch: pytest.MonkeyP
     assert server.requests[-1].headers["user-agent"] == "me"
     with pytest.raises(StorageError, match="settings"):
         RemoteRoot("s3://bucket", config={"no_such_setting": "x"})
+
+
+@pytest.mark.parametrize("name", ["azure_endpoint", "azure_storage_endpoint", "endpoint"])
+def test_azure_by_http(server: HttpServer, name: str) -> None:
+    """An endpoint without TLS is one under each of its names."""
+    config = {name: f"{server.url}/account", "account_name": "account", "skip_signature": "true"}
+    with pytest.raises(CheckpointNotFoundError):
+        RemoteRoot("az://box", config=config, patience=PATIENT).open("a")
+    assert [request.path for request in server.requests] == ["/account/box/a"]
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
