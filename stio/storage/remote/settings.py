@@ -310,6 +310,13 @@ def advice_on_settings(scheme: str, reason: str, config: Options, client_options
     return f"; these variables are set: {listed(names)}" if names else ""
 
 
+def maker_of(scheme: str) -> Any:
+    """Return what makes a store of obstore, of a URL of http, or of the name of a bucket or container."""
+    stores: Any = import_module("obstore.store")
+    kinds = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}
+    return kinds.get(scheme, stores.HTTPStore.from_url)
+
+
 def _rejects(reason: str, name: str) -> bool:
     """Return whether an error of obstore says that there is no setting of a name."""
     # "Configuration key: 'regoin' is not valid for store 'S3'." or "Invalid key: timeot."
@@ -324,13 +331,11 @@ def _has_setting(scheme: str, argument: str, name: str) -> bool:
         argument: "config" or "client_options".
         name: Name of the setting, or of its variable.
     """
-    stores: Any = import_module("obstore.store")
-    kinds = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}
-    if argument == "config" and scheme not in kinds:
+    if argument == "config" and scheme not in _PREFIXES:
         return False
     try:
         # The second name is rejected at the latest: nothing is read from the environment, and no store is made.
-        kinds.get(scheme, stores.HTTPStore.from_url)("http://host", **{argument: {name: "", "no such setting": ""}})
+        maker_of(scheme)("http://host", **{argument: {name: "", "no such setting": ""}})
     except Exception as error:  # a value of the wrong type too
         return not _rejects(str(error), name)
     return True

@@ -32,6 +32,7 @@ from stio.storage.remote.settings import (
     bare,
     checked,
     is_true,
+    maker_of,
     variable,
     without_values,
 )
@@ -170,7 +171,6 @@ def new_store(
         StorageError: The settings do not make a store.
     """
     require_obstore()
-    stores: Any = import_module("obstore.store")
     exceptions: Any = import_module("obstore.exceptions")
     client: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=_CONNECT_SECONDS),
@@ -179,16 +179,13 @@ def new_store(
     }
     try:
         if location.scheme in ("http", "https"):
-            make, target = stores.HTTPStore.from_url, without_user(location.store)
+            target = without_user(location.store)
             if authorization := authorization_of(location.store):
                 client["default_headers"] = {"authorization": authorization}
             client["allow_http"] = location.scheme == "http"
             settings: dict[str, Any] = {}
         else:
-            make, target = (
-                {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[location.scheme],
-                location.store,
-            )
+            target = location.store
             found, credential_provider = _settings(location, config or {}, credential_provider)
             client["allow_http"] = _endpoint(location.scheme, found).startswith("http://")
             settings = {"config": found} if found else {}
@@ -196,7 +193,7 @@ def new_store(
                 settings["credential_provider"] = credential_provider
         if not client["allow_http"]:
             client |= added_authorities(location.scheme)
-        return make(
+        return maker_of(location.scheme)(
             target,
             client_options=client | dict(client_options or {}),
             retry_config=_retries(num_retries, retry_seconds),
