@@ -744,9 +744,10 @@ MUTANTS = (
         RING,
         (
             "    int code = 0;\n    bool queued = false;\n",
-            "    int code = ring->driver->event_record(filled->event, ring->stream);\n    bool queued = false;\n",
+            "    const int early = ring->driver->event_record(filled->event, ring->stream);\n"
+            "    int code = 0;\n    bool queued = false;\n",
         ),
-        ("    if (code == 0 || queued) code = ring->driver->event_record(filled->event, ring->stream);\n", ""),
+        ("code = ring->driver->event_record(filled->event, ring->stream);", "code = early;"),
         tests=EACH_EVENT,
     ),
     mutant(

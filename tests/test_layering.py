@@ -76,6 +76,7 @@ DYNAMIC_IMPORTS = {
     "storage/hub.py": "huggingface_hub is an extra, needed with hf:// only",
     "storage/open.py": "what reads URLs, and numpy with it, is needed with a URL only",
     "storage/remote/source.py": "what saves is needed by saves only, and imports this",
+    "storage/remote/settings.py": "obstore is an extra, needed with URLs only",
     "storage/remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with some profiles of AWS only",
     "sync.py": "torch.distributed is needed with stio.distributed only",
 }

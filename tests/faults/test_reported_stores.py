@@ -577,7 +577,7 @@ def test_c331_a_cancel_is_heard() -> None:
 
 
 @pytest.mark.parametrize("begin", [0, 1], ids=["header", "data"])
-@pytest.mark.parametrize("by", ["plain", "obstore", "whole"])
+@pytest.mark.parametrize("by", ["ranges", "whole"])
 def test_c341_a_connection_that_trickles_is_a_stall(begin: int, by: str) -> None:
     """It is never silent for long; the rate is told."""
 
@@ -600,10 +600,9 @@ def test_c341_a_connection_that_trickles_is_a_stall(begin: int, by: str) -> None
                 handler.wfile.write(LARGE_DATA[at : at + 40])
                 at += 40
 
-    options: Any = {"client_options": {"user_agent": "x"}} if by == "obstore" else {}
     with Server(answer) as server:
         patience = Patience(num_attempts=2, num_stalls=2, stall_seconds=1.0)
-        root = one_file(server.url, patience=patience, **options)
+        root = one_file(server.url, patience=patience)
         began = time.monotonic()
         with pytest.raises(StallTimeoutError, match=r"sent (only|fewer than) [\d,]+ bytes/s for 1 s") as caught:
             sync.load(root)
@@ -628,22 +627,24 @@ def test_c341_a_slow_connection_is_no_stall() -> None:
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("number", [0, 1, 2], ids=["header", "data", "end"])
 def test_c342_retry_after_is_obeyed(number: int, status: int, caplog: pytest.LogCaptureFixture) -> None:
+    """obstore does not show the field: the second answer is the first of which stio knows it."""
+
     def answer(handler: Any, k: int) -> None:
-        if number <= k < number + 2:
+        if number <= k < number + 3:
             send(handler, status, Retry_After="1")
         else:
             send_object(handler, data)
 
     data = as_bytes({"w": torch.zeros(100_000)})
+    caplog.set_level("INFO", logger="stio")
     with Server(answer) as server:
         sync.load(f"{server.url}/model.safetensors")
         gaps = [b - a for a, b in itertools.pairwise(server.times)]
-        assert min(gaps[number : number + 2]) >= 0.95
+        assert min(gaps[number + 1 : number + 3]) >= 0.95
         assert "requests a pause of 1 s" in caplog.text
 
 
 def test_c342_retry_after_by_s3_and_as_a_date(monkeypatch: pytest.MonkeyPatch) -> None:
-    """obstore does not show the field: the second request is the first of which stio knows it."""
     until = time.time() + 3
 
     def answer(handler: Any, k: int) -> None:

@@ -415,3 +415,20 @@ def test_large_tensors_keep_all_connections_busy(server: HttpServer) -> None:
     tensors = put_large(server, 12 << 20, 2)
     assert same(stio.sync.load(f"{server.url}/m.safetensors", budget_bytes=16 << 20), tensors)
     assert server.most_at_once > 6  # 8 MiB for answers of 1 MiB; both tensors with theirs would not fit beside them
+
+
+@pytest.mark.anyio
+async def test_many_loads_at_one_time(
+    server: HttpServer, files: dict[str, bytes], tensors: dict[str, torch.Tensor]
+) -> None:
+    server.objects |= files
+    found: list[dict[str, torch.Tensor]] = []
+
+    async def load() -> None:
+        found.append(await stio.load(f"{server.url}/one.safetensors"))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(8):
+            tasks.start_soon(load)
+    assert len(found) == 8
+    assert all(same(one, tensors) for one in found)

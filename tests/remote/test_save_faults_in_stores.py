@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 from proxy import Broken, Proxy
 from save_helpers import IMPATIENT, generation, keys, same, uploads
+from servers import Fault, HttpServer
 from support import eventually
 
 import stio
@@ -28,6 +29,7 @@ from stio.errors import (
 from stio.storage.remote import save as remote_save
 from stio.storage.remote import unused
 from stio.storage.remote.folder import Folder
+from stio.storage.remote.requests import Patience
 from stio.storage.remote.source import RemoteRoot
 from stio.storage.remote.stores import locate, new_store, signed_url
 
@@ -390,6 +392,19 @@ def test_uploads_that_may_not_be_listed(s3: Any, proxy: Proxy, caplog: pytest.Lo
     assert "ExpiredToken" in caplog.text
     assert "AbortIncompleteMultipartUpload" in caplog.text
     assert "Signature" not in caplog.text
+
+
+@pytest.mark.parametrize(("status", "num_requests"), [(501, 1), (503, 2)])
+def test_a_store_that_lists_no_uploads(
+    s3: Any, server: HttpServer, caplog: pytest.LogCaptureFixture, status: int, num_requests: int
+) -> None:
+    """One that has no such request (501) is asked once."""
+    server.fault = lambda number, request: Fault(status=status)
+    root = RemoteRoot("s3://bucket/m", config={"endpoint": server.url}, patience=Patience(2, first_pause_seconds=0.01))
+    assert unused._uploads(Folder(root)) == []
+    assert "cannot be listed" in caplog.text
+    assert len(server.requests) == num_requests
+    assert all("X-Amz-Signature" in request.path for request in server.requests)
 
 
 @pytest.mark.parametrize("style", ["true", "false"])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import random
 import re
+import socket
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ DATA = random.Random(3).randbytes(700_001)
 
 
 OBSTORE_ALONE = {"client_options": {"user_agent": "test"}}
-"""With settings for obstore's client, ranges are not read by plain http."""
+"""With settings for obstore's client, a request that was refused is not repeated by `ask`."""
 
 
 def source_of(server: HttpServer, data: bytes = DATA, *, patience: Patience = PATIENT, **options: Any) -> Source:
@@ -39,9 +42,9 @@ def source_of(server: HttpServer, data: bytes = DATA, *, patience: Patience = PA
     return RemoteRoot(f"{server.url}/dir", patience=patience, **options).open("a.bin")
 
 
-@pytest.fixture(params=[{}, OBSTORE_ALONE], ids=["plain", "obstore"])
+@pytest.fixture(params=[{}, OBSTORE_ALONE], ids=["asked", "obstore"])
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return settings of a root: ranges are read by plain http first, or by obstore alone."""
+    """Return settings of a root: requests that were refused are repeated by `ask`, or by obstore alone."""
     found: dict[str, Any] = request.param
     return found
 
@@ -149,7 +152,7 @@ def test_c92_c93_c94_one_failure_is_repeated(
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_c92_c93_c94_failures_without_end(server: HttpServer, fault: Fault, options: dict[str, Any]) -> None:
-    """The last cause is kept. Plain http makes one attempt more, before those of obstore."""
+    """The last cause is kept."""
     source = source_of(server, **options)
     server.fault = lambda number, request: fault
     with pytest.raises(StorageError) as caught:
@@ -157,7 +160,7 @@ def test_c92_c93_c94_failures_without_end(server: HttpServer, fault: Fault, opti
     assert caught.value.path == source.path
     stalls = fault.hang or fault.hang_after >= 0
     attempts = PATIENT.num_stalls if stalls else PATIENT.num_attempts
-    assert len(server.requests) == 1 + (not options) + attempts
+    assert len(server.requests) == 1 + attempts
     assert f"in {attempts} attempts" in str(caught.value)
     assert isinstance(caught.value, StallTimeoutError) == stalls
     if fault.body:
@@ -183,7 +186,7 @@ def test_c91_refusals_are_not_repeated(
     server.fault = lambda number, request: fault
     with pytest.raises(kind, match=words):
         read_guarded(source, 300_000, 3000)
-    assert len(server.requests) == 2 + (not options)
+    assert len(server.requests) == 2
 
 
 def test_c91_a_server_that_ignores_if_match(server: HttpServer, options: dict[str, Any]) -> None:
@@ -264,6 +267,20 @@ def test_names_are_encoded_once(server: HttpServer) -> None:
     assert read_guarded(source, 0, 1) == b"x"
 
 
+def test_a_repeated_request_has_the_name_and_the_user_of_the_first(server: HttpServer) -> None:
+    """obstore makes the first one, and Python's client the second."""
+    server.user = "Basic bWU6cHc="
+    server.put("/d/a b%ü+#.bin", DATA)
+    source = RemoteRoot(server.url.replace("//", "//me:pw@") + "/d?sig=1%2B2", patience=PATIENT).open("a b%ü+#.bin")
+    server.fault = nth(1, Fault(status=503))
+    assert read_guarded(source, 300_000, 10) == DATA[300_000:300_010]
+    _, first, second = server.requests
+    assert ("Python" in first.headers.get("user-agent", ""), "Python" in second.headers["user-agent"]) == (False, True)
+    for name in ("authorization", "range", "if-match"):
+        assert first.headers[name] == second.headers[name]
+    assert first.path == second.path
+
+
 def test_no_server(server: HttpServer) -> None:
     url = server.url
     server.stop()
@@ -273,13 +290,15 @@ def test_no_server(server: HttpServer) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_process_is_refused(server: HttpServer) -> None:
+@pytest.mark.parametrize("call", ["read", "check"])
+def test_a_forked_process_is_refused(server: HttpServer, call: str) -> None:
     source = source_of(server)
+    source.read_into(300_000, [memory.allocate(10)])  # its connection is idle now
     pid = os.fork()
     if not pid:
         code = 1
         try:
-            source.read_into(300_000, [memory.allocate(10)])
+            source.read_into(300_000, [memory.allocate(10)]) if call == "read" else source.check_unchanged()
         except StorageError as error:
             code = 0 if "spawn" in str(error) else 2
         finally:
@@ -298,14 +317,6 @@ def test_attempts_are_logged(server: HttpServer, caplog: pytest.LogCaptureFixtur
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert f"{source.path}: attempt 1 of 3 failed (stalled)" in caplog.text
     assert "attempt 1 of 4 failed (busy: SlowDown)" in caplog.text
-    caplog.clear()
-    source = source_of(server)
-    for number, fault in ((6, Fault(hang=True)), (8, Fault(status=503))):
-        server.fault = nth(number, fault)
-        read_guarded(source, 300_000, 10)
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    assert "reading a range by obstore: the server sent no bytes for 0.3 s" in caplog.text
-    assert "reading a range by obstore: the server answered 'HTTP/1.1 503" in caplog.text
 
 
 def test_a_server_that_is_not_there_is_told_at_the_first_repeat(
@@ -348,3 +359,140 @@ def test_without_etags_size_and_time_are_compared(server: HttpServer) -> None:
     server.put("/dir/a.bin", DATA + b"x")
     with pytest.raises(ChangedDuringReadError):
         source.check_unchanged()
+
+
+# Answers as no store sends them.
+
+
+@contextmanager
+def answering(answer: Callable[[socket.socket, int, int], object]) -> Iterator[str]:
+    """Run a server that answers the first range rightly, and others by a function of connection, begin and end."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            while head := receive_head(connection):
+                begin, last = map(int, head.lower().partition(b"bytes=")[2].partition(b"\r\n")[0].split(b"-"))
+                if begin:
+                    answer(connection, begin, last + 1)
+                    return
+                connection.sendall(answer_of(0, last + 1))
+
+    def accept() -> None:
+        with suppress(OSError):  # the listener is closed
+            while True:
+                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def receive_head(connection: socket.socket) -> bytes:
+    head = b""
+    while b"\r\n\r\n" not in head:
+        got = connection.recv(1 << 16)
+        if not got:
+            return b""
+        head += got
+    return head
+
+
+def answer_of(begin: int, end: int, *, extra: str = "", **fields: str) -> bytes:
+    """Return a whole answer; empty fields are left out."""
+    shown = {
+        "Content-Range": f"bytes {begin}-{end - 1}/{len(DATA)}",
+        "Content-Length": str(end - begin),
+        "ETag": '"a"',
+    } | {key.replace("_", "-"): value for key, value in fields.items()}
+    lines = "".join(f"{key}: {value}\r\n" for key, value in shown.items() if value)
+    return f"HTTP/1.1 206 Partial Content\r\n{lines}{extra}\r\n".encode() + DATA[begin:end]
+
+
+BEGIN, END = 300_000, 300_100
+RIGHT = answer_of(BEGIN, END)
+
+WRONG = {
+    "another range": answer_of(BEGIN + 5, END + 5),
+    "another size": answer_of(BEGIN, END, Content_Range=f"bytes {BEGIN}-{END - 1}/{len(DATA) + 1}"),
+    "no range": answer_of(BEGIN, END, Content_Range=""),
+    "another length": answer_of(BEGIN, END, Content_Length="99"),
+    "two lengths": answer_of(BEGIN, END, extra="content-length: 7\r\n"),
+    "another state": answer_of(BEGIN, END, ETag='"b"'),
+    "no state": answer_of(BEGIN, END, ETag=""),
+    "chunks": answer_of(BEGIN, END, extra="Transfer-Encoding: chunked\r\n"),
+    "everything": RIGHT.replace(b"206", b"200"),
+    "parts of a range": answer_of(BEGIN, END, Content_Range="", Content_Type="multipart/byteranges; boundary=x"),
+    "another page": RIGHT.replace(b"206 Partial Content", b"302 Found"),
+    "not http": b"\xff" * 500 + b"\r\n\r\n",
+    "an endless head": b"HTTP/1.1 206 x\r\n" + b"a: b\r\n" * 200_000,
+    "less": RIGHT[:-1],
+    "a part of a head": RIGHT[:30],
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("data", WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_answer_is_refused(data: bytes, options: dict[str, Any]) -> None:
+    """None of its bytes reaches the caller's memory."""
+    region = memory.allocate(END - BEGIN)
+    with answering(lambda connection, begin, end: connection.sendall(data)) as url:
+        source = RemoteRoot(url, patience=PATIENT, **options).open("x.bin")
+        with pytest.raises(StorageError):
+            source.read_into(BEGIN, [region])
+    assert region.tobytes() == bytes(END - BEGIN)
+
+
+ODD = {
+    "an interim answer": b"HTTP/1.1 100 Continue\r\n\r\n" + RIGHT,
+    "old version": RIGHT.replace(b"HTTP/1.1", b"HTTP/1.0"),
+    "more": RIGHT + b"more",
+}
+
+
+@pytest.mark.parametrize("data", ODD.values(), ids=ODD.keys())
+def test_an_odd_answer_with_the_right_bytes(data: bytes) -> None:
+    with answering(lambda connection, begin, end: connection.sendall(data)) as url:
+        source = RemoteRoot(url, patience=PATIENT).open("x.bin")
+        assert read_guarded(source, BEGIN, END - BEGIN) == DATA[BEGIN:END]
+
+
+def test_a_range_fills_regions_however_it_arrives() -> None:
+    def serve(connection: socket.socket, begin: int, end: int) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        data = answer_of(begin, end)
+        for at in (1, 50, 150, 250, 300, len(data)):  # the head in pieces, then its end with a part of the body
+            connection.sendall(data[:at])
+            data = data[at:]
+
+    with answering(serve) as url:
+        source = RemoteRoot(url, patience=PATIENT).open("x.bin")
+        assert read_guarded(source, 200_000, 10, 1, 299_989) == DATA[200_000:500_000]
+
+
+def test_a_proxy_of_the_environment_is_used(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By obstore, and where its request is repeated."""
+    monkeypatch.setenv("http_proxy", server.url)
+    server.put("/dir/a.bin", DATA)
+    source = RemoteRoot("http://no-such-host.invalid/dir", patience=PATIENT).open("a.bin")
+    server.fault = nth(1, Fault(status=503))
+    assert read_guarded(source, 300_000, 10) == DATA[300_000:300_010]
+    assert [request.path for request in server.requests] == ["http://no-such-host.invalid/dir/a.bin"] * 3
+
+
+def test_a_proxy_of_the_settings_is_used(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore takes it among the settings of the store too, and knows it alone."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    server.put("/bucket/a.bin", DATA)
+    server.fault = nth(1, Fault(status=503))
+    config = {"endpoint": "http://127.0.0.1:1", "proxy_url": server.url, "region": "us-east-1"}
+    source = RemoteRoot("s3://bucket", config=config, patience=PATIENT).open("a.bin")
+    assert read_guarded(source, 300_000, 10) == DATA[300_000:300_010]
+    assert len(server.requests) == 3

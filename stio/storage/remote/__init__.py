@@ -5,8 +5,8 @@ reads files. `stores.py` takes a URL apart and makes a store with credentials an
 provider. `settings.py` strips and checks what the environment has, and `pods.py` gets credentials for pods.
 `requests.py` makes requests that a cancel leaves within a second, and repeats those that failed.
 `failures.py` decides which failures are worth another attempt, and turns the others into errors of stio.
-`plain_http.py` reads ranges without TLS from the socket into the caller's memory, and makes single requests whose
-answers are shown whole; `answers.py` judges answers. `whole.py` reads objects of servers that have no ranges.
+`one_request.py` repeats a request that obstore was refused, to get the whole head of the answer; `answers.py` judges
+answers. `whole.py` reads objects of servers that have no ranges.
 
 For saves: `save.py` has the transaction, which one put commits; `upload.py` sends the bytes, `folder.py` has the
 objects below a URL, and `unused.py` deletes what interrupted saves have left.

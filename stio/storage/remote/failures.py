@@ -104,6 +104,10 @@ class RefusedError(Exception):
         self.region = region
 
 
+class UnansweredError(Exception):
+    """A request without an answer, or with one that ended early; the text says why."""
+
+
 class UnrangedError(Exception):
     """An answer that is the whole object in place of a range."""
 
@@ -252,6 +256,8 @@ def failure_of(error: BaseException) -> Failure:
         raise error
     if isinstance(error, StalledError):
         return Failure("stalled", "", rate=str(error))
+    if isinstance(error, UnansweredError):
+        return Failure("unreachable", _summary(str(error)))
     if isinstance(error, UnrangedError):
         return Failure("unranged", "")
     if isinstance(error, PageError):
@@ -299,7 +305,12 @@ def _of_text(name: str, text: str, details: str) -> Failure:
         return Failure("expired", summary)
     if name in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
         return Failure("denied", summary)
-    if status in (408, 409, 425, 429) or status >= 500 or "RequestTimeout" in text or "SlowDown" in text:
+    if (
+        status in (408, 409, 425, 429)
+        or (status >= 500 and status != 501)
+        or "RequestTimeout" in text
+        or "SlowDown" in text
+    ):
         return Failure("busy", summary, is_throttled=status in (429, 503) or "SlowDown" in text)
     if (
         300 <= status < 400
@@ -330,11 +341,6 @@ def _without_status(summary: str, details: str) -> Failure:
     if "HttpError" in details or "reqwest" in details or "hyper" in details:
         return Failure("broken", cause)
     return Failure("other", summary)
-
-
-def summary_of(answer: str) -> str:
-    """Return the message in the body of an answer, as one short line without URLs; "": there is none."""
-    return _summary(answer) if _CODE.search(answer) else ""
 
 
 def _summary(text: str) -> str:

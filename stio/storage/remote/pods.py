@@ -17,8 +17,8 @@ from urllib.parse import urlencode, urlsplit
 from xml.etree import ElementTree
 
 from stio.errors import StorageError, one_line
-from stio.storage.remote.failures import PageError, RefusedError, StalledError, failure_of
-from stio.storage.remote.plain_http import ConnectionFailedError, ask
+from stio.storage.remote.failures import PageError, RefusedError, StalledError, UnansweredError, failure_of
+from stio.storage.remote.one_request import ask
 from stio.storage.remote.settings import usable, variable
 
 _SECONDS = 10
@@ -27,7 +27,6 @@ _MOST_BYTES = 1 << 20
 _CONTAINER_ADDRESS = "http://169.254.170.2"
 
 Provider = Callable[[], Mapping[str, Any]]
-Authorities = Callable[[str], Mapping[str, Any]]
 
 
 class CredentialsError(Exception):
@@ -38,12 +37,11 @@ class BusyCredentialsError(CredentialsError):
     """Another attempt may get credentials."""
 
 
-def pod_credentials(path: str, authorities: Authorities) -> Provider | None:
+def pod_credentials(path: str) -> Provider | None:
     """Return the provider that the environment names, in the order of AWS's own tools; None: it names none.
 
     Args:
         path: URL of the store, for errors.
-        authorities: See `stio.storage.remote.stores.added_authorities`.
 
     Raises:
         StorageError: A variable cannot be used.
@@ -58,18 +56,18 @@ def pod_credentials(path: str, authorities: Authorities) -> Provider | None:
         region = variable("AWS_REGION") or variable("AWS_DEFAULT_REGION") or "us-east-1"
         url = variable("AWS_ENDPOINT_URL_STS") or f"https://sts.{region}.amazonaws.com"
         url = str(usable("endpoint", "AWS_ENDPOINT_URL_STS", url, path))
-        return partial(_by_web_identity, url, authorities)
+        return partial(_by_web_identity, url)
     for name, before in (
         ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", f"{_CONTAINER_ADDRESS}/"),
         ("AWS_CONTAINER_CREDENTIALS_FULL_URI", ""),
     ):
         if uri := variable(name):
             url = f"{before}{uri.removeprefix('/') if before else uri}"
-            return partial(_by_container, str(usable("endpoint", name, url, path)), name, authorities)
+            return partial(_by_container, str(usable("endpoint", name, url, path)), name)
     return None
 
 
-def _by_web_identity(url: str, authorities: Authorities) -> Mapping[str, Any]:
+def _by_web_identity(url: str) -> Mapping[str, Any]:
     form = {
         "Action": "AssumeRoleWithWebIdentity",
         "Version": "2011-06-15",
@@ -78,7 +76,7 @@ def _by_web_identity(url: str, authorities: Authorities) -> Mapping[str, Any]:
         "RoleSessionName": variable("AWS_ROLE_SESSION_NAME") or "stio",
         "WebIdentityToken": _token("AWS_WEB_IDENTITY_TOKEN_FILE"),
     }
-    answer = _answer("AWS_WEB_IDENTITY_TOKEN_FILE", url, authorities, form=urlencode(form).encode())
+    answer = _answer("AWS_WEB_IDENTITY_TOKEN_FILE", url, form=urlencode(form).encode())
     try:
         found = ElementTree.fromstring(answer).find(".//{*}Credentials")
     except ElementTree.ParseError:
@@ -87,13 +85,13 @@ def _by_web_identity(url: str, authorities: Authorities) -> Mapping[str, Any]:
     return _credentials("AWS_WEB_IDENTITY_TOKEN_FILE", fields, key="AccessKeyId", token="SessionToken")
 
 
-def _by_container(url: str, name: str, authorities: Authorities) -> Mapping[str, Any]:
+def _by_container(url: str, name: str) -> Mapping[str, Any]:
     token = ""
     if variable("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"):
         token = _token("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE")
     elif text := variable("AWS_CONTAINER_AUTHORIZATION_TOKEN"):
         token = _one_line(text, "AWS_CONTAINER_AUTHORIZATION_TOKEN")
-    answer = _answer(name, url, authorities, token=token)
+    answer = _answer(name, url, token=token)
     try:
         fields = json.loads(answer)
     except (ValueError, RecursionError):
@@ -139,7 +137,7 @@ def _one_line(text: str, name: str) -> str:
     return text
 
 
-def _answer(name: str, url: str, authorities: Authorities, *, token: str = "", form: bytes | None = None) -> bytes:
+def _answer(name: str, url: str, *, token: str = "", form: bytes | None = None) -> bytes:
     host = urlsplit(url).hostname or ""
     try:
         return ask(
@@ -147,7 +145,8 @@ def _answer(name: str, url: str, authorities: Authorities, *, token: str = "", f
             {"Authorization": token} if token else {},
             _MOST_BYTES,
             stall_seconds=_SECONDS,
-            authorities=authorities("s3") if url.startswith("https") else {},
+            scheme="s3",
+            method="GET" if form is None else "POST",
             data=form,
             is_local=host.startswith("169.254."),
         ).body
@@ -157,6 +156,6 @@ def _answer(name: str, url: str, authorities: Authorities, *, token: str = "", f
         found = failure_of(error)
         kind = BusyCredentialsError if found.kind == "busy" else CredentialsError
         raise kind(f"{host} refuses credentials for {name} (status {error.status}): {found.cause}") from None
-    except (PageError, StalledError, ConnectionFailedError) as error:
+    except (PageError, StalledError, UnansweredError) as error:
         kind = CredentialsError if isinstance(error, PageError) else BusyCredentialsError
         raise kind(f"{host} gives no credentials for {name}: {one_line(str(error))}".rstrip(": ")) from None

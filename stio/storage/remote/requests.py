@@ -162,8 +162,8 @@ _thread_local = threading.local()
 
 def current_watch() -> RateWatch:
     """Return what judges the rate of the request that this thread makes."""
-    watch: RateWatch | None = getattr(_thread_local, "watch", None)
-    return RateWatch(STALL_SECONDS, in_pieces=True) if watch is None else watch
+    watch: RateWatch = _thread_local.watch
+    return watch
 
 
 class Requester:

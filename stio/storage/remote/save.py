@@ -280,6 +280,12 @@ class RemoteTransaction(Uploads):
             pause(pause_seconds)
             attempt += 1
 
+    def published(self) -> RemoteFiles:
+        """Return what was published, for its deletion later."""
+        shards: dict[str, State] = {name: {} for name in self.shard_names if name != self._last}
+        notes = {name: state for name, state in self._written_notes.items() if state}
+        return RemoteFiles(self._folder, self._last, self._state, shards | notes)
+
     def _conflict(self) -> ConcurrentSaveError:
         return ConcurrentSaveError("another save changed the destination at the same time", path=self.path)
 
@@ -361,11 +367,6 @@ class _Directory(RemoteTransaction):
             now = self._folder.list()  # what another program has put there since the save began stays
             self._folder.delete([name for name, one in self._old.items() if now.get(name) == one])
 
-    def published(self) -> RemoteFiles:
-        """Return what was published, for its deletion later."""
-        notes = {name: state for name, state in self._written_notes.items() if state}
-        return RemoteFiles(self._folder, self._last, self._state, {name: {} for name in self.shard_names} | notes)
-
 
 class _OneObject(RemoteTransaction):
     """A save of one file; a `Transaction`. Two saves at one time: the one that ends last is there.
@@ -406,11 +407,6 @@ class _OneObject(RemoteTransaction):
         if save_id != self._id:
             raise self._uncertain(failure) if upload.may_complete_yet else self._error(failure, self._last)
         self._state = state  # the answer was lost
-
-    def published(self) -> RemoteFiles:
-        """Return what was published, for its deletion later."""
-        notes = {name: state for name, state in self._written_notes.items() if state}
-        return RemoteFiles(self._folder, self._last, self._state, notes)
 
 
 def _is_same(now: State, before: State) -> bool:

@@ -7,28 +7,36 @@ values are stripped and checked here, before obstore gets them. An error names t
 
 from __future__ import annotations
 
-import difflib
 import errno
 import json
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from stio.errors import StorageError, listed, printable
+from stio.storage.checks import refused
 
 Options = Mapping[str, Any]
 
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 
-_FLAGS = ("1", "true", "on", "yes", "y", "0", "false", "off", "no", "n")
+_TRUE = ("1", "true", "on", "yes", "y")
+_FLAGS = (*_TRUE, "0", "false", "off", "no", "n")
 
 
 def variable(name: str) -> str:
     """Return a variable of the environment, stripped; "": it is not set, or empty."""
     return os.environ.get(name, "").strip()
+
+
+def is_true(value: str) -> bool:
+    """Return whether a value of a setting means true, as obstore reads it."""
+    return value.lower() in _TRUE
 
 
 def set_variables(scheme: str) -> list[str]:
@@ -154,17 +162,7 @@ _FOR_NO_KEYS = {
 }  # fmt: skip
 """By kind of store: credentials, and the settings that have no effect if there are any of those."""
 
-_OTHER_NAMES = {
-    "s3": ("endpoint_url", "endpoint_url_s3", "token", "disable_bulk_delete"),
-    "gs": ("service_account_path", "base_url", "bearer_token"),
-    "az": (
-        "storage_account_name", "storage_account_key", "storage_access_key", "storage_master_key", "storage_endpoint",
-        "storage_sas_key", "storage_sas_token", "sas_token", "storage_token", "storage_use_emulator", "authority_id",
-        "storage_authority_host", "storage_tenant_id", "storage_authority_id", "storage_client_id",
-        "storage_client_secret", "identity_endpoint",
-    ),
-}  # fmt: skip
-"""Further names under which obstore reads variables."""
+_OF_THE_URL = ("bucket", "bucket_name", "container_name")
 
 _SAME = {"endpoint_url": "endpoint", "endpoint_url_s3": "endpoint", "default_region": "region"}
 
@@ -205,19 +203,19 @@ def checked(scheme: str, given: Options, path: str) -> dict[str, Any]:
             value = (name == "region" and variable("AWS_DEFAULT_REGION")) or kind.default
         if name.endswith("authority_host") and "://" not in value:
             value = f"https://{value}"  # the tools of Azure take it so
-        if value and usable(name, origin, value, path) == raw:
+        if (value and value == raw and kind.is_valid(value)) or not _has_setting(scheme, "config", origin):
             continue
         # obstore prefers a region of the environment to a default that it is given here.
-        settings["aws_region" if name == "default_region" else origin.lower()] = value
+        setting = "aws_region" if name == "default_region" else origin.lower()
+        settings[setting] = value and usable(name, origin, value, path)
     return settings
 
 
 def _in_environment(scheme: str) -> dict[str, tuple[str, str]]:
-    """Return the variables that obstore reads, by their names without prefix, and their values."""
-    known = {*CONFIG_NAMES.get(scheme, ()), *CLIENT_NAMES, *_OTHER_NAMES.get(scheme, ())} - {"bucket", "container_name"}
-    found = {bare(name): (name, os.environ[name]) for name in set_variables(scheme) if bare(name) in known}
+    """Return the variables that obstore may read, by their names without prefix, and their values."""
     more = {"gs": ("SERVICE_ACCOUNT",), "az": ("IDENTITY_ENDPOINT",)}.get(scheme, ())
-    return {**found, **{name.lower(): (name, os.environ[name]) for name in more if name in os.environ}}
+    names = [*set_variables(scheme), *(name for name in more if name in os.environ)]
+    return {bare(name): (name, os.environ[name]) for name in names if bare(name) not in _OF_THE_URL}
 
 
 def usable(name: str, origin: str, value: Any, path: str) -> Any:
@@ -271,113 +269,73 @@ def _origin(scheme: str, name: object, value: object) -> str:
     return f"the setting {printable(str(name))!r}"
 
 
+def added_authorities(scheme: str) -> dict[str, Any]:
+    """Return the authorities that the environment adds, under the names that curl, requests and the AWS tools use.
+
+    Raises:
+        StorageError: Their file cannot be read.
+    """
+    names = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+    for name in ("AWS_CA_BUNDLE", *names) if scheme == "s3" else names:
+        path = variable(name)
+        if not path or os.path.isdir(path):  # a directory of many: those of the system are used
+            continue
+        try:
+            data = Path(path).read_bytes()
+        except (OSError, ValueError) as error:
+            what = OSError(errno.EINVAL, "no path") if isinstance(error, ValueError) else error
+            raise refused(f"reading the certificates of {name}", path, what) from error
+        if b"-----BEGIN CERTIFICATE-----" not in data:
+            raise StorageError(
+                f"the file of {name} has no certificate; correct it, or unset it",
+                path=path,
+                errno=errno.EINVAL,
+                expected="-----BEGIN CERTIFICATE-----",
+            )
+        return {"root_certificate": data}
+    return {}
+
+
 def advice_on_settings(scheme: str, reason: str, config: Options, client_options: Options) -> str:
-    """Return what to do about settings that obstore rejects, by the text of its error; else which variables are set."""
-    for argument, given, known, other in (
-        ("config", config, CONFIG_NAMES.get(scheme, ()), CLIENT_NAMES),
-        ("client_options", client_options, CLIENT_NAMES, CONFIG_NAMES.get(scheme, ())),
-    ):
-        for name in given:
-            # "Configuration key: 'regoin' is not valid for store 'S3'." or "Invalid key: timeot."
-            if not re.search(rf"[Kk]ey: '?{re.escape(str(name))}(?![\w-])", reason, re.IGNORECASE):
-                continue
-            plain = re.sub("^(aws|google|azure(_storage)?)_", "", str(name).lower())
-            if plain in other:
-                place = "client_options" if argument == "config" else "config"
-                return f"; {printable(plain)!r} is a setting for {place}="
-            near = difflib.get_close_matches(plain[:_LONGEST_NAME], known, n=3, cutoff=0.5)
-            nearest = f"the nearest settings of {argument}= are" if near else f"{argument}= takes"
-            return f"; {nearest} {', '.join(near or known)}"
+    """Return what to do about a setting that obstore rejects, by the text of its error; else what variables are set."""
+    for argument, given, other in (("config", config, "client_options"), ("client_options", client_options, "config")):
+        for name in map(str, given):
+            if _rejects(reason, name):
+                if _has_setting(scheme, other, name):
+                    return f"; {printable(name)!r} is a setting for {other}="
+                return f"; {argument}= has no such setting"
     if scheme == "az" and "Account must be specified" in reason:
         return "; set AZURE_STORAGE_ACCOUNT_NAME"
     names = set_variables(scheme)
     return f"; these variables are set: {listed(names)}" if names else ""
 
 
-_LONGEST_NAME = 40
+def maker_of(scheme: str) -> Any:
+    """Return what makes a store of obstore, of a URL of http, or of the name of a bucket or container."""
+    stores: Any = import_module("obstore.store")
+    kinds = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}
+    return kinds.get(scheme, stores.HTTPStore.from_url)
 
-CLIENT_NAMES = (
-    "allow_http",
-    "allow_invalid_certificates",
-    "connect_timeout",
-    "default_content_type",
-    "default_headers",
-    "http1_only",
-    "http2_keep_alive_interval",
-    "http2_keep_alive_timeout",
-    "http2_keep_alive_while_idle",
-    "http2_only",
-    "pool_idle_timeout",
-    "pool_max_idle_per_host",
-    "proxy_url",
-    "proxy_ca_certificate",
-    "proxy_excludes",
-    "randomize_addresses",
-    "read_timeout",
-    "root_certificate",
-    "timeout",
-    "user_agent",
-)
-"""Settings of obstore's client, for an error that names the nearest one. obstore itself decides what is valid."""
 
-CONFIG_NAMES = {
-    "s3": (
-        "access_key_id",
-        "secret_access_key",
-        "session_token",
-        "region",
-        "default_region",
-        "endpoint",
-        "bucket",
-        "virtual_hosted_style_request",
-        "skip_signature",
-        "unsigned_payload",
-        "request_payer",
-        "checksum_algorithm",
-        "conditional_put",
-        "imdsv1_fallback",
-        "metadata_endpoint",
-        "container_credentials_relative_uri",
-        "container_credentials_full_uri",
-        "container_authorization_token_file",
-        "web_identity_token_file",
-        "role_arn",
-        "role_session_name",
-        "s3_express",
-        "server_side_encryption",
-        "sse_kms_key_id",
-        "sse_bucket_key_enabled",
-        "sse_customer_key_base64",
-        "disable_tagging",
-        "copy_if_not_exists",
-    ),
-    "gs": (
-        "service_account",
-        "service_account_key",
-        "bucket",
-        "application_credentials",
-        "skip_signature",
-    ),
-    "az": (
-        "account_name",
-        "account_key",
-        "client_id",
-        "client_secret",
-        "tenant_id",
-        "authority_host",
-        "sas_key",
-        "token",
-        "use_emulator",
-        "use_fabric_endpoint",
-        "endpoint",
-        "msi_endpoint",
-        "object_id",
-        "msi_resource_id",
-        "federated_token_file",
-        "use_azure_cli",
-        "skip_signature",
-        "container_name",
-        "disable_tagging",
-    ),
-}
-"""Settings of each kind of store; see `CLIENT_NAMES`."""
+def _rejects(reason: str, name: str) -> bool:
+    """Return whether an error of obstore says that there is no setting of a name."""
+    # "Configuration key: 'regoin' is not valid for store 'S3'." or "Invalid key: timeot."
+    return re.search(rf"key: '?{re.escape(name)}(?![\w-])", reason, re.IGNORECASE) is not None
+
+
+def _has_setting(scheme: str, argument: str, name: str) -> bool:
+    """Return whether obstore has a setting. It has no list of them, but takes one after the other until it rejects one.
+
+    Args:
+        scheme: Scheme of the store.
+        argument: "config" or "client_options".
+        name: Name of the setting, or of its variable.
+    """
+    if argument == "config" and scheme not in _PREFIXES:
+        return False
+    try:
+        # The second name is rejected at the latest: nothing is read from the environment, and no store is made.
+        maker_of(scheme)("http://host", **{argument: {name: "", "no such setting": ""}})
+    except Exception as error:  # a value of the wrong type too
+        return not _rejects(str(error), name)
+    return True

@@ -29,36 +29,22 @@ from stio.storage.remote.failures import (
     PAGE,
     PageError,
     RefusedError,
+    UnansweredError,
     UnrangedError,
     WrongAnswerError,
     failure_of,
 )
-from stio.storage.remote.plain_http import (
-    ConnectionFailedError,
-    Head,
-    PlainHttp,
-    PlainObject,
-    ask,
-    plain_address,
-    split_user,
-)
-from stio.storage.remote.requests import (
-    Attempts,
-    Patience,
-    Requester,
-    current_watch,
-    patience_of,
-    require_usable,
-)
+from stio.storage.remote.one_request import Head, ask
+from stio.storage.remote.requests import Patience, Requester, current_watch, patience_of
 from stio.storage.remote.settings import Options
 from stio.storage.remote.stores import (
     Location,
-    added_authorities,
     authorization_of,
     link_to,
     locate,
     new_store,
     require_obstore,
+    without_user,
 )
 from stio.storage.remote.whole import WholeObject
 
@@ -165,8 +151,6 @@ class RemoteRoot:
         # What is given for obstore's client (headers, a proxy, certificates) is known to obstore alone.
         has_proxy = any("proxy" in str(name).lower() for name in config or ())
         self._may_be_asked = self.location.scheme in ("http", "https", "s3") and not client_options and not has_proxy
-        self._may_be_plain = self._may_be_asked and self.location.scheme != "https"
-        self._servers: dict[tuple[str, int], PlainHttp] = {}
         self._ahead: dict[str, RemoteSource | WholeObject | BaseException] = {}
 
     def listdir(self) -> list[str]:
@@ -265,7 +249,7 @@ class RemoteRoot:
         path = replace(self.location, key=key).shown
         wanted = Range(key, path, 0, _HEAD_BYTES)
         try:
-            answer = self.requester.run(partial(self._first, wanted=wanted), path, again=self.again(wanted))
+            answer = self.requester.run(partial(_get, wanted=wanted), path, again=self.again(wanted))
         except StorageError as error:
             if error.errno == errno.EOPNOTSUPP:
                 return self._whole(key, path)
@@ -277,8 +261,7 @@ class RemoteRoot:
         head = b"".join(map(bytes, answer.pieces))
         if is_page(head) and name.endswith(_NO_PAGES):
             raise failure_of(PageError()).error(path, 1, stall_seconds=self.requester.patience.stall_seconds)
-        plain = self._plain(replace(self.location, key=key), answer.identity) if self._may_be_plain else None
-        return RemoteSource(self, key, path, answer.identity, head, self._requests, plain)
+        return RemoteSource(self, key, path, answer.identity, head, self._requests)
 
     def _whole(self, key: str, path: str) -> WholeObject:
         """Open an object of a server that sends no parts of files."""
@@ -299,46 +282,31 @@ class RemoteRoot:
         )
         return found
 
-    def _first(self, store: Any, wanted: Range) -> Answer:
-        """Return a range; from http without TLS by a client that says more about a refusal than obstore does."""
-        if (
-            self._may_be_plain
-            and self.location.scheme == "http"
-            and plain_address(self._link(store, wanted.key)) is not None
-        ):
-            return self._asked(store, wanted)
-        return _get(store, wanted)
-
     def again(self, wanted: Range) -> Callable[[Any], Answer] | None:
-        """Return the request of a range by that client; None: the store's requests cannot be made by it."""
+        """Return the request of a range by `ask`, which says more of a refusal; None: it cannot make this one."""
         return partial(self._asked, wanted=wanted) if self._may_be_asked else None
-
-    def _link(self, store: Any, key: str) -> str:
-        """Return the URL of an object, signed where it must be; "": it cannot be."""
-        try:
-            return link_to(store, replace(self.location, key=key))[0]
-        except Exception:  # obstore says why, when it makes the request
-            return ""
 
     def _asked(self, store: Any, wanted: Range) -> Answer:
         """Return a range as `_get` does."""
-        link, expected = self._link(store, wanted.key), wanted.expected
+        try:
+            link = link_to(store, replace(self.location, key=wanted.key))
+        except Exception:  # it cannot be signed, and obstore says why
+            return _get(store, wanted)
+        expected = wanted.expected
         headers = {"Range": f"bytes={wanted.begin}-{wanted.end - 1}", "Accept": "*/*"}
         if authorization := authorization_of(link):
             headers["Authorization"] = authorization
         if expected is not None and expected.etag and not expected.etag.startswith("W/"):
             headers["If-Match"] = expected.etag
         try:
-            if not link:
-                raise ConnectionFailedError
             found = ask(
-                split_user(link),
+                without_user(link),
                 headers,
                 wanted.end - wanted.begin,
                 stall_seconds=self.requester.patience.stall_seconds,
-                authorities=added_authorities(self.location.scheme) if link.startswith("https") else {},
+                scheme=self.location.scheme,
             )
-        except ConnectionFailedError:
+        except UnansweredError:
             return _get(store, wanted)
         except RefusedError as error:
             if 300 <= error.status < 400 and not error.region:  # obstore follows it, or says why not
@@ -347,37 +315,6 @@ class RemoteRoot:
         if found.status != 206:
             raise UnrangedError
         return _checked(found, wanted) or _get(store, wanted)
-
-    def _plain(self, location: Location, identity: Identity) -> PlainObject | None:
-        """Return an object as one that is read by plain http; None if its server has TLS, a proxy or no ETags."""
-        if not identity.etag:
-            return None
-
-        def connect(store: Any) -> tuple[PlainHttp | None, tuple[str, float]]:
-            link = link_to(store, location)
-            address = plain_address(link[0])
-            if address is None:
-                self._may_be_plain = False
-                return None, link
-            if address not in self._servers:
-                server = PlainHttp(address, stall_seconds=self.requester.patience.stall_seconds)
-                self._servers.setdefault(address, server)
-            return self._servers[address], link
-
-        try:
-            server, link = self.requester.run(connect, location.shown)
-        except StioError:  # it cannot be signed, or there is no such host: obstore says what is wrong
-            return None
-        if server is None:
-            return None
-        authorization = authorization_of(link[0])
-        return PlainObject(
-            server,
-            link,
-            lambda: self.requester.run(partial(link_to, location=location), location.shown),
-            headers=f"authorization: {authorization}\r\n" if authorization else "",
-            warnings=self.requester.warnings,
-        )
 
     def begin(self, **options: Any) -> Transaction:
         """Begin a save to the directory; see `stio.storage.remote.save.RemoteDestination`."""
@@ -404,7 +341,6 @@ class RemoteSource:
         identity: Its state.
         head: Its first bytes, which came with its state; None: none.
         requests: Size and number of the reads of a load.
-        plain: The same object, read without obstore; None: it cannot be.
     """
 
     def __init__(
@@ -415,7 +351,6 @@ class RemoteSource:
         identity: Identity,
         head: Any,
         requests: Requests,
-        plain: PlainObject | None = None,
     ) -> None:
         self.path = path
         """See above."""
@@ -427,7 +362,6 @@ class RemoteSource:
         self._again = root.again
         self._key = key
         self._head = head
-        self._plain = plain
 
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         """Fill the regions, one after the other, with the bytes from `offset` on. Blocks.
@@ -452,18 +386,8 @@ class RemoteSource:
             target.fill(head, offset, end)
             return
         self._head = None  # the header was read: only tensors follow
-        if self._plain is not None and end - offset < 2 * self.requests.nbytes:
-            require_usable(self.path)
-            if self._read_plain(offset, regions):
-                return
         for data in self._ranges(offset, end):
             target.fill(data, 0, len(data))
-
-    def _read_plain(self, offset: int, regions: Sequence[Region]) -> bool:
-        """Fill the regions without obstore; return False if that fails."""
-        assert self._plain is not None
-        attempts = Attempts(self._requester, self.path, expected=self.identity)
-        return self._plain.read(offset, regions, self.identity, lambda error: attempts.failed(failure_of(error)))
 
     def _ranges(self, offset: int, end: int) -> Iterator[Any]:
         """Yield the bytes of a range, one request's at a time; a few requests are under way."""
@@ -491,10 +415,6 @@ class RemoteSource:
         It reads one byte: a URL that was signed for reading allows no other request.
         """
         if self.identity.nbytes:
-            require_usable(self.path)
-            byte = memory.allocate(1)
-            if self._plain is not None and self._read_plain(0, [byte]):
-                return
             wanted = Range(self._key, self.path, 0, 1, self.identity)
             found = self._requester.run(
                 partial(_get, wanted=wanted), self.path, expected=self.identity, again=self._again(wanted)

@@ -11,10 +11,8 @@ from __future__ import annotations
 import base64
 import configparser
 import errno
-import math
 import os
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,17 +24,24 @@ from urllib.parse import quote, unquote, urlencode, urlsplit, urlunsplit
 from stio.errors import CheckpointNotFoundError, StorageError, install_command
 from stio.runtime.panics import without_panic
 from stio.runtime.urls import without_secrets
-from stio.storage.checks import refused
 from stio.storage.remote.pods import pod_credentials
-from stio.storage.remote.settings import CLIENT_NAMES as CLIENT_NAMES
-from stio.storage.remote.settings import CONFIG_NAMES as CONFIG_NAMES
-from stio.storage.remote.settings import Options, advice_on_settings, bare, checked, variable, without_values
+from stio.storage.remote.settings import (
+    Options,
+    added_authorities,
+    advice_on_settings,
+    bare,
+    checked,
+    is_true,
+    maker_of,
+    variable,
+    without_values,
+)
 
 STALL_SECONDS = 30.0
 """Longest time without a byte before a request counts as failed."""
 
 _CONNECT_SECONDS = 10
-_SIGNED_SECONDS = 3600
+_SIGNED_SECONDS = 900  # used at once; clocks differ, and S3 allows as much
 _REQUEST_SECONDS = 600  # a bound for a server that sends a byte now and then
 
 Query = Mapping[str, str]
@@ -166,7 +171,6 @@ def new_store(
         StorageError: The settings do not make a store.
     """
     require_obstore()
-    stores: Any = import_module("obstore.store")
     exceptions: Any = import_module("obstore.exceptions")
     client: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=_CONNECT_SECONDS),
@@ -175,14 +179,13 @@ def new_store(
     }
     try:
         if location.scheme in ("http", "https"):
-            make, target = stores.HTTPStore.from_url, _without_user(location.store, client)
+            target = without_user(location.store)
+            if authorization := authorization_of(location.store):
+                client["default_headers"] = {"authorization": authorization}
             client["allow_http"] = location.scheme == "http"
             settings: dict[str, Any] = {}
         else:
-            make, target = (
-                {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[location.scheme],
-                location.store,
-            )
+            target = location.store
             found, credential_provider = _settings(location, config or {}, credential_provider)
             client["allow_http"] = _endpoint(location.scheme, found).startswith("http://")
             settings = {"config": found} if found else {}
@@ -190,7 +193,7 @@ def new_store(
                 settings["credential_provider"] = credential_provider
         if not client["allow_http"]:
             client |= added_authorities(location.scheme)
-        return make(
+        return maker_of(location.scheme)(
             target,
             client_options=client | dict(client_options or {}),
             retry_config=_retries(num_retries, retry_seconds),
@@ -234,37 +237,8 @@ def _settings(
     return checked(location.scheme, settings, location.shown), credential_provider
 
 
-def added_authorities(scheme: str) -> dict[str, Any]:
-    """Return the authorities that the environment adds, under the names that curl, requests and the AWS tools use.
-
-    Raises:
-        StorageError: Their file cannot be read.
-    """
-    names = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-    for name in ("AWS_CA_BUNDLE", *names) if scheme == "s3" else names:
-        path = variable(name)
-        if not path or os.path.isdir(path):  # a directory of many: those of the system are used
-            continue
-        try:
-            data = Path(path).read_bytes()
-        except (OSError, ValueError) as error:
-            what = OSError(errno.EINVAL, "no path") if isinstance(error, ValueError) else error
-            raise refused(f"reading the certificates of {name}", path, what) from error
-        if b"-----BEGIN CERTIFICATE-----" not in data:
-            raise StorageError(
-                f"the file of {name} has no certificate; correct it, or unset it",
-                path=path,
-                errno=errno.EINVAL,
-                expected="-----BEGIN CERTIFICATE-----",
-            )
-        return {"root_certificate": data}
-    return {}
-
-
-def _without_user(url: str, client: dict[str, Any]) -> str:
-    """Return the URL of a server without user and password, which become a header of each request."""
-    if authorization := authorization_of(url):
-        client["default_headers"] = {"authorization": authorization}
+def without_user(url: str) -> str:
+    """Return a URL without user and password."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
@@ -278,9 +252,7 @@ def authorization_of(url: str) -> str:
     return "Basic " + base64.b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode()
 
 
-def signed_url(
-    connect: Callable[..., Any], config: Options, method: str, path: str, query: Query, *, seconds: int = 300
-) -> str:
+def signed_url(connect: Callable[..., Any], config: Options, method: str, path: str, query: Query) -> str:
     """Return a signed URL of S3 for a request that has a query, which obstore does not sign.
 
     The bucket's own URL, the path and the query become the endpoint of a store, to which obstore adds the name of an
@@ -292,9 +264,8 @@ def signed_url(
         method: Method of the request.
         path: Path of an object in the bucket, percent-encoded, with a slash before it; "": the bucket.
         query: Parameters of the request.
-        seconds: How long the URL is valid.
     """
-    sign, valid = require_obstore().sign, timedelta(seconds=seconds)
+    sign, valid = require_obstore().sign, timedelta(seconds=_SIGNED_SECONDS)
     bucket = sign(connect(), method, "-", valid).partition("?")[0].removesuffix("/-")
     endpoint = f"{bucket}{path}?{urlencode({**query, 'x-stio': ''}, quote_via=quote)}"
     names = ("endpoint", "endpoint_url", "endpoint_url_s3", "virtual_hosted_style_request")
@@ -304,26 +275,22 @@ def signed_url(
     return url
 
 
-def link_to(store: Any, location: Location) -> tuple[str, float]:
-    """Return a URL of http at which an object can be read, and the time of `time.monotonic` until when to use it.
-
-    For objects of S3 it is signed, and gives access to the object.
+def link_to(store: Any, location: Location) -> str:
+    """Return a URL of http at which an object can be read. For objects of S3 it is signed, and gives access to them.
 
     Raises:
         Exception: obstore cannot sign it.
     """
     if location.scheme == "s3":
-        now = time.monotonic()
-        return require_obstore().sign(store, "GET", location.key, timedelta(seconds=_SIGNED_SECONDS)), (
-            now + _SIGNED_SECONDS / 2
-        )
+        url: str = require_obstore().sign(store, "GET", location.key, timedelta(seconds=_SIGNED_SECONDS))
+        return url
     parts = urlsplit(location.store)
-    return urlunsplit(parts._replace(path="/" + quote(location.key, safe="/:@!$&'()*+,;=~"))), math.inf
+    return urlunsplit(parts._replace(path="/" + quote(location.key, safe="/:@!$&'()*+,;=~")))
 
 
 def _given_endpoint(settings: Options) -> str:
-    given = {key.lower().removeprefix("aws_").removeprefix("azure_storage_"): value for key, value in settings.items()}
-    names = ("endpoint_url_s3", "endpoint", "endpoint_url", "google_base_url", "base_url")
+    given = {bare(key): value for key, value in settings.items()}
+    names = ("endpoint_url_s3", "endpoint", "endpoint_url", "storage_endpoint", "base_url")
     return str(next((given[name] for name in names if given.get(name)), ""))
 
 
@@ -347,8 +314,8 @@ def _aws_endpoint(location: Location, settings: Options) -> str:
     # Set and empty means that it is not set, which obstore does not know.
     given = {bare(name): value for name, value in settings.items()}
     region = given.get("region") or variable("AWS_REGION") or variable("AWS_DEFAULT_REGION") or "us-east-1"
-    virtual = str(given.get("virtual_hosted_style_request") or variable("AWS_VIRTUAL_HOSTED_STYLE_REQUEST")).lower()
-    bucket = f"{location.store}." if virtual in ("1", "true", "on", "yes", "y") else ""
+    virtual = str(given.get("virtual_hosted_style_request") or variable("AWS_VIRTUAL_HOSTED_STYLE_REQUEST"))
+    bucket = f"{location.store}." if is_true(virtual) else ""
     return f"https://{bucket}s3.{region}.amazonaws.com"
 
 
@@ -358,7 +325,7 @@ def _aws_credentials(location: Location) -> Callable[[], Any] | None:
     Raises:
         StorageError: A key is set and empty, and nothing else gives credentials.
     """
-    if variable("AWS_SKIP_SIGNATURE").lower() in ("1", "true", "on", "yes", "y"):
+    if is_true(variable("AWS_SKIP_SIGNATURE")):
         return None
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     empty = [name for name in names if name in os.environ and not variable(name)]
@@ -374,7 +341,7 @@ def _aws_credentials(location: Location) -> Callable[[], Any] | None:
             "token": None,
             "expires_at": None,
         }
-    if not any(keys.values()) and (provider := pod_credentials(location.shown, added_authorities)) is not None:
+    if not any(keys.values()) and (provider := pod_credentials(location.shown)) is not None:
         return provider
     if empty:
         raise StorageError(
@@ -401,7 +368,7 @@ def _aws_profile(config: Options) -> tuple[dict[str, Any], Callable[[], Any] | N
     )
     named = variable("AWS_PROFILE") or variable("AWS_DEFAULT_PROFILE")
     has_keys = bool(variable("AWS_ACCESS_KEY_ID"))
-    if given & {"access_key_id", "skip_signature"} or variable("AWS_SKIP_SIGNATURE"):
+    if given & {"access_key_id", "skip_signature"} or is_true(variable("AWS_SKIP_SIGNATURE")):
         return {}, None
     values = _profile_values(named or "default")
     settings: dict[str, Any] = {}

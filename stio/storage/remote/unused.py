@@ -7,25 +7,23 @@ Azure deletes the blocks of uploads itself after a week; other stores need a rul
 from __future__ import annotations
 
 import logging
-import ssl
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from http.client import HTTPException
-from urllib.error import HTTPError
+from typing import Any
 from urllib.parse import quote
-from urllib.request import Request, urlopen
 from xml.etree import ElementTree
 
-from stio.errors import IndexFormatError, StorageError
+from stio.errors import CheckpointNotFoundError, IndexFormatError, StorageError
 from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, is_of_save
 from stio.runtime.log import log
 from stio.storage.commit.recovery import GarbageReport
-from stio.storage.remote.failures import summary_of
 from stio.storage.remote.folder import Folder
-from stio.storage.remote.stores import STALL_SECONDS, Query, added_authorities, signed_url
+from stio.storage.remote.one_request import ask
+from stio.storage.remote.stores import Query, signed_url
 
 _MOST_ANSWER_BYTES = 16 << 20
 """Longest answer that is read; a page of the list has at most 1,000 uploads."""
@@ -123,27 +121,13 @@ def _listed_uploads(folder: Folder) -> Iterator[_Unfinished]:
 
 def _send(folder: Folder, method: str, name: str, query: Query) -> bytes:
     """Send a request of S3 for an object, "": for the bucket, that obstore has no function for; return the answer."""
-    path = f"{folder.path}/{name}" if name else folder.path
-    root = folder.root
-    url = root.requester.run(
-        lambda store: signed_url(
-            root.new_store, root.config, method, f"/{quote(folder.key(name))}" if name else "", query
-        ),
-        path,
-        work="save",
-    )
-    context = ssl.create_default_context()
-    if added := added_authorities("s3"):
-        context.load_verify_locations(cadata=added["root_certificate"].decode())
-    try:
-        with urlopen(Request(url, method=method), timeout=STALL_SECONDS, context=context) as answer:
-            data: bytes = answer.read(_MOST_ANSWER_BYTES)
-            return data
-    except HTTPError as error:
-        if error.code == 404 and method == "DELETE":
-            return b""  # it was completed or aborted by now
-        with error:
-            text = summary_of(error.read(_MOST_ANSWER_BYTES).decode(errors="replace")) or error.reason
-        raise StorageError(f"the store refuses the request (status {error.code}): {text}", path=path) from None
-    except (OSError, HTTPException) as error:
-        raise StorageError(f"the store cannot be reached: {getattr(error, 'reason', error)}", path=path) from None
+    root, key = folder.root, f"/{quote(folder.key(name))}" if name else ""
+
+    def send(store: Any) -> bytes:
+        url = signed_url(root.new_store, root.config, method, key, query)
+        seconds = folder.patience.stall_seconds
+        return ask(url, {}, _MOST_ANSWER_BYTES, stall_seconds=seconds, scheme="s3", method=method).body
+
+    with suppress(CheckpointNotFoundError):  # it was completed or aborted by now
+        return root.requester.run(send, f"{folder.path}/{name}" if name else folder.path, work="save")
+    return b""

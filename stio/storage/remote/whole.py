@@ -8,7 +8,8 @@ ranges, and a load that needs few tensors receives most of the file.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from stio.runtime.calls import Call
 from stio.runtime.locks import new_lock
@@ -19,6 +20,8 @@ from stio.storage.remote.answers import RateWatch, require_no_page
 from stio.storage.remote.failures import WrongAnswerError, failure_of
 from stio.storage.remote.requests import Attempts, Requester
 from stio.storage.remote.stores import require_obstore
+
+T = TypeVar("T")
 
 
 class WholeObject:
@@ -50,7 +53,7 @@ class WholeObject:
     ) -> None:
         self.path = path
         """See above."""
-        self.requests = Requests(nbytes=requests.nbytes, num_in_flight=1, gap_bytes=requests.gap_bytes)
+        self.requests = replace(requests, num_in_flight=1)
         """See `RequestedSource`."""
         self._requester = requester
         self._key = key
@@ -60,7 +63,7 @@ class WholeObject:
         self._stream: Any = None
         self._piece: Any = b""  # the bytes that the stream gave last
         self._begin = 0  # their offset
-        self.identity, self._head = self._opened(head_bytes)
+        self.identity, self._head = self._repeated(lambda: self._open(head_bytes), None)
         """The state of the object."""
 
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
@@ -73,30 +76,13 @@ class WholeObject:
         if end <= len(self._head):
             self._target(regions).fill(self._head, offset, end)
             return
-        attempts = Attempts(self._requester, self.path, expected=self.identity)
         with self._lock:
-            while True:
-                try:
-                    self._read(offset, end, self._target(regions))
-                    return
-                except BaseException as error:
-                    self._stream = None
-                    if not isinstance(error, Exception):
-                        raise
-                    failure = failure_of(error)
-                attempts.failed(failure)
+            self._repeated(lambda: self._read(offset, end, self._target(regions)), self.identity)
 
     def check_unchanged(self) -> None:
         """Raise `ChangedDuringReadError` if the server has another state of the object by now, or none."""
-        attempts = Attempts(self._requester, self.path, expected=self.identity)
-        while True:
-            try:
-                found = self._identify(self._requester.begin(self._get).result().meta)
-                break
-            except Exception as error:
-                failure = failure_of(error)
-            attempts.failed(failure)
-        self.identity.require_same(found, self.path)
+        found = self._requester.run(self._get, self.path, expected=self.identity)
+        self.identity.require_same(self._identify(found.meta), self.path)
 
     def close(self) -> None:
         """End the request that is under way. Idempotent; no read may be under way."""
@@ -106,20 +92,24 @@ class WholeObject:
     def _get(self, store: Any) -> Any:
         return require_obstore().get(store, self._key)
 
-    def _opened(self, head_bytes: int) -> tuple[Identity, bytes]:
-        attempts = Attempts(self._requester, self.path)
+    def _repeated(self, work: Callable[[], T], expected: Identity | None) -> T:
+        """Call a function again while it fails, and may succeed."""
+        attempts = Attempts(self._requester, self.path, expected=expected)
         while True:
             try:
-                result = self._requester.begin(self._get).result()
-                identity = self._identify(result.meta)
-                stream, head = self._pieces(result), b""
-                while len(head) < min(head_bytes, identity.nbytes):
-                    head += bytes(self._next(stream))
-                require_no_page(str(result.attributes.get("Content-Type", "")), head)
-                return identity, head
+                return work()
             except Exception as error:
                 failure = failure_of(error)
             attempts.failed(failure)
+
+    def _open(self, head_bytes: int) -> tuple[Identity, bytes]:
+        result = self._requester.begin(self._get).result()
+        identity = self._identify(result.meta)
+        stream, head = self._pieces(result), b""
+        while len(head) < min(head_bytes, identity.nbytes):
+            head += bytes(self._next(stream))
+        require_no_page(str(result.attributes.get("Content-Type", "")), head)
+        return identity, head
 
     def _pieces(self, result: Any) -> Any:
         """Return the iterator of the bytes of an answer, in pieces that come within the time of a stall."""
@@ -139,10 +129,11 @@ class WholeObject:
         return piece
 
     def _read(self, offset: int, end: int, target: Any) -> None:
-        if self._stream is None or offset < self._begin:
+        stream, self._stream = self._stream, None  # kept again if the read succeeds
+        if stream is None or offset < self._begin:
             result = self._requester.begin(self._get).result()
             self.identity.require_same(self._identify(result.meta), self.path)
-            self._stream = self._pieces(result)
+            stream = self._pieces(result)
             self._piece, self._begin = b"", 0
         while True:
             stop = self._begin + len(self._piece)
@@ -150,5 +141,6 @@ class WholeObject:
                 target.fill(self._piece, offset - self._begin, min(end, stop) - self._begin)
                 offset = min(end, stop)
             if offset >= end:
+                self._stream = stream
                 return
-            self._piece, self._begin = self._next(self._stream), stop
+            self._piece, self._begin = self._next(stream), stop
