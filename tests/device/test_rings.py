@@ -202,7 +202,7 @@ def test_a_ring_that_failed_is_replaced(opened: list[FakeDriver], monkeypatch: p
 
 def test_c97_pinning_is_refused(place: Any, source: Path, tensors: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Copies from plain memory are right too; said once."""
-    here = place(refuse_pin=True)
+    here = place(refuse_pin=1)
     caplog.set_level(logging.WARNING, "stio")
     for _ in range(2):
         require_equal(here.load(source), tensors)
