@@ -20,6 +20,7 @@ from support import bits_of, eventually, require_equal, run_python
 from torch import nn
 
 import stio.sync
+from stio.device import pinned
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
 from stio.runtime import operation as runtime
@@ -212,16 +213,15 @@ def test_fault_3_a_save_can_be_cancelled_while_memory_is_pinned(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`cancel` never blocks; pinning takes 0.2 to 0.5 seconds for each GB."""
-    empty, pinning, go_on = torch.empty, threading.Event(), threading.Event()
+    pin, pinning, go_on = pinned.pin, threading.Event(), threading.Event()
 
-    def slow_empty(*args: Any, **keywords: Any) -> torch.Tensor:
-        if keywords.get("pin_memory"):
-            pinning.set()
-            assert go_on.wait(5)
-        return empty(*args, **keywords)
+    def slow_pin(*args: Any) -> Any:
+        pinning.set()
+        assert go_on.wait(5)
+        return pin(*args)
 
     tensors = {"w": torch.ones(10, device=device)}
-    monkeypatch.setattr(torch, "empty", slow_empty)
+    monkeypatch.setattr(pinned, "pin", slow_pin)
     saver = stio.sync.Saver()
 
     def save() -> None:
