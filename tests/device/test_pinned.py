@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import simdevice
 import torch
-from accelerators import busy_event, gpu
+from accelerators import busy_event, gpu, settled_pinned_bytes
 from fake_driver import FakeDriver
-from support import eventually, needs_engine, run_python
+from support import eventually, needs_engine, run_python, settled
 
 import stio
 from stio import native
@@ -127,7 +127,7 @@ def test_nothing_is_left_of_a_thousand_regions(driver: FakeDriver) -> None:
 
 @needs_engine
 def test_stats_count_it(driver: FakeDriver) -> None:
-    before = stio.stats().pinned_bytes
+    before = settled(lambda: stio.stats().pinned_bytes)
     region = PinnedAllocator(DEVICE)(MIB)
     assert stio.stats().pinned_bytes == before + MIB
     del region
@@ -226,7 +226,7 @@ simulated = pytest.mark.skipif(not simdevice.installed(), reason="only the simul
 @simulated
 @needs_engine
 def test_memory_goes_back_to_the_system() -> None:
-    before = simdevice.pinned_bytes()
+    before = settled_pinned_bytes()
     allocate = PinnedAllocator(resolve_device("auto"))
     regions = [allocate(MIB) for _ in range(3)]
     kept = regions[0]

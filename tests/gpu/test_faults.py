@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import simdevice
 import torch
-from accelerators import gpu, keep_busy, module_of, on_copy_stream
+from accelerators import gpu, keep_busy, module_of, on_copy_stream, settled_pinned_bytes
 from support import bits_of, eventually, require_equal, run_python
 from torch import nn
 
@@ -250,7 +250,7 @@ def test_fault_3_a_saver_without_a_budget_pins_no_more_than_the_host_has(
 ) -> None:
     """Here the host has 16 MiB left, and the snapshot takes 40: it is staged while it is written."""
     torch.accelerator.empty_host_cache()
-    before = pinned_bytes()
+    before = settled_pinned_bytes()
     monkeypatch.setattr(staging_pool, "room_in_memory", lambda enough: 16 * MIB - (pinned_bytes() - before))
     tensors = {f"w{k}": torch.ones(4 * MIB, dtype=torch.uint8, device=device) for k in range(10)}
     with stio.sync.Saver() as saver:
@@ -273,7 +273,7 @@ def test_fault_4_pinned_memory_is_given_back(device: torch.device, tmp_path: Pat
     there = stio.sync.load(path, device=device, budget_bytes=LITTLE)
     torch.accelerator.synchronize(device)
     torch.accelerator.empty_host_cache()
-    before = pinned_bytes()
+    before = settled_pinned_bytes()
     if what == "a cache":
         with stio.sync.HostCache(64 * MIB, device=device) as cache:
             cache.prefetch(path)
@@ -294,7 +294,7 @@ def test_fault_4_what_a_load_uses_is_given_back_when_it_ends(device: torch.devic
     stio.sync.load(path, device=device, budget_bytes=LITTLE)
     torch.accelerator.synchronize(device)
     torch.accelerator.empty_host_cache()
-    before = pinned_bytes()
+    before = settled_pinned_bytes()
     cache = stio.sync.HostCache(64 * MIB, device=device)
     # With so small a budget the load goes on until its consumer has taken more.
     with stio.sync.open(path, device=device, cache=cache, budget_bytes=4 * MIB) as opened:
@@ -314,7 +314,7 @@ def test_fault_4_what_a_load_uses_is_given_back_when_it_ends(device: torch.devic
 def test_fault_4_what_is_evicted_by_name_is_given_back(device: torch.device, tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, {"w": torch.ones(3 * MIB, dtype=torch.uint8)})
     torch.accelerator.empty_host_cache()
-    before = pinned_bytes()
+    before = settled_pinned_bytes()
     with stio.sync.HostCache(64 * MIB, device=device) as cache:
         cache.prefetch(path)
         assert pinned_bytes() > before
@@ -394,7 +394,7 @@ def test_after_a_refusal_memory_is_pinned_again(
     there = {name: tensor.to(device) for name, tensor in tensors.items()}
     torch.accelerator.synchronize(device)
     torch.accelerator.empty_host_cache()
-    before = pinned_bytes()
+    before = settled_pinned_bytes()
 
     def pinned() -> int:
         """Return how much is pinned by a use that begins now."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import simdevice
 import torch
-from accelerators import HAVE_GPU, NEEDS_GPU, keep_busy, needs_two_devices, trim_rings
+from accelerators import HAVE_GPU, NEEDS_GPU, keep_busy, needs_two_devices, settled_pinned_bytes, trim_rings
 from support import eventually, needs_engine, require_equal
 
 import stio
@@ -63,7 +63,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 def released() -> Iterator[None]:
     """Nothing more is pinned behind the test than before it."""
     trim_rings()
-    before = simdevice.pinned_bytes()
+    before = settled_pinned_bytes()
     yield
     gc.collect()
     trim_rings()
