@@ -72,7 +72,7 @@ class Failure(Exception):
         self.offset: int = found.offset
         self.nbytes: int = found.nbytes
         self.text: str = found.text.decode(errors="replace")
-        super().__init__(self.text or f"kind {self.kind}, code {self.code}")
+        super().__init__(f"{self.text or f'kind {self.kind}'}, code {self.code}")
 
 
 class _Failure(ctypes.Structure):

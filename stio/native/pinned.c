@@ -6,6 +6,7 @@
  * the thread of an event loop: a thread of the engine does that, one at a time, so that loads go on beside it.
  */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -103,7 +104,7 @@ stio_pinned *stio_pinned_new(const stio_driver *driver, void *context, size_t nb
     char *const pages = made == NULL ? NULL : stio_pages_map(nbytes, node);
     if (pages == NULL) {
         free(made);
-        *failure = (stio_failure){.kind = STIO_NO_MEMORY, .nbytes = nbytes, .text = "no memory"};
+        *failure = (stio_failure){.kind = STIO_NO_MEMORY, .code = ENOMEM, .nbytes = nbytes, .text = "no memory"};
         return NULL;
     }
     *made = (stio_pinned){.driver = driver, .context = context, .memory = pages, .nbytes = nbytes};
