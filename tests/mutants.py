@@ -638,10 +638,11 @@ MUTANTS = (
         "memory of a closed cache is kept for later files if a load used it at the close",
         "stio/loading/cache/entries.py",
         (
-            "                if not self._closed:\n                    self._keep(regions)\n\n",
-            "                self._keep(regions)\n\n",
+            "entry.image.take_memory()\n                if not self._closed:\n                    self._keep(regions)\n",
+            "entry.image.take_memory()\n                self._keep(regions)\n",
         ),
-        tests=f"{FAULTS}test_fault_4_what_a_load_uses_is_given_back_when_it_ends",
+        tests="tests/loading/cache/test_host_cache.py::"
+        "test_pinned_memory_of_a_closed_cache_is_released_with_its_last_load",
     ),
     mutant(
         "a cache pins all memory anew",

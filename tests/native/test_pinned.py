@@ -63,12 +63,12 @@ def test_several_threads_touch_it(device: Device) -> None:
     def caller_s_part() -> float:
         kinds = resource.RUSAGE_THREAD, resource.RUSAGE_SELF
         first = [resource.getrusage(kind).ru_minflt for kind in kinds]
-        _, _, free = pin(device.driver, 64 * MIB, None)
+        _, _, free = pin(device.driver, 256 * MIB, None)
         last = [resource.getrusage(kind).ru_minflt for kind in kinds]
         free()
         return (last[0] - first[0]) / max(1, last[1] - first[1])
 
-    assert eventually(lambda: caller_s_part() < 0.9)
+    assert eventually(lambda: caller_s_part() < 0.75)
 
 
 @pytest.mark.usefixtures("before")

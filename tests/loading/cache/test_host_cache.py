@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.storage.base import Identity
+from stio.storage.local import LocalRoot
 from stio.testing import FakeDevice, MemoryRoot, checkpoint_files
 
 Tensors = dict[str, torch.Tensor]
@@ -343,6 +345,21 @@ def test_pinned_memory_of_an_evicted_file_is_used_again(three: list[Path], pinne
         assert pinned_sizes.count(64 << 10) == whole  # no more were pinned
         assert sum(pinned_sizes) <= sum(before)
         require_equal(stio.sync.load(b, cache=cache), oracle(b))
+    assert eventually(lambda: sum(pinned_sizes) == 0)
+
+
+def test_pinned_memory_of_a_closed_cache_is_released_with_its_last_load(
+    three: list[Path], pinned_sizes: list[int]
+) -> None:
+    """It is not kept for a next file."""
+    cache = stio.sync.HostCache(64 * MIB)
+    cache.prefetch(three[0])
+    with LocalRoot(three[0]) as root, closing(root.open("m.safetensors")) as file:
+        (held,) = cache.hold([(file, file.identity.nbytes)])
+    assert held is not None
+    cache.close()
+    assert sum(pinned_sizes) > 64 << 10
+    held.release()
     assert eventually(lambda: sum(pinned_sizes) == 0)
 
 
