@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import gc
 import mmap
+import random
 import statistics
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from fake_driver import FakeDriver
 import stio.sync
 from benchmarks.limits import huge_buffer
 from stio import native
+from stio.runtime.control_groups import num_processors
 from stio.testing import MemoryDestination
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -52,8 +54,14 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def touch_before(nbytes: int) -> None:
+    """Get so much memory from the host of a virtual machine, which takes back what is free."""
+    huge_buffer(nbytes)[:: mmap.PAGESIZE] = 1
+
+
 def small_pages(nbytes: int) -> tuple[float, float]:
     """Touch and lock pages of 4 KiB on one thread, as a driver does that allocates them; return the times."""
+    touch_before(nbytes)
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_NOHUGEPAGE)
     view = (ctypes.c_char * nbytes).from_buffer(mapping)
@@ -63,14 +71,16 @@ def small_pages(nbytes: int) -> tuple[float, float]:
 
 def huge_pages(nbytes: int) -> tuple[float, float]:
     """The same with huge pages, still on one thread."""
+    touch_before(nbytes)
     buffer = huge_buffer(nbytes)
     touching = seconds_of(lambda: buffer.__setitem__(slice(None, None, mmap.PAGESIZE), 0))
     return touching, seconds_of(lambda: _locked(buffer.ctypes.data, nbytes))
 
 
-def engine(nbytes: int, num_threads: int) -> float:
+def engine(nbytes: int) -> float:
     """Pin by the engine in pieces of 64 MiB, as savers and caches do; return the time."""
-    native._functions().engine_set_threads(num_threads)
+    touch_before(nbytes)
+    native.set_threads(num_processors())
     driver = LockingDriver().driver
     made: list[Any] = []
     piece = 64 << 20
@@ -91,6 +101,7 @@ def saves(nbytes: int, rounds: int) -> tuple[float, float]:
     """Return for how long the first save of a saver blocks, and a later one."""
     tensors = {f"w{k}": torch.ones(nbytes // 32, dtype=torch.uint8, device=simdevice.NAME) for k in range(32)}
     torch.accelerator.synchronize()
+    touch_before(nbytes)
     with stio.sync.Saver() as saver:
         staged = [saver.save(tensors, MemoryDestination()).result().staged_seconds for _ in range(1 + rounds)]
     return staged[0], statistics.median(staged[1:])
@@ -102,9 +113,15 @@ def fills(nbytes: int, folder: Path) -> tuple[float, float]:
     for path in paths:
         stio.sync.save({"w": torch.ones(nbytes, dtype=torch.uint8)}, path)
     with stio.sync.HostCache(nbytes + (1 << 20)) as cache:
-        for path in paths:  # into the page cache
-            stio.sync.load(path)
+        touch_before(nbytes)
         return seconds_of(lambda: cache.prefetch(paths[0])), seconds_of(lambda: cache.prefetch(paths[1]))
+
+
+def named(names: str, values: tuple[float, float], factor: float = 1.0) -> dict[str, float]:
+    """Return two figures, and their ratio, under the names behind the colon."""
+    of, first, second = names.replace(": ", ", ").rsplit(", ", 2)
+    sums = {f"{of}: {first}": values[0] * factor, f"{of}: {second}": values[1] * factor}
+    return sums | ({f"{of}: {first} / {second}": values[0] / values[1]} if factor == 1 else {})
 
 
 def main() -> None:
@@ -117,28 +134,23 @@ def main() -> None:
     simdevice.set_released(0)
     simdevice.set_fills(False)
     found: dict[str, list[float]] = {}
+    per_gib = (1 << 30) / nbytes
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        parts = [
+            lambda: named("s a GiB, 4 KiB pages, one thread: touched, locked", small_pages(nbytes), per_gib),
+            lambda: named("s a GiB, huge pages, one thread: touched, locked", huge_pages(nbytes), per_gib),
+            lambda: {"s a GiB, engine: touched by its threads, locked": engine(nbytes) * per_gib},
+            lambda: named("s, a saver's saves: first, later", saves(nbytes // 2, 3)),
+            lambda: named("s, a cache filled: new memory, again", fills(nbytes // 2, Path(folder))),
+        ]
         for _ in range(rounds):
-            per_gib = (1 << 30) / nbytes
-            small, huge = small_pages(nbytes), huge_pages(nbytes)
-            one = {
-                "s a GiB, 4 KiB pages: touched by one thread": small[0] * per_gib,
-                "s a GiB, 4 KiB pages: locked": small[1] * per_gib,
-                "s a GiB, huge pages: touched by one thread": huge[0] * per_gib,
-                "s a GiB, huge pages: locked": huge[1] * per_gib,
-                **{f"s a GiB, engine, {n + 1} threads": engine(nbytes, n) * per_gib for n in (1, 2, 4)},
-            }
-            one["engine, 2 threads / 4 KiB pages"] = one["s a GiB, engine, 2 threads"] / (sum(small) * per_gib)
-            first, later = saves(nbytes // 2, 3)
-            one |= {"s, first save": first, "s, later saves": later, "first save / later ones": first / later}
-            gc.collect()
-            first, later = fills(nbytes // 2, Path(folder))
-            one |= {"s, cache filled, new memory": first, "s, cache filled again": later}
-            one["cache filled, new memory / again"] = first / later
-            for name, value in one.items():
-                found.setdefault(name, []).append(value)
-    for name, values in found.items():
-        print(f"{name:46} {statistics.median(values):6.3f}  ({min(values):.3f} to {max(values):.3f})")
+            random.shuffle(parts)  # what is freed by one part may be cheaper for the next one
+            for part in parts:
+                gc.collect()
+                for name, value in part().items():
+                    found.setdefault(name, []).append(value)
+    for name, values in sorted(found.items()):
+        print(f"{name:56} {statistics.median(values):6.3f}  ({min(values):.3f} to {max(values):.3f})")
 
 
 if __name__ == "__main__":
