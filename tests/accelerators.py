@@ -12,6 +12,7 @@ import simdevice
 import torch
 from support import eventually, settled
 
+from stio import native
 from stio.device import rings
 from stio.device.base import Accelerator, resolve_device
 from stio.device.cuda import TorchAccelerator, on_stream
@@ -74,7 +75,7 @@ def busy_event(device: torch.device, cycles: int = BUSY_CYCLES) -> Any:
 
 def settled_pinned_bytes() -> int:
     """Return how much the simulated device has pinned, when the engine has unpinned what nobody uses any more."""
-    return settled(lambda: simdevice.pinned_bytes(with_cached=True))
+    return settled(lambda: simdevice.pinned_bytes(with_cached=native.available()))
 
 
 def trim_rings() -> None:
