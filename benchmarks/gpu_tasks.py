@@ -634,7 +634,8 @@ def _pin(here: Turn) -> Record:
     how = here.entry.contestant
     if how == "pin-registered":
         gpu_device.cuda_runtime()
-    buffer = limits.huge_buffer(0 if how in ("pin-none", "pin-torch") else size_bytes)
+    buffer = limits.huge_buffer(size_bytes if how in ("pin-touch", "pin-registered") else 0)
+    allocate = import_stio().device.pinned.PinnedAllocator(gpu_device.device()) if how == "pin-stio" else None
     if how == "pin-registered":
         buffer[:] = 1
     stalls = Stalls()
@@ -646,6 +647,8 @@ def _pin(here: Turn) -> Record:
             buffer[:: meters.PAGE_BYTES] = 1
         elif how == "pin-torch":
             _all_pinned.append(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True))
+        elif allocate is not None:
+            _all_pinned.append(allocate(size_bytes))
         else:
             held.enter_context(gpu_device.registered(buffer))
         seconds = time.perf_counter() - start

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import simdevice
 import torch
-from support import eventually
+from support import eventually, settled
 
+from stio import native
 from stio.device import rings
 from stio.device.base import Accelerator, resolve_device
 from stio.device.cuda import TorchAccelerator, on_stream
@@ -70,6 +71,11 @@ def busy_event(device: torch.device, cycles: int = BUSY_CYCLES) -> Any:
     event = module.Event()
     event.record(module.current_stream(device))
     return event
+
+
+def settled_pinned_bytes() -> int:
+    """Return how much the simulated device has pinned, when the engine has unpinned what nobody uses any more."""
+    return settled(lambda: simdevice.pinned_bytes(with_cached=native.available()))
 
 
 def trim_rings() -> None:

@@ -72,6 +72,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_unpinned_early() -> Iterator[None]:
+    """Memory is unpinned behind the copies that read it or write to it, whatever ends a test."""
+
+    def count() -> int:
+        simdevice = sys.modules.get("simdevice")
+        return simdevice.num_unpinned_early() if simdevice is not None and simdevice.installed() else 0
+
+    before = count()
+    yield
+    assert count() == before
+
+
 @pytest.fixture(params=loops.BACKENDS)
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     """Run tests that are marked `anyio` on the loops of `make test`, and others as slow tests."""

@@ -51,11 +51,18 @@ class FakeDriver:
         manual: Events pass only after `go` is set.
         refuse_copy: Number of the copy, from 1, that is refused.
         fail_event: Number of the recorded event, from 1, whose copies are not made, and which reports it.
-        refuse_pin: Memory is not pinned.
+        refuse_pin: Number of the pinning, from 1, from which on memory is not pinned; 0: none.
+        refuse_unpin: Memory stays pinned.
     """
 
     def __init__(
-        self, *, manual: bool = False, refuse_copy: int = 0, fail_event: int = 0, refuse_pin: bool = False
+        self,
+        *,
+        manual: bool = False,
+        refuse_copy: int = 0,
+        fail_event: int = 0,
+        refuse_pin: int = 0,
+        refuse_unpin: bool = False,
     ) -> None:
         self.go = threading.Event()
         """Set: events pass."""
@@ -67,9 +74,12 @@ class FakeDriver:
         """Events that were recorded."""
         self.pinned_bytes = 0
         """Memory that is pinned now."""
+        self.pinned: list[int] = []
+        """Sizes that were pinned, one after the other."""
         self.num_pending = 0
         """Copies that were queued and are not made."""
-        self._refuse_copy, self._fail_event, self._refuse_pin = refuse_copy, fail_event, refuse_pin
+        self._refuse_copy, self._fail_event = refuse_copy, fail_event
+        self._refuse_pin, self._refuse_unpin = refuse_pin, refuse_unpin
         self._lock = threading.Lock()
         self._queued: list[tuple[int, int, int] | None] = []  # the stream: copies, and None for one that is made
         self._events: dict[int, tuple[int, bool]] = {}  # place in the stream, and whether it fails
@@ -141,14 +151,17 @@ class FakeDriver:
         return 0
 
     def _pin(self, address: int, nbytes: int, flags: int) -> int:
-        if self._refuse_pin:
+        if self._refuse_pin and len(self.pinned) + 1 >= self._refuse_pin:
             return REFUSED
         with self._lock:
+            self.pinned.append(nbytes)
             self._pins[address] = nbytes
             self.pinned_bytes += nbytes
         return 0
 
     def _unpin(self, address: int) -> int:
+        if self._refuse_unpin:
+            return REFUSED
         with self._lock:
             self.pinned_bytes -= self._pins.pop(address)
         return 0

@@ -53,8 +53,8 @@ CONTEXT = "tests/gpu/test_streams.py::test_the_default_device_stays_without_a_co
 CONTRACT = "tests/device/test_contract.py::"
 
 FAULTS = "tests/gpu/test_faults.py::"
-ENGINE = "tests/gpu/test_engine.py::"
-NO_COPY = ENGINE + "test_a_copy_that_does_not_come"
+GPU_ENGINE = "tests/gpu/test_engine.py::"
+NO_COPY = GPU_ENGINE + "test_a_copy_that_does_not_come"
 
 ENGINE = "tests/native/test_engine.py::"
 CUFILE = "tests/native/test_cufile.py::"
@@ -64,6 +64,9 @@ ARRANGED = ENGINE + "test_arranged_groups_are_next_and_none_is_lost"
 ENGINE_C = "stio/native/engine.c"
 RING = "stio/native/ring.c"
 CUFILE_C = "stio/native/cufile.c"
+PINNED_C = "stio/native/pinned.c"
+PINNED_TESTS = "tests/native/test_pinned.py::"
+UNPINNING = "tests/gpu/test_unpinning.py::"
 CUDA = "stio/device/cuda.py"
 PRIVATE = "stio/device/torch_private.py"
 RINGS = "stio/device/rings.py"
@@ -335,7 +338,7 @@ MUTANTS = (
         "each load warns of a ring without pinned memory",
         RINGS,
         ("            self._has_warned = True\n", ""),
-        tests=f"{ENGINE}test_refused_pinning_is_told_once_and_tried_again_by_the_next_ring",
+        tests=f"{GPU_ENGINE}test_refused_pinning_is_told_once_and_tried_again_by_the_next_ring",
     ),
     mutant(
         "each refusal to pin is tried and told again",
@@ -380,7 +383,7 @@ MUTANTS = (
         "cuFile: no context",
         "a thread calls cuFile with the device as the current one that it used last",
         CUFILE_C,
-        ("bool ok = stio_make_current(range->ring, &failure);", "bool ok = true;"),
+        ("bool ok = stio_make_current(range->ring->driver, range->ring->context, &failure);", "bool ok = true;"),
         tests=CUFILE + "test_the_device_is_the_current_one",
     ),
     mutant(
@@ -678,27 +681,80 @@ MUTANTS = (
     # Pinned memory.
     mutant(
         "a closed saver keeps its pinned memory",
-        "memory that a saver has pinned stays in torch's allocator when it is closed",
+        "memory that a saver has pinned is released only with its last save",
         "stio/saving/staging_pool.py",
-        ("        give_back(blocks)\n", "        blocks.clear()\n"),
-        tests=f"{FAULTS}test_fault_4_pinned_memory_is_given_back[a saver]",
+        ("            self._free.clear()\n", ""),
+        tests="tests/saving/test_staging_pool.py::test_clear_releases_what_is_not_in_use",
     ),
     mutant(
         "a closed cache keeps its pinned memory",
-        "memory that a cache has pinned stays in torch's allocator when it is closed",
+        "memory that a cache keeps for its next files stays pinned when it is closed",
         "stio/loading/cache/host_cache.py",
-        (
-            "        give_back([region for image in images for region in image.take_memory()])\n",
-            "        for image in images:\n            image.take_memory()\n",
-        ),
-        tests=f"{FAULTS}test_fault_4_pinned_memory_is_given_back[a cache]",
+        ("        self._kept.clear()\n", "        pass\n"),
+        tests="tests/loading/cache/test_host_cache.py::test_pinned_memory_that_is_kept_is_released[close]",
     ),
     mutant(
         "a load that outlives its cache keeps the memory",
-        "memory of a closed cache stays in torch's allocator if a load used it at the close",
+        "memory of a closed cache is kept for later files if a load used it at the close",
         "stio/loading/cache/entries.py",
-        ("            if self._closed:\n                self._give_back(regions)\n", ""),
-        tests=f"{FAULTS}test_fault_4_what_a_load_uses_is_given_back_when_it_ends",
+        (
+            "entry.image.take_memory()\n                if not self._closed:\n                    self._keep(regions)\n",
+            "entry.image.take_memory()\n                self._keep(regions)\n",
+        ),
+        tests="tests/loading/cache/test_host_cache.py::"
+        "test_pinned_memory_of_a_closed_cache_is_released_with_its_last_load",
+    ),
+    mutant(
+        "a cache pins all memory anew",
+        "memory of an evicted file is not used for the next one",
+        "stio/loading/cache/host_cache.py",
+        ("        self._kept += [", "        _ = ["),
+        tests="tests/loading/cache/test_host_cache.py::test_pinned_memory_of_an_evicted_file_is_used_again",
+    ),
+    mutant(
+        "copies of a save are not waited for after an error",
+        "a save whose copy was refused releases its staging memory while earlier copies write to it",
+        COPYING,
+        (
+            "        with suppress(RuntimeError):  # a lost device raises its error again\n"
+            "            stream.synchronize()\n",
+            "",
+        ),
+        (
+            "    with ExitStack() as waits:  # all events are waited for, even if something fails",
+            "    with ExitStack() as waits:",
+        ),
+        ("            waits.callback(event.synchronize)\n", "            waits.callback(lambda: None)\n"),
+        tests=f"{UNPINNING}test_a_refused_copy[saver-first device-3]",
+        delay=0.02,
+    ),
+    mutant(
+        "copies over the end of a pinned piece",
+        "a stager copies a large tensor in one piece",
+        "stio/distributed/dcp_stager.py",
+        ("for at in range(0, one.nbytes, PINNED_BYTES)", "for at in range(0, one.nbytes, one.nbytes or 1)"),
+        ("min(PINNED_BYTES, one.nbytes - at)", "one.nbytes"),
+        tests=f"{UNPINNING}test_a_stager_s_copies_stay_within_pinned_pieces[first device]",
+    ),
+    mutant(
+        "a cache reads when all memory is pinned",
+        "the first bytes are read into a cache behind the pinning of memory for all groups",
+        "stio/loading/engine.py",
+        (
+            "                self._transfer.add(ranges)\n                ranges = native.Ranges()\n",
+            "                pass\n",
+        ),
+        tests="tests/loading/cache/test_host_cache.py::test_segments_are_filled_while_others_are_pinned",
+    ),
+    mutant(
+        "a load waits for what another one reads",
+        "all workers of the plain executor wait for blocks that another load is reading into a cache",
+        "stio/loading/plain.py",
+        (
+            "            if image is None or not image.is_coming(block.offset, block.offset + block.nbytes):\n",
+            "            if True:\n",
+        ),
+        tests="tests/loading/cache/test_host_cache_faults.py::test_what_is_there_is_loaded_while_the_rest_is_coming[fake-store]",
     ),
     mutant(
         "a saver pins whatever a snapshot takes",
@@ -832,8 +888,80 @@ MUTANTS = (
         "engine: memory stays pinned",
         "memory of a ring is unmapped and not unpinned",
         RING,
-        ("        if (taken[thread].is_pinned) ring->driver->unpin(memory);\n", ""),
+        (
+            "        if (taken[thread].is_pinned && ring->driver->unpin(memory) == 0) unpinned_bytes += SLOTS_BYTES;\n",
+            "",
+        ),
         tests=ENGINE + "test_a_ring_is_trimmed_and_released",
+    ),
+    mutant(
+        "engine: pinned memory stays pinned",
+        "memory that is released is unmapped and not unpinned",
+        PINNED_C,
+        ("        code = one->driver->unpin(one->memory + at);\n", "        code = 0;\n"),
+        tests=PINNED_TESTS + "test_memory_is_pinned_and_released[9437184]",
+    ),
+    mutant(
+        "engine: only the first piece is unpinned",
+        "of memory that was pinned in pieces the others stay pinned",
+        PINNED_C,
+        ("at < one->pinned_bytes && code == 0; at +=", "at < 1 && code == 0; at +="),
+        tests=PINNED_TESTS + "test_it_is_pinned_in_pieces",
+    ),
+    mutant(
+        "engine: memory that stays pinned is unmapped",
+        "memory that the driver does not unpin is given back to the system",
+        PINNED_C,
+        ("    if (code == 0) stio_pages_unmap(", "    stio_pages_unmap("),
+        tests=PINNED_TESTS + "test_processes[unpin is refused]",
+    ),
+    mutant(
+        "engine: what was pinned before a refusal stays",
+        "where the driver refuses a piece the pieces before it are not released",
+        PINNED_C,
+        ("        release(made);\n        return NULL;\n", "        return NULL;\n"),
+        tests=PINNED_TESTS + "test_a_refusal_of_the_driver_leaves_nothing[2]",
+    ),
+    mutant(
+        "engine: a child unpins its parent's memory",
+        "a forked child releases memory that its parent has pinned",
+        PINNED_C,
+        ("const bool is_own = one->generation == engine.generation;", "const bool is_own = true;"),
+        tests=PINNED_TESTS + "test_processes[fork]",
+    ),
+    mutant(
+        "engine: unpinned in another context",
+        "a thread of the engine unpins memory in the context that is its current one",
+        PINNED_C,
+        ("stio_make_current(one->driver, one->context, &ignored) && release(one)", "release(one)"),
+        tests=PINNED_TESTS + "test_each_device_pins_and_unpins_in_its_context",
+    ),
+    mutant(
+        "engine: one thread touches all",
+        "threads of the engine do not help to touch memory",
+        PINNED_C,
+        ("        if (touch_part(one)) return true;\n", "        (void)one;\n"),
+        tests=PINNED_TESTS + "test_several_threads_touch_it",
+    ),
+    mutant(
+        "engine: pinned while it is touched",
+        "memory is pinned and used while other threads write to its pages",
+        PINNED_C,
+        ("    while (made->num_touching > 0) pthread_cond_wait(&engine.changed, &engine.lock);\n", ""),
+        (
+            "    stio_pages_touch(one->memory + begin, nbytes);\n",
+            "    usleep(this_is_engine ? 20000 : 0);\n    stio_pages_touch(one->memory + begin, nbytes);\n",
+        ),
+        ("bool stio_pinned_work(void) {\n", "bool stio_pinned_work(void) {\n    this_is_engine = true;\n"),
+        ("struct stio_pinned {\n", "static _Thread_local bool this_is_engine;\nstruct stio_pinned {\n"),
+        tests=PINNED_TESTS + "test_memory_is_the_callers_when_it_is_pinned",
+    ),
+    mutant(
+        "engine: all threads unpin",
+        "all threads of the engine unpin memory at once, and loads stand still",
+        PINNED_C,
+        ("    if (one == NULL || engine.is_unpinning) return false;\n", "    if (one == NULL) return false;\n"),
+        tests=PINNED_TESTS + "test_a_release_waits_for_nothing_and_loads_go_on",
     ),
     mutant(
         "engine: a trim is not waited for",

@@ -300,6 +300,16 @@ needs_engine = pytest.mark.skipif(not native.available(), reason="there is no en
 """Mark of what the engine does, and the plain executor does not."""
 
 
+def settled(count: Callable[[], int]) -> int:
+    """Return a number when it does not change any more, after what is garbage now is released."""
+    gc.collect()
+    seen, found = -1, count()
+    while found != seen:
+        time.sleep(0.03)
+        seen, found = found, count()
+    return found
+
+
 def eventually(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> bool:
     """Wait for a condition that other threads bring about."""
     deadline = time.monotonic() + seconds

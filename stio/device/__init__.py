@@ -4,15 +4,16 @@ Start with `base.py`: `Accelerator` is the interface that loads need from a devi
 the consumer of a load. `cuda.py` implements the interface by torch. Loads use `group_memory.py` (the memory of a group
 on the device), `rings.py` (the engine's pinned memory for a device) and `tensors.py` (tensors over memory, dtypes,
 casts). Saves use `describe.py` (what can be saved of a tensor) and `copy_out.py` (its bytes into host memory).
-`pinned.py` allocates pinned memory. `placement.py` finds the device of each tensor. `torch_private.py` has torch's
-private names that loads and saves use.
+`pinned.py` allocates pinned memory, `drivers.py` finds the drivers that the engine calls. `placement.py` finds the
+device of each tensor. `torch_private.py` has torch's private names that loads and saves use.
 
 Lifetimes on an accelerator. A copy is queued first and done later. Until it is done, the device reads and writes memory
 that no Python code uses any more. These rules keep that memory valid:
 
 1. Host memory. The device reads a slot (pinned host memory), or the image of a cached file, until the event behind its
    copies has passed; only then a slot is filled again, or the image released. If the event fails, the device may still
-   read the slot: it is kept and never filled again.
+   read the slot: it is kept and never filled again. No allocator protects pinned memory that copies use: it is unpinned
+   and unmapped with its last reference.
 2. The memory of a group is allocated under the caller's stream, so the allocator may return memory that work there
    still reads. The copy stream waits for an event behind the allocation. A disk that writes by GPUDirect Storage waits
    for no stream: a new slot on the device waits for an event on the host.

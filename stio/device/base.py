@@ -60,7 +60,7 @@ class Accelerator(Protocol):
         """Queue copies of regions into uint8 device tensors `[region.nbytes]`; return an event behind them.
 
         Does not wait. All regions are host memory, or all are device memory (parts of what `allocate` returned). They
-        must stay unchanged until the event has passed.
+        must stay allocated and unchanged until the event has passed.
 
         Raises:
             DeviceError: The device refused; none of the regions is being read any more.

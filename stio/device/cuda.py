@@ -268,7 +268,7 @@ class TorchAccelerator:
 
 def bytes_of(region: Region) -> torch.Tensor:
     """Return a region as a uint8 tensor `[region.nbytes]`, pinned if its memory is."""
-    if isinstance(region.owner, torch.Tensor):
+    if isinstance(region.owner, torch.Tensor):  # memory of a device
         start = region.address - region.owner.data_ptr()
         return region.owner[start : start + region.nbytes]
     return torch.frombuffer(

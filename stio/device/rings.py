@@ -1,13 +1,8 @@
-"""The engine's rings: one of pinned memory for each device, out of which all loads to the device copy.
-
-A kind of device needs a driver that the engine can call: CUDA has one, and ROCm, whose torch calls its devices "cuda".
-Other kinds (XPU) are loaded by the plain executor.
-"""
+"""The engine's rings: one of pinned memory for each device, out of which all loads to the device copy."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,23 +10,13 @@ import torch
 
 from stio import native
 from stio.device.cuda import TorchAccelerator
-from stio.device.pinned import node_of
+from stio.device.drivers import drivers, node_of
 from stio.errors import DeviceError
 from stio.runtime import stats
 from stio.runtime.locks import new_lock
 from stio.runtime.process import after_fork_in_child
 
 logger = logging.getLogger("stio")
-
-
-def _cuda(device: torch.device, stream: Any) -> tuple[native.Driver | str, int]:
-    kind = "hip" if torch.version.hip else "cuda"
-    return native.open_driver(kind, device.index), int(stream.cuda_stream)
-
-
-drivers: dict[str, Callable[[torch.device, Any], tuple[native.Driver | str, int]]] = {"cuda": _cuda}
-"""By type of device, a function that returns its driver, or why there is none, and the handle of a stream. Tests add
-the simulated device."""
 
 
 class DeviceRing:

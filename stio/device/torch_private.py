@@ -164,13 +164,3 @@ def traits_of(tensor: torch.Tensor) -> Traits:
 def conj_neg_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
     """Return whether a conjugation and a negation of a tensor are not carried out yet."""
     return traits_of(tensor).bits
-
-
-def _keep() -> None:
-    """Do nothing: this build of torch has no host allocator."""
-
-
-empty_host_cache: Callable[[], None] = getattr(
-    torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", _keep)
-)
-"""Returns all free pinned memory to the system. The public name is new; before it there is one for CUDA."""

@@ -21,6 +21,7 @@ from stio.device.tensors import tensors_in
 from stio.distributed.torch_private import local_memory, with_local
 from stio.format.sharding import TensorSource
 from stio.format.state_names import python_path
+from stio.native import PINNED_BYTES
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation
 from stio.saving.staging_pool import SNAPSHOT_BLOCK_BYTES
@@ -94,8 +95,14 @@ class StioStager(AsyncStager):
         for group in _groups(sources):
             operation.check()
             region = _taken(free, group.nbytes, allocate)
-            places = list(zip(group.sources, group.offsets, strict=True))
-            copy_out([(one.data, 0, region.sub(offset, one.nbytes)) for one, offset in places], ready)
+            copy_out(
+                [
+                    (one.data, at, region.sub(offset + at, min(PINNED_BYTES, one.nbytes - at)))
+                    for one, offset in zip(group.sources, group.offsets, strict=True)
+                    for at in range(0, one.nbytes, PINNED_BYTES)  # no copy crosses the end of a pinned piece
+                ],
+                ready,
+            )
             copies |= tensors_in(
                 self._lent(allocate, region),
                 [one.name for one in group.sources],

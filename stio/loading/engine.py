@@ -79,7 +79,6 @@ class EngineExecutor:
 
     def _is_filled(self, group: Group, image: FileImage, ranges: native.Ranges) -> bool:
         """Return whether a cache has the group's bytes, or no memory for them; otherwise add what is missing."""
-        file = self._paths[group.selection].file
         spans = [(block.offset, block.offset + block.nbytes) for block in group.blocks]
         claims: list[range] = []
         places = []
@@ -100,6 +99,7 @@ class EngineExecutor:
         if claims:
             number, self._next_fill = self._next_fill, self._next_fill + 1
             self._fills[number] = group, image, claims
+            file = self._paths[group.selection].file
             for position, region in places:
                 ranges.file_to_host(number, file.fd, file.direct_fd, position, region.nbytes, region.address)
             return False

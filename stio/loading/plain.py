@@ -1,7 +1,8 @@
 """The plain executor of loads, where the engine cannot move the bytes: a few threads of Python that read and copy.
 
 It is used for sources that are no local files, for devices whose driver the engine does not know, and where there is
-no engine (`STIO_NATIVE=0`). Each worker reads a block, copies it, and waits for the copy.
+no engine (`STIO_NATIVE=0`). Each worker reads a block, copies it, and waits for the copy. What another load is reading
+into a cache is left for later.
 Beside a busy Python thread it is slower: each call needs the interpreter's lock when it ends.
 """
 
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 
+from stio.loading.cache.file_image import FileImage
 from stio.loading.plan import Block, Group
 from stio.loading.scheduler import ReadPath
 from stio.runtime.locks import Condition
@@ -42,9 +44,14 @@ class PlainExecutor:
         self._done: list[Group] = []
         self._num_threads = 0
         self._woken = False
+        self._watched: set[FileImage] = set()
 
     def add(self, groups: Sequence[Group]) -> None:
         """Move the bytes of groups that have begun, behind those that were added before."""
+        images = {image for group in groups if (image := self._paths[group.selection].image) is not None}
+        for image in images - self._watched:
+            self._watched.add(image)
+            image.watch(self._changed.wake)
         with self._changed:
             for group in groups:
                 self._num_left[group.index] = len(group.blocks)
@@ -59,13 +66,18 @@ class PlainExecutor:
         """Move blocks that nobody has begun in this order of groups, given by their indices; the others follow."""
         self._orders.append(order)  # the next worker that takes a block applies it: the caller takes no lock
 
-    def _next_block(self) -> tuple[Group, Block]:
-        """Take the next block; the caller holds the lock."""
+    def _next_block(self) -> tuple[Group, Block] | None:
+        """Take the next block that no other load is reading into a cache, if any; the caller holds the lock."""
         while self._orders:
             order = self._orders.popleft()
             rank = {index: k for k, index in enumerate(dict.fromkeys(order))}
             self._blocks = deque(sorted(self._blocks, key=lambda one: rank.get(one[0].index, len(rank))))
-        return self._blocks.popleft()
+        for k, (group, block) in enumerate(self._blocks):
+            image = self._paths[group.selection].image
+            if image is None or not image.is_coming(block.offset, block.offset + block.nbytes):
+                del self._blocks[k]
+                return group, block
+        return None
 
     def take(self) -> list[Group]:
         """Wait for groups that are complete; empty after `wake` or `stop`.
@@ -75,7 +87,7 @@ class PlainExecutor:
         """
         if not self._num_threads and self._blocks:  # the system refuses new threads
             with self._changed:
-                one = self._next_block()
+                one = self._next_block() or self._blocks.popleft()
             self._read(*one)
             self._woken = True  # nobody else would wake this thread for the next block
         with self._changed:
@@ -100,15 +112,18 @@ class PlainExecutor:
         """Stop, and wait until no worker is left."""
         self._workers.stop()
         self._workers.join()
+        for image in self._watched:
+            image.unwatch(self._changed.wake)
 
     def _work(self) -> None:
         while True:
+            one = None
             with self._changed:
-                self._changed.wait_for(lambda: self._blocks or self._workers.stopped)
-                if self._workers.stopped:
-                    return
-                group, block = self._next_block()
-            self._read(group, block)
+                while not self._workers.stopped and (one := self._next_block()) is None:
+                    self._changed.wait()
+            if one is None or self._workers.stopped:
+                return
+            self._read(*one)
 
     def _read(self, group: Group, block: Block) -> None:
         path = self._paths[group.selection]

@@ -159,7 +159,9 @@ class _FromSource:
         self._source = source
         self.image = None if cached is None else cached.image
         """See `stio.loading.scheduler.ReadPath`."""
-        self.is_native = type(source) is LocalFile and native.available()
+        is_there = self.image is not None and self.image.holds(0, self.image.nbytes)
+        is_local = getattr(type(source), "read_into", None) is LocalFile.read_into  # also one of `DiskCache`
+        self.is_native = (is_there or is_local) and native.available()
         """See `stio.loading.scheduler.ReadPath`."""
 
     @property
@@ -211,12 +213,13 @@ class CopiedPath(_FromSource):
 
     def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
         """Add the group's bytes of the file. An image of whole pages is read by whole pages, as direct reads are."""
-        file, region = self.file, self._regions[group.index]
+        region = self._regions[group.index]
         for block in group.blocks:
             if is_in_image(self.image, block):
                 for at, source in image_regions(self.image, block):
                     ranges.host_to_host(group.index, source.address, source.nbytes, region.address + at)
                 continue
+            file = self.file
             for offset, at, length in runs(block):
                 if group.offset >= 0 and at + length == group.nbytes:
                     length = max(length, min(region.nbytes - at, file.identity.nbytes - offset))
@@ -435,7 +438,7 @@ class DevicePath(_FromSource):
 
     def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
         """Add the bytes of each tensor."""
-        file, target, ring = self.file, self._memories[group.index], self._ring
+        target, ring = self._memories[group.index], self._ring
         assert ring is not None
         for block in group.blocks:
             if is_in_image(self.image, block):
@@ -444,6 +447,7 @@ class DevicePath(_FromSource):
                         source, where = region.address + low - begin, storage.data_ptr() + start
                         ranges.host_to_device(group.index, source, nbytes, where, ring.ring)
                 continue
+            file = self.file
             for offset, at, length in runs(block):
                 for storage, start, low, nbytes in target.places(at, length):
                     where = storage.data_ptr() + start

@@ -3,8 +3,8 @@
 Python decides, C moves. Python opens and checks files, plans, allocates, makes tensors and raises errors; the engine
 gets ranges of bytes and reports which groups of them are complete. It never calls Python and takes no lock of it, so
 its speed does not depend on other Python threads. `engine.h` is its contract; `engine.c` has transfers and threads,
-`ring.c` the pinned memory that devices copy from, `drivers.c` the functions of CUDA's and HIP's drivers, `pinned.c`
-their memory, `cufile.c` reads by GPUDirect Storage. This module finds the library, checks its version and declares its
+`ring.c` the slots that devices copy from, `drivers.c` the functions of CUDA's and HIP's drivers, `pinned.c` pinned
+memory, `cufile.c` reads by GPUDirect Storage. This module finds the library, checks its version and declares its
 functions; nothing else calls it.
 
 Without the library (`STIO_NATIVE=0`, no compiler at the installation, not Linux) `available()` is false, and loads use
@@ -19,8 +19,8 @@ import logging
 import os
 import sys
 from array import array
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,8 @@ LIBRARY = Path(__file__).parent / "libstio.so"
 """The library, which the installation compiles."""
 CHUNK_BYTES = 2 << 20
 """Size of a slot of a ring, `STIO_CHUNK_BYTES`."""
+PINNED_BYTES = 512 << 20
+"""Most bytes that are pinned at once, `STIO_PINNED_BYTES`."""
 POPULATE, TOUCH, CUFILE = 1, 2, 4
 """Flags of a range; see `engine.h`."""
 READING, TRUNCATED, SHRUNK, DRIVER, NO_MEMORY = 1, 2, 3, 4, 5
@@ -61,7 +63,7 @@ class Done(NamedTuple):
 
 
 class Failure(Exception):
-    """A transfer ended early. Never leaves stio: the caller knows the file and raises an error of `stio.errors`."""
+    """A transfer ended early, or memory was not pinned. Never leaves stio: the caller raises an error that it knows."""
 
     def __init__(self, found: _Failure) -> None:
         self.kind: int = found.kind
@@ -71,7 +73,7 @@ class Failure(Exception):
         self.offset: int = found.offset
         self.nbytes: int = found.nbytes
         self.text: str = found.text.decode(errors="replace")
-        super().__init__(f"kind {self.kind}, code {self.code}")
+        super().__init__(f"{self.text or f'kind {self.kind}'}, code {self.code}")
 
 
 class _Failure(ctypes.Structure):
@@ -103,6 +105,7 @@ _WAITING: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "stio_ring_trim": (None, (_POINTER,)),
     "stio_transfer_take": (_INT, (_POINTER, _POINTER, _INT, _INT, _POINTER)),
     "stio_transfer_end": (None, (_POINTER,)),
+    "stio_pinned_new": (_POINTER, (_POINTER, _POINTER, ctypes.c_size_t, _INT, _POINTER, _POINTER)),
     "stio_driver_open": (_POINTER, (ctypes.c_char_p, _INT, _POINTER, ctypes.c_char_p)),
     "stio_cufile_load": (_POINTER, (ctypes.c_char_p, ctypes.c_char_p)),
     "stio_cufile_open": (_POINTER, (_POINTER, _INT, _POINTER, ctypes.c_char_p)),
@@ -116,6 +119,8 @@ _SHORT: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "stio_ring_new": (_POINTER, (_POINTER, _POINTER, _POINTER, _INT)),
     "stio_ring_state": (ctypes.c_uint64, (_POINTER, _POINTER, _POINTER)),
     "stio_ring_free": (None, (_POINTER,)),
+    "stio_pinned_free": (None, (_POINTER,)),
+    "stio_pinned_bytes": (ctypes.c_uint64, ()),
     "stio_transfer_new": (_POINTER, (_INT, _INT)),
     "stio_transfer_add": (_INT, (_POINTER, _POINTER, ctypes.c_size_t)),
     "stio_transfer_arrange": (None, (_POINTER, _POINTER, ctypes.c_size_t)),
@@ -431,6 +436,36 @@ class Transfer:
         if pointer and os.getpid() == self._process:
             self._library.transfer_end(pointer)  # waits without the GIL; `transfer_free` keeps it
             self._library.transfer_free(pointer)
+
+
+def pin(driver: Driver, nbytes: int, node: int | None) -> tuple[int, int, Callable[[], object]]:
+    """Return address and size of new pinned memory, and a function, written in C and short, that releases it.
+
+    Blocks without the GIL: several threads touch the memory first. Makes the driver's context the calling thread's
+    current one. The function is called once, when no copy uses the memory any more; a thread of the engine unpins it.
+
+    Args:
+        driver: Of the device.
+        nbytes: Size, not 0. Memory is pinned in pieces of `PINNED_BYTES`; a copy should not cross the end of one.
+        node: NUMA node of the device; None: unknown.
+
+    Raises:
+        Failure: The driver refused, or there is no memory.
+    """
+    library, memory, failure = _functions(), ctypes.c_void_p(), _Failure()
+    where = -1 if node is None else node
+    pinned = library.pinned_new(
+        driver.table, driver.context, nbytes, where, ctypes.byref(memory), ctypes.byref(failure)
+    )
+    if pinned is None or memory.value is None:
+        raise Failure(failure)
+    return memory.value, nbytes, partial(library.pinned_free, pinned)
+
+
+def pinned_bytes() -> int:
+    """Return how many bytes the engine has pinned now, those of rings included."""
+    library = _library()
+    return 0 if library is None else int(library.pinned_bytes())
 
 
 def num_threads() -> int:

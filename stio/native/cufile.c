@@ -100,7 +100,7 @@ bool stio_cufile_read(const chunk *one) {
     const stio_range *const range = one->ranges;
     stio_cufile_file *const file = (stio_cufile_file *)(uintptr_t)range->source;
     stio_failure failure = {.offset = one->begin};
-    bool ok = stio_make_current(range->ring, &failure);
+    bool ok = stio_make_current(range->ring->driver, range->ring->context, &failure);
     while (ok && failure.offset < one->end) {
         failure.nbytes = (uint64_t)(one->end - failure.offset);
         const ssize_t count = file->library->read(

@@ -85,6 +85,7 @@ static void in_child(void) {
     engine.is_ending = false;
     engine.generation += 1;
     stio_rings_forget();
+    stio_pinned_forget();
     pthread_mutex_unlock(&engine.lock);
 }
 
@@ -442,6 +443,7 @@ static void *run(void *number) {
     while (!engine.is_ending) {
         const double due = stio_rings_trim(); /* first, since there may be work without end */
         if (engine.is_ending) break;
+        if (stio_pinned_work()) continue;
         stio_transfer *transfer = next_transfer(false);
         const stio_ring *const wanted = transfer == NULL ? NULL : ring_of_next(transfer);
         if (wanted != NULL && !stio_ring_has_slot(wanted, thread) && !may_wait()) transfer = next_transfer(true);
@@ -492,6 +494,11 @@ static bool start_threads(size_t wanted) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);
     return engine.num_threads > 0;
+}
+
+void stio_want_threads(size_t wanted) {
+    start_threads(wanted);
+    pthread_cond_broadcast(&engine.work);
 }
 
 int stio_engine_version(void) { return STIO_ENGINE_VERSION; }

@@ -25,6 +25,7 @@
 #define STIO_MAX_THREADS 16
 #define STIO_SLOTS_PER_THREAD 3
 #define STIO_CHUNK_BYTES ((size_t)2 << 20) /* size of a slot, and most bytes of a chunk for a device */
+#define STIO_PINNED_BYTES ((size_t)512 << 20) /* most bytes that are pinned at once; some systems refuse 2 GiB */
 #define STIO_TEXT_BYTES 256
 
 /* The functions of a device's driver. Each returns 0, or a code of the driver. Their shapes are those of CUDA's driver. */
@@ -66,6 +67,7 @@ typedef struct stio_cufile {
 typedef struct stio_cufile_file stio_cufile_file;
 typedef struct stio_ring stio_ring;
 typedef struct stio_transfer stio_transfer;
+typedef struct stio_pinned stio_pinned;
 
 enum {
     STIO_POPULATE = 1, /* `target` is the file's mapping at `offset`: its pages are read and mapped */
@@ -126,6 +128,17 @@ uint64_t stio_ring_state(stio_ring *ring, int *refused, int *failed);
 void stio_ring_trim(stio_ring *ring);
 /* Release the ring when its last transfer is freed. */
 void stio_ring_free(stio_ring *ring);
+
+/* Pinned memory, for copies of a device in both directions. Map it on a node (-1: any), touch it by several threads, pin
+ * it in pieces of STIO_PINNED_BYTES: a copy should not cross the end of a piece. Makes the context the calling thread's
+ * current one. NULL: `failure` is filled (STIO_NO_MEMORY, STIO_DRIVER), and nothing is left. */
+stio_pinned *stio_pinned_new(const stio_driver *driver, void *context, size_t nbytes, int node, void **memory,
+                             stio_failure *failure);
+/* Release the memory, which no copy reads or writes any more. Short: a thread of the engine unpins and unmaps it. Behind
+ * `stio_engine_end` it is left to the system. In a child of the process that pinned it nothing is released. */
+void stio_pinned_free(stio_pinned *pinned);
+/* Bytes that are pinned now, those of rings included. */
+uint64_t stio_pinned_bytes(void);
 
 /* A transfer. `weight`: share of the threads' time beside other transfers, 1 or more. `most_chunks`: most chunks for
  * devices that are under way at one time, 0: no limit. NULL: no memory. */

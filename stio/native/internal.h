@@ -97,6 +97,10 @@ typedef struct engine {
     int num_waiting; /* threads that wait for events, or are about to */
     int num_joinable; /* threads that nobody has joined */
     int idle_ms;
+    stio_pinned *touched;    /* memory that is being touched before it is pinned */
+    stio_pinned *unpinned;   /* memory that nobody uses any more */
+    uint64_t pinned_bytes;   /* of slots too */
+    bool is_unpinning;
     uint64_t num_looks; /* of `stio_ring_end_passed` */
     bool is_ending;
     unsigned generation;
@@ -105,6 +109,8 @@ typedef struct engine {
 extern engine_state engine;
 
 double stio_now(void);
+
+#define STIO_PORTABLE 1u /* pinned for all devices */
 
 /* drivers.c */
 typedef struct stio_symbol {
@@ -120,8 +126,10 @@ void *stio_library_of(const char *name, const stio_symbol *symbols, size_t num_s
 bool stio_cufile_read(const chunk *chunk);
 
 /* ring.c. `thread` is the calling thread's number. */
-/* Make a ring's device the current one of this thread of the engine. False: `failure` is filled. */
-bool stio_make_current(stio_ring *ring, stio_failure *failure);
+/* Make a context the current one. Called by threads of the engine only, without the lock. False: `failure` is filled. */
+bool stio_make_current(const stio_driver *driver, void *context, stio_failure *failure);
+/* Fill `failure` with a code of the driver and its text; return false. */
+bool stio_driver_failed(const stio_driver *driver, int code, stio_failure *failure);
 /* Return a slot of this thread that no copy reads, in the state SLOT_FILLING. Waits for its oldest copies. NULL: `failure`
  * is filled. Called without the lock. */
 slot *stio_ring_acquire(stio_ring *ring, int thread, stio_failure *failure);
@@ -144,14 +152,22 @@ void stio_ring_leave(stio_ring *ring);
 void stio_rings_forget(void);
 
 /* engine.c */
+/* Wake threads, and start some until there are so many, as far as the limits allow. Called with the lock. */
+void stio_want_threads(size_t wanted);
 /* The calling thread waits for events no more, if it was counted so. Called with the lock. */
 void stio_waits_no_more(void);
 /* A chunk has ended. With `failure` it has failed, if that has a kind. Called with the lock. */
 void stio_chunk_ended(const chunk *chunk, bool device, const stio_failure *failure);
 
 /* pinned.c */
-/* Map memory of whole huge pages, on a node if it is not -1, and touch it. NULL: no memory. */
+/* Map whole pages, huge ones where there are, on a node if it is not -1. NULL: no memory. */
 char *stio_pages_map(size_t nbytes, int node);
+void stio_pages_touch(char *memory, size_t nbytes);
 void stio_pages_unmap(char *memory, size_t nbytes);
+/* Touch a part of memory that is to be pinned, or release memory; false: there is no such work. Called by threads of the
+ * engine with the lock, which is released meanwhile. */
+bool stio_pinned_work(void);
+/* Forget what a parent touches and releases. Called in a forked child. */
+void stio_pinned_forget(void);
 
 #endif

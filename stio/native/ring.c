@@ -19,11 +19,10 @@
 #define SLOTS_BYTES (STIO_SLOTS_PER_THREAD * STIO_CHUNK_BYTES)
 #define BLOCKING_SYNC 1u    /* a thread that waits for an event sleeps */
 #define DISABLE_TIMING 2u
-#define PORTABLE 1u         /* pinned for all devices */
 
 static _Thread_local void *current_context;
 
-static bool driver_failed(const stio_driver *driver, int code, stio_failure *failure) {
+bool stio_driver_failed(const stio_driver *driver, int code, stio_failure *failure) {
     const char *text = NULL;
     if (driver->error_text != NULL) driver->error_text(code, &text);
     failure->kind = STIO_DRIVER;
@@ -32,12 +31,16 @@ static bool driver_failed(const stio_driver *driver, int code, stio_failure *fai
     return false;
 }
 
-bool stio_make_current(stio_ring *ring, stio_failure *failure) {
-    if (current_context == ring->context && current_context != NULL) return true;
-    const int code = ring->driver->make_current(ring->context);
-    if (code != 0) return driver_failed(ring->driver, code, failure);
-    current_context = ring->context;
+bool stio_make_current(const stio_driver *driver, void *context, stio_failure *failure) {
+    if (current_context == context && current_context != NULL) return true;
+    const int code = driver->make_current(context);
+    if (code != 0) return stio_driver_failed(driver, code, failure);
+    current_context = context;
     return true;
+}
+
+static bool make_current(stio_ring *ring, stio_failure *failure) {
+    return stio_make_current(ring->driver, ring->context, failure);
 }
 
 stio_ring *stio_ring_new(const stio_driver *driver, void *context, void *stream, int node) {
@@ -71,9 +74,10 @@ static bool allocate(stio_ring *ring, int thread, stio_failure *failure) {
     if (code != 0) {
         for (int k = 0; k < made - 1; ++k) ring->driver->event_destroy(slots[k].event);
         stio_pages_unmap(memory, SLOTS_BYTES);
-        return driver_failed(ring->driver, code, failure);
+        return stio_driver_failed(ring->driver, code, failure);
     }
-    const int refused = ring->driver->pin(memory, SLOTS_BYTES, PORTABLE);
+    stio_pages_touch(memory, SLOTS_BYTES);
+    const int refused = ring->driver->pin(memory, SLOTS_BYTES, STIO_PORTABLE);
     pthread_mutex_lock(&engine.lock);
     for (int k = 0; k < STIO_SLOTS_PER_THREAD; ++k) {
         slots[k].memory = memory + (size_t)k * STIO_CHUNK_BYTES;
@@ -82,6 +86,7 @@ static bool allocate(stio_ring *ring, int thread, stio_failure *failure) {
     ring->of_thread[thread].memory = memory;
     ring->of_thread[thread].is_pinned = refused == 0;
     if (refused != 0) ring->refused = refused;
+    if (refused == 0) engine.pinned_bytes += SLOTS_BYTES;
     pthread_mutex_unlock(&engine.lock);
     return true;
 }
@@ -91,10 +96,10 @@ static void wait_for(slot *one) {
     stio_ring *const ring = one->ring;
     stio_failure failure = {0}, ignored = {0};
     pthread_mutex_unlock(&engine.lock);
-    stio_make_current(ring, &ignored); /* refused: the copies are under way, so the event is waited for nevertheless */
+    make_current(ring, &ignored); /* refused: the copies are under way, so the event is waited for nevertheless */
     int code = ring->driver->event_query(one->event);
     if (code == ring->driver->not_ready) code = ring->driver->event_synchronize(one->event);
-    if (code != 0) driver_failed(ring->driver, code, &failure);
+    if (code != 0) stio_driver_failed(ring->driver, code, &failure);
     pthread_mutex_lock(&engine.lock);
     if (failure.kind != 0) ring->failed = failure.code;
     one->state = failure.kind != 0 ? SLOT_LOST : SLOT_FREE; /* the device may still read a slot whose event fails */
@@ -132,7 +137,7 @@ void stio_ring_end_passed(const stio_ring *except) {
         unlink_copied_from(found);
         pthread_mutex_unlock(&engine.lock);
         stio_failure ignored = {0};
-        stio_make_current(ring, &ignored);
+        make_current(ring, &ignored);
         const bool is_ready = ring->driver->event_query(found->event) != ring->driver->not_ready;
         pthread_mutex_lock(&engine.lock);
         if (is_ready) {
@@ -157,13 +162,13 @@ bool stio_ring_has_slot(const stio_ring *ring, int thread) {
 }
 
 slot *stio_ring_acquire(stio_ring *ring, int thread, stio_failure *failure) {
-    if (!stio_make_current(ring, failure)) return NULL;
+    if (!make_current(ring, failure)) return NULL;
     pthread_mutex_lock(&engine.lock);
     const bool is_allocated = ring->of_thread[thread].memory != NULL;
     int failed = ring->failed;
     pthread_mutex_unlock(&engine.lock);
     if (failed != 0) {
-        driver_failed(ring->driver, failed, failure);
+        stio_driver_failed(ring->driver, failed, failure);
         return NULL;
     }
     if (!is_allocated && !allocate(ring, thread, failure)) return NULL;
@@ -188,7 +193,7 @@ slot *stio_ring_acquire(stio_ring *ring, int thread, stio_failure *failure) {
     stio_waits_no_more();
     failed = ring->failed;
     pthread_mutex_unlock(&engine.lock);
-    if (found == NULL) driver_failed(ring->driver, failed, failure);
+    if (found == NULL) stio_driver_failed(ring->driver, failed, failure);
     return found;
 }
 
@@ -211,7 +216,7 @@ bool stio_ring_submit(slot *filled, const char *memory, int64_t begin, stio_fail
     if (refused == 0 || queued) code = ring->driver->event_record(filled->event, ring->stream);
     if (refused != 0 && queued && code == 0) code = ring->driver->event_synchronize(filled->event);
     if (refused != 0 || code != 0) {
-        driver_failed(ring->driver, refused != 0 ? refused : code, failure);
+        stio_driver_failed(ring->driver, refused != 0 ? refused : code, failure);
         pthread_mutex_lock(&engine.lock);
         if (code != 0) ring->failed = code; /* a copy that is only refused is the error of its load alone */
         filled->state = queued && code != 0 ? SLOT_LOST : SLOT_FREE;
@@ -241,20 +246,22 @@ static void release_slots(stio_ring *ring) {
     ring->is_trimmed = false;
     ring->is_releasing = true;
     pthread_mutex_unlock(&engine.lock);
+    uint64_t unpinned_bytes = 0;
     for (int thread = 0; thread < STIO_MAX_THREADS; ++thread) {
         char *const memory = taken[thread].memory;
         stio_failure ignored = {0};
         if (memory == NULL) continue;
         /* What the device may still read is kept until the process ends. */
-        bool is_lost = !stio_make_current(ring, &ignored);
+        bool is_lost = !make_current(ring, &ignored);
         slot *const slots = taken[thread].slots;
         for (int k = 0; k < STIO_SLOTS_PER_THREAD; ++k) is_lost = is_lost || slots[k].state == SLOT_LOST;
         if (is_lost) continue;
         for (int k = 0; k < STIO_SLOTS_PER_THREAD; ++k) ring->driver->event_destroy(slots[k].event);
-        if (taken[thread].is_pinned) ring->driver->unpin(memory);
+        if (taken[thread].is_pinned && ring->driver->unpin(memory) == 0) unpinned_bytes += SLOTS_BYTES;
         stio_pages_unmap(memory, SLOTS_BYTES);
     }
     pthread_mutex_lock(&engine.lock);
+    engine.pinned_bytes -= unpinned_bytes;
     ring->is_releasing = false;
 }
 

@@ -146,14 +146,20 @@ _free = operator.methodcaller("free")
 
 def _pages(address: int, nbytes: int) -> _Pages:
     """Return the owner of pages that were mapped."""
-    global _num_kept
-    pages = _Pages()
-    mapping = _Mapping(pages, _free)
     unmap = partial((quick_libc if nbytes <= 2 * HUGE_PAGE_BYTES else libc).munmap, address, nbytes)
     # To unmap 1.7 GB of small pages takes 50 to 100 ms. The thread that releases the last tensor of a model may run an
     # event loop, and must not block for so long.
-    mapping.unmap = [unmap] if nbytes > _UNMAP_HERE_BYTES else []
-    mapping.free = partial(_thread.start_new_thread, _unmap_once, (mapping.unmap,)) if mapping.unmap else unmap
+    if nbytes <= _UNMAP_HERE_BYTES:
+        return _owner(unmap, [])
+    once: list[Callable[[], object]] = [unmap]
+    return _owner(partial(_thread.start_new_thread, _unmap_once, (once,)), once)
+
+
+def _owner(free: Callable[[], object], unmap: list[Callable[[], object]]) -> _Pages:
+    global _num_kept
+    pages = _Pages()
+    mapping = _Mapping(pages, _free)
+    mapping.free, mapping.unmap = free, unmap
     if len(_mappings) >= _num_kept:
         _drop_unmapped()
         _num_kept = 2 * len(_mappings) + 1000
@@ -196,6 +202,17 @@ def _region(address: int, nbytes: int, pages: _Pages) -> Region:
     buffer: Any = (ctypes.c_char * nbytes).from_address(address)
     buffer.pages = pages  # the buffer owns the pages, arrays and tensors own the buffer
     return Region(address, nbytes, buffer)
+
+
+def owned(address: int, nbytes: int, free: Callable[[], object]) -> Region:
+    """Return a region over memory that `free` releases; it is called once, with the last reference to the region.
+
+    Args:
+        address: Address of the memory.
+        nbytes: Its size.
+        free: A short function, written in C; see `_Pages`. It may be called on any thread.
+    """
+    return _region(address, nbytes, _owner(free, []))
 
 
 def allocate(nbytes: int) -> Region:

@@ -59,6 +59,8 @@ class Stats:
     """Bytes that loads under way have taken from their budgets."""
     staging_held_bytes: int
     """Staging memory of saves, savers and loads to devices, in use or cached for the next save."""
+    pinned_bytes: int
+    """Memory of the host that the engine has pinned for copies: of savers, of `HostCache`s, of loads to devices."""
     engine: str
     """What moves the bytes of loads in this process: `"engine 1"`, the compiled library with its version, or `"plain"`,
     Python, which is slower. It is plain where stio was built without a C compiler, and with `STIO_NATIVE=0`."""
@@ -138,6 +140,7 @@ def stats() -> Stats:
         written_bytes=sums.written_bytes + sum(run.written_bytes for run in sums.runs),
         budget_used_bytes=sum(run.used_bytes for run in sums.runs),
         staging_held_bytes=sum(holder.held_bytes for holder in holders),
+        pinned_bytes=native.pinned_bytes(),
         engine=native.name(),
     )
 

@@ -527,8 +527,8 @@ class Saver:
             self._collect()
             pool, self._pool = self._pool, StagingPool(self._budget_bytes)  # no save uses the old one any more
             if pool.allocate != memory.allocate:
-                with suppress(StorageError):  # no more threads: torch's allocator keeps the memory
-                    Operation(lambda _: pool.give_to_system(), name="release").start()  # it takes a lock
+                with suppress(StorageError):  # no more threads: the pool is released with the last save of the caller's
+                    Operation(lambda _: pool.clear(), name="release").start()  # it takes a lock
             failures, self._failures = self._failures, deque()
         return failures[0] if failures else None
 
@@ -561,13 +561,10 @@ def _require_count(keyword: str, value: int) -> None:
 
 
 _savers: WeakSet[Saver] = WeakSet()
-_never_freed: list[StagingPool] = []
 
 
 @after_fork_in_child
 def _forget_parent() -> None:
     """Start afresh in a forked child: the threads of the parent's saves are not here, but may have held its locks."""
     for saver in list(_savers):
-        if saver._pool.allocate != memory.allocate:  # never freed here: it was pinned for the parent process
-            _never_freed.append(saver._pool)
         saver._start_afresh()

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from stio.device.pinned import give_back
 from stio.runtime import memory, stats
 from stio.runtime.control_groups import available_bytes, room_in_memory
 from stio.runtime.limits import checked_size
@@ -156,10 +155,3 @@ class StagingPool:
         with self.changed:
             self.held_bytes -= sum(block.nbytes for block in self._free)
             self._free.clear()
-
-    def give_to_system(self) -> None:
-        """Release the blocks that are not in use, and return pinned ones to the system."""
-        with self.changed:
-            blocks, self._free = self._free, []
-            self.held_bytes -= sum(block.nbytes for block in blocks)
-        give_back(blocks)

@@ -32,6 +32,7 @@ def device(rig: Rig) -> Iterator[Accelerator]:
     yield rig.accelerator
     gc.collect()
     rig.accelerator.copy([]).synchronize()  # nothing of a test is under way when the next one begins
+    _filled.clear()
 
 
 @pytest.fixture(params=[False, True], ids=["usual stream", "own stream"])
@@ -43,9 +44,13 @@ def consumer(request: pytest.FixtureRequest, rig: Rig) -> Iterator[None]:
         yield
 
 
+_filled: list[Region] = []  # until its copies have ended: a region is released with the last reference to it
+
+
 def filled(device: Accelerator, data: bytes) -> Region:
     slot = device.staging(len(data))
     slot.write(0, data)
+    _filled.append(slot)
     return slot.sub(0, len(data))
 
 

@@ -17,6 +17,7 @@ from support import bits_of, require_equal, run_python
 
 import stio.sync
 from stio.device import cuda as cuda_module
+from stio.device import pinned
 from stio.device.base import resolve_device
 from stio.device.cuda import STREAM_API, TorchAccelerator, TorchEvent, has_streams, save_stream
 from stio.device.group_memory import bytes_of_storage
@@ -171,15 +172,13 @@ def test_c96_out_of_memory(accelerator: TorchAccelerator, monkeypatch: pytest.Mo
 def test_c97_pinning_fails(
     accelerator: TorchAccelerator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real, calls = torch.empty, []
+    calls: list[int] = []
 
-    def empty(*args: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
-        if pin_memory:
-            calls.append(args)
-            raise RuntimeError("no memory may be locked")
-        return real(*args, **more)
+    def refuse(nbytes: int, device: torch.device) -> Any:
+        calls.append(nbytes)
+        raise RuntimeError("no memory may be locked")
 
-    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(pinned, "pin", refuse)
     with caplog.at_level(logging.WARNING, "stio"):
         slots = [accelerator.staging(4096) for _ in range(3)]
     assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -1,26 +1,31 @@
-"""Pinned memory: refused and asked for again, near its device, returned to the system."""
+"""Pinned memory: refused and asked for again, near its device, released with its last reference."""
 
 from __future__ import annotations
 
+import gc
 import logging
-import threading
 import types
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import simdevice
 import torch
-from accelerators import gpu
-from support import PATIENCE_SECONDS, eventually, run_python
+from accelerators import busy_event, gpu, settled_pinned_bytes
+from fake_driver import FakeDriver
+from support import eventually, needs_engine, run_python, settled
 
+import stio
+from stio import native
 from stio.device import pinned as pinning
 from stio.device.base import resolve_device
-from stio.device.pinned import PinnedAllocator, give_back, is_pinned
-from stio.runtime import memory, numa, operation
+from stio.device.cuda import bytes_of
+from stio.device.drivers import drivers, node_of
+from stio.device.pinned import PinnedAllocator, is_pinned
+from stio.runtime import memory, numa
 from stio.runtime.memory import Region
 
 MIB = 1 << 20
@@ -36,8 +41,9 @@ def refusals(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         assert device == DEVICE
         if ahead and ahead.pop(0):
             raise RuntimeError("no more locked memory")
-        tensor = torch.empty(nbytes, dtype=torch.uint8)
-        return Region(tensor.data_ptr(), nbytes, tensor)
+        region = memory.allocate(nbytes)
+        region.owner.is_pinned = True
+        return region
 
     monkeypatch.setattr(pinning, "pin", pin)
     return ahead
@@ -71,137 +77,215 @@ def test_allocators_are_equal_if_memory_of_one_serves_for_the_other(refusals: li
     assert second != first
 
 
-def test_pinned_regions_are_returned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call holds the GIL: it must not release many gigabytes at once. The thread that calls does not wait for it."""
-    tensors = [torch.empty(8, dtype=torch.uint8) for _ in range(3)]
-    alive = [weakref.ref(tensor) for tensor in tensors]
-    regions = [Region(tensor.data_ptr(), 8, tensor) for tensor in tensors]
-    regions.insert(1, memory.allocate(8))
-    del tensors
-    left: list[int] = []
-    may_go_on = threading.Event()
-
-    def empty() -> None:
-        assert may_go_on.wait(PATIENCE_SECONDS)
-        left.append(sum(tensor() is not None for tensor in alive))
-
-    monkeypatch.setattr(pinning, "empty_host_cache", empty)
-    give_back(regions)
-    assert regions == []
-    may_go_on.set()
-    assert eventually(lambda: len(left) == 4)
-    assert left == [2, 1, 0, 0]
-
-
-@pytest.mark.parametrize("kept", [False, True])
-def test_what_a_thread_holds_a_moment_longer_is_returned_too(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
-    """What is held for ever stays with torch."""
-    monkeypatch.setattr(pinning, "_POLL_SECONDS", 0.001)
-    monkeypatch.setattr(pinning, "_NUM_POLLS", 20 if kept else 1_000_000)
-    tensor = torch.empty(8, dtype=torch.uint8)
-    alive, regions = weakref.ref(tensor), [Region(tensor.data_ptr(), 8, tensor)]
-    found: list[bool] = []
-    monkeypatch.setattr(pinning, "empty_host_cache", lambda: found.append(alive() is not None))
-    give_back(regions)
-    assert eventually(lambda: found)
-    if not kept:
-        del tensor
-    assert eventually(lambda: len(found) == 2)
-    assert found == [True, kept]
-
-
-def test_plain_memory_asks_torch_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def called(*_: object, **__: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(pinning, "Operation", called)
-    monkeypatch.setattr(pinning, "empty_host_cache", called)
-    regions = [memory.allocate(8), memory.allocate(8)]
-    give_back(regions)
-    assert regions == []
-
-
-def test_without_another_thread_torch_keeps_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(operation, "start_thread", refuse)
-    tensor = torch.empty(8, dtype=torch.uint8)
-    regions = [Region(tensor.data_ptr(), 8, tensor)]
-    give_back(regions)
-    assert regions == []
-
-
-# The node of the host.
-
-
 @pytest.fixture
 def properties(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
     """What torch says about a device."""
     found = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=2)
     module = types.SimpleNamespace(get_device_properties=lambda device: found, device=lambda device: nullcontext())
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    pinning.node_of.cache_clear()
+    node_of.cache_clear()
     yield found
-    pinning.node_of.cache_clear()
+    node_of.cache_clear()
 
 
-@pytest.mark.parametrize("node", [None, 1])
-def test_memory_is_allocated_on_the_node_of_its_device(
-    monkeypatch: pytest.MonkeyPatch, properties: types.SimpleNamespace, node: int | None
-) -> None:
-    """On a host with one node `numa` is told None: it calls nothing then."""
-    asked: list[Any] = []
-    now: list[int | None] = []
-    empty = torch.empty
+# Who pins it, and when it is released.
 
-    @contextmanager
-    def preferring(wanted: int | None) -> Iterator[None]:
-        now.append(wanted)
-        yield
-        now.pop()
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, properties: types.SimpleNamespace) -> FakeDriver:
+    """The driver of `DEVICE`."""
+    fake = FakeDriver()
+    monkeypatch.setitem(drivers, "cuda", lambda device, stream: (fake.driver, 0))
+    return fake
+
+
+@needs_engine
+def test_the_last_reference_releases_it(driver: FakeDriver) -> None:
+    region = PinnedAllocator(DEVICE)(MIB)
+    part, tensor = region.sub(4096, 4096), bytes_of(region)
+    assert is_pinned(region) and is_pinned(part)
+    assert driver.pinned == [MIB]
+    tensor.fill_(7)
+    del region, tensor
+    gc.collect()
+    assert part.tobytes() == bytes([7]) * 4096
+    assert driver.pinned_bytes == MIB
+    del part
+    assert eventually(lambda: driver.pinned_bytes == 0)
+
+
+@needs_engine
+def test_nothing_is_left_of_a_thousand_regions(driver: FakeDriver) -> None:
+    allocate = PinnedAllocator(DEVICE)
+    before = len(memory._mappings)
+    for _ in range(1000):
+        allocate(4096).write(0, b"1")
+    assert len(driver.pinned) == 1000
+    assert eventually(lambda: driver.pinned_bytes == 0)
+    assert len(memory._mappings) <= before + 2000  # those that are released are dropped now and then
+
+
+@needs_engine
+def test_stats_count_it(driver: FakeDriver) -> None:
+    before = settled(lambda: stio.stats().pinned_bytes)
+    region = PinnedAllocator(DEVICE)(MIB)
+    assert stio.stats().pinned_bytes == before + MIB
+    del region
+    assert eventually(lambda: stio.stats().pinned_bytes == before)
+
+
+@pytest.mark.usefixtures("properties")
+@pytest.mark.parametrize("why", ["no driver", "no library", "another kind of device"])
+def test_without_a_driver_torch_pins(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    pinned, empty = [], torch.empty
 
     def allocate(nbytes: int, **keywords: Any) -> torch.Tensor:
         assert keywords.pop("pin_memory")
-        assert now == [node]
-        return empty(nbytes, **keywords)
+        pinned.append(weakref.ref(tensor := empty(nbytes, **keywords)))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setitem(drivers, "cuda", lambda device, stream: ("libcuda.so.1 is not here", 0))
+    if why == "no library":
+        monkeypatch.setattr(native, "available", lambda: False)
+        monkeypatch.setitem(drivers, "cuda", lambda device, stream: pytest.fail("there is no engine"))
+    region = PinnedAllocator(torch.device("xpu:0") if why == "another kind of device" else DEVICE)(MIB)
+    assert is_pinned(region)
+    region.write(0, b"here")
+    tensor = pinned[0]()
+    assert tensor is not None and bytes(tensor[:4].numpy()) == b"here"
+    del tensor, region
+    gc.collect()
+    assert pinned[0]() is None
+
+
+def test_memory_that_torch_pinned_for_a_parent_is_not_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.empty(8, dtype=torch.uint8)
+    alive = weakref.ref(tensor)
+    monkeypatch.setattr(pinning, "_of_torch", {1: tensor})
+    monkeypatch.setattr(pinning, "_of_parent", [])
+    pinning._keep_of_parent()  # as in a forked child
+    pinning._of_torch.pop(1)
+    del tensor
+    assert alive() is not None
+
+
+# The node of the host.
+
+
+@needs_engine
+@pytest.mark.parametrize("node", [None, 1])
+def test_memory_is_pinned_on_the_node_of_its_device(
+    monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, node: int | None
+) -> None:
+    asked: list[Any] = []
+    pinned: list[int | None] = []
+    pin = native.pin
+
+    def pin_there(driver: native.Driver, nbytes: int, where: int | None) -> Any:
+        pinned.append(where)
+        return pin(driver, nbytes, where)
 
     monkeypatch.setattr(numa, "node_of", lambda address: (asked.append(address), node)[1])
-    monkeypatch.setattr(numa, "preferring", preferring)
-    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(native, "pin", pin_there)
     for _ in range(2):
         assert is_pinned(PinnedAllocator(DEVICE)(4096))
     assert asked == ["0000:3b:02.0"]  # once
-    assert now == []
+    assert pinned == [node, node]
 
 
 def test_a_torch_that_does_not_tell_the_address(properties: types.SimpleNamespace) -> None:
     del properties.pci_domain_id
-    assert pinning.node_of(DEVICE) is None
+    assert node_of(DEVICE) is None
 
 
 # The device's own.
 
 
 @gpu
-def test_memory_is_pinned() -> None:
-    region = PinnedAllocator(resolve_device("auto"))(MIB)
-    assert region.owner.is_pinned()
-    assert region.nbytes == MIB
+def test_torch_knows_that_it_is_pinned() -> None:
+    """So its copies from and to it run beside the host."""
+    device = resolve_device("auto")
+    there = torch.arange(MIB, dtype=torch.int32).to(device).view(torch.uint8)
+    torch.accelerator.synchronize(device)
+    region = PinnedAllocator(device)(3 * MIB)
+    tensor = bytes_of(region)
+    assert tensor.is_pinned() and tensor[MIB:].is_pinned()
+    assert not torch.empty(5).is_pinned()
+    event = busy_event(device)
+    tensor[: MIB // 2].copy_(there[: MIB // 2], non_blocking=True)
+    assert not event.query()
+    torch.accelerator.synchronize(device)
+    assert torch.equal(tensor[: MIB // 2], there[: MIB // 2].cpu())
+
+
+simulated = pytest.mark.skipif(not simdevice.installed(), reason="only the simulated device counts what is pinned")
 
 
 @gpu
-@pytest.mark.skipif(not simdevice.installed(), reason="only the simulated device counts what is pinned")
+@simulated
+@needs_engine
 def test_memory_goes_back_to_the_system() -> None:
-    torch.accelerator.empty_host_cache()
-    before = simdevice.pinned_bytes(with_cached=True)
+    before = settled_pinned_bytes()
     allocate = PinnedAllocator(resolve_device("auto"))
     regions = [allocate(MIB) for _ in range(3)]
     kept = regions[0]
-    assert simdevice.pinned_bytes(with_cached=True) == before + 3 * MIB
-    give_back(regions)
-    assert eventually(lambda: simdevice.pinned_bytes(with_cached=True) == before + MIB)
+    assert simdevice.pinned_bytes() == before + 3 * MIB
+    regions.clear()
+    assert eventually(lambda: simdevice.pinned_bytes() == before + MIB)
     assert kept.tobytes()
+
+
+@gpu
+@simulated
+@needs_engine
+@pytest.mark.parametrize("ready", [False, True])
+def test_memory_that_is_unpinned_early_is_noticed(ready: bool) -> None:
+    """A control of what all tests require (`_nothing_is_unpinned_early`)."""
+    done = run_python(
+        """
+        import sys
+        import simdevice, torch
+        simdevice.install(delay_seconds=0.2)
+        from fake_driver import _Table
+        from stio.device.drivers import driver_of
+        from stio.device.cuda import bytes_of
+        from stio.runtime import memory
+
+        table = _Table.from_address(driver_of(torch.device("sim:1")).table)
+        region = memory.allocate(1 << 20)
+        there = torch.empty(1 << 20, dtype=torch.uint8, device="sim:1")
+        assert table.pin(region.address, region.nbytes, 1) == 0
+        there.copy_(bytes_of(region), non_blocking=True)
+        if sys.argv[1] == "True":
+            torch.accelerator.synchronize(1)
+        assert table.unpin(region.address) == 0
+        print(simdevice.num_unpinned_early())
+        """,
+        ready,
+    )
+    assert done.stdout == f"{int(not ready)}\n", done.stderr
+
+
+@gpu
+@simulated
+@needs_engine
+def test_only_its_own_device_has_a_context() -> None:
+    done = run_python(
+        """
+        import simdevice, torch
+        simdevice.install()
+        from stio.device.pinned import PinnedAllocator, is_pinned
+        from support import eventually
+
+        region = PinnedAllocator(torch.device("sim:1"))(1 << 20)
+        assert is_pinned(region) and torch.accelerator.current_device_index() == 0
+        del region
+        assert eventually(lambda: simdevice.pinned_bytes() == 0)
+        print(simdevice.contexts())
+        """
+    )
+    assert done.stdout == "{1}\n", done.stderr
 
 
 @gpu

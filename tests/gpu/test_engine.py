@@ -19,7 +19,16 @@ import anyio
 import pytest
 import simdevice
 import torch
-from accelerators import NEEDS_GPU, busy_event, module_of, needs_two_devices, new_rings, on_copy_stream, trim_rings
+from accelerators import (
+    NEEDS_GPU,
+    busy_event,
+    module_of,
+    needs_two_devices,
+    new_rings,
+    on_copy_stream,
+    settled_pinned_bytes,
+    trim_rings,
+)
 from support import eventually, eventually_async, require_equal, run_python
 from torch import nn
 
@@ -96,7 +105,7 @@ def test_loads_share_a_ring_and_give_it_back_when_it_is_idle(
 ) -> None:
     """Slots are pinned while loads come, and returned soon after the last one."""
     gc.collect()
-    before = simdevice.pinned_bytes()
+    before = settled_pinned_bytes()
     most_bytes = 3 * native.CHUNK_BYTES * 16
     try:
         with ThreadPoolExecutor(3) as pool:
@@ -153,7 +162,7 @@ def test_loads_at_once_on_their_own_streams(device: torch.device, path: Path, te
 def test_refused_pinning_is_told_once_and_tried_again_by_the_next_ring(
     device: torch.device, path: Path, tensors: Tensors, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = simdevice.pinned_bytes()
+    before = settled_pinned_bytes()
     simdevice.refuse_pinning()
     for _ in range(2):
         require_equal(stio.sync.load(path, device=device), tensors)

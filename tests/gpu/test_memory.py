@@ -154,18 +154,6 @@ def test_a_load_takes_over_the_memory_of_the_one_before(checkpoint: Path) -> Non
 
 
 @gpu
-def test_pinned_memory_is_used_again() -> None:
-    getattr(torch.accelerator, "empty_host_cache", lambda: None)()  # what other tests left
-    accelerator = TorchAccelerator(resolve_device("auto"))
-    first = accelerator.staging(MIB)
-    assert first.owner.is_pinned()
-    address = first.address
-    del first
-    gc.collect()
-    assert TorchAccelerator(resolve_device("auto")).staging(MIB).address == address
-
-
-@gpu
 def test_a_slot_can_be_read_into_past_the_page_cache(checkpoint: Path) -> None:
     """If the driver's memory did not take direct reads, cold files would go through the page cache unnoticed."""
     root = LocalRoot(checkpoint)

@@ -44,6 +44,7 @@ class Path:
 
     label = "read"
     is_native = False
+    image = None
 
     def __init__(self, on_read: Callable[[Group, Block], None] = lambda *_: None) -> None:
         self.reads: list[tuple[int, int]] = []

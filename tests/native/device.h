@@ -63,6 +63,7 @@ static _Thread_local device *current;
 static int64_t pinned_bytes;
 static bool any_lost, unpin_is_held, unpin_waits;
 typedef struct pin {
+    device *device;
     char *memory;
     size_t nbytes;
 } pin;
@@ -221,7 +222,7 @@ static int fake_pin(void *address, size_t nbytes, unsigned flags) {
     size_t k = 0;
     while (k < sizeof pins / sizeof *pins && pins[k].memory != NULL) ++k;
     REQUIRE(k < sizeof pins / sizeof *pins, k, 0);
-    pins[k] = (pin){address, nbytes};
+    pins[k] = (pin){current, address, nbytes};
     pinned_bytes += (int64_t)nbytes;
     pthread_mutex_unlock(&pins_lock);
     return 0;
@@ -236,6 +237,7 @@ static int fake_unpin(void *address) {
     size_t k = 0;
     while (k < sizeof pins / sizeof *pins && pins[k].memory != address) ++k;
     REQUIRE(k < sizeof pins / sizeof *pins, k, 0); /* it is pinned */
+    REQUIRE(pins[k].device == current, k, 0);
     const size_t nbytes = pins[k].nbytes;
     pins[k].memory = NULL;
     pinned_bytes -= (int64_t)nbytes;

@@ -5,12 +5,14 @@
  * It starts processes, one after the other, each with the next seed; with 0 seconds one. In each process some threads
  * run transfers of random ranges into memory with guards between the ranges, and one thread changes what it can at
  * random: it stops, wakes and arranges transfers, replaces and trims rings, refuses and fails calls of the driver and of
- * cuFile. The process forks now and then, and ends the engine, half of the times with transfers under way.
+ * cuFile. The process forks now and then, and ends the engine, half of the times with transfers under way. All of these
+ * threads pin memory and release it.
  *
  * What is checked: each byte of a complete group; that no other byte has changed, during a transfer or after its end;
  * that each group is complete once, and all of them without a fault; that failures have their code; that no copy which
  * is queued refers to memory of a transfer that has ended, or to memory that is given back; that copies and events use
- * the right stream, and a context is current; that rings give all memory back. On a failure the seed is printed.
+ * the right stream, and a context is current; that pinned memory is zero, belongs to one owner, and is unpinned in the
+ * context of its device; that rings and owners give all memory back. On a failure the seed is printed.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -51,7 +53,7 @@ static uint64_t seed;
 
 /* What all processes have done, in shared memory. */
 typedef struct {
-    uint64_t transfers, groups, bytes, stopped, failed, driver_failed, cufile_failed, forks, ends, trims;
+    uint64_t transfers, groups, bytes, stopped, failed, driver_failed, cufile_failed, forks, ends, trims, pins;
 } counts;
 static counts *total;
 #define COUNT(name, number) __atomic_fetch_add(&total->name, (uint64_t)(number), __ATOMIC_RELAXED)
@@ -155,6 +157,50 @@ static void close_cufile(void) {
     REQUIRE(cufile.num_open == 0, cufile.num_open, 0);
 }
 
+/* Pinned memory of one thread. */
+
+#define NUM_HELD 3
+typedef struct {
+    stio_pinned *pinned;
+    char *memory;
+    size_t nbytes;
+} held_memory;
+
+static bool all_are(const char *memory, size_t nbytes, int value) {
+    return nbytes == 0 || ((unsigned char)*memory == value && memcmp(memory, memory + 1, nbytes - 1) == 0);
+}
+
+static void release_held(held_memory *one) {
+    if (one->pinned == NULL) return;
+    REQUIRE(all_are(one->memory, one->nbytes, POISON), one->nbytes, 0);
+    stio_pinned_free(one->pinned);
+    one->pinned = NULL;
+}
+
+/* Pin memory, or release what is held. */
+static void change_held(held_memory held[NUM_HELD], uint64_t *random) {
+    held_memory *const one = &held[below(random, NUM_HELD)];
+    if (one->pinned != NULL) {
+        release_held(one);
+        return;
+    }
+    void *memory = NULL;
+    stio_failure failure = {0};
+    one->nbytes = 1 + below(random, chance(random, 20) ? (size_t)9 << 20 : (size_t)100 << 10);
+    one->pinned = stio_pinned_new(&driver, &devices[below(random, NUM_DEVICES)], one->nbytes, -1, &memory, &failure);
+    if (one->pinned == NULL) {
+        REQUIRE(failure.kind == STIO_DRIVER, failure.kind, failure.code);
+        REQUIRE(failure.code == PIN_REFUSED || failure.code == CONTEXT_REFUSED, failure.code, 0);
+        return;
+    }
+    one->memory = memory;
+    REQUIRE(all_are(one->memory, one->nbytes, 0), one->nbytes, 0);
+    memset(one->memory, POISON, one->nbytes);
+    COUNT(pins, 1);
+}
+
+static held_memory main_held[NUM_HELD];
+
 /* Transfers. */
 
 enum way { FILE_TO_HOST, HOST_TO_HOST, FILE_TO_DEVICE, HOST_TO_DEVICE, CUFILE_TO_DEVICE, MAPPING, NUM_WAYS };
@@ -181,6 +227,7 @@ typedef struct {
     stio_transfer *transfer;
     bool is_stopped;
     pthread_t thread;
+    held_memory held[NUM_HELD];
 } worker;
 
 static worker workers[NUM_WORKERS];
@@ -307,10 +354,6 @@ static void check_done(worker *self, int number) {
         COUNT(bytes, range->nbytes);
     }
     COUNT(groups, 1);
-}
-
-static bool all_are(const char *memory, size_t nbytes, int value) {
-    return nbytes == 0 || ((unsigned char)*memory == value && memcmp(memory, memory + 1, nbytes - 1) == 0);
 }
 
 /* Require that nothing but the ranges has changed, and these to what they must become. */
@@ -458,7 +501,11 @@ static void run_transfer(worker *self) {
 
 static void *worker_run(void *argument) {
     worker *const self = argument;
-    while (!flag(&is_ending)) run_transfer(self);
+    while (!flag(&is_ending)) {
+        run_transfer(self);
+        change_held(self->held, &self->random);
+    }
+    for (int k = 0; k < NUM_HELD; ++k) release_held(&self->held[k]);
     return NULL;
 }
 
@@ -519,6 +566,9 @@ static int child(worker *other) {
     alarm(WATCHDOG_SECONDS / 3);
     stio_failure failure;
     stio_done done;
+    for (int k = 0; k < NUM_HELD; ++k)
+        if (main_held[k].pinned != NULL) stio_pinned_free(main_held[k].pinned);
+    if (stio_pinned_bytes() != 0) return 8;
     if (other->transfer != NULL) {
         stio_transfer_wake(other->transfer);
         stio_transfer_stop(other->transfer);
@@ -588,6 +638,7 @@ static int episode(double seconds) {
     while (now() < until) {
         pause_us(1 + below(&random, 3000));
         if (disturbs) disturb(&random);
+        change_held(main_held, &random);
         if (CAN_FORK && chance(&random, 1)) fork_once(&random);
     }
     if (ends_early) {
@@ -601,11 +652,12 @@ static int episode(double seconds) {
     for (int k = 0; k < NUM_WORKERS; ++k) pthread_join(workers[k].thread, NULL);
     close_cufile();
     for (int d = 0; d < NUM_DEVICES; ++d) stio_ring_free(rings[d]);
+    for (int k = 0; k < NUM_HELD; ++k) release_held(&main_held[k]);
     while (!ends_early && !flag(&any_lost) && stio_engine_num_threads() > 0) { /* the threads release the rings */
         pthread_mutex_lock(&pins_lock);
         const int64_t left = pinned_bytes;
         pthread_mutex_unlock(&pins_lock);
-        if (left == 0) break;
+        if (left == 0 && stio_pinned_bytes() == 0) break;
         pause_us(1000);
     }
     stio_engine_end(WATCHDOG_SECONDS * 1000);
@@ -642,11 +694,12 @@ int main(int count, char **arguments) {
         seed += 1;
     } while (now() < until);
     printf("transfers %llu, groups %llu, MiB %llu, stopped %llu, failed %llu, failed by a driver %llu, by cuFile %llu, forks %llu, "
-           "ended early %llu, trims %llu\n",
+           "ended early %llu, trims %llu, pins %llu\n",
            (unsigned long long)total->transfers, (unsigned long long)total->groups,
            (unsigned long long)(total->bytes >> 20), (unsigned long long)total->stopped,
            (unsigned long long)total->failed, (unsigned long long)total->driver_failed,
            (unsigned long long)total->cufile_failed,
-           (unsigned long long)total->forks, (unsigned long long)total->ends, (unsigned long long)total->trims);
+           (unsigned long long)total->forks, (unsigned long long)total->ends, (unsigned long long)total->trims,
+           (unsigned long long)total->pins);
     return total->groups > 0 || atof(arguments[1]) < 2 ? 0 : 1; /* otherwise nothing was proved */
 }

@@ -20,11 +20,13 @@ import torch
 from counts import count
 from safetensors.torch import save
 from servers import Fault, HttpServer, Request
-from support import run_python
+from support import needs_engine, run_python
 from torch import nn
 
 import stio
+from stio.loading import prepare
 from stio.loading.cache import disk_cache
+from stio.loading.engine import EngineExecutor
 from stio.storage import download
 from stio.storage.commit import syscalls
 from stio.testing import FakeDevice
@@ -103,6 +105,18 @@ def test_every_kind_of_memory(server: HttpServer, cache: stio.DiskCache, memory:
     for _ in range(2):
         assert same(stio.sync.load(url(server), cache=cache, memory=memory), tensors)
     assert cache.stats().hits == 1
+
+
+@needs_engine
+def test_the_engine_reads_what_is_on_disk(
+    server: HttpServer, cache: stio.DiskCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(prepare, "EngineExecutor", lambda *a, **k: (made.append(1), EngineExecutor(*a, **k))[1])
+    tensors = put(server)
+    for _ in range(2):  # fetched, and found
+        assert same(stio.sync.load(url(server), cache=cache, memory="copy"), tensors)
+    assert made == [1, 1]
 
 
 def test_to_a_device(server: HttpServer, cache: stio.DiskCache) -> None:

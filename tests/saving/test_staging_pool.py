@@ -279,19 +279,6 @@ def test_the_next_save_pins_again_what_was_refused(refuses: bool) -> None:
     assert (take(pool) is block) == (not refuses)
 
 
-def test_memory_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    returned: list[int] = []
-    monkeypatch.setattr("stio.saving.staging_pool.give_back", lambda blocks: returned.append(len(blocks)))
-    pool = made(None)
-    blocks = [take(pool) for _ in range(3)]
-    for block in blocks[:2]:
-        pool.give_back(block)
-    pool.give_to_system()
-    assert returned == [2]
-    assert pool.held_bytes == PAGE_BYTES
-    assert take(pool).address not in {block.address for block in blocks[2:]}
-
-
 def test_blocks_are_allocated_at_once_and_without_the_lock() -> None:
     """To pin a block takes long. Meanwhile others are pinned, and what waits for the lock goes on."""
     both = threading.Barrier(2)

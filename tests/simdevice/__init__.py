@@ -46,7 +46,8 @@ import torch
 
 __all__ = [
     "NAME", "Unavailable", "build", "clear_faults", "contexts", "delayed", "fail_copy", "install", "installed",
-    "library", "num_copies", "pinned_bytes", "read", "refuse_copy", "refuse_pinning", "set_delay", "set_fills",
+    "library", "num_copies", "num_unpinned_early", "pinned_bytes", "read", "refuse_copy", "refuse_pinning", "set_delay",
+    "set_fills",
     "set_released",
     "why_unavailable",
 ]  # fmt: skip
@@ -160,13 +161,14 @@ def install(delay_seconds: float = 0.0) -> types.ModuleType:
             _why_unavailable = str(error)
             raise
         library.sim_has_context.restype = library.sim_is_forked.restype = ctypes.c_bool
-        library.sim_num_copies.restype = ctypes.c_int64
+        library.sim_num_copies.restype = library.sim_num_unpinned_early.restype = ctypes.c_int64
         library.sim_total_bytes.restype = library.sim_pinned_bytes.restype = ctypes.c_uint64
         library.sim_reach.restype = ctypes.c_void_p
         library.sim_drain.restype = ctypes.c_bool
         _library = library
         torch.utils.rename_privateuse1_backend(NAME)
         torch._register_device_module(NAME, _module())
+        library.sim_init()
         library.sim_driver.restype = library.sim_stream.restype = ctypes.c_void_p
         _add_driver()
         atexit.register(library.sim_drain)  # no stream works on at the process's exit
@@ -178,13 +180,13 @@ def install(delay_seconds: float = 0.0) -> types.ModuleType:
 def _add_driver() -> None:
     """Let the engine of stio copy to the device: by the table of its driver, see simdevice.cpp."""
     from stio import native
-    from stio.device import rings
+    from stio.device.drivers import drivers
 
     def open_driver(device: torch.device, stream: Any) -> tuple[native.Driver | str, int]:
-        handle = _library.sim_stream(device.index, ctypes.c_int64(stream.stream_id))
+        handle = 0 if stream is None else _library.sim_stream(device.index, ctypes.c_int64(stream.stream_id))
         return native.Driver(_library.sim_driver(), device.index + 1), handle
 
-    rings.drivers[NAME] = open_driver
+    drivers[NAME] = open_driver
 
 
 def set_delay(seconds: float) -> None:
@@ -254,6 +256,11 @@ def num_copies() -> int:
 def contexts() -> set[int]:
     """Return the devices on which this process has a context."""
     return {index for index in range(NUM_DEVICES) if _library.sim_has_context(index)}
+
+
+def num_unpinned_early() -> int:
+    """Return how often memory was unpinned while a copy read it or wrote to it."""
+    return int(_library.sim_num_unpinned_early())
 
 
 def pinned_bytes(*, with_cached: bool = False) -> int:

@@ -208,6 +208,7 @@ struct Pinned {
   size_t nbytes;
   std::set<Stream*> recorded = {};
   std::vector<Mark> until = {};
+  std::map<Stream*, Mark> copies = {};  // of memory that the driver has registered: behind the last one on each stream
 };
 
 class PinnedMemory final : public at::HostAllocator {
@@ -263,10 +264,17 @@ class PinnedMemory final : public at::HostAllocator {
     std::lock_guard lock(mutex_);
     const auto found = blocks_.find(static_cast<char*>(address));
     if (found == blocks_.end()) throw std::runtime_error("this memory is not registered");
+    for (const auto& [stream, copy] : found->second->copies)
+      if (!copy.passed()) ++num_unpinned_early;  // throws where a copy has failed: a lost device unpins nothing
     used_bytes -= found->second->nbytes;
     reserved_bytes -= found->second->nbytes;
     delete found->second;
     blocks_.erase(found);
+  }
+  void note_copy(const void* address, Stream* stream) {
+    Pinned* const block = find(address);
+    std::lock_guard lock(mutex_);
+    if (block) block->copies[stream] = place(stream);
   }
 
   // As torch's: by the allocation itself, or by its first address; an address inside is not found.
@@ -299,6 +307,7 @@ class PinnedMemory final : public at::HostAllocator {
   void reset_peak_stats() override {}
 
   std::atomic<size_t> used_bytes{0}, reserved_bytes{0};
+  std::atomic<int64_t> num_unpinned_early{0};
 
  private:
   static void release(void* context);

@@ -239,6 +239,8 @@ void copy_bytes(const Tensor& source, const Tensor& target, bool non_blocking) {
   char* const address = reach(there.data_ptr());
   const size_t nbytes = source.nbytes();
   Pinned* const pinned = pinned_memory().find(host_address);
+  if (pinned && host_address + nbytes > pinned->address + pinned->nbytes)
+    throw std::runtime_error("a copy crosses the end of pinned memory");
   if (upwards && non_blocking && !pinned) {  // the driver takes a copy of pageable memory before it returns
     auto taken = std::make_shared<std::vector<char>>(host_address, host_address + nbytes);
     put_copy(stream, [=] { std::memcpy(address, taken->data(), nbytes); });
@@ -248,6 +250,7 @@ void copy_bytes(const Tensor& source, const Tensor& target, bool non_blocking) {
     put_copy(stream, [=] { std::memcpy(address, host_address, nbytes); });
   else
     put_copy(stream, [=] { std::memcpy(host_address, address, nbytes); });
+  pinned_memory().note_copy(host_address, stream);
   if (non_blocking && pinned)
     pinned_memory().record_event(host_address, host.storage().data_ptr().get_context(), as_torch(stream));
   else
@@ -558,6 +561,7 @@ const stio_driver driver = {
         const auto* const bytes = static_cast<const char*>(source);
         if (pinned_memory().find(source)) {
           put_copy(static_cast<Stream*>(stream), [=] { std::memcpy(there, bytes, nbytes); });
+          pinned_memory().note_copy(source, static_cast<Stream*>(stream));
         } else {  // the driver takes a copy of pageable memory before it returns
           auto taken = std::make_shared<std::vector<char>>(bytes, bytes + nbytes);
           put_copy(static_cast<Stream*>(stream), [=] { std::memcpy(there, taken->data(), nbytes); });
@@ -595,6 +599,8 @@ const stio_driver driver = {
 // What Python asks and sets, by ctypes.
 
 extern "C" {
+// As torch.cuda.init: before it no memory is pinned, as far as torch knows.
+void sim_init() { at::globalContext().lazyInitDevice(sim::kType); }
 const stio_driver* sim_driver() { return &sim::driver; }
 void* sim_stream(int device, int64_t id) { return sim::stream_number(device, id); }
 void sim_delay(double seconds) { sim::settings.delay_ns = static_cast<int64_t>(seconds * 1e9); }
@@ -615,6 +621,7 @@ uint64_t sim_total_bytes(int device) { return sim::device_memory().total_bytes(d
 uint64_t sim_pinned_bytes(bool with_cached) {
   return with_cached ? sim::pinned_memory().reserved_bytes : sim::pinned_memory().used_bytes;
 }
+int64_t sim_num_unpinned_early() { return sim::pinned_memory().num_unpinned_early; }
 void sim_sleep(int device, double seconds) {
   const auto time = std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
   sim::current_stream(device)->put([time] { std::this_thread::sleep_for(time); }, false);

@@ -80,18 +80,18 @@ class CacheEntries:
     Args:
         budget_bytes: Most bytes of files in the cache.
         allocate: Allocates memory for images.
-        give_back: Returns memory of images to the system once the cache is closed, and empties the list.
+        keep: Called with memory of images that are evicted for others, so that it may be used again.
     """
 
     def __init__(
         self,
         budget_bytes: int,
         allocate: Callable[[int], Region],
-        give_back: Callable[[list[Region]], object] = list.clear,
+        keep: Callable[[list[Region]], object] = lambda regions: None,
     ) -> None:
         self._budget_bytes = budget_bytes
         self._allocate = allocate
-        self._give_back = give_back
+        self._keep = keep
         self._lock = new_lock()  # a finaliser may release while its own thread is inside
         self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
         self._labels: dict[str, tuple[int, int]] = {}
@@ -142,8 +142,10 @@ class CacheEntries:
                     one.release()
             raise
         finally:
-            for image in out:
-                image.take_memory()
+            regions = [region for image in out for region in image.take_memory()]
+            with self._lock:
+                if not self._closed:
+                    self._keep(regions)
         return held
 
     def evict(self, selects: Callable[[str], bool]) -> list[FileImage]:
@@ -172,12 +174,10 @@ class CacheEntries:
         """Whether the cache was closed."""
         return self._closed
 
-    def abandon(self) -> list[FileImage]:
-        """Remove all entries in a forked child, where the lock may be held for ever; return their images."""
+    def abandon(self) -> None:
+        """Remove all entries in a forked child, where the lock may be held for ever."""
         self._lock = new_lock()
-        images = [entry.image for entry in self._listed()]
         self._entries, self._labels = OrderedDict(), {}
-        return images
 
     def require_open(self) -> None:
         """Raise `ClosedError` if the cache was closed."""
@@ -325,7 +325,7 @@ class CacheEntries:
     # Called by holds.
 
     def _release(self, entry: _Entry) -> None:
-        out: list[FileImage] = []
+        regions: list[Region] = []  # released behind the lock
         with self._lock:
             entry.num_holds -= 1
             if entry.num_holds:
@@ -334,8 +334,6 @@ class CacheEntries:
                 self._unlist(entry)  # it was never read, or cannot be read
             if not entry.is_listed:
                 self._held_bytes -= entry.image.nbytes
-                out.append(entry.image)
-        for image in out:
-            regions = image.take_memory()
-            if self._closed:
-                self._give_back(regions)
+                regions = entry.image.take_memory()
+                if not self._closed:
+                    self._keep(regions)

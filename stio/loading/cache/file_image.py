@@ -29,8 +29,8 @@ CHUNK_BYTES = 2 << 20
 """Unit of a claim. Neighbouring blocks share one chunk at most, and the second reader waits for it."""
 
 SEGMENT_BYTES = 64 << 20
-"""Memory is allocated in pieces of this size. A power of two, since torch rounds pinned memory up to one. Not larger,
-since a cancel cannot interrupt the pinning (0.1 s per GB)."""
+"""Memory is allocated in pieces of this size: reads go on while the next piece is pinned, and a cancel cannot interrupt
+the pinning."""
 
 _MISSING, _CLAIMED, _PRESENT = 0, 1, 2
 _POLL_SECONDS = 0.05
@@ -50,7 +50,7 @@ class FileImage:
         self.failed = False
         """Whether an allocation failed: there was no memory for the whole file."""
         self._allocate = allocate
-        self._starts = _segment_starts(nbytes)
+        self._starts = [*range(0, nbytes, SEGMENT_BYTES), -(-nbytes // PAGE_BYTES) * PAGE_BYTES]
         self._segments: list[Region | None] = [None] * (len(self._starts) - 1)
         self._chunks = bytearray(-(-nbytes // CHUNK_BYTES))
         self._changed = Condition()
@@ -115,6 +115,11 @@ class FileImage:
         """Return whether all bytes of `[begin, end)` are present."""
         first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
         return self._chunks.count(_PRESENT, first, last) == last - first
+
+    def is_coming(self, begin: int, end: int) -> bool:
+        """Return whether other readers have claimed all that is missing of `[begin, end)`."""
+        first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
+        return self._chunks.find(_CLAIMED, first, last) >= 0 and self._chunks.find(_MISSING, first, last) < 0
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Call a function whenever other bytes are present or missing, until `unwatch`. It must take no lock."""
@@ -192,17 +197,6 @@ class FileImage:
                 self._changed.notify_all()
             for changed in self._watchers.copy():
                 changed()
-
-
-def _segment_starts(nbytes: int) -> list[int]:
-    """Return the offsets of the segments, and the end: whole segments, then smaller powers of two, down to a page."""
-    starts, size = [0], SEGMENT_BYTES
-    while starts[-1] < nbytes:
-        left = nbytes - starts[-1]
-        while size > PAGE_BYTES and size > left:
-            size //= 2
-        starts.append(starts[-1] + size)
-    return starts
 
 
 class CachedFile:

@@ -14,18 +14,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 
 from stio.device.base import current_device, resolve_device, with_current_index
 from stio.device.cuda import TorchAccelerator, has_streams
-from stio.device.pinned import give_back
+from stio.device.pinned import is_pinned
 from stio.errors import StorageError
 from stio.format.naming import is_index
 from stio.loading.body import carry_out, open_source
 from stio.loading.cache.entries import CacheEntries, CacheStats, RequestedFile
-from stio.loading.cache.file_image import CachedFile, FileImage
+from stio.loading.cache.file_image import SEGMENT_BYTES, CachedFile, FileImage
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.prepare import prepare_prefetch
 from stio.runtime import memory
@@ -62,11 +62,7 @@ class _Memory:
         self._lock = new_lock()
         self._accelerator: torch.device | None = None
         self._make: Callable[[int], Region] | None = None
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether the memory is pinned; False until the device was examined."""
-        return self._accelerator is not None
+        self._kept: list[Region] = []  # pinned, of one size
 
     def begin_use(self) -> None:
         """Examine the device at the first use. If memory could not be pinned, try again from now on.
@@ -89,7 +85,22 @@ class _Memory:
             MemoryError: The host has too little memory.
         """
         assert self._make is not None
+        try:
+            kept = self._kept.pop()
+        except IndexError:
+            return self._make(nbytes)
+        if kept.nbytes == nbytes:
+            return kept
+        del kept  # it is larger, and both together could exceed the budget
         return self._make(nbytes)
+
+    def keep(self, regions: list[Region]) -> None:
+        """Use pinned memory again: to pin it anew would take longer than to read into it."""
+        self._kept += [region for region in regions if region.nbytes == SEGMENT_BYTES and is_pinned(region)]
+
+    def clear(self) -> None:
+        """Release what is kept."""
+        self._kept.clear()
 
 
 class HostCache:
@@ -104,8 +115,8 @@ class HostCache:
             since it is larger or loads under way use the rest, is read without the cache.
         device: Device of the loads: `"auto"` (the accelerator, if there is one), or a device as `torch.device` takes
             it. Memory is pinned for an accelerator, plain for the CPU. The device is examined when the first file is
-            read. Pinned memory of a file that is evicted for another one stays in the allocator of torch, which uses it
-            for the next pinned memory; `evict` and `close` return it to the system.
+            read. Pinned memory of a file that is evicted for another one is used again; `evict` and `close` return it
+            to the system.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -122,7 +133,7 @@ class HostCache:
 
     def _begin(self) -> None:
         self._memory = _Memory(self._device)
-        self._entries = CacheEntries(self._budget_bytes, self._memory.allocate, give_back)
+        self._entries = CacheEntries(self._budget_bytes, self._memory.allocate, self._memory.keep)
         # By id: a `WeakSet` cannot be listed while another thread adds to it.
         self._operations: weakref.WeakValueDictionary[int, Operation[None]] = weakref.WeakValueDictionary()
 
@@ -172,7 +183,7 @@ class HostCache:
         """
         place = None if source is None else _place_of(source)
         return _on_own_thread(
-            lambda: _free(self._entries.evict(lambda label: place is None or _is_below(label, place)))
+            lambda: self._free(self._entries.evict(lambda label: place is None or _is_below(label, place)))
         )
 
     def close(self) -> None:
@@ -180,7 +191,7 @@ class HostCache:
 
         Loads under way continue; the memory that they use is freed when they have ended.
         """
-        _on_own_thread(lambda: _free(self._entries.close()))
+        _on_own_thread(lambda: self._free(self._entries.close()))
         for known in self._operations.valuerefs():
             operation = known()
             if operation is not None:
@@ -210,6 +221,24 @@ class HostCache:
         self._memory.begin_use()
         _wait_for_tick([file for file, _ in files])
         return [RequestedFile(file, _label(file.path), nbytes) for file, nbytes in files]
+
+    def _free(self, images: list[FileImage]) -> int:
+        """Return the memory of images to the system, many bytes on a thread; return their size in bytes."""
+        self._memory.clear()
+        nbytes = sum(image.nbytes for image in images)
+
+        def clear() -> None:
+            for image in images:
+                image.take_memory()
+
+        if nbytes > _CLEAR_HERE_BYTES:
+            try:
+                start_thread(clear, name="evict")
+                return nbytes
+            except RuntimeError:  # no more threads
+                pass
+        clear()
+        return nbytes
 
     def _prefetch_operation(self, source: SourceLike, settings: LoadOptions) -> Operation[None]:
         def body(operation: Operation[None]) -> None:
@@ -262,35 +291,15 @@ def _wait_for_tick(files: Sequence[Source]) -> None:
         time.sleep(min(left, _TICK_SECONDS))
 
 
-def _free(images: list[FileImage]) -> int:
-    """Return the memory of images to the system, many bytes on a thread; return their size in bytes."""
-    nbytes = sum(image.nbytes for image in images)
-
-    def clear() -> None:
-        give_back([region for image in images for region in image.take_memory()])
-
-    if nbytes > _CLEAR_HERE_BYTES:
-        try:
-            start_thread(clear, name="evict")
-            return nbytes
-        except RuntimeError:  # no more threads
-            pass
-    clear()
-    return nbytes
-
-
 # Fork.
 
 _caches: weakref.WeakSet[HostCache] = weakref.WeakSet()
-_never_freed: list[Any] = []
 
 
 @after_fork_in_child
 def _forget_parent() -> None:
     """Empty all caches in a forked child: the threads that fill the parent's images are not there."""
     for cache in _caches:
-        images = cache._entries.abandon()
-        if cache._memory.is_pinned:  # never freed here: it was pinned for the parent process
-            _never_freed.append(images)
+        cache._entries.abandon()
         if not cache._entries.is_closed:
             cache._begin()

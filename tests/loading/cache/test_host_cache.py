@@ -6,7 +6,9 @@ import gc
 import os
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +16,21 @@ from typing import Any
 import pytest
 import torch
 from cache_support import data_reads, recorded, size_of, watched
-from support import eventually, ramp, require_equal, save_file
+from support import eventually, needs_engine, oracle, ramp, require_equal, save_file
 from torch import nn
 
 import stio
 import stio.loading.cache.host_cache
 import stio.sync
 from stio.errors import ClosedError, DeviceError, NoSpaceError, StorageError
+from stio.loading import prepare
+from stio.loading.cache import file_image, host_cache
 from stio.loading.cache.host_cache import _TICK_SECONDS, _Memory, _wait_for_tick
+from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
+from stio.runtime.memory import Region
 from stio.storage.base import Identity
+from stio.storage.local import LocalRoot
 from stio.testing import FakeDevice, MemoryRoot, checkpoint_files
 
 Tensors = dict[str, torch.Tensor]
@@ -155,13 +162,11 @@ def test_memory_is_pinned_for_an_accelerator(
     monkeypatch.setattr(stio.loading.cache.host_cache, "has_streams", lambda device: has_streams)
     monkeypatch.setattr(stio.loading.cache.host_cache, "TorchAccelerator", accelerator)
     made = _Memory(device)
-    assert not made.is_pinned
     regions = []
     for use in (1, 2):
         made.begin_use()
         regions += [made.allocate(4096) for _ in range(2)]
         assert asked == [torch.device("cuda:1")] * (use * is_pinned)  # a new one, which has not been refused
-    assert made.is_pinned == is_pinned
     assert resolved == [device]  # once
     assert fake.staging_bytes == 4 * 4096 * is_pinned
     assert all(region.nbytes == 4096 for region in regions)
@@ -308,20 +313,89 @@ def test_what_is_in_use_does_not_go(three: list[Path]) -> None:
     assert (cache.stats().entries, cache.stats().evictions) == (1, 1)
 
 
-@pytest.mark.parametrize("ends", ["evict", "close"])
-def test_the_memory_of_all_files_is_given_back_at_once(
-    shared: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+@pytest.fixture
+def pinned_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Caches pin memory without a device, in small segments; return what they have pinned, one after the other."""
+    sizes: list[int] = []
+
+    def pin(nbytes: int) -> Region:
+        sizes.append(nbytes)
+        region = memory.allocate(nbytes)
+        region.owner.is_pinned = True
+        weakref.finalize(region.owner.pages, sizes.append, -nbytes)
+        return region
+
+    monkeypatch.setattr(file_image, "SEGMENT_BYTES", 64 << 10)
+    monkeypatch.setattr(host_cache, "SEGMENT_BYTES", 64 << 10)
+    monkeypatch.setattr(_Memory, "begin_use", lambda self: setattr(self, "_make", pin))
+    return sizes
+
+
+def test_pinned_memory_of_an_evicted_file_is_used_again(three: list[Path], pinned_sizes: list[int]) -> None:
+    """As long as its segments have the same size; so the memory of all together stays within the budget."""
+    a, b, _ = three
+    budget = size_of(a)
+    with stio.sync.HostCache(budget) as cache:
+        cache.prefetch(a)
+        whole, rest = divmod(-(-size_of(a) // 4096) * 4096, 64 << 10)
+        assert sorted(pinned_sizes) == sorted([64 << 10] * whole + [rest])
+        before = pinned_sizes.copy()
+        cache.prefetch(b)
+        assert cache.stats().evictions == 1
+        assert pinned_sizes.count(64 << 10) == whole  # no more were pinned
+        assert sum(pinned_sizes) <= sum(before)
+        require_equal(stio.sync.load(b, cache=cache), oracle(b))
+    assert eventually(lambda: sum(pinned_sizes) == 0)
+
+
+def test_pinned_memory_of_a_closed_cache_is_released_with_its_last_load(
+    three: list[Path], pinned_sizes: list[int]
 ) -> None:
-    """Pinned memory is released on a thread: one, and not one for each file."""
-    given: list[int] = []
-    monkeypatch.setattr(stio.loading.cache.host_cache, "give_back", lambda regions: given.append(len(regions)))
-    cache = stio.HostCache(64 * MIB)
-    stio.sync.load(shared, cache=cache)
-    assert cache.stats().entries == 3
-    getattr(cache, ends)()
-    assert len(given) == 1
-    assert given[0] >= 3
-    assert cache.stats().held_bytes == 0
+    """It is not kept for a next file."""
+    cache = stio.sync.HostCache(64 * MIB)
+    cache.prefetch(three[0])
+    with LocalRoot(three[0]) as root, closing(root.open("m.safetensors")) as file:
+        (held,) = cache.hold([(file, file.identity.nbytes)])
+    assert held is not None
+    cache.close()
+    assert sum(pinned_sizes) > 64 << 10
+    held.release()
+    assert eventually(lambda: sum(pinned_sizes) == 0)
+
+
+@needs_engine
+def test_segments_are_filled_while_others_are_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinning takes long: the third segment is pinned here only when the bytes of the first one are there."""
+    tensors = {f"w{k}": torch.full((MIB,), k, dtype=torch.uint8) for k in range(12)}
+    path = save_file(tensors, tmp_path / "m.safetensors")
+    head, segments = path.read_bytes()[:MIB], []
+
+    def pin(nbytes: int) -> Region:
+        assert len(segments) < 2 or eventually(lambda: segments[0].sub(0, MIB).tobytes() == head)
+        segments.append(memory.allocate(nbytes))
+        return segments[-1]
+
+    monkeypatch.setattr(file_image, "SEGMENT_BYTES", MIB)
+    monkeypatch.setattr(prepare, "GROUP_BYTES", MIB)
+    monkeypatch.setattr(_Memory, "begin_use", lambda self: setattr(self, "_make", pin))
+    with stio.sync.HostCache(64 * MIB) as cache:
+        cache.prefetch(path)
+        assert len(segments) == -(-path.stat().st_size // MIB) > 10
+
+
+@pytest.mark.parametrize("end", ["evict", "close"])
+def test_pinned_memory_that_is_kept_is_released(three: list[Path], pinned_sizes: list[int], end: str) -> None:
+    """Of a file whose successor is smaller."""
+    a = three[0]
+    small = a.with_name("small.safetensors")
+    stio.sync.save({"w": torch.ones(10)}, small)
+    with stio.sync.HostCache(size_of(a)) as cache:
+        cache.prefetch(a)
+        cache.prefetch(small)
+        assert cache.stats().entries == 1
+        assert sum(pinned_sizes) > 64 << 10
+        getattr(cache, end)()
+        assert eventually(lambda: sum(pinned_sizes) == 0)
 
 
 def test_evict_by_source(shared: Path, three: list[Path], tmp_path: Path) -> None:

@@ -14,10 +14,13 @@ import torch
 from cache_support import data_reads, recorded, size_of, watched
 from crash.zygote import Zygote
 from support import (
+    PATIENCE_SECONDS,
+    HookedRoot,
     backend_name,
     cancelled_at_every_await,
     cancelled_natively_at_every_await,
     eventually,
+    needs_engine,
     nothing_left,
     ramp,
     require_equal,
@@ -27,6 +30,7 @@ from support import (
 import stio
 import stio.sync
 from stio.errors import ClosedError, DeviceError, StorageError
+from stio.loading.plain import PlainExecutor
 from stio.runtime import memory
 from stio.testing import FakeDevice
 
@@ -174,7 +178,7 @@ def test_closing_ends_a_prefetch(shared: Path) -> None:
 # Memory that is not there.
 
 
-@pytest.mark.parametrize("refuse", [1, 2, 5, 11])
+@pytest.mark.parametrize("refuse", [1, 2, 3])
 def test_no_memory(shared: Path, tensors: Tensors, device: Any, refuse: int, caplog: pytest.LogCaptureFixture) -> None:
     cache = stio.sync.HostCache(64 * MIB)
     recorder = recorded(cache, refuse=refuse)
@@ -303,3 +307,53 @@ def test_c95_a_cancel_at_every_read(shared: Path, tensors: Tensors) -> None:
             else:
                 assert isinstance(load.exception(), ClosedError)
         require_equal(stio.sync.load(shared, cache=cache), tensors)
+
+
+# While it is filled.
+
+
+@pytest.mark.parametrize("source", ["store", "file"])
+def test_what_is_there_is_loaded_while_the_rest_is_coming(tmp_path: Path, source: str, device: Any) -> None:
+    """The rest comes first in the file, on its way from a store that does not answer yet.
+
+    It has more blocks than a load has workers.
+    """
+    names = [f"w{k:02}" for k in range(20)]
+    tensors = {name: torch.full((2 * MIB,), k, dtype=torch.uint8) for k, name in enumerate(names)}
+    directory = save_file(tensors, tmp_path / "model" / "m.safetensors").parent
+    gate, seen = threading.Event(), [0]
+    slow = HookedRoot(directory, lambda *_: None if gate.wait(PATIENCE_SECONDS) else pytest.fail("no answer"))
+    root = HookedRoot(directory) if source == "store" else directory
+    with stio.sync.HostCache(64 * MIB) as cache, ThreadPoolExecutor(2) as pool:
+        stio.sync.load(HookedRoot(directory), names=set(names[9:]), cache=cache)
+        filling = pool.submit(cache.prefetch, slow)
+        assert eventually(lambda: slow.log)
+        loading = pool.submit(
+            stio.sync.load,
+            root,
+            device=device,
+            cache=cache,
+            budget_bytes=16 * MIB,  # for groups of 4 MiB
+            progress=lambda event: seen.append(event.done_bytes),
+        )
+        progressed = eventually(lambda: seen[-1] >= 20 * MIB)
+        gate.set()
+        assert progressed
+        assert not filling.exception(PATIENCE_SECONDS)
+        require_equal(loading.result(PATIENCE_SECONDS), tensors)
+
+
+@needs_engine
+def test_the_engine_loads_what_a_cache_holds_of_a_store(
+    shared: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is there as a whole needs no read of its source, so it does not matter whose it is."""
+    made: list[str] = []
+    init = PlainExecutor.__init__
+    monkeypatch.setattr(PlainExecutor, "__init__", lambda *a, **k: (made.append("plain"), init(*a, **k))[1])
+    with stio.sync.HostCache(64 * MIB) as cache:
+        for _ in range(2):
+            root = watched(shared)
+            require_equal(stio.sync.load(root, cache=cache), tensors)
+            assert made == ["plain"]  # by the first load
+    assert not data_reads(root)
