@@ -46,6 +46,10 @@ class Memory:
         low, high, _ = part.indices(self.nbytes)
         return self._map[self._start + low : self._start + high]
 
+    def fill(self, data: bytes) -> None:
+        """Set its first bytes."""
+        self._map[self._start : self._start + len(data)] = data
+
     def require_guards(self) -> None:
         behind = self._map[self._start + self.nbytes :]
         assert set(self._map[: self._start]) | set(behind) == {POISON}
