@@ -48,7 +48,12 @@ class Memory:
 
     def fill(self, data: bytes) -> None:
         """Set its first bytes."""
-        self._map[self._start : self._start + len(data)] = data
+        self.fill_at(0, data)
+
+    def fill_at(self, at: int, data: bytes) -> None:
+        """Set some of its bytes."""
+        assert at + len(data) <= self.nbytes
+        self._map[self._start + at : self._start + at + len(data)] = data
 
     def require_guards(self) -> None:
         behind = self._map[self._start + self.nbytes :]
