@@ -728,10 +728,7 @@ MUTANTS = (
         "engine: a stop begins chunks",
         "chunks of a transfer that is stopped go on",
         ENGINE_C,
-        (
-            "    if (transfer->is_stopped || transfer->first == transfer->last) return false;",
-            "    if (transfer->first == transfer->last) return false;",
-        ),
+        ("    return !transfer->is_stopped && next_place", "    return next_place"),
         ("    const bool is_stopped = one->transfer->is_stopped;\n", "    const bool is_stopped = false;\n"),
         tests=ENGINE + "test_a_stop_begins_no_chunk",
     ),

@@ -30,7 +30,7 @@ from stio.runtime.control_groups import num_processors
 from stio.runtime.hashing import Hasher
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
-from stio.runtime.process import be_nice
+from stio.runtime.process import be_nice, collection_paused
 from stio.runtime.progress import ProgressEvent, ProgressReporter, close_bar
 from stio.runtime.trace import Trace, traced
 from stio.runtime.workers import WorkerPool
@@ -251,7 +251,8 @@ class SaveScheduler:
         """Fill a block, except for ranges of a group that the engine is to copy; return what keeps their memory."""
         sources = self._sources
         if not self._has_lazy:
-            return copy_pieces(sources, block.pieces, region, self._ready, ranges, group)
+            with collection_paused(len(block.pieces)):
+                return copy_pieces(sources, block.pieces, region, self._ready, ranges, group)
         copies: list[Copy] = []
         for piece in block.pieces:
             source, target = sources[piece.source], region.sub(piece.at, piece.nbytes)

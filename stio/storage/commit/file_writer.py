@@ -1,8 +1,8 @@
 """New local files: created with their space reserved, written from several threads past the page cache, made durable.
 
-A shard is written in blocks of tens of megabytes, whole pages with O_DIRECT (measured 4.2-4.5 GB/s against 2.6
-buffered), the rest buffered. One call for each block: beside a busy Python thread each return from the kernel costs up
-to 5 ms, so no clock is read and no other call made between two writes.
+A shard is written in blocks of tens of megabytes. The engine writes them (`add_range`): whole pages with O_DIRECT
+(measured 4.2-4.5 GB/s against 2.6 buffered), the rest buffered. Where it cannot, a thread of Python writes a block
+through the page cache (`write_from`), with one call.
 
 Several processes may write one file, each its own ranges. A page that two ranges share is written through the page
 cache by both: next to a direct write the kernel drops what the cache holds of the page. So only pages that are whole
@@ -11,7 +11,8 @@ in a range are written directly.
 Between hosts there is no common page cache. A client that holds a page may send all of it, and so write old bytes over
 those of another host (`nfs_can_extend_write` of Linux, FUSE with a write-back cache). So on a filesystem that is not
 local the writers of one file send their exact ranges past the cache. The NFS client of Linux has no alignment rules for
-O_DIRECT (open(2)). A filesystem that has them answers EINVAL, and gets whole pages and buffered edges, as a local one.
+O_DIRECT (open(2)). A filesystem that has them answers EINVAL, and gets whole pages and buffered edges by the engine, as
+a local one.
 """
 
 from __future__ import annotations
