@@ -61,8 +61,9 @@ class Stats:
     """Staging memory of saves, savers and loads to devices, in use or cached for the next save. With `memory="gds"`
     the staging memory on the device is included."""
     engine: str
-    """What moves the bytes of loads and saves in this process: `"engine 2"`, the compiled library with its version, or `"plain"`,
-    Python, which is slower. It is plain where stio was built without a C compiler, and with `STIO_NATIVE=0`."""
+    """What moves the bytes of loads and saves in this process: `"engine 2"`, the compiled library with its version, or
+    `"plain"`, Python, which is slower. It is plain where stio was built without a C compiler, and with
+    `STIO_NATIVE=0`."""
 
 
 class Run(Protocol):

@@ -227,10 +227,9 @@ class SaveScheduler:
 
     def _block_to_fill(self) -> Callable[[], Region] | None:
         """Take memory for the next block, None if it must wait. The caller holds the condition."""
-        is_last = self._num_fills == len(self._blocks)
-        if is_last or (self._has_lazy and self._num_filling):  # lazy tensors are produced one at a time, in order
-            return None
-        if not self._stage_first and len(self._full) + self._num_filling >= AHEAD_BLOCKS:
+        is_blocked = self._has_lazy and self._num_filling  # lazy tensors are produced one at a time, in order
+        is_ahead = not self._stage_first and len(self._full) + self._num_filling >= AHEAD_BLOCKS
+        if is_blocked or is_ahead or self._num_fills == len(self._blocks):
             return None
         return self._pool.try_take()
 
