@@ -44,8 +44,8 @@ WRITE_DEPTH = 4
 """Most writes under way at once; so many reach the rate of the disk."""
 
 NUM_WORKERS = WRITE_DEPTH + 2
-"""Least threads of the engine, and most workers, of which there are fewer where it does the work. Two more than write, so
-that a full block is ready when a write ends. Writes that start together end together; where all then filled their
+"""Least threads of the engine, and most workers; where it does the work there are fewer of these. Two more than write,
+so that a full block is ready when a write ends. Writes that start together end together; where all then filled their
 next block first, the disk was idle for 3 of 30 ms."""
 
 AHEAD_BLOCKS = 4
