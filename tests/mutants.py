@@ -421,7 +421,7 @@ MUTANTS = (
         "cuFile: neighbours share a read",
         "a chunk for cuFile has several ranges, of which the first one alone is read",
         ENGINE_C,
-        ("(range->flags & (STIO_POPULATE | STIO_CUFILE));", "(range->flags & STIO_POPULATE);"),
+        ("(STIO_POPULATE | STIO_WRITE | STIO_CUFILE)", "(STIO_POPULATE | STIO_WRITE)"),
         tests=CUFILE + "test_neighbours_of_other_kinds_are_read_apart",
     ),
     mutant(
@@ -666,16 +666,10 @@ MUTANTS = (
         "a block is filled again while it is still to be written",
         "stio/saving/scheduler.py",
         (
-            "        start = perf_counter()\n        try:\n            if self._hashers is not None:",
-            "        start = perf_counter()\n"
-            "        self._pool.give_back(region)\n"
-            "        try:\n"
-            "            if self._hashers is not None:",
+            "        if self._hashers is not None:\n            self._hash(",
+            "        self._pool.give_back(region)\n        if self._hashers is not None:\n            self._hash(",
         ),
-        (
-            "                self._num_writing -= 1\n            self._pool.give_back(region)\n",
-            "                self._num_writing -= 1\n",
-        ),
+        ("        self._pool.give_back(self._regions.pop(number))\n", "        del self._regions[number]\n"),
         tests=f"{ORDERS}test_staging_memory_of_a_save_is_used_again_behind_its_write",
     ),
     # Pinned memory.
@@ -851,10 +845,7 @@ MUTANTS = (
         "engine: a stop begins chunks",
         "chunks of a transfer that is stopped go on",
         ENGINE_C,
-        (
-            "    if (transfer->is_stopped || transfer->first == transfer->last) return false;",
-            "    if (transfer->first == transfer->last) return false;",
-        ),
+        ("    return !transfer->is_stopped && next_place", "    return next_place"),
         ("    const bool is_stopped = one->transfer->is_stopped;\n", "    const bool is_stopped = false;\n"),
         tests=ENGINE + "test_a_stop_begins_no_chunk",
     ),
@@ -1032,10 +1023,129 @@ MUTANTS = (
         tests="tests/native/test_faults.py::test_each_fault_at_each_call[direct-short]",
     ),
     mutant(
+        "engine: no limit of writes",
+        "writes do not count against the most chunks of a transfer",
+        ENGINE_C,
+        ("{ return range->ring != NULL || (range->flags & STIO_WRITE) != 0; }", "{ return range->ring != NULL; }"),
+        tests="tests/native/test_faults.py::test_so_many_writes_are_under_way_and_copies_pass_them[1]",
+    ),
+    mutant(
+        "engine: copies wait behind writes",
+        "beyond the most writes a transfer moves nothing",
+        ENGINE_C,
+        ("    while (at < transfer->last && (next_range(transfer->order[at])->flags & STIO_WRITE)) ++at;\n", ""),
+        tests="tests/native/test_faults.py::test_so_many_writes_are_under_way_and_copies_pass_them[1]",
+    ),
+    mutant(
+        "engine: a write that was passed over is lost",
+        "the group before the one that was cut leaves the order",
+        ENGINE_C,
+        (
+            "        memmove(first + 1, first, (place - transfer->first) * sizeof *first); /* writes that were passed over */\n",
+            "        (void)first;\n",
+        ),
+        tests="tests/native/test_faults.py::test_so_many_writes_are_under_way_and_copies_pass_them[1]",
+    ),
+    mutant(
+        "engine: a refused direct write is an error",
+        "a filesystem without writes past the page cache cannot be saved to",
+        ENGINE_C,
+        ("        if (count < 0 && (errno == EINVAL || errno == EOPNOTSUPP)) {", "        if (false) {"),
+        tests="tests/native/test_faults.py::test_each_fault_at_each_write[refused-direct]",
+    ),
+    mutant(
+        "engine: a failed direct write is made through the page cache",
+        "the page cache takes what the disk has refused",
+        ENGINE_C,
+        ("        if (count < 0 && (errno == EINVAL || errno == EOPNOTSUPP)) {", "        if (count < 0) {"),
+        tests="tests/native/test_faults.py::test_each_fault_at_each_write[broken-direct]",
+    ),
+    mutant(
+        "engine: a torn direct write goes on past the page cache",
+        "behind a part of a page the next write is not aligned",
+        ENGINE_C,
+        ("    while (done < nbytes && done % (size_t)PAGE == 0 && !__atomic", "    while (done < nbytes && !__atomic"),
+        (
+            "            done += (size_t)count;\n        }\n    }\n    return done;",
+            "            done = nbytes;\n        }\n    }\n    return done;",
+        ),
+        tests="tests/native/test_faults.py::test_each_fault_at_each_write[torn-direct]",
+    ),
+    mutant(
+        "engine: a short write is whole",
+        "what a short write left is not written",
+        ENGINE_C,
+        (
+            "        memory += count;\n        offset += count;\n        nbytes -= (size_t)count;\n",
+            "        nbytes = 0;\n        (void)offset;\n",
+        ),
+        tests="tests/native/test_faults.py::test_each_fault_at_each_write[short-buffered]",
+    ),
+    mutant(
+        "engine: the rest of a short write begins again",
+        "behind a short write the same bytes are written again",
+        ENGINE_C,
+        (
+            "        memory += count;\n        offset += count;\n        nbytes",
+            "        offset += count;\n        nbytes",
+        ),
+        tests="tests/native/test_faults.py::test_each_fault_at_each_write[short-buffered]",
+    ),
+    mutant(
+        "engine: a signal ends a write",
+        "a write that a signal interrupts has failed",
+        ENGINE_C,
+        (
+            "        const ssize_t count = pwrite(fd, memory, nbytes, offset);\n        if (count < 0 && errno == EINTR) continue;\n",
+            "        const ssize_t count = pwrite(fd, memory, nbytes, offset);\n",
+        ),
+        tests="tests/native/test_faults.py::test_each_fault_at_each_write[interrupted-buffered]",
+    ),
+    mutant(
+        "engine: a signal ends a direct write",
+        "a direct write that a signal interrupts has failed",
+        ENGINE_C,
+        (
+            "offset + (int64_t)done);\n        if (count < 0 && errno == EINTR) continue;\n        if (count < 0 && (errno == EINVAL",
+            "offset + (int64_t)done);\n        if (count < 0 && (errno == EINVAL",
+        ),
+        tests="tests/native/test_faults.py::test_each_fault_at_each_write[interrupted-direct]",
+    ),
+    mutant(
+        "engine: the bytes before the first page are not written",
+        "a write at any offset begins at a page",
+        ENGINE_C,
+        ("        if (!write_all(range->fd, memory, head, one->begin, failure)) return false;\n", ""),
+        tests=ENGINE + "test_bytes_are_written_and_no_others[0-True]",
+    ),
+    mutant(
+        "engine: a chunk of a write is written at the begin of its range",
+        "only the first chunk of a write is at its place",
+        ENGINE_C,
+        (
+            "    const char *const memory = (const char *)(uintptr_t)range->source + (one->begin - range->offset);\n    const size_t nbytes",
+            "    const char *const memory = (const char *)(uintptr_t)range->source;\n    const size_t nbytes",
+        ),
+        tests=ENGINE + "test_bytes_are_written_and_no_others[0-False]",
+    ),
+    mutant(
+        "engine: the copies of a chunk begin at the first one",
+        "each copy of a chunk takes the bytes of the first range",
+        ENGINE_C,
+        (
+            "        const char *const source = (const char *)(uintptr_t)part->source + at;\n        memcpy",
+            "        const char *const source = (const char *)(uintptr_t)one->ranges->source + at;\n        memcpy",
+        ),
+        tests=ENGINE + "test_copies_of_a_group_share_chunks[100]",
+    ),
+    mutant(
         "engine: a signal is an error",
         "a read that a signal interrupts has failed",
         ENGINE_C,
-        ("        if (count < 0 && errno == EINTR) continue;\n        if (count <= 0) {", "        if (count <= 0) {"),
+        (
+            "        if (count < 0 && errno == EINTR) continue;\n        if (count <= 0) {\n            set_failure(failure, count",
+            "        if (count <= 0) {\n            set_failure(failure, count",
+        ),
         tests="tests/native/test_faults.py::test_each_fault_at_each_call[direct-interrupted]",
     ),
     mutant(
@@ -1100,10 +1210,7 @@ MUTANTS = (
         "engine: no limit of chunks",
         "a transfer has more chunks under way than it may",
         ENGINE_C,
-        (
-            "    return !device || transfer->most_chunks == 0 ||",
-            "    return true || !device || transfer->most_chunks == 0 ||",
-        ),
+        ("    if (transfer->most_chunks == 0 ||", "    if (true || transfer->most_chunks == 0 ||"),
         tests=ENGINE + "test_no_more_chunks_than_allowed_are_under_way",
     ),
     mutant(
@@ -1117,7 +1224,7 @@ MUTANTS = (
         "engine: ranges that are moved in other ways share a chunk",
         "a range that is to be read is populated with the one before it",
         ENGINE_C,
-        ("    while (is_file && made.end", "    while (range->fd >= 0 && made.end"),
+        ("    while (is_shared && made.end", "    while (range->fd >= 0 && made.end"),
         ("        if (next->direct_fd != range->direct_fd || next->flags != range->flags) break;", ""),
         tests=ENGINE + "test_a_mapping_is_populated[1]",
     ),

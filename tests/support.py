@@ -30,6 +30,8 @@ from counts import LONG
 from stio import native
 from stio.runtime.memory import Region
 from stio.storage.base import Identity
+from stio.storage.commit import syscalls
+from stio.storage.commit.file_writer import LocalFileWriter
 from stio.storage.local import LocalRoot
 
 INDEX = "model.safetensors.index.json"
@@ -294,6 +296,36 @@ class Gate:
 
 
 # What is left over.
+
+
+def hook_writes(hook: Callable[[], object], patch: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Call `hook` before each write of a save into a local file, by the engine or not.
+
+    An `OSError` of it is that of the write. `patch`: pytest's `monkeypatch.setattr`, so that it ends with the test.
+    """
+    write, add_range = syscalls.write, LocalFileWriter.add_range
+
+    def called(*arguments: Any) -> int:
+        hook()
+        return write(*arguments)
+
+    def added(self: LocalFileWriter, ranges: native.Ranges, group: int, offset: int, region: Region) -> bool:
+        try:
+            hook()
+        except OSError as error:
+            raise self._refused(error, offset, region.nbytes) from error
+        return add_range(self, ranges, group, offset, region)
+
+    patch(syscalls, "write", called)
+    patch(LocalFileWriter, "add_range", added)
+
+
+@contextmanager
+def before_writes(hook: Callable[[], object]) -> Iterator[None]:
+    """Return a context in which `hook` is called; see `hook_writes`."""
+    with pytest.MonkeyPatch.context() as patch:
+        hook_writes(hook, patch.setattr)
+        yield
 
 
 needs_engine = pytest.mark.skipif(not native.available(), reason="there is no engine here (STIO_NATIVE=0, no compiler)")

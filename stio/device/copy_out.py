@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from stio import native
 from stio.device.base import Event
 from stio.device.cuda import TorchEvent, answering, bytes_of, has_streams, on_stream, save_stream
 from stio.device.pinned import PinnedAllocator
@@ -24,7 +25,7 @@ from stio.device.torch_private import INTEGERS, conj_neg_bits, copy_each, unflat
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.format.sharding import TensorSource
 from stio.runtime import memory
-from stio.runtime.memory import HOLD_BYTES, Region, move, move_holding
+from stio.runtime.memory import Region
 
 Copy = tuple[torch.Tensor, int, Region]
 """A tensor, the first byte to copy (counted as if the tensor were contiguous), and the host memory to fill."""
@@ -44,6 +45,9 @@ _TILE_COLUMNS = 64
 """Columns copied at a time from a transposed tensor: a 64 MiB block of float32 takes 21 ms by tiles, 175 by rows."""
 
 _CACHE_LINE_BYTES = 64
+
+_SHORT_BYTES = 1 << 20
+"""Shorter tensors on a device are copied together; a copy of its own costs longer ones nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,19 +166,24 @@ def copy_pieces(
     pieces: Iterable[tuple[int, int, int, int, bool]],
     target: Region,
     ready: Readiness | None = None,
-) -> None:
+    ranges: native.Ranges | None = None,
+    group: int = 0,
+) -> list[Any]:
     """Copy bytes of many tensors into one block of host memory, as `copy_out` does.
 
-    The copies of short, contiguous tensors need no objects of their own: for 60,000 tensors these cost more than the
-    copies, and start the garbage collector. Those on devices are copied by a few calls, since each call releases the
-    GIL.
+    Whole tensors on devices are copied by a few calls, since each call releases the GIL.
 
     Args:
         sources: The tensors.
         pieces: For each piece the position of its tensor, the first byte to copy, its offset in the target, the number
-            of bytes, and whether it is the tensor's last piece. No piece is outside its tensor.
+            of bytes, and whether it is the tensor's last piece. No piece is outside its tensor. The offsets ascend.
         target: Host memory.
         ready: See `copy_out`.
+        ranges: What the engine can copy is added to these, and not copied.
+        group: Their group.
+
+    Returns:
+        What keeps the memory from which the engine is to copy; it must be kept until then.
 
     Raises:
         ValueError: A piece outside its tensor, which has changed, or outside the target.
@@ -183,7 +192,8 @@ def copy_pieces(
     """
     others: list[Copy] = []
     whole: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    address, size, hold_bytes, plain, copy = target.address, target.nbytes, HOLD_BYTES, PLAIN_LAYOUT, move_holding
+    storages: list[Any] = []
+    address, size, plain = target.address, target.nbytes, PLAIN_LAYOUT
     for number, start, at, nbytes, _ in pieces:
         source = sources[number]
         tensor: torch.Tensor = source.data
@@ -191,26 +201,27 @@ def copy_pieces(
         begin, end, storage, _ = require_data(source.name, tensor)
         if (
             source.layout == plain
-            and nbytes < hold_bytes
             and 0 <= start <= end - begin - nbytes
             and 0 <= at <= size - nbytes
             and tensor.is_contiguous()
         ):
-            if tensor.is_cpu:
-                copy(address + at, storage + begin + start, nbytes)
+            if ranges is not None and tensor.is_cpu:
+                storages.append(tensor.untyped_storage())
+                ranges.host_to_host(group, storage + begin + start, nbytes, address + at, at)
                 continue
-            if nbytes == tensor.nbytes and tensor.dtype in _MOVED and not (address + at) % tensor.itemsize:
+            is_short = nbytes == tensor.nbytes < _SHORT_BYTES and not tensor.is_cpu
+            if is_short and tensor.dtype in _MOVED and not (address + at) % tensor.itemsize:
                 whole.setdefault(tensor.device, []).append((at, tensor))
                 continue
         others.append((tensor, start, target.sub(at, nbytes)))
     _copy_all(others, whole, target, ready or Readiness())
+    return storages
 
 
 def _copy_on_cpu(tensor: torch.Tensor, start: int, region: Region) -> None:
     require_data("", tensor)
     if tensor.is_contiguous() and not any(conj_neg_bits(tensor)):
-        copy = move_holding if region.nbytes < HOLD_BYTES else move
-        copy(region.address, tensor.data_ptr() + start, region.nbytes)
+        memory.move(region.address, tensor.data_ptr() + start, region.nbytes)
         return
     with torch.no_grad():
         source, begin, end = _elements(tensor, start, region)

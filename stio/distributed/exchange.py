@@ -314,8 +314,7 @@ class _Stream:
             if at == packet.begin:
                 self._message = self._new_message(packet)
             data_at = len(self._message) - packet.nbytes + at - packet.begin
-            move = memory.move if step >= memory.HOLD_BYTES else memory.move_holding
-            move(self._message.ctypes.data + data_at, region.address + at - offset, step)
+            memory.move(self._message.ctypes.data + data_at, region.address + at - offset, step)
             at += step
             if at == packet.begin + packet.nbytes:
                 with self._changed:

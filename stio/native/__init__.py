@@ -1,4 +1,4 @@
-"""The engine: a library in C that moves bytes from files into host memory and onto devices, on threads of its own.
+"""The engine: a library in C that moves bytes between files, host memory and devices, on threads of its own.
 
 Python decides, C moves. Python opens and checks files, plans, allocates, makes tensors and raises errors; the engine
 gets ranges of bytes and reports which groups of them are complete. It never calls Python and takes no lock of it, so
@@ -8,7 +8,7 @@ memory, `cufile.c` reads by GPUDirect Storage. This module finds the library, ch
 functions; nothing else calls it.
 
 Without the library (`STIO_NATIVE=0`, no compiler at the installation, not Linux) `available()` is false, and loads use
-the plain executor, `stio.loading.plain`.
+the plain executor, `stio.loading.plain`; the threads of a save then do all of its work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger("stio")
 
-VERSION = 1
+VERSION = 2
 """Version of the library's interface, `STIO_ENGINE_VERSION`."""
 LIBRARY = Path(__file__).parent / "libstio.so"
 """The library, which the installation compiles."""
@@ -35,7 +35,7 @@ CHUNK_BYTES = 2 << 20
 """Size of a slot of a ring, `STIO_CHUNK_BYTES`."""
 PINNED_BYTES = 512 << 20
 """Most bytes that are pinned at once, `STIO_PINNED_BYTES`."""
-POPULATE, TOUCH, CUFILE = 1, 2, 4
+POPULATE, TOUCH, CUFILE, WRITE = 1, 2, 4, 8
 """Flags of a range; see `engine.h`."""
 READING, TRUNCATED, SHRUNK, DRIVER, NO_MEMORY = 1, 2, 3, 4, 5
 """Kinds of a failure."""
@@ -154,10 +154,10 @@ def _library() -> _Library | None:
     try:
         library = _Library(LIBRARY)
     except (OSError, AttributeError) as error:
-        logger.info("loads use the plain executor, which is slower, since there is no engine: %s", error)
+        logger.info("loads and saves use Python's threads, which are slower, since there is no engine: %s", error)
         return None
     if (found := library.engine_version()) != VERSION:
-        logger.warning("loads use the plain executor, since %s has version %d, not %d", LIBRARY, found, VERSION)
+        logger.warning("loads and saves use Python's threads, since %s has version %d, not %d", LIBRARY, found, VERSION)
         return None
     return library
 
@@ -179,7 +179,7 @@ def available() -> bool:
 
 
 def name() -> str:
-    """Return what moves the bytes of loads here: `"engine 1"`, with the version of the library, or `"plain"`."""
+    """Return what moves the bytes of loads and saves: `"engine 2"`, with the version of the library, or `"plain"`."""
     return f"engine {VERSION}" if available() else "plain"
 
 
@@ -227,9 +227,16 @@ class Ranges:
         """Add host memory at `source`, which should be pinned, for memory of a ring's device."""
         self._add(0, source, target, nbytes, ring.pointer, -1, -1, group, 0)
 
-    def host_to_host(self, group: int, source: int, nbytes: int, target: int) -> None:
-        """Add host memory at `source` for host memory at `target`."""
-        self._add(0, source, target, nbytes, 0, -1, -1, group, 0)
+    def host_to_host(self, group: int, source: int, nbytes: int, target: int, offset: int = 0) -> None:
+        """Add host memory at `source` for host memory at `target`.
+
+        Many short ranges of a group cost less if their offsets, counted from anywhere, ascend by their lengths.
+        """
+        self._fields.extend((offset, source, target, nbytes, 0, -1, group))  # as `_add` does, in half the time
+
+    def host_to_file(self, group: int, source: int, nbytes: int, fd: int, direct_fd: int, offset: int) -> None:
+        """Add host memory at `source` for a file; past the page cache as far as `direct_fd`, if not -1, allows."""
+        self._add(offset, source, 0, nbytes, 0, fd, direct_fd, group, WRITE)
 
     def _add(
         self,
@@ -371,7 +378,7 @@ class Transfer:
 
     Args:
         weight: Share of the engine's threads beside other transfers.
-        most_chunks: Most slots of rings that it uses at one time; 0: no limit.
+        most_chunks: Most slots of rings that it uses, and most writes that are under way, at one time; 0: no limit.
 
     Raises:
         OSError: The process cannot start a thread.
@@ -392,7 +399,7 @@ class Transfer:
             MemoryError: There is no memory for them.
         """
         if len(ranges) and self._library.transfer_add(self._pointer, *ranges.buffer()):
-            raise MemoryError("no memory for the ranges of a load")
+            raise MemoryError("no memory for ranges")
 
     def arrange(self, groups: Iterable[int]) -> None:
         """Move these groups next, in this order, as far as they are not moved yet; then the others, as before."""

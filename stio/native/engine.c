@@ -6,6 +6,7 @@
  */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,11 +25,13 @@
 #define MADV_POPULATE_READ 22
 #endif
 
-#define PAGE ((int64_t)4096)             /* places and lengths of direct reads are multiples of it */
+#define PAGE ((int64_t)4096)             /* places and lengths of direct reads and writes are multiples of it */
 #define HOST_CHUNK_BYTES ((int64_t)4 << 20)
+#define WRITTEN_BYTES ((int64_t)8 << 20)
+#define WRITEBACK_BYTES ((size_t)4 << 20) /* for less, the call costs more than it saves */
 #define POPULATED_BYTES ((int64_t)8 << 20)
 #define GAP_BYTES ((int64_t)64 << 10)    /* longest run of other bytes that a chunk reads too */
-#define MOST_RANGES 512                  /* of a chunk into host memory: they are buffers of one call */
+#define MOST_RANGES 512                  /* of a chunk into host memory: of a file they are buffers of one call */
 #define TOUCHED_BYTES ((size_t)256 << 10)
 #define NICENESS 5
 #define STACK_BYTES ((size_t)2 << 20) /* thread-local variables of all libraries lie in it too */
@@ -131,17 +134,28 @@ static bool is_for_cufile(const stio_transfer *transfer, const stio_range *range
     return range->flags & STIO_CUFILE && !__atomic_load_n(&transfer->cufile_refused, __ATOMIC_RELAXED);
 }
 
-/* Return the ring through whose slots a transfer's next chunk moves, NULL if it needs none. */
-static stio_ring *ring_of_next(const stio_transfer *transfer) {
-    const group *const next = transfer->order[transfer->first];
-    const stio_range *const range = &next->ranges[next->next];
-    return is_for_cufile(transfer, range) ? NULL : range->ring;
+/* Whether chunks of a range count against the most chunks of their transfer. */
+static bool is_counted(const stio_range *range) { return range->ring != NULL || (range->flags & STIO_WRITE) != 0; }
+
+static const stio_range *next_range(const group *of) { return &of->ranges[of->next]; }
+
+/* Return the place in a transfer's order of the group that is cut next; `last`: there is none that may be moved now.
+ * Beyond the most chunks, writes are passed over; behind chunks for a device everything waits. */
+static size_t next_place(const stio_transfer *transfer) {
+    size_t at = transfer->first;
+    if (transfer->most_chunks == 0 || transfer->under_way_counted < (uint32_t)transfer->most_chunks) return at;
+    while (at < transfer->last && (next_range(transfer->order[at])->flags & STIO_WRITE)) ++at;
+    return at < transfer->last && is_counted(next_range(transfer->order[at])) ? transfer->last : at;
 }
 
 static bool is_active(const stio_transfer *transfer) {
-    if (transfer->is_stopped || transfer->first == transfer->last) return false;
-    const bool device = ring_of_next(transfer) != NULL;
-    return !device || transfer->most_chunks == 0 || transfer->under_way_device < (uint32_t)transfer->most_chunks;
+    return !transfer->is_stopped && next_place(transfer) < transfer->last;
+}
+
+/* Return the ring through whose slots an active transfer's next chunk moves, NULL if it needs none. */
+static stio_ring *ring_of_next(const stio_transfer *transfer) {
+    const stio_range *const range = next_range(transfer->order[next_place(transfer)]);
+    return is_for_cufile(transfer, range) ? NULL : range->ring;
 }
 
 /* Return the transfer whose turn it is; with `ready`, of those whose next chunk this thread can move without a wait. */
@@ -165,12 +179,18 @@ static int64_t stop_of(const stio_range *range) { return range->offset + (int64_
 
 /* Cut the next chunk of a transfer. */
 static chunk cut(stio_transfer *transfer) {
-    group *const from = transfer->order[transfer->first];
-    const stio_range *const range = &from->ranges[from->next];
-    const bool is_file = range->fd >= 0 && !(range->flags & (STIO_POPULATE | STIO_CUFILE));
+    const size_t place = next_place(transfer);
+    group *const from = transfer->order[place];
+    const stio_range *const range = next_range(from);
+    const bool is_shared =
+        !(range->flags & (STIO_POPULATE | STIO_WRITE | STIO_CUFILE)) && (range->fd >= 0 || range->ring == NULL);
     const int64_t begin = from->position;
     int64_t most = range->flags & STIO_POPULATE ? POPULATED_BYTES : HOST_CHUNK_BYTES;
     int64_t base = begin;
+    if (range->flags & STIO_WRITE) {
+        most = WRITTEN_BYTES;
+        base = begin / PAGE * PAGE;
+    }
     if (range->ring != NULL && range->fd >= 0) {
         most = (int64_t)STIO_CHUNK_BYTES;
         if (range->direct_fd >= 0 || range->flags & STIO_CUFILE) base = begin / PAGE * PAGE;
@@ -179,8 +199,8 @@ static chunk cut(stio_transfer *transfer) {
     chunk made = {.transfer = transfer, .group = from, .ranges = range, .num_ranges = 1, .begin = begin};
     made.end = stop_of(range) < limit ? stop_of(range) : limit;
     size_t last = from->next;
-    /* Ranges behind it share the read, as far as they are in the chunk. */
-    while (is_file && made.end == stop_of(&from->ranges[last]) && last + 1 < from->num_ranges) {
+    /* Ranges behind it share the read, or the chunk of copies, as far as they are in it. */
+    while (is_shared && made.end == stop_of(&from->ranges[last]) && last + 1 < from->num_ranges) {
         const stio_range *const next = &from->ranges[last + 1];
         if (next->fd != range->fd || next->ring != range->ring || next->offset < made.end) break;
         if (next->direct_fd != range->direct_fd || next->flags != range->flags) break; /* moved in another way */
@@ -199,23 +219,28 @@ static chunk cut(stio_transfer *transfer) {
         else
             from->is_cut = true;
     }
-    if (from->is_cut) transfer->first += 1;
+    if (from->is_cut) {
+        group **const first = transfer->order + transfer->first;
+        memmove(first + 1, first, (place - transfer->first) * sizeof *first); /* writes that were passed over */
+        transfer->first += 1;
+    }
     if (from->started == 0) from->started = stio_now();
     from->under_way += 1;
     transfer->under_way += 1;
-    transfer->under_way_device += range->ring != NULL;
+    transfer->under_way_counted += is_counted(range);
     const uint64_t nbytes = (uint64_t)(made.end - begin); /* with gaps, so it may be more than is left */
     transfer->left_bytes -= nbytes < transfer->left_bytes ? nbytes : transfer->left_bytes;
     transfer->turn += (uint64_t)(made.end - made.begin) / (uint64_t)transfer->weight + 1;
     return made;
 }
 
-void stio_chunk_ended(const chunk *ended, bool device, const stio_failure *failure) {
+void stio_chunk_ended(const chunk *ended, const stio_failure *failure) {
     stio_transfer *const transfer = ended->transfer;
     group *const of = ended->group;
+    const bool counted = is_counted(ended->ranges);
     of->under_way -= 1;
     transfer->under_way -= 1;
-    transfer->under_way_device -= device;
+    transfer->under_way_counted -= counted;
     if (failure->kind != 0 && !transfer->has_failed && !transfer->is_stopped) {
         transfer->failure = *failure;
         transfer->failure.group = of->number;
@@ -231,7 +256,7 @@ void stio_chunk_ended(const chunk *ended, bool device, const stio_failure *failu
         }
     }
     if (wakes) pthread_cond_broadcast(&transfer->changed);
-    if (device && transfer->most_chunks != 0) pthread_cond_broadcast(&engine.work);
+    if (counted && transfer->most_chunks != 0) pthread_cond_broadcast(&engine.work);
 }
 
 /* Reads. */
@@ -327,12 +352,27 @@ static bool move_to_device(const chunk *one, int thread, stio_failure *failure, 
     return *is_queued;
 }
 
+/* Return the part of a range that is in a chunk: where it begins and ends. */
+static int64_t low_of(const stio_range *range, const chunk *one) {
+    return range->offset > one->begin ? range->offset : one->begin;
+}
+static int64_t high_of(const stio_range *range, const chunk *one) {
+    return stop_of(range) < one->end ? stop_of(range) : one->end;
+}
+
+static void copy_on_host(const chunk *one) {
+    for (const stio_range *part = one->ranges; part < one->ranges + one->num_ranges; ++part) {
+        const int64_t low = low_of(part, one), at = low - part->offset;
+        const char *const source = (const char *)(uintptr_t)part->source + at;
+        memcpy((char *)(uintptr_t)part->target + at, source, (size_t)(high_of(part, one) - low));
+    }
+}
+
 static bool move_to_host(const chunk *one, stio_failure *failure) {
     const stio_range *const range = one->ranges;
     char *const target = (char *)(uintptr_t)(range->target + (uint64_t)(one->begin - range->offset));
     if (range->fd < 0) {
-        const char *const source = (const char *)(uintptr_t)range->source + (one->begin - range->offset);
-        memcpy(target, source, (size_t)(one->end - one->begin));
+        copy_on_host(one);
         return true;
     }
     const bool is_aligned = one->begin % PAGE == 0 && (uintptr_t)target % (uintptr_t)PAGE == 0;
@@ -350,14 +390,71 @@ static bool move_to_host(const chunk *one, stio_failure *failure) {
     int64_t at = one->begin;
     for (size_t k = 0; k < one->num_ranges; ++k) {
         const stio_range *const part = &one->ranges[k];
-        const int64_t low = part->offset > one->begin ? part->offset : one->begin;
-        const int64_t high = stop_of(part) < one->end ? stop_of(part) : one->end;
+        const int64_t low = low_of(part, one), high = high_of(part, one);
         if (low > at) buffers[num_buffers++] = (struct iovec){discarded, (size_t)(low - at)};
         char *const into = (char *)(uintptr_t)(part->target + (uint64_t)(low - part->offset));
         if (high > low) buffers[num_buffers++] = (struct iovec){into, (size_t)(high - low)};
         at = high;
     }
     return read_all(range->fd, buffers, num_buffers, one->begin, failure);
+}
+
+/* Writes. */
+
+static bool write_all(int fd, const char *memory, size_t nbytes, int64_t offset, stio_failure *failure) {
+    while (nbytes > 0) {
+        const ssize_t count = pwrite(fd, memory, nbytes, offset);
+        if (count < 0 && errno == EINTR) continue;
+        if (count <= 0) {
+            set_failure(failure, STIO_ERRNO, count < 0 ? errno : EIO, offset, nbytes);
+            return false;
+        }
+        memory += count;
+        offset += count;
+        nbytes -= (size_t)count;
+    }
+    return true;
+}
+
+/* Write past the page cache; place, memory and length are aligned. Return how many bytes were written: the rest is to be
+ * written through the cache. A filesystem without direct writes, or with another alignment, refuses them; any other error
+ * is a failure: the page cache would take the same bytes, and lose them later. */
+static size_t write_direct(const chunk *one, const char *memory, size_t nbytes, int64_t offset, stio_failure *failure) {
+    bool *const refused = &one->transfer->direct_refused;
+    size_t done = 0;
+    while (done < nbytes && done % (size_t)PAGE == 0 && !__atomic_load_n(refused, __ATOMIC_RELAXED)) {
+        const ssize_t count = pwrite(one->ranges->direct_fd, memory + done, nbytes - done, offset + (int64_t)done);
+        if (count < 0 && errno == EINTR) continue;
+        if (count < 0 && (errno == EINVAL || errno == EOPNOTSUPP)) {
+            __atomic_store_n(refused, true, __ATOMIC_RELAXED);
+        } else if (count <= 0) {
+            set_failure(failure, STIO_ERRNO, count < 0 ? errno : EIO, offset + (int64_t)done, nbytes - done);
+            break;
+        } else {
+            done += (size_t)count;
+        }
+    }
+    return done;
+}
+
+/* Whole pages of the file that begin at a page of memory go past the page cache, if there is a descriptor for that. */
+static bool write_chunk(const chunk *one, stio_failure *failure) {
+    const stio_range *const range = one->ranges;
+    const char *const memory = (const char *)(uintptr_t)range->source + (one->begin - range->offset);
+    const size_t nbytes = (size_t)(one->end - one->begin);
+    const size_t head = (size_t)((PAGE - one->begin % PAGE) % PAGE);
+    size_t done = 0;
+    failure->doing = STIO_WRITE;
+    if (range->direct_fd >= 0 && nbytes >= head + (size_t)PAGE && (uintptr_t)(memory + head) % (uintptr_t)PAGE == 0) {
+        if (!write_all(range->fd, memory, head, one->begin, failure)) return false;
+        const size_t whole = (nbytes - head) / (size_t)PAGE * (size_t)PAGE;
+        done = head + write_direct(one, memory + head, whole, one->begin + (int64_t)head, failure);
+        if (failure->kind != 0) return false;
+    }
+    if (!write_all(range->fd, memory + done, nbytes - done, one->begin + (int64_t)done, failure)) return false;
+    if (nbytes - done >= WRITEBACK_BYTES) /* advice: the disk begins now, and not at the end */
+        sync_file_range(range->fd, one->begin + (int64_t)done, (int64_t)(nbytes - done), SYNC_FILE_RANGE_WRITE);
+    return true;
 }
 
 /* Read pages once that a disk has just written to memory.
@@ -426,10 +523,12 @@ static void move(chunk *one, int thread) {
         move_to_device(one, thread, &failure, &is_queued);
     else if (one->ranges->flags & STIO_POPULATE)
         populate(one, &failure);
+    else if (one->ranges->flags & STIO_WRITE)
+        write_chunk(one, &failure);
     else
         move_to_host(one, &failure);
     pthread_mutex_lock(&engine.lock);
-    if (!is_queued) stio_chunk_ended(one, device, &failure); /* otherwise it ends when its event has passed */
+    if (!is_queued) stio_chunk_ended(one, &failure); /* otherwise it ends when its event has passed */
 }
 
 /* Threads. */

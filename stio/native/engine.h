@@ -1,4 +1,5 @@
-/* The engine: moves bytes of ranges between files, host memory and devices, on threads of its own.
+/* The engine: moves bytes of ranges between files, host memory and devices, on threads of its own. Loads read files into
+ * memory; saves copy tensors into their staging memory, and write that into files.
  *
  * Strategy. A transfer is an order of ranges; threads cut the next chunk from a transfer and move it, and take the
  * transfers in turn. A chunk for a device is read into a slot of pinned memory, then copied by the device on one copy
@@ -21,7 +22,7 @@
 
 #pragma GCC visibility push(default) /* all else is hidden */
 
-#define STIO_ENGINE_VERSION 1
+#define STIO_ENGINE_VERSION 2
 #define STIO_MAX_THREADS 16
 #define STIO_SLOTS_PER_THREAD 3
 #define STIO_CHUNK_BYTES ((size_t)2 << 20) /* size of a slot, and most bytes of a chunk for a device */
@@ -74,9 +75,11 @@ enum {
     STIO_TOUCH = 2,    /* the pages were on a disk: read each once after it is mapped (see `touch` in engine.c) */
     STIO_CUFILE = 4,   /* cuFile reads into memory of the ring's device; `source`: a `stio_cufile_file` of `fd`. Nothing
                           that is queued uses the memory. Once a read fails, the ring moves what is left of the transfer */
+    STIO_WRITE = 8,    /* from host memory at `source` into the file; `target` is not used */
 };
 
-/* Bytes to move. From `fd` at `offset`, or, with `fd` -1, from host memory at `source`; to `target`. */
+/* Bytes to move. From `fd` at `offset`, or, with `fd` -1, from host memory at `source`; to `target`. Ranges of a group from
+ * host memory to host memory share chunks if their offsets ascend by their lengths: they cost less then. */
 typedef struct stio_range {
     int64_t offset;
     uint64_t source;
@@ -84,7 +87,7 @@ typedef struct stio_range {
     uint64_t nbytes;
     stio_ring *ring;   /* NULL: host memory */
     int32_t fd;
-    int32_t direct_fd; /* the same file, opened with O_DIRECT; -1: none. Used where places and lengths are aligned */
+    int32_t direct_fd; /* the same file, opened with O_DIRECT; -1: none. Used where places, lengths and memory allow it */
     int32_t group;
     int32_t flags;
 } stio_range;
@@ -95,9 +98,9 @@ typedef struct stio_failure {
     int32_t kind;
     int32_t code;   /* errno, or the driver's code */
     int32_t group;
-    int32_t doing;  /* 0: reading; STIO_POPULATE: mapping */
+    int32_t doing;  /* 0: reading; STIO_POPULATE: mapping; STIO_WRITE: writing */
     int64_t offset; /* in the file */
-    uint64_t nbytes; /* bytes that were missing (STIO_TRUNCATED, STIO_SHRUNK), or needed (STIO_NO_MEMORY) */
+    uint64_t nbytes; /* bytes that were missing (STIO_TRUNCATED, STIO_SHRUNK), needed (STIO_NO_MEMORY), or not written */
     char text[STIO_TEXT_BYTES]; /* of the driver */
 } stio_failure;
 
@@ -141,9 +144,9 @@ void stio_pinned_free(stio_pinned *pinned);
 uint64_t stio_pinned_bytes(void);
 
 /* A transfer. `weight`: share of the threads' time beside other transfers, 1 or more. `most_chunks`: most chunks for
- * devices that are under way at one time, 0: no limit. NULL: no memory. */
+ * devices, and of writes, that are under way at one time, 0: no limit. NULL: no memory. */
 stio_transfer *stio_transfer_new(int weight, int most_chunks);
-/* Append ranges, which are copied. Groups are read in the order in which they were added. All ranges of a group come in
+/* Append ranges, which are copied. Groups are moved in the order in which they were added. All ranges of a group come in
  * one call, in the order of their places in the file. Group numbers are small; offset + nbytes fits an int64_t. Ignored
  * once the transfer is stopped or has failed. Returns 0 or ENOMEM. */
 int stio_transfer_add(stio_transfer *transfer, const stio_range *ranges, size_t num_ranges);

@@ -70,8 +70,8 @@ struct stio_transfer {
     size_t first, last, capacity;
     stio_done *done;
     size_t num_done, done_capacity;
-    uint32_t under_way;        /* chunks */
-    uint32_t under_way_device; /* those in slots */
+    uint32_t under_way;         /* chunks */
+    uint32_t under_way_counted; /* those for devices, and writes */
     uint64_t turn;             /* bytes that were cut, divided by the weight, counted from the others' turn at the start */
     uint64_t moved_bytes;
     uint64_t left_bytes;       /* of groups, that are not cut; decides how many threads start */
@@ -157,7 +157,7 @@ void stio_want_threads(size_t wanted);
 /* The calling thread waits for events no more, if it was counted so. Called with the lock. */
 void stio_waits_no_more(void);
 /* A chunk has ended. With `failure` it has failed, if that has a kind. Called with the lock. */
-void stio_chunk_ended(const chunk *chunk, bool device, const stio_failure *failure);
+void stio_chunk_ended(const chunk *chunk, const stio_failure *failure);
 
 /* pinned.c */
 /* Map whole pages, huge ones where there are, on a node if it is not -1. NULL: no memory. */

@@ -103,7 +103,7 @@ static void wait_for(slot *one) {
     pthread_mutex_lock(&engine.lock);
     if (failure.kind != 0) ring->failed = failure.code;
     one->state = failure.kind != 0 ? SLOT_LOST : SLOT_FREE; /* the device may still read a slot whose event fails */
-    stio_chunk_ended(&one->chunk, true, &failure);
+    stio_chunk_ended(&one->chunk, &failure);
     pthread_cond_broadcast(&engine.changed);
 }
 

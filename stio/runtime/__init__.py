@@ -9,7 +9,7 @@ garbage collector. A `Region` (`memory.py`) is host memory by address. A `Trace`
 did and when; `spans.py` adds it up, `timeline.py` draws it. `stats.py` counts. `locks.py` makes all
 locks of stio and says which threads may hold one. `control_groups.py` reads the limits of memory and processors,
 `numa.py` the nodes of memory. `notebook.py` makes tables for notebooks, `bar_chart.py` and `svg.py` pictures.
-`limits.py`, `pacing.py`, `hashing.py`, `log.py`, `progress.py`, `units.py` and `urls.py` are small modules for all
+`limits.py`, `hashing.py`, `log.py`, `progress.py`, `units.py` and `urls.py` are small modules for all
 others.
 
 Invariants: no user code runs while a lock of this package is held; callers' threads hold no lock that stio's threads

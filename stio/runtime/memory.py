@@ -29,10 +29,8 @@ from stio.errors import HostMemoryError
 from stio.runtime.control_groups import address_space_left, available_bytes, room_in_memory
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES, HUGE_PAGE_BYTES
 
-HOLD_BYTES = 1 << 20
-"""A copy shorter than this keeps the GIL. The copy takes 80 microseconds at most; to acquire the GIL again takes up to
-5 ms. Two threads that copy tensors of 512 KiB and keep the GIL reach 6.5 GB/s, and 4.1 beside a busy Python thread. If
-they release it: 9.4 and 0.2."""
+_SHORT_BYTES = 1 << 20
+"""A copy shorter than this keeps the GIL: it takes 80 microseconds at most, and to acquire the GIL again up to 5 ms."""
 
 UNCHECKED_BYTES = 16 << 20
 """Up to this size the memory that is left is not examined: that takes 50 microseconds."""
@@ -79,10 +77,12 @@ def _memmove(library: Any) -> Any:
     return function
 
 
-move: Any = _memmove(libc) if HAVE_MMAP else ctypes.memmove
-"""`memmove(target, source, nbytes)`; releases the GIL."""
-move_holding: Any = _memmove(quick_libc) if HAVE_MMAP else ctypes.memmove
-"""The same function; keeps the GIL. For less than `HOLD_BYTES`."""
+_move_short: Any = _memmove(quick_libc) if HAVE_MMAP else ctypes.memmove  # keeps the GIL
+
+
+def move(target: int, source: int, nbytes: int) -> None:
+    """Copy bytes from address to address; without the GIL where that takes longer than to acquire it again."""
+    (_move_short if nbytes < _SHORT_BYTES else ctypes.memmove)(target, source, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ def allocate(nbytes: int) -> Region:
 def copy(target: Region, source: Region) -> None:
     """Copy a whole region to the start of another one (host regions only)."""
     to = target.sub(0, source.nbytes)
-    (move_holding if source.nbytes < HOLD_BYTES else move)(to.address, source.address, source.nbytes)
+    move(to.address, source.address, source.nbytes)
 
 
 def map_file(fd: int, nbytes: int, *, huge_pages: bool) -> Region:

@@ -62,8 +62,9 @@ class Stats:
     pinned_bytes: int
     """Memory of the host that the engine has pinned for copies: of savers, of `HostCache`s, of loads to devices."""
     engine: str
-    """What moves the bytes of loads in this process: `"engine 1"`, the compiled library with its version, or `"plain"`,
-    Python, which is slower. It is plain where stio was built without a C compiler, and with `STIO_NATIVE=0`."""
+    """What moves the bytes of loads and saves in this process: `"engine 2"`, the compiled library with its version, or
+    `"plain"`, Python, which is slower. It is plain where stio was built without a C compiler, and with
+    `STIO_NATIVE=0`."""
 
 
 class Run(Protocol):

@@ -51,7 +51,7 @@ class WorkerPool:
         self.changed = changed or Condition()
         """See above."""
         self._on_stop = on_stop
-        self._num_working = 0
+        self._num_working = self._num_started = 0
         self._error: BaseException | None = None
         self.stopped = False
         """Whether workers should end: `stop` was called, or a worker raised."""
@@ -80,15 +80,16 @@ class WorkerPool:
         Returns:
             Number of threads that were started.
         """
-        for k in range(1, num_threads + 1):
+        for k in range(num_threads):
             with self.changed:
                 self._num_working += 1
             try:
-                start_thread(partial(self._run_on_thread, [work]), name=f"{self._name}-{k}")
+                start_thread(partial(self._run_on_thread, [work]), name=f"{self._name}-{self._num_started + 1}")
             except RuntimeError:  # the limit of threads: the thread that calls `work_along` does it all
                 with self.changed:
                     self._num_working -= 1
-                return k - 1
+                return k
+            self._num_started += 1
         return num_threads
 
     def work_along(self, work: Callable[[], None]) -> None:

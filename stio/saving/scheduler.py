@@ -1,51 +1,61 @@
-"""The scheduler of a save: workers fill blocks of file images by copying, and write full blocks at the same time.
+"""The scheduler of a save: decides which block of a file image is filled next, and which full block is written.
 
-Each worker does both kinds of jobs. Where a caller waits for the snapshot, filling has priority: writes do not
-delay the snapshot. If the snapshot is larger than the staging memory, a worker that finds no free block writes a full
-one. Where the caller waits for the end of the save, writing has priority: the disk is never idle and few blocks are
-used. The last block of a file makes the file durable. The first error or a cancel stops both kinds of jobs;
-the run ends when no worker uses a tensor, a block or a file any more.
+The engine copies tensors in host memory, and writes local files. A worker, a thread of Python, gives such a block to
+the engine and goes on; one worker at a time waits for all blocks that the engine has, without the GIL. The workers do
+the rest themselves: tensors on devices, of other layouts, and lazy ones; digests; fsync; destinations that are no local
+files; and everything where there is no engine.
+
+Where a caller waits for the snapshot, filling has priority: writes do not delay the snapshot. If the snapshot is larger
+than the staging memory, a worker that finds no free block writes a full one. Where the caller waits for the end of the
+save, writing has priority: the disk is never idle and few blocks are used. Behind the last block of a file the file is
+made durable. The first error or a cancel stops all; the run ends when nothing uses a tensor, a block or a file any
+more.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
+from typing import Any
 
+from stio import native
 from stio.device.copy_out import Copy, Readiness, copy_out, copy_pieces
 from stio.device.describe import LazyTensor
 from stio.device.tensor_memory import require_data
-from stio.runtime import stats
+from stio.runtime import memory, stats
+from stio.runtime.control_groups import num_processors
 from stio.runtime.hashing import Hasher
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
-from stio.runtime.pacing import Pacer
-from stio.runtime.process import be_nice
+from stio.runtime.process import be_nice, collection_paused
 from stio.runtime.progress import ProgressEvent, ProgressReporter, close_bar
-from stio.runtime.trace import Trace
+from stio.runtime.trace import Trace, traced
 from stio.runtime.workers import WorkerPool
-from stio.saving.plan import WriteBlock, WritePlan
+from stio.saving.plan import Run, WriteBlock, WritePlan
 from stio.saving.producers import ProducedTensors
 from stio.saving.staging_pool import StagingPool
-from stio.storage.base import FileWriter, OrderedWriter, PartWriter
+from stio.storage.base import FileWriter, OrderedWriter
+from stio.storage.commit.file_writer import LocalFileWriter
 
 WRITE_DEPTH = 4
 """Most writes under way at once; so many reach the rate of the disk."""
 
 NUM_WORKERS = WRITE_DEPTH + 2
-"""Two more than write, so that a full block is ready when a write ends. Writes that start together end together; where
-all workers then filled their next block first, the disk was idle for 3 of 30 ms."""
+"""Least threads of the engine, and most workers; where it does the work there are fewer of these. Two more than write,
+so that a full block is ready when a write ends. Writes that start together end together; where all then filled their
+next block first, the disk was idle for 3 of 30 ms."""
 
 AHEAD_BLOCKS = 4
 """Most full blocks that wait for the disk, where no caller waits for the snapshot: one for each write that may end."""
 
-STRIDED_BYTES = 4 << 20
-"""Bytes of small ranges that are written between two checks whether the save was stopped."""
+PIECE_BYTES = 16 << 20
+"""Bytes that a worker writes between two checks whether the save was stopped."""
 
-MANY_PIECES = 64
-"""A block of more pieces is copied piece by piece in one loop."""
+STRIDED_BYTES = 4 << 20
+"""The same, of small ranges."""
 
 
 class SaveScheduler:
@@ -83,8 +93,18 @@ class SaveScheduler:
         self._produced = ProducedTensors()
         self._pool = pool
         self._changed = pool.changed
+        self._transfer: Any = None
+        if native.available():
+            native.set_threads(max(num_processors(), NUM_WORKERS))
+            with suppress(OSError):  # no more threads
+                self._transfer = native.Transfer(most_chunks=WRITE_DEPTH)
         # The function that is passed does not refer to this object, which refers to the workers: see `WorkerPool`.
-        self._workers = WorkerPool("save", changed=pool.changed, on_stop=partial(_stopped, self._produced, on_stop))
+        stops = [self._produced.stop, *([] if self._transfer is None else [self._transfer.stop]), on_stop]
+        self._workers = WorkerPool("save", changed=pool.changed, on_stop=partial(_call_each, stops))
+        self._num_threads = 0
+        self._moving: dict[int, list[Any]] = {}  # groups that the engine has, and the storages that it copies from
+        self._moved: list[native.Done] = []  # groups that it has moved
+        self._is_taking = False
         self._ready = ready
         self._on_staged = on_staged
         self._stage_first = stage_first
@@ -95,15 +115,15 @@ class SaveScheduler:
             total_tensors=len(plan.sources),
         )
         self._trace = trace
-        self._pacer = Pacer(pool.block_bytes)
-        self._writers: Sequence[FileWriter] | None = None
+        self._writers: Sequence[Any] = ()
         self._num_fills = self._num_filling = 0  # blocks that were begun; those that are being filled
         self._num_writes = self._num_writing = self._num_written = 0
-        self._full: list[tuple[int, Region]] = []  # a heap: the lowest block is written first, and hashed in order
+        self._regions: dict[int, Region] = {}  # of blocks that were begun and are not written
+        self._full: list[int] = []  # a heap: the lowest block is written first, and hashed in order
         self._left = [len(shard.blocks) for shard in plan.shards]
         self._hashers = [hasher() for _ in plan.shards] if hasher is not None else None
         self._in_order = hasher is not None  # digests are computed in order
-        self._hashed_bytes = [0] * len(plan.shards)
+        self._is_hashing = False
         self.written_bytes = 0
         """Bytes of the blocks that were written."""
         self.read_bytes = self.used_bytes = 0
@@ -113,16 +133,25 @@ class SaveScheduler:
         """Begin to fill blocks on the run's own threads; `complete` or `stop`, and then `join`, must follow."""
         self._progress.report()
         stats.add_run(self)
-        self._workers.start(self._work, min(NUM_WORKERS - 1, len(self._blocks)))
+        # With the engine one worker fills; there are others for fsync, one for each file.
+        by_engine = self._transfer is not None and not self._has_lazy and self._pool.allocate == memory.allocate
+        self._start_threads(len(self._shards) if by_engine else len(self._blocks))
         if not self._blocks:  # of a plan of parts
             self._on_staged()
 
     def write_to(self, writers: Sequence[FileWriter]) -> None:
         """Set the files to write to; before this call nothing is written."""
-        in_order = any(isinstance(writer, OrderedWriter) for writer in writers)
         with self._changed:
-            self._writers, self._in_order = writers, self._in_order or in_order
+            self._in_order = self._in_order or any(isinstance(writer, OrderedWriter) for writer in writers)
+            self._writers = writers
             self._changed.notify_all()
+        if any(block.runs for block in self._blocks) or not isinstance(writers[0], LocalFileWriter):
+            self._start_threads(len(self._blocks))
+
+    def _start_threads(self, num_jobs: int) -> None:
+        """Have threads for so many jobs at one time."""
+        wanted = min(num_jobs, NUM_WORKERS - 1, len(self._blocks))
+        self._num_threads += self._workers.start(self._work, wanted - self._num_threads)
 
     def complete(self) -> list[str] | None:
         """Work on this thread too, until every file is durable.
@@ -151,23 +180,26 @@ class SaveScheduler:
     def join(self) -> None:
         """Wait until no worker is left, and return the blocks to the pool. Idempotent."""
         self._workers.join()
-        with self._changed:
-            full, self._full = self._full, []
+        if self._transfer is not None:
+            self._transfer.end()
         stats.remove_run(self)
         self._close_bar()
         self._produced.clear()
         self._sources = ()
-        for _, region in full:
-            self._pool.give_back(region)
+        self._moving.clear()
+        while self._regions:
+            self._pool.give_back(self._regions.popitem()[1])
 
     def _work(self) -> None:
         while (job := self._next_job()) is not None:
             job()
 
     def _next_job(self) -> Callable[[], None] | None:
-        """Wait for a block to fill or to write; return what to do with it, None at the end."""
+        """Wait for something to do; return it, None at the end."""
         with self._changed:
             while not self._workers.stopped and self._num_written < len(self._blocks):
+                if self._moved:
+                    return partial(self._end_move, self._moved.pop(0))
                 may_write = self._may_write()
                 if self._stage_first or not may_write:
                     take = self._block_to_fill()
@@ -178,56 +210,48 @@ class SaveScheduler:
                 if may_write:
                     self._num_writing += 1
                     self._num_writes += 1
-                    return partial(self._write_block, *heapq.heappop(self._full))
+                    self._is_hashing = self._hashers is not None
+                    return partial(self._write_block, heapq.heappop(self._full))
+                if self._moving and not self._is_taking:
+                    self._is_taking = True
+                    return self._take
                 self._changed.wait()
         return None
 
     def _may_write(self) -> bool:
         """Return whether a full block may be written now. The caller holds the condition."""
-        if not self._full or self._writers is None or self._num_writing == WRITE_DEPTH:
+        if not self._full or not self._writers or self._num_writing == WRITE_DEPTH or self._is_hashing:
             return False
         # Later blocks must not occupy all writers before the next one, for which they wait.
-        return not self._in_order or self._full[0][0] == self._num_writes
+        return not self._in_order or self._full[0] == self._num_writes
 
     def _block_to_fill(self) -> Callable[[], Region] | None:
         """Take memory for the next block, None if it must wait. The caller holds the condition."""
-        if self._num_fills == len(self._blocks):
-            return None
-        # Lazy tensors are produced one at a time, in order. Copies of many pieces hold the GIL: two workers would only
-        # wait for each other, and let others wait.
-        is_alone = self._has_lazy or len(self._blocks[self._num_fills].pieces) > MANY_PIECES
-        if is_alone and self._num_filling:
-            return None
-        if not self._stage_first and len(self._full) + self._num_filling >= AHEAD_BLOCKS:
+        is_blocked = self._has_lazy and self._num_filling  # lazy tensors are produced one at a time, in order
+        is_ahead = not self._stage_first and len(self._full) + self._num_filling >= AHEAD_BLOCKS
+        if is_blocked or is_ahead or self._num_fills == len(self._blocks):
             return None
         return self._pool.try_take()
 
     def _fill_block(self, number: int, take: Callable[[], Region]) -> None:
         block, region = self._blocks[number], take()
+        self._regions[number] = region
         start = perf_counter()
-        try:
-            self._fill(block, region)
-        except BaseException:
-            self._pool.give_back(region)
-            raise
-        self._span("stage", start, block)
-        with self._changed:
-            heapq.heappush(self._full, (number, region))
-            self._num_filling -= 1
-            staged = self._num_fills == len(self._blocks) and not self._num_filling
-            self._changed.notify_all()
-        if staged:
-            self._sources = ()  # a tensor that the caller drops now is freed
-            self._on_staged()
-
-    def _fill(self, block: WriteBlock, region: Region) -> None:
-        head = block.head(self._shards[block.shard].header)
-        if head:
-            region.write(0, head)
-        sources = self._sources
-        if len(block.pieces) > MANY_PIECES and not self._has_lazy:
-            copy_pieces(sources, block.pieces, region, self._ready)
+        region.write(0, block.head(self._shards[block.shard].header))
+        ranges = None if self._transfer is None else native.Ranges()
+        storages = self._fill(2 * number, block, region, ranges)
+        if ranges is not None and storages:
+            self._move(2 * number, ranges, storages, is_urgent=self._stage_first)
             return
+        self._span("stage", start, perf_counter(), block)
+        self._end_fill(number)
+
+    def _fill(self, group: int, block: WriteBlock, region: Region, ranges: native.Ranges | None) -> list[Any]:
+        """Fill a block, except for ranges of a group that the engine is to copy; return what keeps their memory."""
+        sources = self._sources
+        if not self._has_lazy:
+            with collection_paused(len(block.pieces)):
+                return copy_pieces(sources, block.pieces, region, self._ready, ranges, group)
         copies: list[Copy] = []
         for piece in block.pieces:
             source, target = sources[piece.source], region.sub(piece.at, piece.nbytes)
@@ -239,76 +263,113 @@ class SaveScheduler:
                 require_data(source.name, source.data)  # the copy checks it too, and does not know the name
                 copies.append((source.data, piece.start, target))
         copy_out(copies, self._ready)
+        return []
 
-    def _write_block(self, number: int, region: Region) -> None:
-        block = self._blocks[number]
-        assert self._writers is not None
-        writer = self._writers[block.shard]
-        start = perf_counter()
-        try:
-            if self._hashers is not None:
-                self._hash(self._hashers[block.shard], block, region)
-            if block.runs:
-                self._write_runs(writer, block, region)
-            else:
-                for at, length in self._pacer.pieces(block.nbytes, self._workers.is_stopped):
-                    writer.write_from(block.offset + at, region.sub(at, length))
-        finally:
-            with self._changed:
-                self._num_writing -= 1
-            self._pool.give_back(region)
-        self._span("write", start, block)
+    def _end_fill(self, number: int) -> None:
         with self._changed:
-            if self._workers.stopped:
+            heapq.heappush(self._full, number)
+            self._num_filling -= 1
+            staged = self._num_fills == len(self._blocks) and not self._num_filling
+            self._changed.notify_all()
+        if staged:
+            self._sources = ()  # a tensor that the caller drops now is freed
+            self._on_staged()
+
+    def _write_block(self, number: int) -> None:
+        block, region = self._blocks[number], self._regions[number]
+        writer = self._writers[block.shard]
+        if self._hashers is not None:
+            self._hash(self._hashers[block.shard], block, region)
+        start = perf_counter()
+        runs = block.runs or (Run(block.offset, 0, block.nbytes),)
+        if self._transfer is not None and isinstance(writer, LocalFileWriter):
+            ranges = native.Ranges()
+            if all(run.num_ranges == 1 for run in runs) and all(
+                writer.add_range(ranges, 2 * number + 1, run.offset, region.sub(run.at, run.nbytes)) for run in runs
+            ):
+                self._move(2 * number + 1, ranges, [], is_urgent=not self._stage_first)
                 return
+        for run in runs:
+            self._write_run(writer, run, region)
+        self._span("write", start, perf_counter(), block)
+        self._end_write(number)
+
+    def _write_run(self, writer: Any, run: Run, region: Region) -> None:
+        if run.num_ranges == 1:
+            for at in range(0, run.nbytes, PIECE_BYTES):
+                self._require_going_on()
+                writer.write_from(run.offset + at, region.sub(run.at + at, min(PIECE_BYTES, run.nbytes - at)))
+            return
+        step = max(1, STRIDED_BYTES // run.nbytes)
+        for first in range(0, run.num_ranges, step):
+            self._require_going_on()
+            part = region.sub(run.at + first * run.nbytes, min(step, run.num_ranges - first) * run.nbytes)
+            writer.write_strided(run.offset + first * run.stride, part, run.nbytes, run.stride)
+
+    def _end_write(self, number: int) -> None:
+        block = self._blocks[number]
+        self._pool.give_back(self._regions.pop(number))
+        with self._changed:
+            self._num_writing -= 1
+            self._require_going_on()
             self.written_bytes += block.file_bytes
             self._left[block.shard] -= 1
             last = not self._left[block.shard]
         if last:
-            start = perf_counter()
-            writer.finish()
-            if self._trace is not None:
-                self._trace.add("sync", start, perf_counter(), detail=f"shard {block.shard + 1}")
+            with traced(self._trace, "sync", detail=f"shard {block.shard + 1}"):
+                self._writers[block.shard].finish()
         with self._changed:
             self._num_written += 1
             self._changed.notify_all()
         self._progress.report(sum(piece.nbytes for piece in block.pieces), sum(piece.ends for piece in block.pieces))
 
-    def _write_runs(self, writer: FileWriter, block: WriteBlock, region: Region) -> None:
-        """Write a block of a plan of parts."""
-        assert isinstance(writer, PartWriter)
-        for run in block.runs:
-            if run.num_ranges == 1:
-                for at, length in self._pacer.pieces(run.nbytes, self._workers.is_stopped):
-                    writer.write_from(run.offset + at, region.sub(run.at + at, length))
-                continue
-            step = max(1, STRIDED_BYTES // run.nbytes)
-            for first in range(0, run.num_ranges, step):
-                if self._workers.stopped:
-                    return
-                part = region.sub(run.at + first * run.nbytes, min(step, run.num_ranges - first) * run.nbytes)
-                writer.write_strided(run.offset + first * run.stride, part, run.nbytes, run.stride)
-
-    def _hash(self, hasher: Hasher, block: WriteBlock, region: Region) -> None:
-        """Add a block to its file's digest, once all blocks before it were added."""
-        hashed_bytes = self._hashed_bytes
+    def _move(self, group: int, ranges: native.Ranges, storages: list[Any], *, is_urgent: bool) -> None:
+        """Give a block to the engine: its copies are an even group, its write is an odd one."""
         with self._changed:
-            # Never a deadlock: writes begin in order, so some worker has the lowest block.
-            self._changed.wait_for(lambda: hashed_bytes[block.shard] == block.offset or self._workers.stopped)
-            if self._workers.stopped:
-                raise Cancelled
-        start = perf_counter()
-        hasher.update(region.sub(0, block.nbytes).view())
-        self._span("hash", start, block)
-        with self._changed:
-            hashed_bytes[block.shard] += block.nbytes
+            self._transfer.add(ranges)
+            self._moving[group] = storages
+            if is_urgent:
+                self._transfer.arrange([one for one in self._moving if one % 2 == group % 2])
             self._changed.notify_all()
 
-    def _span(self, name: str, start: float, block: WriteBlock) -> None:
+    def _take(self) -> None:
+        """Wait for blocks that the engine has copied or written, without the GIL."""
+        try:
+            taken = self._transfer.take()
+        except native.Failure as failure:
+            raise self._writers[self._blocks[failure.group // 2].shard].error(failure) from None
+        with self._changed:
+            self._is_taking = False
+            self._moved += taken
+            for one in taken:
+                del self._moving[one.group]
+            self._changed.notify_all()
+
+    def _end_move(self, moved: native.Done) -> None:
+        number, is_write = divmod(moved.group, 2)
+        name, end = ("write", self._end_write) if is_write else ("stage", self._end_fill)
+        self._span(name, moved.started, moved.ended, self._blocks[number], lane=f"{name}-{moved.thread + 1}")
+        end(number)
+
+    def _hash(self, hasher: Hasher, block: WriteBlock, region: Region) -> None:
+        """Add a block to its file's digest; one worker at a time does."""
+        start = perf_counter()
+        hasher.update(region.sub(0, block.nbytes).view())
+        self._span("hash", start, perf_counter(), block)
+        with self._changed:
+            self._is_hashing = False
+            self._changed.notify_all()
+
+    def _require_going_on(self) -> None:
+        if self._workers.stopped:
+            raise Cancelled
+
+    def _span(self, name: str, start: float, end: float, block: WriteBlock, lane: str | None = None) -> None:
         if self._trace is not None:
-            self._trace.add(name, start, perf_counter(), num_bytes=block.file_bytes, detail=f"shard {block.shard + 1}")
+            detail = f"shard {block.shard + 1}"
+            self._trace.add(name, start, end, num_bytes=block.file_bytes, detail=detail, lane=lane)
 
 
-def _stopped(produced: ProducedTensors, on_stop: Callable[[], None]) -> None:
-    produced.stop()
-    on_stop()
+def _call_each(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()

@@ -12,11 +12,10 @@ import torch
 from crash import powercut
 from crash.generations import HASHED, MANY, ONE, leftovers, look, look_by_stio, save
 from crash.powercut import make_image, mounted
-from support import nothing_left
+from support import hook_writes, nothing_left
 
 from stio import sync
 from stio.errors import NoSpaceError
-from stio.storage.commit import syscalls as calls
 from stio.storage.commit.recovery import collect_garbage
 
 needs_root = [
@@ -55,10 +54,9 @@ def small(request, tmp_path):
 
 @pytest.fixture
 def written(monkeypatch):
-    """Bytes of tensors that were written."""
+    """Writes that were begun."""
     seen = []
-    plain = calls.write
-    monkeypatch.setattr(calls, "write", lambda *arguments: seen.append(arguments) or plain(*arguments))
+    hook_writes(lambda: seen.append(True), monkeypatch.setattr)
     return seen
 
 

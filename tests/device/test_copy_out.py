@@ -14,8 +14,9 @@ import pytest
 import safetensors.torch
 import torch
 from accelerators import NEEDS_GPU, gpu, keep_busy
-from support import ALL_DTYPES, assorted, bits_of, ramp, require_equal
+from support import ALL_DTYPES, assorted, bits_of, needs_engine, ramp, require_equal
 
+from stio import native
 from stio.device import copy_out as copying
 from stio.device.base import resolve_device
 from stio.device.copy_out import Copy, Readiness, copy_out, copy_pieces
@@ -468,10 +469,46 @@ def many_kinds() -> list[torch.Tensor]:
     ]  # fmt: skip
 
 
+def copy_by_engine(sources: Any, pieces: list[Any], target: Region, ready: Readiness | None = None) -> None:
+    """Let the engine copy what it can."""
+    ranges = native.Ranges()
+    storages = copy_pieces(sources, pieces, target, ready, ranges, 7)
+    assert len(storages) == len(ranges)
+    if storages:
+        transfer = native.Transfer()
+        transfer.add(ranges)
+        assert [one.group for one in transfer.take()] == [7]
+        transfer.end()
+
+
+WAYS = [pytest.param(copy_pieces, id="here"), pytest.param(copy_by_engine, marks=needs_engine, id="engine")]
+
+
+@needs_engine
+def test_the_engine_gets_what_is_contiguous_on_the_cpu() -> None:
+    """The others are copied at once. What keeps the memory is held, whatever becomes of the tensor."""
+    tensors = [torch.full((100,), 1.0), torch.randn(20, 5).t(), torch.full((100,), 2.0)]
+    sources, pieces, expected = pieces_of(tensors)
+    block, ranges = poisoned(1200), native.Ranges()
+    storages = copy_pieces(sources, pieces, block, None, ranges, 0)
+    assert block.tobytes() == bytes([POISON]) * 400 + expected[400:800] + bytes([POISON]) * 400
+    assert [storage.data_ptr() for storage in storages] == [tensors[0].data_ptr(), tensors[2].data_ptr()]
+    for tensor in tensors:
+        tensor.data = torch.zeros(1)
+    others = [torch.full((100,), 3.0) for _ in range(100)]  # in memory that is free
+    transfer = native.Transfer()
+    transfer.add(ranges)
+    assert transfer.take()
+    transfer.end()
+    assert block.tobytes() == expected
+    del others
+
+
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=NEEDS_GPU)])
 @pytest.mark.parametrize("shift", [0, 3])
-def test_many_pieces(cut: bool, device: str, shift: int) -> None:
+@pytest.mark.parametrize("copy", WAYS)
+def test_many_pieces(cut: bool, device: str, shift: int, copy: Callable[..., object]) -> None:
     """Each of them where it belongs, in aligned memory and in memory that is not."""
     where = resolve_device(device)
     for seed in range(5):
@@ -487,7 +524,7 @@ def test_many_pieces(cut: bool, device: str, shift: int) -> None:
         ready = Readiness.now({str(k): tensor for k, tensor in enumerate(tensors)})
         block = ready.staging_allocator()(len(expected) + 64)
         block.write(0, bytes([POISON]) * block.nbytes)
-        copy_pieces(sources, pieces, block.sub(32 + shift, len(expected)), ready)
+        copy(sources, pieces, block.sub(32 + shift, len(expected)), ready)
         held = block.tobytes()
         assert held[32 + shift : 32 + shift + len(expected)] == expected
         assert {*held[: 32 + shift], *held[32 + shift + len(expected) :]} == {POISON}
@@ -516,22 +553,26 @@ def test_many_small_tensors_of_a_device_take_few_calls(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("start", "at", "nbytes"), [(0, 0, 97), (90, 0, 8), (-1, 0, 8), (0, 64, 8), (0, -1, 8)])
-def test_pieces_outside_their_tensor_or_target_are_refused(start: int, at: int, nbytes: int) -> None:
+@pytest.mark.parametrize("copy", WAYS)
+def test_pieces_outside_their_tensor_or_target_are_refused(
+    start: int, at: int, nbytes: int, copy: Callable[..., object]
+) -> None:
     region = poisoned(128)
     sources = describe_tensors({"x": torch.zeros(24)})
     with pytest.raises(ValueError, match="outside|bytes"):
-        copy_pieces(sources, [(0, start, at, nbytes, True)], region.sub(0, 68))
+        copy(sources, [(0, start, at, nbytes, True)], region.sub(0, 68))
     assert region.tobytes() == bytes([POISON]) * 128
 
 
-def test_a_tensor_that_has_changed_is_not_read_outside_its_memory() -> None:
+@pytest.mark.parametrize("copy", WAYS)
+def test_a_tensor_that_has_changed_is_not_read_outside_its_memory(copy: Callable[..., object]) -> None:
     """Another thread gave it other memory since it was described."""
     tensor = torch.zeros(1000)
     sources = describe_tensors({"x": tensor})
     region = poisoned(4000)
     tensor.data = torch.ones(1).expand(1000)
-    copy_pieces(sources, [(0, 0, 0, 4000, True)], region)
+    copy(sources, [(0, 0, 0, 4000, True)], region)
     assert region.tobytes() == bits_of(torch.ones(1000))
     tensor.data = torch.ones(10)
     with pytest.raises(ValueError, match="of a tensor of 40"):
-        copy_pieces(sources, [(0, 0, 0, 4000, True)], region)
+        copy(sources, [(0, 0, 0, 4000, True)], region)

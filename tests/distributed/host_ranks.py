@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hosts import cut_the_cable
 from rank_kills import SHARD_BYTES, Model
-from support import eventually
+from support import before_writes, eventually, hook_writes
 from torch.distributed.device_mesh import DeviceMesh
 
 from stio import sync
@@ -64,19 +64,15 @@ def outcome(body: Callable[[], object]) -> tuple[str, str, str, float]:
 @contextmanager
 def _at_the_first_write(is_victim: bool, action: Callable[[], None]) -> Iterator[None]:
     """Do something on a rank before it writes its first bytes."""
-    write, done = calls.write, []
+    done = []
 
-    def instead(*arguments: Any) -> int:
+    def act() -> None:
         if is_victim and not done:
             done.append(True)
             action()
-        return write(*arguments)
 
-    calls.write = instead
-    try:
+    with before_writes(act):
         yield
-    finally:
-        calls.write = write
 
 
 def together(folder: str) -> dict[str, Any]:
@@ -192,7 +188,6 @@ def _without_locks(path: str) -> tuple[str, ...]:
 def ended_at_some_moment(path: str, victim: int, number: int, how: str) -> tuple[str, str, str, float]:
     """Save again and again, until a rank is killed, raises, or its host is cut off at its n-th write."""
     model, left = _new_model(), [number]
-    write = calls.write
 
     def end() -> None:
         if how == "cut off":
@@ -203,13 +198,12 @@ def ended_at_some_moment(path: str, victim: int, number: int, how: str) -> tuple
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def counted(*arguments: Any) -> int:
+    def count() -> None:
         left[0] -= 1
         if dist.get_rank() == victim and left[0] == 0:
             end()
-        return write(*arguments)
 
-    calls.write = counted
+    hook_writes(count)
 
     def save() -> None:
         for generation in range(1, 100):

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ranks import PRELOADED
+from support import hook_writes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
@@ -243,15 +244,15 @@ class Fault:
         self._is_due = False
         self._once = threading.Lock()
         for owner, name in [
-            (calls, "write"),
             (calls, "fsync"),
             (calls, "reserve"),
             (calls, "open_file"),
             (calls, "rename"),
-            (scheduler, "copy_out"),
+            (scheduler, "copy_pieces"),
             (local.LocalFile, "read_into"),
         ]:
             setattr(owner, name, self._faulty(getattr(owner, name)))
+        hook_writes(self._faulty(lambda: None))
 
     @contextmanager
     def armed(self) -> Iterator[None]:

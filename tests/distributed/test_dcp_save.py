@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from safetensors import safe_open
-from support import eventually
+from support import before_writes, eventually, hook_writes
 from test_load import WAYS, Model, by_fsdp, by_hsdp, new_model
 from test_save import failing_once, files_in, odd_tensors, patched, spread_of, tensor_of
 from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageReader, SavePlan, SavePlanner
@@ -37,7 +37,6 @@ from stio.errors import SaveInProgressError
 from stio.saving import pending
 from stio.saving.staging_pool import StagingPool
 from stio.storage.commit import joined, transaction
-from stio.storage.commit import syscalls as calls
 from stio.storage.commit.recovery import collect_garbage
 from stio.storage.commit.transaction import LocalTransaction
 
@@ -269,14 +268,13 @@ def require_shared_hashes(hashed: list[str], expected: bool) -> None:
 def two_at_one_time(folder: str) -> None:
     """Saves that begin before the end of others wait for them, also one without a thread."""
     spread = {"w": spread_of(torch.arange(12.0).reshape(4, 3), init_device_mesh("cpu", (4,)), [Shard(0)])}
-    write, entered, may_go = calls.write, threading.Event(), threading.Event()
+    entered, may_go = threading.Event(), threading.Event()
 
-    def held(*arguments: Any) -> int:
+    def held() -> None:
         entered.set()
         assert may_go.wait(30)
-        return write(*arguments)
 
-    with patched(calls, "write", held):
+    with before_writes(held):
         first = dcp.async_save(spread, storage_writer=writer(f"{folder}/first"), async_stager=StioStager())
         assert entered.wait(30)
         second = dcp.async_save(spread, storage_writer=writer(f"{folder}/second"), async_stager=StioStager())
@@ -419,8 +417,7 @@ def failures(folder: str) -> list[float]:
         refused(path, "another part of 'w0' to this rank", spread, planner=Swapped()),
     ]
     for failing in (0, 2):
-        write = failing_once(calls, "write") if rank == failing else calls.write
-        with patched(calls, "write", write):
+        with before_writes(failing_once(None) if rank == failing else lambda: None):
             seconds.append(refused(path, "Input/output error", spread))
     with patched(LocalTransaction, "prepare_commit", failing_once(LocalTransaction, "prepare_commit")):
         seconds.append(refused(path, "a disk that fails", spread | {"step": 3}))
@@ -531,7 +528,7 @@ def dying(path: str, dead: int) -> float:
     mesh = init_device_mesh("cpu", (2,))
     state = {f"w{k}": spread_of(torch.rand(4000, 100), mesh, [Shard(0)]) for k in range(3)}
     if dist.get_rank() == dead:
-        calls.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        hook_writes(lambda: os.kill(os.getpid(), signal.SIGKILL))
     begin = time.monotonic()
     saving = StioStorageWriter(path, rank_timeout=1)
     # DCP then waits for the dead rank in a collective call, which fails.

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from support import before_writes, hook_writes
 from test_load import WAYS, new_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -318,9 +319,9 @@ def patched(owner: Any, name: str, value: object) -> Iterator[None]:
         setattr(owner, name, old)
 
 
-def failing_once(owner: Any, name: str) -> Callable[..., Any]:
-    """Return the function of this name, which fails at its first call."""
-    function, failed = getattr(owner, name), []
+def failing_once(owner: Any, name: str = "") -> Callable[..., Any]:
+    """Return the function of this name, which fails at its first call; without a name one that then does nothing."""
+    function, failed = getattr(owner, name, lambda: None), []
 
     def call(*arguments: Any, **keywords: Any) -> Any:
         if not failed:
@@ -384,9 +385,7 @@ def failures(folder: str) -> dict[str, tuple[str, str, float]]:
     found["wrong"] = one_failure(path, "shared= takes", spread, shared="x" if rank == 1 else "clone")  # type: ignore[arg-type]
     found["part"] = of_some_ranks(path, spread)
     for name, failing, owner, attribute in [
-        ("stage", 2, scheduler, "copy_out"),
-        ("write", 3, calls, "write"),
-        ("write first", 0, calls, "write"),
+        ("stage", 2, scheduler, "copy_pieces"),
         ("sync", 1, calls, "fsync"),
         ("create", 0, LocalTransaction, "create"),
         ("commit", 0, LocalTransaction, "prepare_commit"),
@@ -395,6 +394,9 @@ def failures(folder: str) -> dict[str, tuple[str, str, float]]:
         with patched(
             owner, attribute, failing_once(owner, attribute) if rank == failing else getattr(owner, attribute)
         ):
+            found[name] = one_failure(path, "a disk that fails|Input/output error", spread)
+    for name, failing in (("write", 3), ("write first", 0)):
+        with before_writes(failing_once(None) if rank == failing else lambda: None):
             found[name] = one_failure(path, "a disk that fails|Input/output error", spread)
     with patched(joined, "_open_files", (lambda _: None) if rank == 1 else joined._open_files):
         found["shared"] = one_failure(path, "a filesystem that all processes share", spread)
@@ -415,19 +417,19 @@ def of_some_ranks(path: str, spread: dict[str, Any]) -> tuple[str, str, float]:
 async def cancelled(path: str, spread: dict[str, Any]) -> tuple[str, str, float]:
     """One rank cancels: a task that waits for `save`, at once and later; and a pending save."""
     before, rank = files_in(path), dist.get_rank()
-    write, began = calls.write, asyncio.Event()
+    began = asyncio.Event()
     loop = asyncio.get_running_loop()
     seconds = 0.0
 
-    def waits(*arguments: Any) -> int:
-        loop.call_soon_threadsafe(began.set)
-        while not is_interrupted():
-            time.sleep(0.001)
-        return write(*arguments)
+    def waits() -> None:
+        if rank == 1:
+            loop.call_soon_threadsafe(began.set)
+            while not is_interrupted():
+                time.sleep(0.001)
 
     for at_once in (True, False):
         began.clear()
-        with patched(calls, "write", waits if rank == 1 else write):
+        with before_writes(waits):
             task = asyncio.ensure_future(stio.distributed.save(spread, path))
             if rank == 1:
                 await (asyncio.sleep(0) if at_once else began.wait())
@@ -442,7 +444,7 @@ async def cancelled(path: str, spread: dict[str, Any]) -> tuple[str, str, float]
         assert files_in(path) == before
     began.clear()
     async with stio.distributed.Saver() as saver:
-        with patched(calls, "write", waits if rank == 1 else write):
+        with before_writes(waits):
             save = await saver.save(spread, path)
             if rank == 1:
                 await began.wait()
@@ -514,8 +516,10 @@ def killed(folder: str, victim: int, moment: str) -> tuple[str, str, float]:
         sync.save({"old": torch.ones(3), "older": torch.zeros(2)}, path, max_shard_size=12)
     dist.barrier()
     if rank == victim:
-        owner, name = {"write": (calls, "write"), "commit": (LocalTransaction, "prepare_commit")}[moment]
-        setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        if moment == "write":
+            hook_writes(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        else:
+            LocalTransaction.prepare_commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     begin = time.monotonic()
     with pytest.raises(RankError) as caught:
         sync.distributed.save(spread, path, rank_timeout=2.0)

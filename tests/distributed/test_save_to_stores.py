@@ -302,7 +302,7 @@ def failures(place: Place) -> dict[str, tuple[str, str, float]]:
 
     for name, who, owner, attribute in [
         ("begin", 0, Folder, "list"),
-        ("stage", 1, scheduler, "copy_out"),
+        ("stage", 1, scheduler, "copy_pieces"),
         ("upload", 1, Folder, "upload"),
         ("upload on the first", 0, Folder, "upload"),
         ("pack", 2, exchange._Stream, "_new_message"),

@@ -86,7 +86,7 @@ static void make_files(void) {
     for (int k = 0; k < NUM_FILES; ++k) {
         file *const one = &files[k];
         char path[] = "./stress-XXXXXX";
-        one->bytes = malloc(FILE_BYTES + 8);
+        one->bytes = aligned_alloc(4096, (FILE_BYTES + 4096) / 4096 * 4096); /* so that some writes are direct */
         one->fd = mkstemp(path);
         REQUIRE(one->fd >= 0 && one->bytes != NULL, errno, 0);
         for (size_t at = 0; at < FILE_BYTES; at += 8) {
@@ -203,8 +203,8 @@ static held_memory main_held[NUM_HELD];
 
 /* Transfers. */
 
-enum way { FILE_TO_HOST, HOST_TO_HOST, FILE_TO_DEVICE, HOST_TO_DEVICE, CUFILE_TO_DEVICE, MAPPING, NUM_WAYS };
-enum fault { NO_FAULT, BAD_DESCRIPTOR, IS_FOLDER, PAST_END, BAD_ADDRESS, PAST_END_OF_MAPPING, NUM_FAULTS };
+enum way { FILE_TO_HOST, HOST_TO_HOST, FILE_TO_DEVICE, HOST_TO_DEVICE, CUFILE_TO_DEVICE, MAPPING, HOST_TO_FILE, NUM_WAYS };
+enum fault { NO_FAULT, BAD_DESCRIPTOR, IS_FOLDER, PAST_END, BAD_ADDRESS, PAST_END_OF_MAPPING, READ_ONLY, BAD_SOURCE, NUM_FAULTS };
 
 typedef struct {
     size_t first, num_ranges;
@@ -215,6 +215,8 @@ typedef struct {
     uint64_t random;
     char *arena;
     size_t used;
+    int target_fd, target_direct_fd; /* a file of its own */
+    size_t written; /* bytes of it that ranges have */
     stio_range ranges[MOST_RANGES];
     size_t num_ranges;
     planned groups[MOST_GROUPS];
@@ -237,14 +239,14 @@ static void set_flag(bool *one) { __atomic_store_n(one, true, __ATOMIC_RELEASE);
 
 /* Return where the bytes of a range come from, as they must arrive. */
 static const unsigned char *expected(const stio_range *range) {
-    if (range->fd < 0) return (const unsigned char *)(uintptr_t)range->source;
+    if (range->fd < 0 || (range->flags & STIO_WRITE)) return (const unsigned char *)(uintptr_t)range->source;
     for (int k = 0; k < NUM_FILES; ++k)
         if (range->fd == files[k].fd) return files[k].bytes + range->offset;
     return NULL;
 }
 
 static bool in_arena(const stio_range *range) {
-    return !(range->flags & STIO_POPULATE) && (char *)(uintptr_t)range->target != no_memory;
+    return !(range->flags & (STIO_POPULATE | STIO_WRITE)) && (char *)(uintptr_t)range->target != no_memory;
 }
 
 static size_t random_size(uint64_t *random, int style) {
@@ -301,7 +303,16 @@ static void plan_group(worker *self) {
             range->ring = self->rings[device_number];
             self->uses_device = true;
         }
-        if (way == MAPPING) {
+        if (way == HOST_TO_FILE) {
+            const size_t to = self->written + below(random, 64);
+            range->flags = STIO_WRITE;
+            range->source = (uint64_t)(uintptr_t)(from->bytes + offset);
+            range->target = 0;
+            range->offset = (int64_t)(is_aligned ? (to + 4095) / 4096 * 4096 : to);
+            range->fd = self->target_fd;
+            if (is_direct) range->direct_fd = self->target_direct_fd;
+            self->written = (size_t)range->offset + nbytes;
+        } else if (way == MAPPING) {
             range->flags = STIO_POPULATE | (chance(random, 50) ? STIO_TOUCH : 0);
             range->target = (uint64_t)(uintptr_t)(from->mapping + offset);
         } else {
@@ -332,13 +343,29 @@ static void plan_fault(worker *self) {
     if (self->fault == PAST_END || self->fault == PAST_END_OF_MAPPING) range->offset = (int64_t)FILE_BYTES - 1000;
     if (self->fault == PAST_END && chance(&self->random, 50)) range->direct_fd = files[0].direct_fd;
     if (self->fault == BAD_ADDRESS) range->target = (uint64_t)(uintptr_t)no_memory;
-    if (self->fault == PAST_END_OF_MAPPING) {
+    if (self->fault == READ_ONLY || self->fault == BAD_SOURCE) {
+        range->flags = STIO_WRITE;
+        range->source = (uint64_t)(uintptr_t)(self->fault == READ_ONLY ? (char *)files[0].bytes : no_memory);
+        if (self->fault == BAD_SOURCE) range->fd = self->target_fd;
+        if (self->fault == READ_ONLY) range->fd = folder_fd; /* as good: it cannot be written */
+    } else if (self->fault == PAST_END_OF_MAPPING) {
         range->flags = STIO_POPULATE;
         range->target = (uint64_t)(uintptr_t)(files[0].mapping + range->offset);
     } else {
         self->used += 64 + 4000;
     }
     self->groups[self->num_groups++] = (planned){.first = self->num_ranges++, .num_ranges = 1};
+}
+
+static void check_written(const worker *self, const stio_range *range) {
+    static _Thread_local char found[64 << 10];
+    for (size_t at = 0; at < range->nbytes;) {
+        const size_t wanted = range->nbytes - at < sizeof found ? range->nbytes - at : sizeof found;
+        const ssize_t count = pread(self->target_fd, found, wanted, range->offset + (int64_t)at);
+        REQUIRE(count > 0, errno, range->offset);
+        REQUIRE(memcmp(found, (const char *)(uintptr_t)range->source + at, (size_t)count) == 0, range->offset, at);
+        at += (size_t)count;
+    }
 }
 
 static void check_done(worker *self, int number) {
@@ -350,7 +377,10 @@ static void check_done(worker *self, int number) {
         const stio_range *const range = &self->ranges[k];
         const unsigned char *const bytes = expected(range);
         REQUIRE(bytes != NULL, k, 0); /* a fault is not complete */
-        REQUIRE(memcmp((const void *)(uintptr_t)range->target, bytes, range->nbytes) == 0, k, range->nbytes);
+        if (range->flags & STIO_WRITE)
+            check_written(self, range);
+        else
+            REQUIRE(memcmp((const void *)(uintptr_t)range->target, bytes, range->nbytes) == 0, k, range->nbytes);
         COUNT(bytes, range->nbytes);
     }
     COUNT(groups, 1);
@@ -396,6 +426,8 @@ static void check_failure(const worker *self, const stio_failure *failure) {
         [PAST_END] = {STIO_TRUNCATED, 0, end},
         [BAD_ADDRESS] = {STIO_ERRNO, EFAULT, 4096},
         [PAST_END_OF_MAPPING] = {STIO_SHRUNK, 0, end},
+        [READ_ONLY] = {STIO_ERRNO, EBADF, 4096},
+        [BAD_SOURCE] = {STIO_ERRNO, EFAULT, 4096},
     };
     REQUIRE(failure->kind == must[self->fault].kind, failure->kind, self->fault);
     REQUIRE(failure->code == must[self->fault].code, failure->code, self->fault);
@@ -425,7 +457,7 @@ static void run_transfer(worker *self) {
     uint64_t *const random = &self->random;
     self->num_ranges = 0;
     self->num_groups = 0;
-    self->used = 0;
+    self->used = self->written = 0;
     self->fault = NO_FAULT;
     self->uses_device = false;
     stio_transfer *const transfer =
@@ -631,6 +663,11 @@ static int episode(double seconds) {
         pthread_mutex_init(&one->lock, NULL);
         one->arena = mmap(NULL, ARENA_BYTES + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         REQUIRE(one->arena != MAP_FAILED, errno, 0);
+        char path[] = "./stress-XXXXXX";
+        one->target_fd = mkstemp(path);
+        REQUIRE(one->target_fd >= 0, errno, 0);
+        one->target_direct_fd = open(path, O_WRONLY | O_DIRECT);
+        unlink(path);
         REQUIRE(pthread_create(&one->thread, NULL, worker_run, one) == 0, k, 0);
     }
     const double until = now() + seconds;

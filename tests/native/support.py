@@ -46,6 +46,15 @@ class Memory:
         low, high, _ = part.indices(self.nbytes)
         return self._map[self._start + low : self._start + high]
 
+    def fill(self, data: bytes) -> None:
+        """Set its first bytes."""
+        self.fill_at(0, data)
+
+    def fill_at(self, at: int, data: bytes) -> None:
+        """Set some of its bytes."""
+        assert at + len(data) <= self.nbytes
+        self._map[self._start + at : self._start + at + len(data)] = data
+
     def require_guards(self) -> None:
         behind = self._map[self._start + self.nbytes :]
         assert set(self._map[: self._start]) | set(behind) == {POISON}

@@ -26,6 +26,7 @@ from native.support import (
     Memory,
     compiled,
     engine_threads,
+    random_bytes,
     run_script,
     take_all,
 )
@@ -36,6 +37,8 @@ from stio.native import CHUNK_BYTES, Done, Failure, Ranges, Transfer
 MIB = 1 << 20
 FILE_BYTES = 11 * MIB + 77
 FILE_SECONDS = 20.0
+SOURCE = Memory(4 * MIB)
+SOURCE.fill(random_bytes(4 * MIB, 2))
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +136,205 @@ def test_ranges_of_a_group_share_reads_and_gaps_go_nowhere(way: str, gap: int, f
         memory.require_guards()
 
 
+@pytest.mark.parametrize("size", [1, 100, 5000, 300_000])
+def test_copies_of_a_group_share_chunks(size: int) -> None:
+    """The offsets only say which copies follow each other; gaps are not copied, and any order is right."""
+    source, count = SOURCE.address, min(2000, 3 * MIB // size)
+    for style in ("ascending", "gaps", "equal", "descending"):
+        memory, ranges, transfer = Memory(count * (size + 3)), Ranges(), Transfer()
+        for k in range(count):
+            offset = {"ascending": k * size, "gaps": 2 * k * size, "equal": 0, "descending": (count - k) * size}[style]
+            ranges.host_to_host(0, source + k * size, size, memory.address + k * (size + 3), offset)
+        transfer.add(ranges)
+        take_all(transfer, 1)
+        for k in range(count):
+            found = memory[k * (size + 3) : (k + 1) * (size + 3)]
+            assert found == SOURCE[k * size : (k + 1) * size] + bytes([POISON]) * 3
+        memory.require_guards()
+
+
+# Writes.
+
+
+class Target:
+    """A file to write into, open with and without O_DIRECT."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path = path
+        path.write_bytes(bytes([POISON]) * nbytes)
+        self.fd = os.open(path, os.O_RDWR)
+        try:
+            self.direct_fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+        except OSError:
+            self.direct_fd = -1
+
+    def close(self) -> None:
+        os.close(self.fd)
+        if self.direct_fd >= 0:
+            os.close(self.direct_fd)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Target]:
+    one = Target(tmp_path / "target", 18 * MIB)
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("shift", [0, 1, 512, 4095])
+def test_bytes_are_written_and_no_others(direct: bool, shift: int, file: File, target: Target) -> None:
+    source = Memory(17 * MIB, shift)
+    source.fill(file.bytes)
+    source.fill_at(FILE_BYTES, file.bytes[: 17 * MIB - FILE_BYTES])
+    for offset in (0, 1, 4095, 4096, 12_345):
+        for nbytes in (0, 1, 4095, 4096, 4097, 12_289, 8 * MIB, 8 * MIB + 1, 16 * MIB + 4097):
+            os.pwrite(target.fd, bytes([POISON]) * (offset + nbytes + 5000), 0)
+            # Of memory and file the first page is at the same place, where the source is aligned.
+            at = offset % 4096 if shift == 0 else 0
+            transfer, ranges = Transfer(most_chunks=2), Ranges()
+            ranges.host_to_file(0, source.address + at, nbytes, target.fd, target.direct_fd if direct else -1, offset)
+            transfer.add(ranges)
+            take_all(transfer, 1)
+            transfer.end()
+            found = os.pread(target.fd, nbytes + 5000, offset)
+            assert found == source[at : at + nbytes] + bytes([POISON]) * 5000
+            assert os.pread(target.fd, offset, 0) == bytes([POISON]) * offset
+            assert transfer.moved_bytes == nbytes
+
+
+@pytest.mark.parametrize("offset", [0, 5000])
+def test_direct_writes_go_past_the_page_cache(offset: int, tmp_path: Path) -> None:
+    file = File(tmp_path / "file", FILE_BYTES)
+    target = Target(file.path, FILE_BYTES)
+    try:
+        os.fsync(target.fd)
+        os.posix_fadvise(target.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if target.direct_fd < 0 or resident_pages(file):
+            pytest.skip("this filesystem has no writes past the page cache, or its cache cannot be emptied")
+        ranges, transfer, source = Ranges(), Transfer(), Memory(9 * MIB)
+        at = offset % 4096
+        source.fill(file.bytes[: 9 * MIB])
+        ranges.host_to_file(0, source.address + at, 8 * MIB + 1, target.fd, target.direct_fd, offset)
+        transfer.add(ranges)
+        take_all(transfer, 1)
+        assert resident_pages(file) < 40
+        assert file.path.read_bytes()[offset : offset + 8 * MIB + 1] == source[at : at + 8 * MIB + 1]
+    finally:
+        target.close()
+        file.close()
+
+
+def test_many_writes_beside_copies(file: File, target: Target) -> None:
+    """What a save does: blocks are filled from small tensors, then written, several at a time."""
+    blocks, transfer = [Memory(MIB) for _ in range(16)], Transfer(most_chunks=4)
+    source = Memory(FILE_BYTES)
+    source.fill(file.bytes)
+    ranges = Ranges()
+    for number, block in enumerate(blocks):
+        for at in range(0, MIB, 1000):
+            nbytes = min(1000, MIB - at)
+            place = (at + number * 7919) % (FILE_BYTES - 1000)
+            ranges.host_to_host(number, source.address + place, nbytes, block.address + at, at)
+    transfer.add(ranges)
+    num_written = 0
+    while num_written < 16:
+        found = transfer.take(PATIENCE_SECONDS)
+        assert found
+        ranges = Ranges()
+        for one in found:
+            if one.group < 16:
+                address, fds = blocks[one.group].address, (target.fd, target.direct_fd)
+                ranges.host_to_file(16 + one.group, address, MIB, *fds, one.group * MIB)
+            num_written += one.group >= 16
+        transfer.add(ranges)
+        transfer.arrange(range(16))
+    for number, block in enumerate(blocks):
+        expected = b"".join(
+            file.bytes[place : place + min(1000, MIB - at)]
+            for at in range(0, MIB, 1000)
+            for place in [(at + number * 7919) % (FILE_BYTES - 1000)]
+        )
+        assert block[:] == expected == os.pread(target.fd, MIB, number * MIB)
+        block.require_guards()
+
+
+@pytest.mark.parametrize("name", ["EBADF", "EFAULT", "ESPIPE", "ENOSPC", "EINVAL"])
+def test_a_write_fails(name: str, target: Target) -> None:
+    source, opened = Memory(2 * MIB), []
+    address, fd, offset = source.address, target.fd, 4096
+    if name == "EBADF":
+        fd = os.open(target.path, os.O_RDONLY)
+        opened = [fd]
+    elif name == "ESPIPE":
+        opened = [*os.pipe()]
+        fd = opened[1]
+    elif name == "EFAULT":
+        address = 4096  # no page is there
+    elif name == "ENOSPC":
+        fd = os.open("/dev/full", os.O_WRONLY)
+        opened = [fd]
+    else:
+        offset = -4096  # refused for O_DIRECT means: through the page cache; there it is an error
+    transfer, ranges = Transfer(), Ranges()
+    ranges.host_to_file(3, address, 2 * MIB, fd, target.direct_fd if name == "EINVAL" else -1, offset)
+    transfer.add(ranges)
+    with pytest.raises(Failure) as caught:
+        while True:
+            assert transfer.take(PATIENCE_SECONDS)
+    found = caught.value
+    assert (found.kind, found.code, found.group, found.populates) == (native.READING, getattr(errno, name), 3, False)
+    assert (found.offset, found.nbytes) == (offset, 2 * MIB)
+    transfer.end()
+    for one in opened:
+        os.close(one)
+
+
+def test_no_write_begins_behind_a_stop(target: Target) -> None:
+    source = Memory(16 * MIB)
+    for _ in range(20):
+        os.pwrite(target.fd, bytes(16 * MIB), 0)
+        transfer, ranges = Transfer(most_chunks=1), Ranges()
+        for group in range(16):
+            ranges.host_to_file(group, source.address + group * MIB, MIB, target.fd, target.direct_fd, group * MIB)
+        transfer.add(ranges)
+        transfer.take(PATIENCE_SECONDS)
+        transfer.stop()
+        transfer.end()
+        found = os.pread(target.fd, 16 * MIB, 0)
+        written = [found[k * MIB : (k + 1) * MIB] for k in range(16)]
+        assert set(written) <= {bytes(MIB), source[:MIB]}
+        assert written == sorted(written, reverse=True)  # a whole number of them, in order
+        transfer.add(ranges)
+        assert transfer.take(0) == []
+
+
+def test_nothing_is_left_of_a_thousand_writes(target: Target) -> None:
+    source = Memory(3 * MIB)
+
+    def once() -> None:
+        transfer, ranges = Transfer(most_chunks=2), Ranges()
+        for group in range(3):
+            ranges.host_to_file(group, source.address, 10_000, target.fd, target.direct_fd, group * MIB)
+            ranges.host_to_host(3 + group, source.address, 5000, source.address + MIB)
+        transfer.add(ranges)
+        transfer.take(None)
+        transfer.end()
+
+    def held() -> tuple[int, int]:
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+        return len(os.listdir("/proc/self/fd")), resident
+
+    for _ in range(100):
+        once()
+    before = held()
+    for _ in range(1000):
+        once()
+    after = held()
+    assert after[0] == before[0]
+    assert after[1] < before[1] + 4 * MIB
+
+
 def resident_pages(file: File) -> int:
     """Return how many pages of a file are in the page cache."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -205,9 +407,6 @@ def plan(count: int, nbytes: int, target: Memory, first: int = 0) -> Ranges:
     for k in range(count):
         ranges.host_to_host(first + k, SOURCE.address, nbytes, target.address)
     return ranges
-
-
-SOURCE = Memory(4 * MIB)
 
 
 def test_many_groups_come_in_one_call() -> None:

@@ -109,6 +109,158 @@ print(count)
 """
 
 
+WRITES = """
+import ctypes, errno, os, sys
+from pathlib import Path
+from native.support import Memory, random_bytes
+from stio import native
+from stio.native import Failure, Ranges, Transfer
+
+shim = ctypes.CDLL(None)
+folder, way, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+SIZE = (10 << 20) + 77
+PARTS = [(0, 5000), (5000, 3 << 20), ((3 << 20) + 5000, 700), (4 << 20, (5 << 20) + 333), (SIZE - 10, 10)]
+data = random_bytes(SIZE)
+memory = Memory(SIZE, 0 if way == "direct" else 512)
+memory.fill(data)
+old = b"o" * SIZE
+
+def once(at):
+    # Hit call number `at`, or all of them (0); return how many calls there were, and what failed.
+    path = folder / "faulty"
+    path.write_bytes(old)
+    fd, direct_fd = os.open(path, os.O_WRONLY), os.open(path, os.O_WRONLY | os.O_DIRECT)
+    ranges, transfer = Ranges(), Transfer(most_chunks=4)
+    for group, (offset, nbytes) in enumerate(PARTS):
+        ranges.host_to_file(group, memory.address + offset, nbytes, fd, direct_fd if way == "direct" else -1, offset)
+    before = shim.shim_hits()
+    os.environ["SHIM_MODES"] = mode
+    os.environ.pop("SHIM_AT", None)
+    if at:
+        os.environ["SHIM_AT"] = str(before + at)
+    transfer.add(ranges)
+    done, failed = set(), None
+    try:
+        while len(done) < len(PARTS):
+            found = transfer.take(20)
+            assert found
+            done |= {one.group for one in found}
+    except Failure as failure:
+        failed = failure
+    transfer.end()
+    os.environ["SHIM_MODES"] = ""
+    count = shim.shim_hits() - before
+    os.close(fd), os.close(direct_fd)
+    written, end = path.read_bytes(), 0
+    assert len(written) == SIZE
+    for group, (offset, nbytes) in enumerate(PARTS):
+        found, expected = written[offset : offset + nbytes], data[offset : offset + nbytes]
+        if group in done:
+            assert found == expected, (at, group)
+        else:
+            assert all(a == b or a == 111 for a, b in zip(found, expected)), (at, group)
+        assert written[end : offset] == old[end : offset], "bytes of others"
+        end = offset + nbytes
+    return count, failed
+
+def require(failed):
+    if mode in ("broken", "full", "nothing"):
+        code = {"broken": errno.EIO, "full": errno.ENOSPC, "nothing": errno.EIO}[mode]
+        assert (failed.kind, failed.code, failed.populates) == (native.READING, code, False), failed and vars(failed)
+        offset, nbytes = PARTS[failed.group]
+        assert offset <= failed.offset < offset + nbytes and 0 < failed.nbytes <= nbytes
+    else:
+        assert failed is None, vars(failed)
+
+mode, wanted = "", mode
+count, failed = once(10**9)
+assert failed is None and count >= 5
+if way == "direct":
+    assert shim.shim_writes(1) >= 2, "whole pages go past the page cache"
+    assert shim.shim_writebacks() == 0
+else:
+    assert shim.shim_writes(1) == 0
+    assert shim.shim_writebacks() == 1, "of the one that is long"
+mode = wanted
+for at in range(1, count + 1):
+    require(once(at)[1])
+if mode != "interrupted":  # without end
+    require(once(0)[1])
+print(count)
+"""
+
+
+@pytest.mark.parametrize("way", ["direct", "buffered"])
+@pytest.mark.parametrize(
+    "mode", ["short", "interrupted", "broken", "full", "nothing", "torn", "refused", "refused unsupported"]
+)
+def test_each_fault_at_each_write(way: str, mode: str, preloaded: Path, tmp_path: Path) -> None:
+    _require_direct(tmp_path)
+    done = run_script(WRITES, tmp_path, way, mode, seconds=100, LD_PRELOAD=str(preloaded))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout) >= 5
+
+
+SLOW = """
+import ctypes, os, sys
+from pathlib import Path
+from native.support import Memory, random_bytes
+from stio import native
+from stio.native import Ranges, Transfer
+
+shim = ctypes.CDLL(None)
+native.set_threads(16)
+os.environ["SHIM_MODES"] = "slow"
+data = random_bytes(2 << 20)
+memory, target = Memory(len(data)), Memory(1 << 20)
+memory.fill(data)
+path = Path(sys.argv[1]) / "faulty"
+path.write_bytes(bytes(60 << 20))
+fd = os.open(path, os.O_WRONLY)
+most = int(sys.argv[2])
+transfer, warm = Transfer(most_chunks=most), Transfer()
+ranges = Ranges()
+for k in range(200):
+    ranges.host_to_host(k, memory.address, 2 << 20, memory.address)
+warm.add(ranges)  # all threads are there
+done = []
+while len(done) < 200:
+    done += warm.take(20)
+ranges = Ranges()
+for k in range(30):
+    ranges.host_to_file(k, memory.address, len(data), fd, -1, 2 * k << 20)
+transfer.add(ranges)
+ranges = Ranges()
+ranges.host_to_host(30, memory.address, target.nbytes, target.address)  # not behind the writes
+transfer.add(ranges)
+done = []
+while len(done) < 31:
+    done += transfer.take(20)
+transfer.end()
+assert path.read_bytes() == data * 30
+assert target[:] == data[: target.nbytes]
+order = [one.group for one in done]
+assert sorted(order) == list(range(31))
+assert [one.group for one in sorted(done, key=lambda one: one.started) if one.group < 30] == list(range(30))
+assert order.index(30) < 3 * most, order
+assert shim.shim_most_writes() == most, shim.shim_most_writes()
+"""
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_so_many_writes_are_under_way_and_copies_pass_them(most: int, preloaded: Path, tmp_path: Path) -> None:
+    done = run_script(SLOW, tmp_path, most, LD_PRELOAD=str(preloaded))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _require_direct(folder: Path) -> None:
+    (folder / "probe").touch()
+    try:
+        os.close(os.open(folder / "probe", os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this filesystem has no direct I/O")
+
+
 @pytest.fixture(scope="module")
 def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_shim(tmp_path_factory.mktemp("shim"))
@@ -128,10 +280,7 @@ QUICK = [*CASES[4:8], *CASES[12:16], ("mapping", "fault"), ("mapping", "cut")]
 )
 def test_each_fault_at_each_call(way: str, mode: str, preloaded: Path, device_library: Path, tmp_path: Path) -> None:
     if way.startswith("direct"):
-        try:
-            os.close(os.open(device_library, os.O_RDONLY | os.O_DIRECT))
-        except OSError:
-            pytest.skip("this filesystem has no reads past the page cache")
+        _require_direct(tmp_path)
     done = run_script(SCRIPT, device_library, tmp_path, way, mode, seconds=100, LD_PRELOAD=str(preloaded))
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout) > 2

@@ -20,10 +20,12 @@ from torch import nn
 
 import stio
 import stio.sync
+from stio import native
 
 pytestmark = pytest.mark.anyio
 
 KIB, MIB = 1 << 10, 1 << 20
+STEPS = ("stage", "write")
 
 
 def files_of(directory):
@@ -349,6 +351,35 @@ async def test_progress_and_trace(tmp_path):
     assert {span.name for span in trace.spans} == {"plan", "begin", "stage", "write", "sync", "commit"}
     for name in ("stage", "write"):
         assert sum(span.num_bytes for span in trace.spans if span.name == name) == result.file_bytes
+
+
+@pytest.mark.parametrize("hash", [None, "sha256"])
+async def test_the_engine_fills_and_writes(tmp_path, hash):
+    """All but a block that has a lazy tensor, or one of another layout."""
+    if not native.available():
+        pytest.skip("there is no engine here")
+    tensors = {f"t{k}": ramp(700, 700, start=k) for k in range(8)}
+    for of_other_layout in (
+        {},
+        {"t": ramp(30, 700).t()},
+        {"lazy": stio.LazyTensor(torch.float32, [3], lambda: ramp(3))},
+    ):
+        trace = stio.Trace()
+        saved = {**tensors, **of_other_layout}
+        await stio.save(saved, tmp_path / "x", max_shard_size="6MB", trace=trace, hash=hash)
+        lanes = {name: {span.lane.rpartition("-")[0] for span in trace.spans if span.name == name} for name in STEPS}
+        assert lanes["write"] == {"write"}
+        assert lanes["stage"] == ({"save", ""} & lanes["stage"] if "lazy" in saved else {"stage"})
+        expected = {name: ramp(3) if name == "lazy" else tensor for name, tensor in saved.items()}
+        require_equal(await stio.load(tmp_path / "x", verify=hash is not None), expected)
+
+
+@pytest.mark.usefixtures("plain_executor")
+async def test_without_the_engine_threads_fill_and_write(tmp_path):
+    tensors, trace = {f"t{k}": ramp(700, 700, start=k) for k in range(8)}, stio.Trace()
+    await stio.save(tensors, tmp_path / "x", max_shard_size="6MB", trace=trace, hash="sha256")
+    assert {span.lane.rpartition("-")[0] for span in trace.spans if span.name in STEPS} <= {"save", ""}
+    require_equal(await stio.load(tmp_path / "x", verify=True), tensors)
 
 
 async def test_a_small_budget_pipelines(tmp_path):

@@ -14,10 +14,12 @@ import torch
 from loops import others_are_slow
 from support import (
     backend_name,
+    before_writes,
     cancelled_after_every_round,
     cancelled_at_every_await,
     cancelled_natively_at_every_await,
     eventually_async,
+    hook_writes,
     nothing_left,
     ramp,
     require_equal,
@@ -25,7 +27,6 @@ from support import (
 
 import stio
 import stio.sync
-from stio.storage.commit import syscalls as calls
 from stio.testing import MemoryDestination
 
 pytestmark = pytest.mark.anyio
@@ -38,32 +39,29 @@ def generation(number, *, count=6):
 
 
 class Hold:
-    """Holds writing until it is opened; for `calls.write`."""
+    """Holds writing until it is opened."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self):
         self.reached, self.opened = threading.Event(), threading.Event()
-        write = calls.write
 
-        def held(*arguments):
-            self.reached.set()
-            assert self.opened.wait(20)
-            return write(*arguments)
-
-        monkeypatch.setattr(calls, "write", held)
+    def __call__(self):
+        self.reached.set()
+        assert self.opened.wait(20)
 
 
 @pytest.fixture
-def hold(monkeypatch):
-    hold = Hold(monkeypatch)
-    yield hold
-    hold.opened.set()
+def hold():
+    hold = Hold()
+    with before_writes(hold):
+        yield hold
+        hold.opened.set()
 
 
 def failing(monkeypatch, number=errno.EIO):
-    def fail(*arguments):
+    def fail():
         raise OSError(number, "as asked")
 
-    monkeypatch.setattr(calls, "write", fail)
+    hook_writes(fail, monkeypatch.setattr)
 
 
 # Snapshots.

@@ -15,6 +15,7 @@ import torch
 from support import PATIENCE_SECONDS, assorted, eventually, nothing_left, ramp, require_equal
 
 import stio.sync
+from stio import native
 from stio.device.describe import LazyTensor, describe_tensors
 from stio.errors import NoSpaceError, StorageError
 from stio.runtime import memory, workers
@@ -121,6 +122,22 @@ def _clean(monkeypatch):
         yield
 
 
+@pytest.fixture(autouse=True, params=[True, False], ids=["engine", "plain"])
+def by_engine(request, monkeypatch):
+    """Whether the engine fills the blocks; the destination is no local one, so it writes none."""
+    if not request.param:
+        monkeypatch.setattr(native, "available", lambda: False)
+    elif not native.available():
+        pytest.skip("there is no engine here")
+    return request.param
+
+
+@pytest.fixture
+def plain_only(by_engine):
+    if by_engine:
+        pytest.skip("the order is that of the engine's threads")
+
+
 @pytest.fixture
 def gate():
     with opened_after(threading.Event()) as gate:
@@ -139,10 +156,15 @@ def alone(monkeypatch):
 
 @contextmanager
 def copies_hooked(monkeypatch, hook):
-    """Call `hook` before each copy out of tensors."""
-    real = save_module.copy_out
+    """Call `hook` before each block is filled with the bytes of tensors."""
+    real = save_module.copy_pieces
+
+    def copy_pieces(sources, pieces, target, *rest):
+        hook([(sources[piece.source].data, piece.start, target) for piece in pieces])
+        return real(sources, pieces, target, *rest)
+
     with monkeypatch.context() as patch:
-        patch.setattr(save_module, "copy_out", lambda copies, ready=None: (hook(copies), real(copies, ready))[1])
+        patch.setattr(save_module, "copy_pieces", copy_pieces)
         yield
 
 
@@ -217,7 +239,7 @@ def test_digests_of_blocks_that_are_filled_in_any_order(monkeypatch, blocks):
     ("stage_first", "blocks", "expected"),
     [(True, None, "ssssswwwww"), (False, None, "swswswswsw"), (True, 2, "sswswswsww"), (True, 1, "swswswswsw")],
 )
-def test_order_of_one_worker(alone, stage_first, blocks, expected):
+def test_order_of_one_worker(alone, plain_only, stage_first, blocks, expected):
     trace = Trace()
     made = Saving({"t": pages(5)}, blocks=blocks, stage_first=stage_first, trace=trace).save()
     assert "".join(span.name[0] for span in trace.spans if span.name in ("stage", "write")) == expected
@@ -291,7 +313,7 @@ def test_p8_one_shard_is_written_while_the_next_is_staged(gate, stage_first):
     require_equal(stio.sync.load(MemoryRoot(made.files)), {"a": pages(3), "b": second})
 
 
-def test_two_saves_share_one_budget(gate):
+def test_two_saves_share_one_budget(gate, by_engine):
     """The second waits for blocks of the first, and gets them."""
     first = Saving({"t": pages(4)}, blocks=4, destination=MemoryDestination(gate=gate))
     first.require_nothing_left = lambda: None  # the second may hold blocks when the first ends
@@ -302,9 +324,8 @@ def test_two_saves_share_one_budget(gate):
     second.pool = first.pool
     second.run = SaveScheduler(second.plan, first.pool, on_staged=second.tell_staged)
     second.run.start()
-    assert eventually(
-        lambda: first.pool.changed.num_sleeping == NUM_WORKERS
-    )  # five of the second, and the first's fifth
+    # With the engine there is one worker for the fills of a file: of each save, and the first has two that do not write.
+    assert eventually(lambda: first.pool.changed.num_sleeping == (2 if by_engine else NUM_WORKERS))
     assert not second.staged.is_set()
     gate.set()
     second.run.write_to(second.destination.begin(num_shards=1).create([second.plan.shards[0].nbytes]))
@@ -362,7 +383,7 @@ def test_a_run_that_was_stopped_releases_its_tensors():
     made.plan = None
     del tensors
     made.run.start()
-    assert eventually(lambda: made.pool.changed.num_sleeping == NUM_WORKERS - 1)
+    assert eventually(lambda: len(made.run._full) == 2 and made.pool.changed.num_sleeping == made.run._num_threads)
     assert alive() is not None
     made.run.stop()
     made.run.join()
@@ -737,4 +758,5 @@ def test_trace_has_spans_for_each_block_and_each_file():
         assert sum(span.num_bytes for span in spans) == file_bytes
     assert sorted(span.detail for span in trace.spans if span.name == "sync") == ["shard 1", "shard 2"]
     assert all(span.start <= span.end for span in trace.spans)
-    assert {span.lane for span in trace.spans} <= {"caller", "save", *(f"save-{k}" for k in range(1, NUM_WORKERS))}
+    lanes = {"caller", "save", *(f"save-{k}" for k in range(1, NUM_WORKERS))}
+    assert {span.lane for span in trace.spans} <= lanes | {f"stage-{k}" for k in range(1, native.MOST_THREADS + 1)}

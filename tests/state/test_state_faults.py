@@ -12,6 +12,7 @@ from support import (
     backend_name,
     cancelled_at_every_await,
     cancelled_natively_at_every_await,
+    hook_writes,
     nothing_left,
     ramp,
     require_equal,
@@ -159,10 +160,10 @@ async def test_a_failed_write_leaves_the_old_one(tmp_path, monkeypatch):
     await stio.save_state({"old": ramp(3)}, tmp_path / "s")
     before = digest(tmp_path / "s")
 
-    def fail(*arguments):
+    def fail():
         raise OSError(errno.EIO, "as asked")
 
-    monkeypatch.setattr(calls, "write", fail)
+    hook_writes(fail, monkeypatch.setattr)
     with pytest.raises(stio.StorageError):
         await stio.save_state({"new": ramp(5)}, tmp_path / "s")
     assert digest(tmp_path / "s") == before

@@ -1,4 +1,4 @@
-"""A library that stands between stio and the kernel, and makes reads fail as disks and signals do."""
+"""A library that stands between stio and the kernel, and makes reads and writes fail as disks and signals do."""
 
 from __future__ import annotations
 
@@ -94,6 +94,51 @@ static ssize_t hooked_one(int fd, void *memory, size_t nbytes, off64_t offset) {
 
 ssize_t pread(int fd, void *memory, size_t nbytes, off_t offset) { return hooked_one(fd, memory, nbytes, offset); }
 ssize_t pread64(int fd, void *memory, size_t nbytes, off64_t offset) { return hooked_one(fd, memory, nbytes, offset); }
+
+/* Writes. `shim_writes(1)`: those past the page cache, `(0)`: the others; `shim_most_writes`: under way at one time. */
+static atomic_int writes[2], under_way, most_under_way, writebacks;
+int shim_writes(int direct) { return writes[direct]; }
+int shim_most_writes(void) { return most_under_way; }
+int shim_writebacks(void) { return writebacks; }
+
+static ssize_t hooked_write(int fd, const void *memory, size_t nbytes, off64_t offset) {
+    static ssize_t (*real)(int, const void *, size_t, off64_t);
+    if (!real) real = dlsym(RTLD_NEXT, "pwrite64");
+    if (!matches(fd)) return real(fd, memory, nbytes, offset);
+    int is_direct = (fcntl(fd, F_GETFL) & O_DIRECT) != 0, hit = ++hits;
+    writes[is_direct]++;
+    if (mode_is("slow")) {
+        int now = ++under_way, most = most_under_way;
+        while (now > most && !atomic_compare_exchange_weak(&most_under_way, &most, now)) continue;
+        usleep(3000);
+        ssize_t count = real(fd, memory, nbytes, offset);
+        under_way--;
+        return count;
+    }
+    if (!is_hit(hit)) return real(fd, memory, nbytes, offset);
+    if (mode_is("refused") && is_direct) { errno = mode_is("unsupported") ? EOPNOTSUPP : EINVAL; return -1; }
+    if (mode_is("interrupted")) { errno = EINTR; return -1; }
+    if (mode_is("broken")) { errno = EIO; return -1; }
+    if (mode_is("full")) { errno = ENOSPC; return -1; }
+    if (mode_is("nothing")) return 0;
+    if (mode_is("short")) return real(fd, memory, is_direct && nbytes > 8192 ? 4096 : nbytes > 700 ? 700 : nbytes, offset);
+    if (mode_is("torn")) { /* past the page cache, and not to the end of a page */
+        if (!is_direct || nbytes < 8192) return real(fd, memory, nbytes, offset);
+        ssize_t count = real(fd, memory, 8192, offset);
+        return count < 0 ? count : 4096 + 512;
+    }
+    return real(fd, memory, nbytes, offset);
+}
+
+ssize_t pwrite(int fd, const void *memory, size_t nbytes, off_t offset) { return hooked_write(fd, memory, nbytes, offset); }
+ssize_t pwrite64(int fd, const void *memory, size_t nbytes, off64_t offset) { return hooked_write(fd, memory, nbytes, offset); }
+
+int sync_file_range(int fd, off64_t offset, off64_t nbytes, unsigned flags) {
+    static int (*real)(int, off64_t, off64_t, unsigned);
+    if (!real) real = dlsym(RTLD_NEXT, "sync_file_range");
+    if (matches(fd)) writebacks++;
+    return real(fd, offset, nbytes, flags);
+}
 
 int madvise(void *address, size_t length, int advice) {
     static int (*real)(void *, size_t, int);

@@ -1,4 +1,4 @@
-"""All system calls of a save: every change of a disk goes through a function of this module.
+"""All system calls of a save, but for the engine's writes: every other change of a disk is made by a function here.
 
 So a test can replace them: count the calls, let the n-th fail, or log them and derive the state after a power cut.
 Functions that not every system has (`renameat2`, `fallocate`, `sync_file_range`, `flock`) are looked up here and have

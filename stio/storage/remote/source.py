@@ -449,8 +449,7 @@ class _Target:
             while self._at == self._region.nbytes:
                 self._region, self._at = next(self._regions), 0
             nbytes = min(end - begin, self._region.nbytes - self._at)
-            move = memory.move if nbytes >= memory.HOLD_BYTES else memory.move_holding
-            move(self._region.address + self._at, address + begin, nbytes)
+            memory.move(self._region.address + self._at, address + begin, nbytes)
             self._at += nbytes
             begin += nbytes
 

@@ -137,8 +137,7 @@ class Upload:
             if self._filled == len(self._part):
                 self._part, self._filled = self._new_part(min(self._part_bytes, self._nbytes - offset - at)), 0
             length = min(region.nbytes - at, len(self._part) - self._filled)
-            move = memory.move if length >= memory.HOLD_BYTES else memory.move_holding
-            move(self._part.ctypes.data + self._filled, region.address + at, length)
+            memory.move(self._part.ctypes.data + self._filled, region.address + at, length)
             at += length
             self._filled += length
             if self._filled == len(self._part):

@@ -1,4 +1,4 @@
-"""New files: space before bytes, whole pages past the cache, and what happens when the disk is full or broken."""
+"""New files: space before bytes, ranges for the engine, and what happens when the disk is full or broken."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import needs_engine
 
+from stio import native
 from stio.errors import NoSpaceError, StorageError
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region, allocate
@@ -144,6 +147,22 @@ def test_nothing_is_synced_where_nothing_shall_be(place: int, monkeypatch: pytes
 # Direct and buffered.
 
 
+def write_by_engine(parts: Sequence[tuple[LocalFileWriter, int, Region]]) -> None:
+    """Write regions at offsets, all of them at one time."""
+    ranges, transfer = native.Ranges(), native.Transfer()
+    for group, (writer, offset, region) in enumerate(parts):
+        assert writer.add_range(ranges, group, offset, region)
+    transfer.add(ranges)
+    num_done = 0
+    try:
+        while num_done < len(parts):
+            num_done += len(transfer.take())
+    except native.Failure as failure:
+        raise parts[failure.group][0].error(failure) from None
+    finally:
+        transfer.end()
+
+
 def spy_on_writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
     real, log = calls.write, []
 
@@ -157,55 +176,108 @@ def spy_on_writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]
 
 
 @linux
-def test_whole_pages_go_past_the_cache_in_one_call(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_of_a_thread_goes_through_the_page_cache_in_one_call(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (one,) = create(place, ("a", len(DATA)))
     log = spy_on_writes(monkeypatch)
     write_all(one)
-    if one.direct_refused:
-        pytest.skip("no direct I/O on this filesystem")
-    assert log == [(True, 3 * PAGE_BYTES, 0), (False, 777, 3 * PAGE_BYTES)]
-
-
-@linux
-def test_memory_off_the_pages_is_buffered(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (one,) = create(place, ("a", len(DATA)))
-    log = spy_on_writes(monkeypatch)
-    region = allocate(len(DATA) + 1)
-    region.write(1, DATA)
-    one.write_from(0, region.sub(1, len(DATA)))
     one.finish()
     assert log == [(False, len(DATA), 0)]
     assert (tmp_path / "a").read_bytes() == DATA
 
 
-@pytest.mark.parametrize("where", ["open", "write"])
-def test_c98_direct_io_refused(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    real_open, real_write, direct = calls.open_file, calls.write, set()
+@needs_engine
+@pytest.mark.parametrize("shift", [0, 1, 512])
+def test_the_engine_writes_wherever_the_memory_begins(place: int, tmp_path: Path, shift: int) -> None:
+    (one,) = create(place, ("a", len(DATA)))
+    region = allocate(len(DATA) + shift)
+    region.write(shift, DATA)
+    write_by_engine([(one, 0, region.sub(shift, len(DATA)))])
+    assert not one.finished
+    one.finish()
+    assert (tmp_path / "a").read_bytes() == DATA
+
+
+@needs_engine
+def test_c98_a_filesystem_that_opens_no_file_for_direct_io(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = calls.open_file
 
     def open_file(name: str, flags: int, **kwargs: Any) -> int:
-        if flags & os.O_DIRECT and where == "open":
-            raise OSError(errno.EINVAL, "")
-        fd = real_open(name, flags & ~os.O_DIRECT, **kwargs)
         if flags & os.O_DIRECT:
-            direct.add(fd)
-        return fd
-
-    def write(fd: int, address: int, nbytes: int, offset: int) -> int:
-        if fd in direct:
             raise OSError(errno.EINVAL, "")
-        return real_write(fd, address, nbytes, offset)
+        return real(name, flags, **kwargs)
 
     monkeypatch.setattr(calls, "open_file", open_file)
-    monkeypatch.setattr(calls, "write", write)
     (one,) = create(place, ("a", len(DATA)))
-    write_all(one)
+    write_by_engine([(one, 0, region_of(DATA))])
     one.finish()
     assert one.direct_refused
     assert (tmp_path / "a").read_bytes() == DATA
 
 
+@needs_engine
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
+def test_an_error_of_the_second_open_is_raised(place: int, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    real = calls.open_file
+
+    def open_file(name: str, flags: int, **kwargs: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(number, "")
+        return real(name, flags, **kwargs)
+
+    (one,) = create(place, ("a", len(DATA)))
+    before = num_descriptors()
+    monkeypatch.setattr(calls, "open_file", open_file)
+    with pytest.raises(StorageError, match="opening") as caught:
+        write_by_engine([(one, 0, region_of(DATA))])
+    assert caught.value.errno == number
+    one.close()
+    assert num_descriptors() == before
+
+
+@needs_engine
+@linux
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_c105_a_write_of_the_engine_fails(place: int, number: int) -> None:
+    (one,) = create(place, ("a", len(DATA)))
+    failure = types.SimpleNamespace(code=number, offset=2 * PAGE_BYTES, nbytes=1000)
+    error = one.error(failure)  # type: ignore[arg-type]
+    assert (error.errno, error.offset, error.path) == (number, 2 * PAGE_BYTES, "final/a")
+    assert os.strerror(number) in str(error) or isinstance(error, NoSpaceError)
+    assert isinstance(error, NoSpaceError) == (number != errno.EIO)
+    if isinstance(error, NoSpaceError):
+        assert error.needed_bytes == 1000 and error.free_bytes is not None
+
+
+@needs_engine
+@linux
+def test_c103_the_engine_writes_beyond_the_file_size_limit(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import os, resource, sys
+        from stio.errors import NoSpaceError
+        from stio.storage.commit import syscalls as calls
+        from test_file_writer import *
+        place = calls.open_directory(sys.argv[1])
+        (one,) = create(place, ("a", 2 << 20))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        try:
+            write_by_engine([(one, 0, region_of(bytes(2 << 20)))])
+        except NoSpaceError as error:
+            print(error.errno, error.offset, error.needed_bytes)
+        """
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.split() == [str(errno.EFBIG), str(1 << 20), str(1 << 20)]
+
+
 def test_large_buffered_writes_begin_to_be_written_back(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_writer, "_O_DIRECT", 0)
     monkeypatch.setattr(file_writer, "_WRITEBACK_BYTES", 3 * PAGE_BYTES)
     ranges: list[tuple[int, int]] = []
     monkeypatch.setattr(calls, "start_writeback", lambda fd, offset, nbytes: ranges.append((offset, nbytes)))
@@ -223,37 +295,15 @@ def test_c104_short_writes_go_on(place: int, tmp_path: Path, monkeypatch: pytest
         if len(interrupted) < 3:
             interrupted.append(offset)
             raise InterruptedError(errno.EINTR, "")
-        short = min(nbytes, step)
-        return real(fd, address, short if short == nbytes or step % PAGE_BYTES == 0 else nbytes // 2 or 1, offset)
+        return real(fd, address, min(nbytes, step), offset)
 
     monkeypatch.setattr(calls, "write", write)
-    if step % PAGE_BYTES:
-        monkeypatch.setattr(file_writer, "_O_DIRECT", 0)
     (one,) = create(place, ("a", len(DATA)))
     write_all(one)
     one.finish()
     assert (tmp_path / "a").read_bytes() == DATA
     write_small(place, "note", b"x" * 100)
     assert (tmp_path / "note").read_bytes() == b"x" * 100
-
-
-def test_c104_short_direct_write_ends_inside_a_page(
-    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, first = calls.write, []
-
-    def write(fd: int, address: int, nbytes: int, offset: int) -> int:
-        count = real(fd, address, nbytes, offset)
-        if not first:
-            first.append(count)
-            return PAGE_BYTES + 512  # the rest is the buffered descriptor's
-        return count
-
-    monkeypatch.setattr(calls, "write", write)
-    (one,) = create(place, ("a", len(DATA)))
-    write_all(one)
-    one.finish()
-    assert (tmp_path / "a").read_bytes() == DATA
 
 
 @pytest.mark.parametrize("count", [0, -1])
@@ -271,11 +321,8 @@ def test_a_write_of_nothing_is_an_error(place: int, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-@pytest.mark.parametrize("buffered", [False, True])
-def test_c105_write_fails(place: int, monkeypatch: pytest.MonkeyPatch, number: int, buffered: bool) -> None:
+def test_c105_write_fails(place: int, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     (one,) = create(place, ("a", 4 * len(DATA)))
-    if buffered:
-        one.direct_refused = True
 
     def write(*_: object) -> int:
         raise OSError(number, os.strerror(number))
@@ -407,38 +454,27 @@ def test_c103_file_size_limit(tmp_path: Path) -> None:
 # Ranges of several processes.
 
 
+@needs_engine
 @linux
-def test_ranges_of_two_writers_share_pages(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only pages that are whole in a range are written directly; the page between two ranges is buffered by both."""
+def test_ranges_of_two_writers_share_pages(place: int, tmp_path: Path) -> None:
+    """The page between two ranges is written through the cache by both, at one time."""
     data = random.Random(5).randbytes(40 * PAGE_BYTES + 100)
-    (one,) = create(place, ("a", len(data)))
-    other = LocalFileWriter(place, "a", "final/a", 0, attributes=None, durable=True)
-    direct: list[tuple[int, int]] = []
-    buffered: list[tuple[int, int]] = []
-    write = calls.write
-
-    def noted(fd: int, address: int, nbytes: int, offset: int) -> int:
-        is_direct = fd in (one._direct_fd, other._direct_fd)
-        (direct if is_direct else buffered).append((offset, nbytes))
-        return write(fd, address, nbytes, offset)
-
-    monkeypatch.setattr(calls, "write", noted)
-    memory = allocate(len(data) + PAGE_BYTES)
     cuts = [0, 100, 5 * PAGE_BYTES + 7, 5 * PAGE_BYTES + 50, 20 * PAGE_BYTES, 33 * PAGE_BYTES - 1, len(data)]
-    for k, (begin, end) in enumerate(itertools.pairwise(cuts)):
-        at = begin % PAGE_BYTES
-        memory.write(at, data[begin:end])
-        (one, other)[k % 2].write_from(begin, memory.sub(at, end - begin))
-    for writer, own in ((one, cuts[1] + cuts[3] - cuts[2] + cuts[5] - cuts[4]), (other, 0)):
-        writer.own_bytes = own or len(data) - (cuts[1] + cuts[3] - cuts[2] + cuts[5] - cuts[4])
-        writer.finish()
-        assert writer.finished
-    assert (tmp_path / "a").read_bytes() == data
-    if not one.direct_refused:
-        assert all(offset % PAGE_BYTES == 0 and nbytes % PAGE_BYTES == 0 for offset, nbytes in direct)
-        pages = {page for at, n in direct for page in range(at // PAGE_BYTES, (at + n) // PAGE_BYTES)}
-        shared = {page for at, n in buffered for page in range(at // PAGE_BYTES, (at + n - 1) // PAGE_BYTES + 1)}
-        assert len(pages) == 4 + 14 + 12 + 7 and not pages & shared
+    for number in range(20):
+        (one,) = create(place, (f"a{number}", len(data)))
+        other = LocalFileWriter(place, f"a{number}", "final/a", 0, attributes=None, durable=True)
+        parts = []
+        for k, (begin, end) in enumerate(itertools.pairwise(cuts)):
+            at = begin % PAGE_BYTES
+            memory = allocate(end - begin + PAGE_BYTES)
+            memory.write(at, data[begin:end])
+            parts.append(((one, other)[k % 2], begin, memory.sub(at, end - begin)))
+        write_by_engine(parts)
+        for writer in (one, other):
+            writer.own_bytes = sum(region.nbytes for of, _, region in parts if of is writer)
+            writer.finish()
+            assert writer.finished
+        assert (tmp_path / f"a{number}").read_bytes() == data
 
 
 class DirectIO:
@@ -456,14 +492,14 @@ class DirectIO:
     def write(self, fd: int, address: int, nbytes: int, offset: int) -> int:
         """Write through the page cache in any case, in short pieces: only the order of the calls counts here."""
         nbytes = min(nbytes, 3 * PAGE_BYTES)
-        if fd != self.writer._direct_fd:
+        if fd != self.writer._opened()[1]:
             self.buffered.append((offset, nbytes))
             return self._write(fd, address, nbytes, offset)
         if not self._takes_any and (offset % PAGE_BYTES or nbytes % PAGE_BYTES):
             self.refused.append((offset, nbytes))
             raise OSError(errno.EINVAL, "not aligned")
         self.direct.append((offset, nbytes))
-        return self._write(self.writer._opened(), address, nbytes, offset)
+        return self._write(self.writer._opened()[0], address, nbytes, offset)
 
 
 @linux
@@ -490,17 +526,8 @@ def test_between_hosts_exact_ranges_go_past_the_page_cache(
         assert not system.buffered and sum(nbytes for _, nbytes in system.direct) == len(data)
     else:
         assert system.refused == [(0, 100)], "the first one, and then none"
-        assert all(offset % PAGE_BYTES == nbytes % PAGE_BYTES == 0 for offset, nbytes in system.direct)
-        assert sum(nbytes for _, nbytes in system.direct) == 7 * PAGE_BYTES
-
-
-@linux
-def test_a_file_of_one_process_is_written_by_whole_pages(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    system = DirectIO(monkeypatch, takes_any=True)
-    (system.writer,) = create(place, ("a", len(DATA)))
-    write_all(system.writer)
-    assert system.buffered and all(nbytes % PAGE_BYTES == 0 for _, nbytes in system.direct)
-    system.writer.finish()
+        assert not system.direct and sum(nbytes for _, nbytes in system.buffered) == len(data)
+    assert writer.add_range(native.Ranges(), 0, 0, memory) is not takes_any  # the engine writes whole pages
 
 
 @linux
