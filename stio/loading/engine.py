@@ -48,7 +48,7 @@ class EngineExecutor:
         self._unread: list[Group] = []  # other loads read some of their bytes into a cache
         self._watched: set[FileImage] = set()
         self._stopped = False
-        native.set_threads(num_processors())
+        native.count_processors(num_processors)
         self._transfer = native.Transfer(most_chunks=max(1, min(_MOST_CHUNKS, budget_bytes // 2 // native.CHUNK_BYTES)))
 
     def add(self, groups: Sequence[Group]) -> None:

@@ -18,6 +18,7 @@ import ctypes
 import logging
 import os
 import sys
+import time
 from array import array
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -43,7 +44,9 @@ READING, TRUNCATED, SHRUNK, DRIVER, NO_MEMORY = 1, 2, 3, 4, 5
 MOST_THREADS = 16
 """Most threads of the engine, `STIO_MAX_THREADS`."""
 
-_LEAST_THREADS = 4  # threads that wait for a disk need no processor
+_LEAST_THREADS = 6  # threads that wait for a disk need no processor
+_COUNTED_SECONDS = 1.0
+_counted = -_COUNTED_SECONDS  # when the processors were counted
 _TEXT_BYTES = 256
 _MOST_TAKEN = 256
 _END_MS = 10_000
@@ -481,8 +484,17 @@ def num_threads() -> int:
     return 0 if library is None else int(library.engine_num_threads())
 
 
+def count_processors(num_processors: Callable[[], int]) -> None:
+    """Call `set_threads` with the number of processors, once a second at most: to read their quotas takes 50 us."""
+    global _counted
+    now = time.monotonic()
+    if now - _counted >= _COUNTED_SECONDS:
+        _counted = now
+        set_threads(num_processors())
+
+
 def set_threads(num_processors: int) -> None:
-    """Let the engine use a thread for each processor, 4 at least and 16 at most."""
+    """Let the engine use a thread for each processor, 6 at least and 16 at most."""
     _functions().engine_set_threads(min(MOST_THREADS, max(_LEAST_THREADS, num_processors)))
 
 

@@ -155,16 +155,13 @@ def _left_in_version_1(path: str, most: int, enough: int, with_swap: bool) -> in
 # Processors.
 
 
-def num_processors(*, with_quota: bool = True) -> int:
+def num_processors() -> int:
     """Return how many processors this process can keep busy, one at least: by its affinity and its groups' quotas.
 
     The affinity includes the control groups' sets of processors.
-
-    Args:
-        with_quota: Read the quotas, which takes 30 microseconds. Not worth it for work of a few milliseconds.
     """
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for version, path in _groups("cpu") if with_quota else ():
+    for version, path in _groups("cpu"):
         if version == 1:
             quota, period = _number(f"{path}/cpu.cfs_quota_us", 0), _number(f"{path}/cpu.cfs_period_us", 0)
         else:

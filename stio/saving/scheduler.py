@@ -44,9 +44,9 @@ WRITE_DEPTH = 4
 """Most writes under way at once; so many reach the rate of the disk."""
 
 NUM_WORKERS = WRITE_DEPTH + 2
-"""Least threads of the engine, and most workers; where it does the work there are fewer of these. Two more than write,
-so that a full block is ready when a write ends. Writes that start together end together; where all then filled their
-next block first, the disk was idle for 3 of 30 ms."""
+"""Most workers; where the engine does the work there are fewer. Two more than write, so that a full block is ready
+when a write ends. Writes that start together end together; where all then filled their next block first, the disk was
+idle for 3 of 30 ms."""
 
 AHEAD_BLOCKS = 4
 """Most full blocks that wait for the disk, where no caller waits for the snapshot: one for each write that may end."""
@@ -95,7 +95,7 @@ class SaveScheduler:
         self._changed = pool.changed
         self._transfer: Any = None
         if native.available():
-            native.set_threads(max(num_processors(), NUM_WORKERS))
+            native.count_processors(num_processors)
             with suppress(OSError):  # no more threads
                 self._transfer = native.Transfer(most_chunks=WRITE_DEPTH)
         # The function that is passed does not refer to this object, which refers to the workers: see `WorkerPool`.

@@ -42,6 +42,7 @@ def plan_of(*sizes: int, blocks: int = 1) -> ReadPlan:
 class FakePath:
     """Records the calls; `on_read` and `on_finish` may wait or raise."""
 
+    image = None
     label = "read"
     is_native = False
 
