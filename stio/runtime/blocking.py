@@ -55,13 +55,15 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     A KeyboardInterrupt during a wait is raised there, as a cancel is in a task: the coroutine ends its
     operation, and this function raises the interrupt when no thread uses the operation's buffers.
     """
-    token = _blocking_task.set(current_task())
     try:
-        coroutine.send(None)
-    except StopIteration as end:
-        result: T = end.value
-        return result
+        token = _blocking_task.set(current_task())
+        try:
+            coroutine.send(None)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            _blocking_task.reset(token)
     finally:
-        _blocking_task.reset(token)
-    coroutine.close()
+        coroutine.close()  # an interrupt before its first step would otherwise warn that it was never awaited
     raise RuntimeError("a coroutine of stio waited for something else than an operation; this is a bug in stio")

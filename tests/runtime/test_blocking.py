@@ -26,6 +26,20 @@ def file(tmp_path: Path) -> Path:
     return save_file({"a": torch.ones(3), "b": torch.zeros(4)}, tmp_path / "x.safetensors")
 
 
+def test_an_interrupt_before_the_first_step_leaves_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> object:
+        raise KeyboardInterrupt
+
+    async def body() -> None:
+        raise AssertionError("it was started")
+
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patched.setattr(blocking, "current_task", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run_blocking(body())
+
+
 def test_a_wait_blocks_under_run_blocking_and_nowhere_else():
     seen = []
 
