@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -23,7 +23,7 @@ from stio.device.cuda import TorchAccelerator, has_streams
 from stio.device.pinned import give_back
 from stio.errors import StorageError
 from stio.format.naming import is_index
-from stio.loading.body import carry_out, open_source
+from stio.loading.body import carry_out, fetch_all, open_source
 from stio.loading.cache.entries import CacheEntries, CacheStats, RequestedFile
 from stio.loading.cache.file_image import CachedFile, FileImage
 from stio.loading.options import LoadOptions, SourceLike
@@ -155,7 +155,15 @@ class HostCache:
         options = LoadOptions(
             strict=strict, limits=limits, follow_symlinks=follow_symlinks, progress=progress, trace=trace
         )
+        await self.prefetch_by(source, options)
+
+    async def prefetch_by(self, source: SourceLike, options: LoadOptions) -> None:
+        """Do what `prefetch` does, by options; with a cache on disk in them objects of URLs are fetched into it first."""
         await self._prefetch_operation(source, options).wait()
+
+    def has(self, paths: Iterable[str]) -> bool:
+        """Return whether these files are in the cache as a whole."""
+        return all(self._entries.has(_label(path)) for path in paths)
 
     def stats(self) -> CacheStats:
         """Return the present contents in numbers, and counters since the cache was made."""
@@ -214,6 +222,8 @@ class HostCache:
     def _prefetch_operation(self, source: SourceLike, settings: LoadOptions) -> Operation[None]:
         def body(operation: Operation[None]) -> None:
             with closing(open_source(operation, source, settings)) as opened:
+                if settings.disk_cache is not None:
+                    fetch_all(opened, settings.disk_cache, settings)
                 requested = self._requested([(file, file.identity.nbytes) for file in opened.files])
                 held = [one for one in self._entries.hold(requested, every=opened.path) if one is not None]
                 carry_out(operation, prepare_prefetch(opened, held, settings))
