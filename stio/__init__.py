@@ -8,8 +8,9 @@ names are imported at once. Of these, `LazyTensor`, `Checkpoint`, `Stream`, `Loa
 `PendingSave` and `sync` import torch, and so does `stio.distributed`.
 
 Levels, from the base: `errors.py`; `runtime/`; `format/` (pure); `device/` and `storage/`; `loading/` and `saving/`;
-`conversion/`, `distributed/`, `pool/` and `state.py` (nested state); this module and `sync.py` (blocking twins); `cli/`,
-`compat/`, `integrations/` and `testing/`. A package imports from lower levels only. Start with `loading/` or `saving/`.
+`conversion/`, `distributed/`, `pool/` and `state.py` (nested state); this module and `sync.py` (blocking twins);
+`cli/`, `compat/`, `integrations/` and `testing/`. A package imports from lower levels only. Start with `loading/` or
+`saving/`.
 """
 
 from __future__ import annotations

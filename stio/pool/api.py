@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,12 +22,12 @@ import torch
 from stio.device.base import current_device, resolve_device, with_current_index
 from stio.device.cuda import TorchEvent, answering, has_streams
 from stio.device.tensors import DtypeLike
-from stio.errors import ClosedError, DeviceMemoryError, StioError, listed, printable
+from stio.errors import ClosedError, DeviceError, DeviceMemoryError, StioError, listed, printable
 from stio.loading.cache.disk_cache import DiskCache
 from stio.loading.cache.host_cache import HostCache
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.prepare import ACCELERATOR_BUDGET_BYTES
-from stio.pool.content import UPDATE_BYTES, Content, Contents, Leftover, Make, OtherContents, free_bytes
+from stio.pool.content import Content, Contents, Leftover, Make, OtherContents, free_bytes
 from stio.pool.policy import Call, Model, Policy
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.notifier import Notifier
@@ -110,31 +111,36 @@ class _Caller:
 
     def end(self, value: Any = None, error: BaseException | None = None) -> bool:
         """Give it a value or an error; return False if it has left."""
+        self._value, self._error = value, error  # before the decision: a caller that loses it looks at them
         if self._decided.setdefault("end", "served") == "left":
+            self._value = None
             return False
-        self._value, self._error = value, error
         self._is_over = True
         self._notifier.notify()
         return True
 
     async def wait(self, leave: Callable[[bool], None]) -> Any:
-        """Return the value, or raise the error.
-
-        Args:
-            leave: Called if the wait is interrupted: with True if it got its value before.
-        """
+        """Return the value, or raise the error. An interrupted wait leaves."""
         try:
             await self._notifier.wait_for(lambda: self._is_over)
         except BaseException:  # a cancel, an interrupt
-            if self._decided.setdefault("end", "left") == "left":
-                leave(False)
-            elif self._error is None:
-                leave(True)
+            self.leave(leave)
             raise
         if self._error is not None:
             raise self._error
+        return self._value
+
+    def take(self) -> Any:
+        """Return the value, once; None if there is none, or none any more."""
         value, self._value = self._value, None
         return value
+
+    def leave(self, leave: Callable[[bool], None]) -> None:
+        """End the wait, or give back the value; `leave` is called with whether it had one."""
+        if self._decided.setdefault("end", "left") == "left":
+            leave(False)
+        elif self.take() is not None:
+            leave(True)
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +160,8 @@ class _Entry:
     source: SourceLike
     content: Content
     contents: Contents | None = None
+    files: Sequence[str] = ()
+    """Paths of its files, as a prefetch found them."""
     callers: dict[Call, _Caller] = field(default_factory=dict)
     events: list[TorchEvent] = field(default_factory=list)
     """Behind the work of its users that was queued on the device."""
@@ -169,38 +177,44 @@ class ModelUse:
     def __init__(self, pool: ModelPool, entry: _Entry, priority: int) -> None:
         self._pool, self._entry, self._priority = pool, entry, priority
         self._caller: _Caller | None = None
-        self._value: Any = None
 
     async def __aenter__(self) -> Any:
         """Wait until the model is on the device, and return it."""
         if self._caller is not None:
             raise ValueError("a use of a model is entered once; call pool.use() for each")
         pool, entry = self._pool, self._entry
-        self._caller = caller = _Caller(self._priority)
         pool._require_open()
+        self._caller = caller = _Caller(self._priority)
         pool._post(partial(pool._called, entry, caller))
-
-        def leave(has_model: bool) -> None:
-            pool._post(partial(pool._released if has_model else pool._left, entry, caller))
-
-        self._value = await caller.wait(leave)
-        return self._value
+        return await caller.wait(self._leave)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Give the model back. A dictionary is empty then. Does not wait."""
-        caller, value, self._value = self._caller, self._value, None
-        if caller is None or value is None:
+        value = None if self._caller is None else self._caller.take()
+        if value is None:
             return
-        event = self._pool._event_now()
-        if isinstance(value, dict):
-            value.clear()
-        self._pool._post(partial(self._pool._released, self._entry, caller, event))
+        release = self._pool._released
+        try:
+            release = partial(release, event=self._pool._event_now())
+        finally:  # a device that does not answer ends the use too
+            if isinstance(value, dict):
+                value.clear()
+            self._pool._post(partial(release, self._entry))
 
     async def aclose(self) -> None:
         """Give the model back."""
         await self.__aexit__(None, None, None)
+
+    def _leave(self, has_model: bool) -> None:
+        pool, entry, caller = self._pool, self._entry, self._caller
+        assert caller is not None
+        pool._post(partial(pool._released, entry) if has_model else partial(pool._left, entry, caller))
+
+    def __del__(self) -> None:
+        if self._caller is not None and not self._pool._is_closed:  # interrupted between the wait and the block
+            self._caller.leave(self._leave)
 
 
 class ModelPool:
@@ -273,7 +287,8 @@ class ModelPool:
         self._thread: Operation[None] | None = None
         self._is_closed = False
         self._has_shut = False
-        _pools[id(self)] = self
+        self._failure: BaseException | None = None
+        _pools.add(self)
 
     def _host_cache(self, host_bytes: int) -> HostCache:
         left = host_bytes - (0 if str(self._device) == "cpu" else RING_BYTES)
@@ -381,14 +396,15 @@ class ModelPool:
         if self._host is None:
             raise ValueError("the pool has no host memory to read models into; give it host_bytes=")
         options = replace(entry.content.options, progress=progress, streams=None)
-        await self._host.prefetch_by(entry.source, options)
+        entry.files = await self._host.prefetch_by(entry.source, options)
 
     async def update(self, name: str, source: SourceLike, *, make: Make | None = None) -> None:
         """Replace the weights of a model. Callers that use it keep the old ones; later callers get the new ones.
 
         The update begins when the model has no users, and it gets none meanwhile. If the names, shapes and dtypes are
-        those of the old weights, and the device has room for 64 MiB on the way, the new ones are copied into the same
-        memory. Otherwise the next use loads the model anew. After an error the model has its old weights.
+        those of the old weights, and the pool has room for 64 MiB on the way, or for the largest tensor, the new ones
+        are copied into the same memory. Otherwise the next use loads the model anew. After an error the model has its
+        old weights.
 
         Args:
             name: Name of the model.
@@ -418,7 +434,7 @@ class ModelPool:
             ValueError: There is no such model.
         """
         entry = self._entry(name)
-        model, files = entry.model, () if entry.contents is None else entry.contents.files
+        model, files = entry.model, entry.files if entry.contents is None else entry.contents.files
         tier: Tier = "source"
         if model.state in ("resident", "updating"):
             tier = "device"
@@ -461,7 +477,6 @@ class ModelPool:
         finally:
             if self._host is not None:
                 self._host.close()
-            _pools.pop(id(self), None)
 
     async def __aenter__(self) -> Self:
         self._require_not_closed()
@@ -485,7 +500,9 @@ class ModelPool:
 
     def _require_not_closed(self) -> None:
         if self._is_closed:
-            raise ClosedError("the pool was closed, or belongs to the process that this one was forked from")
+            raise ClosedError(
+                "the pool was closed, or belongs to the process that this one was forked from"
+            ) from self._failure
 
     def _require_open(self) -> None:
         self._require_not_closed()
@@ -528,8 +545,8 @@ class ModelPool:
                     one[1]()
                 self._decide()
                 self._notifier.block_until(lambda: bool(self._inbox) or operation.cancelled or self._has_ended())
-        except StioError as failed:  # there is no such device
-            error = failed
+        except BaseException as failed:  # there is no such device
+            error = self._failure = failed
             raise
         finally:
             self._shut(error)
@@ -546,11 +563,11 @@ class ModelPool:
         self._has_shut = True
         self._drain()
         for entry in list(self._entries.values()):
-            for caller in entry.callers.values():
+            for caller in [*entry.callers.values(), *(update.caller for update in entry.updates)]:
                 caller.end(error=_own(error))
-            for update in entry.updates:
-                update.caller.end(error=_own(error))
-            if not entry.model.num_users:
+            if entry.model.num_users:
+                entry.content.forget()
+            else:
                 _wait_for(entry.events)
                 entry.content.drop()
 
@@ -583,8 +600,10 @@ class ModelPool:
         """Return most bytes for models now, where others use the device too."""
         if not any(model.calls and model.state == "absent" for model in self._policy.models):
             return None
-        if self._running or self._resolved is None or self._resolved.type == "cpu":
-            return None  # what loads under way have allocated is not known
+        if self._resolved is None or self._resolved.type == "cpu":
+            return None
+        if any(model.state in ("loading", "updating") for model in self._policy.models):
+            return None  # how much of their memory is allocated is not known
         free = free_bytes(self._resolved)
         return None if free is None else self._policy.held_bytes + free
 
@@ -610,9 +629,9 @@ class ModelPool:
             del entry.callers[caller.call]
             self._policy.withdraw(entry.model, caller.call)
 
-    def _released(self, entry: _Entry, caller: _Caller, event: TorchEvent | None = None) -> None:
+    def _released(self, entry: _Entry, event: TorchEvent | None = None) -> None:
         if event is not None:
-            entry.events = [one for one in entry.events if not one.query()]
+            entry.events = [one for one in entry.events if _is_pending(one)]
             entry.events.append(event)
         self._policy.release(entry.model, time.monotonic())
 
@@ -628,6 +647,7 @@ class ModelPool:
 
     def _fail(self, entry: _Entry, error: BaseException) -> None:
         self._count(num_failed=1)
+        entry.model.nbytes = None  # the files may be others at the next attempt
         for call in self._policy.failed(entry.model):
             entry.callers.pop(call).end(error=_own(error))
 
@@ -668,6 +688,7 @@ class ModelPool:
         try:
             operation.start()
         except StioError as error:  # no more threads
+            entry.operation = None
 
             def fail(error: StioError = error) -> Any:
                 raise error
@@ -703,14 +724,16 @@ class ModelPool:
             entry.contents = changed.contents
             self._policy.measured(entry.model, changed.contents.nbytes)
         except BaseException as error:
-            entry.content.drop()
+            left, nbytes = entry.content.drop(), entry.model.nbytes
             self._failed(entry, error, is_cancelled)
+            if left is not None:
+                self._policy.freeing(entry.model, nbytes)
+                self._begin(entry, "evict", lambda *_: left.later(), partial(self._freed, left=left))
         else:
             self._count(num_loads=1, load_seconds=seconds)
             self._grant(entry, self._policy.loaded(entry.model, time.monotonic()))
 
     def _failed(self, entry: _Entry, error: BaseException, is_cancelled: bool) -> None:
-        entry.model.nbytes = None  # the files may be others at the next attempt
         if is_cancelled:
             self._policy.evicted(entry.model)  # callers that came since then wait for another load
         else:
@@ -721,14 +744,27 @@ class ModelPool:
         return entry.content.evict()
 
     def _evicted(self, entry: _Entry, outcome: Callable[[], Leftover | None], is_cancelled: bool) -> None:
-        left = None
-        with suppress(BaseException):  # a device that failed; its memory is not used again
-            left = outcome()
-        if left is not None:
-            self._leftovers.append(left)
         entry.events = []
         self._count(num_evictions=1)
+        self._freed(entry, outcome, is_cancelled)
+
+    def _freed(
+        self,
+        entry: _Entry,
+        outcome: Callable[[], Leftover | None],
+        is_cancelled: bool,
+        left: Leftover | None = None,
+    ) -> None:
+        try:
+            left = outcome()
+        except BaseException:  # no thread was started
+            left = left or entry.content.drop()
+        self._keep_count_of(left)
         self._policy.evicted(entry.model)
+
+    def _keep_count_of(self, left: Leftover | None) -> None:
+        if left is not None:
+            self._leftovers.append(left)
 
     # Updates.
 
@@ -750,8 +786,12 @@ class ModelPool:
     def _begin_update(self, entry: _Entry) -> None:
         update = entry.updates[0]
         is_resident = entry.model.nbytes is not None
-        room = self._policy.device_bytes - self._policy.held_bytes
-        may_replace = is_resident and update.make is None and room >= UPDATE_BYTES and entry.content.can_replace()
+        may_replace = False
+        if is_resident and update.make is None and entry.content.can_replace():
+            assert entry.contents is not None and entry.model.nbytes is not None
+            room, needed = self._policy.device_bytes - self._policy.held_bytes, entry.contents.update_bytes
+            may_replace = room >= needed
+            entry.model.nbytes += needed if may_replace else 0  # nobody else gets it meanwhile
         state = _UpdateState(is_resident)
         self._begin(
             entry,
@@ -772,10 +812,13 @@ class ModelPool:
             try:
                 if may_replace and is_same:
                     entry.content.replace(operation, update.source)
+                    operation.refuse_cancel()
                     state.is_resident = True
             finally:
                 if not state.is_resident:
                     state.leftover = entry.content.evict()
+        if not state.is_resident:
+            operation.refuse_cancel()
         return content, contents
 
     def _updated(
@@ -786,13 +829,14 @@ class ModelPool:
         outcome: Callable[[], tuple[Content, Contents]],
     ) -> None:
         entry.updates.popleft()
-        if state.leftover is not None:
-            self._leftovers.append(state.leftover)
+        self._keep_count_of(state.leftover)
         self._policy.updated(entry.model, resident=state.is_resident)
         entry.model.wants_update = bool(entry.updates)
         try:
             entry.content, entry.contents = outcome()
         except BaseException as error:
+            if state.is_resident and entry.contents is not None:
+                entry.model.nbytes = entry.contents.nbytes
             update.caller.end(error=error)
             return
         entry.source = update.source
@@ -821,7 +865,15 @@ class _Progress:
 
 def _wait_for(events: list[TorchEvent]) -> None:
     for event in events:
-        event.synchronize()
+        with suppress(DeviceError):  # work that failed has ended
+            event.synchronize()
+
+
+def _is_pending(event: TorchEvent) -> bool:
+    try:
+        return not event.query()
+    except DeviceError:  # work that failed has ended
+        return False
 
 
 def _own(error: BaseException) -> BaseException:
@@ -834,13 +886,12 @@ def _own(error: BaseException) -> BaseException:
     return made if type(made) is type(error) else error
 
 
-_pools: dict[int, ModelPool] = {}
+_pools: weakref.WeakSet[ModelPool] = weakref.WeakSet()
 
 
 @after_fork_in_child
 def _forget_parent() -> None:
     """Close all pools in a forked child: their threads are not in the child."""
-    for pool in list(_pools.values()):
+    for pool in list(_pools):
         pool._is_closed = True
         pool._thread = None
-    _pools.clear()

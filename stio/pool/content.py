@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -18,7 +18,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from stio.device.tensors import TORCH_DTYPES, torch_shape
+from stio.device.base import resolve_device
+from stio.device.cuda import TorchAccelerator
+from stio.device.tensors import TORCH_DTYPES, require_dtypes, torch_shape
 from stio.errors import MismatchError, listed, with_article
 from stio.format.dtypes import tensor_nbytes
 from stio.loading.api import fill_from
@@ -30,8 +32,8 @@ from stio.loading.options import LoadOptions, SourceLike
 from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Operation
 
-UPDATE_BYTES = 64 << 20
-"""Most bytes of the device that an update in place needs on the way."""
+_UPDATE_BYTES = 64 << 20
+"""Budget of an update in place. A larger tensor is on the way alone."""
 
 _BLOCK_BYTES = 512
 """Allocators of devices round sizes up to it."""
@@ -50,6 +52,8 @@ class Contents:
     """Bytes on the device, in the allocator's blocks, with those that casts need on the way."""
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     """Dtype and shape of each tensor, as in the format."""
+    update_bytes: int
+    """Bytes of the device that an update in place needs on the way."""
     files: Sequence[str]
     """Paths of its files."""
 
@@ -81,6 +85,16 @@ class Leftover:
         """Return what of it is still referenced; None if nothing is."""
         left = {name: pair for name, pair in self.storages.items() if not pair[0].expired()}  # type: ignore[no-untyped-call]
         return Leftover(self.model, left) if left else None
+
+    def later(self) -> Leftover | None:
+        """Return what of it is still referenced a second later; None as soon as nothing is."""
+        until = time.monotonic() + _PATIENCE_SECONDS
+        gc.collect()  # tensors in cycles
+        left = self.now()
+        while left is not None and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+            left = left.now()
+        return left
 
     def describe(self) -> str:
         """Return the tensors, and an object that refers to the first of them."""
@@ -144,7 +158,9 @@ class Content:
                 return
             target = ModuleTarget(self._module, assign=True)
             run_blocking(fill_from(opened, target, options, on_begin=operation.on_cancel))
-        self._move_unstored(options.device)
+        device = resolve_device(options.device)
+        with _own_stream(device):
+            self._move_unstored(device)
 
     def replace(self, operation: Operation[Any], source: SourceLike) -> None:
         """Copy the tensors of another checkpoint into those that are there; shapes and dtypes are equal.
@@ -153,8 +169,10 @@ class Content:
             StioError: See `load`. Some tensors have new values then.
         """
         module = _module_of(self._tensors) if self._module is None else self._module
-        options = replace(self.options, device="cpu", budget_bytes=UPDATE_BYTES)  # of the target is what the module has
-        run_blocking(fill_from(source, ModuleTarget(module), options, on_begin=operation.on_cancel))
+        # The device of the target is that of its tensors.
+        options = replace(self.options, device="cpu", budget_bytes=_UPDATE_BYTES)
+        with _own_stream(resolve_device(self.options.device)):
+            run_blocking(fill_from(source, ModuleTarget(module), options, on_begin=operation.on_cancel))
 
     def can_replace(self) -> bool:
         """Return whether `replace` can find all tensors by their names."""
@@ -162,20 +180,16 @@ class Content:
 
     def evict(self) -> Leftover | None:
         """Remove the tensors from the device; return what is still referenced a second later."""
-        left = Leftover(self._name, self._release()).now()
-        until = time.monotonic() + _PATIENCE_SECONDS
-        is_collected = False
-        while left is not None and time.monotonic() < until:
-            if not is_collected:
-                is_collected = True
-                gc.collect()  # tensors in cycles
-            time.sleep(_POLL_SECONDS)
-            left = left.now()
-        return left
+        left = self.drop()
+        return None if left is None else left.later()
 
-    def drop(self) -> None:
-        """Remove the tensors from the device; memory that is still referenced stays."""
-        self._release()
+    def drop(self) -> Leftover | None:
+        """Remove the tensors from the device; return what is still referenced."""
+        return Leftover(self._name, self._release()).now()
+
+    def forget(self) -> None:
+        """Drop the references to the tensors and to the module, which their users keep."""
+        self._module, self._tensors = None, {}
 
     def _release(self) -> dict[str, tuple[StorageWeakRef, int]]:
         """Drop all references to the tensors; return their storages by name."""
@@ -190,7 +204,7 @@ class Content:
             old = tree.get(name)
             tree.put(name, made.setdefault(id(old), _on_meta(old)))
         tree.tensors.clear()
-        self._move_unstored("cpu")
+        self._move_unstored(torch.device("cpu"))
         return storages
 
     def _require_module(self) -> None:
@@ -203,8 +217,14 @@ class Content:
 
     def _contents_of(self, opened: OpenCheckpoint) -> Contents:
         found = opened.dtypes_and_shapes()
+        require_dtypes([dtype for dtype, _ in found.values()], path=opened.path)
         nbytes = sum(map(self._bytes_of, found.values())) + self._unstored_bytes() + self._cast_bytes(found)
-        return Contents(nbytes, found, [file.path for file in opened.files])
+        if resolve_device(self.options.device).type != "cpu":
+            nbytes += _BLOCK_BYTES  # for a moment, when torch puts a tensor over a storage
+        stored = [tensor_nbytes(*pair) for pair in found.values()]
+        on_the_way = min(sum(stored), max(_UPDATE_BYTES, max(stored, default=0)))
+        blocks = _BLOCK_BYTES * len(stored)
+        return Contents(nbytes, found, on_the_way + blocks, [file.path for file in opened.files])
 
     def _bytes_of(self, described: tuple[str, tuple[int, ...]]) -> int:
         """Return the bytes of a tensor on the device."""
@@ -231,13 +251,18 @@ class Content:
             return 0
         return sum(-(-one.nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for one in _unstored(self._module).values())
 
-    def _move_unstored(self, device: Any) -> None:
+    def _move_unstored(self, device: torch.device) -> None:
         """Move the buffers that no checkpoint holds (`persistent=False`), except those without data."""
         assert self._module is not None
         tree = ModuleTree(self._module)
         for name, old in _unstored(self._module).items():
             if not old.is_meta:
                 tree.put(name, old.to(device))
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which memory and copies are of the stream of all loads; its work has ended at the end."""
+    return nullcontext() if device.type == "cpu" else TorchAccelerator(device).on_stream()
 
 
 def _unstored(module: nn.Module) -> dict[str, torch.Tensor]:

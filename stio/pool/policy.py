@@ -139,6 +139,10 @@ class Policy:
         """Set a model as absent."""
         model.state = "absent"
 
+    def freeing(self, model: Model, nbytes: int | None) -> None:
+        """Set a model whose load failed as one that is being evicted: so many bytes are not free yet."""
+        model.state, model.nbytes = "evicting", nbytes
+
     def updated(self, model: Model, *, resident: bool) -> None:
         """Set the end of an update. The size is read again unless the new weights are on the device."""
         model.wants_update = False
@@ -223,9 +227,9 @@ class Policy:
         return iter(sorted(waiting, key=lambda model: model.rank))
 
     def _evictable(self) -> list[Model]:
-        """Return the models that may be evicted when they have no users, the least recently used first."""
+        """Return the models that may be evicted when they have no users: without callers, least recently used first."""
         found = [one for one in self.models if one.state == "resident" and not one.pinned and not one.wants_update]
-        return sorted(found, key=lambda one: one.used)
+        return sorted(found, key=lambda one: (bool(one.calls), one.used))
 
     def _fixed_bytes(self) -> int:
         """Return how many bytes no eviction makes free."""

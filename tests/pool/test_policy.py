@@ -194,6 +194,20 @@ def test_the_least_recently_used_goes_first_and_pinned_ones_stay() -> None:
     assert [model.state for model in (pinned, old, young, new)] == ["resident", "absent", "resident", "resident"]
 
 
+def test_a_model_with_callers_is_evicted_after_those_without() -> None:
+    """When the first caller is due, also models that have callers and no users are evicted."""
+    policy = Policy(100, hold_seconds=1.0, max_loads=1)
+    wanted = Model("wanted", nbytes=50, state="resident", used=1.0)
+    idle = Model("idle", nbytes=50, state="resident", used=2.0)
+    new = Model("new", nbytes=50)
+    policy.models += [wanted, idle, new]
+    policy.call(new, 0.0)
+    policy.call(wanted, 5.0)
+    decision = policy.decide(5.0)
+    assert decision.evict == [idle]
+    assert [model for model, _ in decision.grant] == [wanted]
+
+
 def test_what_fits_beside_a_model_that_waits_is_loaded_until_it_is_due() -> None:
     history = History(Policy(100, hold_seconds=20.0, max_loads=1), random.Random(0))
     busy, large, small = history.add("busy", 60), history.add("large", 60), history.add("small", 30)

@@ -8,6 +8,7 @@ import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from loops import on_all
 from support import Cancelling, eventually_async, nothing_left
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import stio
 from stio import sync
@@ -198,6 +200,9 @@ async def test_a_model_that_does_not_fit(files: list[Path], tmp_path: Path) -> N
                 pass
         async with pool.use("0") as tensors:
             assert value_of(tensors) == 0.0
+        save(tmp_path / "large.safetensors", 7.0)  # the next attempt reads its size again
+        async with pool.use("large") as tensors:
+            assert value_of(tensors) == 7.0
 
 
 @on_all
@@ -220,6 +225,33 @@ async def test_a_load_that_fails_is_raised_to_all_and_tried_again(files: list[Pa
         assert len(errors) == 5 and len(set(map(id, errors))) == 5
         assert {error.path for error in errors} == {str(files[0])}
         files[0].write_bytes(whole)
+        async with pool.use("0") as tensors:
+            assert value_of(tensors) == 0.0
+
+
+@on_all
+async def test_what_a_failed_load_leaves_counts_until_it_is_free(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stio.pool import content
+
+    async with pool_of(files, room=1) as pool:
+        kept = []
+
+        def fail(self: Any, *_: Any) -> None:
+            self._tensors = {"w": torch.empty(256, 256)}
+            kept.append(self._tensors["w"])
+            raise OSError("the disk failed")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(content.Content, "load", fail)
+            with pytest.raises(OSError, match="the disk failed"):
+                async with pool.use("0"):
+                    pass
+        with pytest.raises(DeviceMemoryError, match="still referenced: w of '0'"):
+            async with pool.use("1"):
+                pass
+        kept.clear()
         async with pool.use("0") as tensors:
             assert value_of(tensors) == 0.0
 
@@ -363,6 +395,69 @@ async def test_an_update_that_fails_while_it_copies_loads_the_old_weights_again(
             assert value_of(tensors) == 0.0
 
 
+@on_all
+async def test_an_update_that_is_cancelled_behind_its_copies_keeps_one_version(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on the device then is what is loaded after an eviction."""
+    from stio.pool import content
+
+    async with pool_of(files, room=1000) as pool:
+        async with pool.use("0"):
+            pass
+        replace = content.Content.replace
+
+        def replace_and_leave(self: Any, operation: Any, source: Any) -> None:
+            replace(self, operation, source)
+            operation.cancel()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(content.Content, "replace", replace_and_leave)
+            with pytest.raises(ClosedError):
+                await pool.update("0", files[1])
+        async with pool.use("0") as tensors:
+            assert value_of(tensors) == 0.0
+
+
+@on_all
+async def test_what_an_update_needs_on_the_way_is_reserved(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from stio.pool import content
+
+    async with pool_of(files, room=4) as pool:
+        async with pool.use("0"):
+            pass
+        entered, gate = threading.Event(), threading.Event()
+
+        def wait(*_: Any) -> None:
+            entered.set()
+            assert gate.wait(10)
+
+        monkeypatch.setattr(content.Content, "replace", wait)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pool.update, "0", files[1])
+            assert await eventually_async(entered.is_set)
+            assert MODEL_BYTES * 2 - 512 <= pool.stats().device_bytes <= MODEL_BYTES * 2 + 1024
+            gate.set()
+        assert pool.stats().device_bytes == MODEL_BYTES
+        entered.clear()
+        monkeypatch.undo()
+        with pytest.raises(StioError):
+            await pool.update("0", files[1].parent / "missing")
+        assert pool.stats().device_bytes == MODEL_BYTES
+
+
+@on_all
+async def test_without_room_on_the_way_an_update_loads_anew(files: list[Path]) -> None:
+    async with pool_of(files, room=1) as pool:
+        async with pool.use("0"):
+            pass
+        await pool.update("0", files[1])
+        assert pool.status("0").tier == "source"
+        async with pool.use("0") as tensors:
+            assert value_of(tensors) == 1.0
+        assert pool.stats().peak_device_bytes == MODEL_BYTES
+
+
 # Callers that leave, and the end.
 
 
@@ -393,6 +488,58 @@ async def test_a_cancel_at_every_await_leaves_no_user(files: list[Path]) -> None
         assert not any(pool.status(name).num_waiting for name in "01234")
         async with pool.use("1") as tensors:
             assert value_of(tensors) == 1.0
+
+
+@on_all
+async def test_a_use_that_was_interrupted_before_its_block_ends(files: list[Path]) -> None:
+    async with pool_of(files) as pool:
+        use = pool.use("0")
+        await use.__aenter__()
+        assert pool.status("0").num_users == 1
+        del use  # as after an interrupt between the wait and the block
+        gc.collect()
+        assert await eventually_async(lambda: pool.status("0").num_users == 0)
+
+
+def test_a_caller_that_leaves_while_it_gets_an_error_gives_back_nothing() -> None:
+    from stio.pool import api
+
+    left: list[bool] = []
+
+    class Racing(dict[str, str]):
+        def setdefault(self, key: str, value: str) -> str:  # type: ignore[override]
+            found = super().setdefault(key, value)
+            if value == "served":
+                caller.leave(left.append)  # between the decision and what follows it
+            return found
+
+    caller = api._Caller()
+    caller._decided = Racing()
+    caller.end(error=ValueError("no load"))
+    assert left == []
+    caller = api._Caller()
+    caller._decided = Racing()
+    caller.end({"w": 1})
+    assert left == [True] and caller.take() is None
+
+
+@on_all
+async def test_an_error_of_the_pool_s_own_thread_reaches_its_callers(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pool_of(files) as pool:
+
+        def fail(*_: Any) -> Any:
+            raise RuntimeError("this is a mistake")
+
+        monkeypatch.setattr(pool._policy, "decide", fail)
+        with pytest.raises(RuntimeError, match="this is a mistake"):
+            async with pool.use("0"):
+                pass
+        with pytest.raises(ClosedError) as caught:
+            async with pool.use("0"):
+                pass
+        assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 @on_all
@@ -443,6 +590,24 @@ async def test_the_end_with_callers_inside(files: list[Path]) -> None:
             await pool.update("0", files[0])
         with pytest.raises(ClosedError):
             pool.add("new", files[0])
+
+
+@on_all
+async def test_a_closed_pool_refers_to_no_tensors(files: list[Path]) -> None:
+    """Also not to those of callers that were inside."""
+    pool = pool_of(files)
+    async with pool, pool.use("0") as tensors:
+        storage = StorageWeakRef(tensors["w"].untyped_storage())
+        await pool.aclose()
+        assert value_of(tensors) == 0.0
+    assert not tensors
+    assert await eventually_async(storage.expired)
+
+
+def test_a_pool_that_is_not_entered_is_not_kept(files: list[Path]) -> None:
+    pool = weakref.ref(pool_of(files))
+    gc.collect()
+    assert pool() is None
 
 
 @on_all

@@ -124,7 +124,7 @@ class HostCache:
         self._memory = _Memory(self._device)
         self._entries = CacheEntries(self._budget_bytes, self._memory.allocate, give_back)
         # By id: a `WeakSet` cannot be listed while another thread adds to it.
-        self._operations: weakref.WeakValueDictionary[int, Operation[None]] = weakref.WeakValueDictionary()
+        self._operations: weakref.WeakValueDictionary[int, Operation[Any]] = weakref.WeakValueDictionary()
 
     async def prefetch(
         self,
@@ -157,9 +157,12 @@ class HostCache:
         )
         await self.prefetch_by(source, options)
 
-    async def prefetch_by(self, source: SourceLike, options: LoadOptions) -> None:
-        """Do what `prefetch` does, by options; with a cache on disk in them objects of URLs are fetched into it first."""
-        await self._prefetch_operation(source, options).wait()
+    async def prefetch_by(self, source: SourceLike, options: LoadOptions) -> list[str]:
+        """Do what `prefetch` does, by options; return the paths of the files.
+
+        With a `DiskCache` in the options, objects of URLs are fetched into it first.
+        """
+        return await self._prefetch_operation(source, options).wait()
 
     def has(self, paths: Iterable[str]) -> bool:
         """Return whether these files are in the cache as a whole."""
@@ -219,14 +222,15 @@ class HostCache:
         _wait_for_tick([file for file, _ in files])
         return [RequestedFile(file, _label(file.path), nbytes) for file, nbytes in files]
 
-    def _prefetch_operation(self, source: SourceLike, settings: LoadOptions) -> Operation[None]:
-        def body(operation: Operation[None]) -> None:
+    def _prefetch_operation(self, source: SourceLike, settings: LoadOptions) -> Operation[list[str]]:
+        def body(operation: Operation[list[str]]) -> list[str]:
             with closing(open_source(operation, source, settings)) as opened:
                 if settings.disk_cache is not None:
                     fetch_all(opened, settings.disk_cache, settings)
                 requested = self._requested([(file, file.identity.nbytes) for file in opened.files])
                 held = [one for one in self._entries.hold(requested, every=opened.path) if one is not None]
                 carry_out(operation, prepare_prefetch(opened, held, settings))
+                return [file.path for file in opened.files]
 
         self._entries.require_open()
         operation = Operation(body, name="prefetch")
