@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -650,6 +651,28 @@ async def test_a_device_that_is_not_here(files: list[Path]) -> None:
         with pytest.raises(StioError):
             async with pool.use("0"):
                 pass
+
+
+def test_a_trace_shows_swaps(files: list[Path], tmp_path: Path) -> None:
+    trace = stio.Trace()
+    with sync.ModelPool(device="cpu", device_bytes=MODEL_BYTES, trace=trace) as pool:
+        for k in (0, 1):
+            pool.add(str(k), files[k])
+        for name in "010":
+            with pool.use(name):
+                pass
+        pool.update("0", files[2])
+    own = [span for span in trace.spans if span.name in ("swap", "evict", "update") or span.detail in ("0", "1")]
+    assert [(span.name, span.detail) for span in own] == [
+        *(("open", "0"), ("swap", "0"), ("open", "1"), ("evict", "0"), ("swap", "1"), ("evict", "1"), ("swap", "0")),
+        ("update", "0"),
+    ]
+    assert {span.lane for span in own} == {"open", "swap", "evict", "update"}
+    for before, after in pairwise([span for span in own if span.name in ("swap", "evict")]):
+        assert before.end <= after.start, "the old model goes before the new one comes"
+    trace.save_svg(tmp_path / "pool.svg")
+    text = (tmp_path / "pool.svg").read_text()
+    assert all(f">{word}<" in text for word in ("swap", "evict", "update", "open"))
 
 
 def test_threads_share_a_pool(files: list[Path]) -> None:
