@@ -303,7 +303,7 @@ def sampled(read: dict[str, Any]) -> Iterator[dict[str, int]]:
         thread.join()
 
 
-async def serve(work: Work, way: Any, torch: Any) -> Record:
+async def serve(work: Work, way: Any) -> Record:
     """Answer all requests; return the waits, and whether each answer was right."""
     rng = random.Random(1)
     todo = iter(enumerate(work.requests()))
@@ -370,8 +370,10 @@ async def serve(work: Work, way: Any, torch: Any) -> Record:
 
 def run(work: Work, name: str) -> Record:
     """Run one way in this process; return its figures."""
-    torch, module = _torch(work)
+    module = _module_of(work)
     base = module.memory_allocated() if module else 0
+    if module:
+        module.reset_peak_memory_stats()
     way_of = {"pool": Pool, "to": To, "load_file": LoadFile}[name]
 
     async def body() -> Record:
@@ -383,7 +385,7 @@ def run(work: Work, name: str) -> Record:
 
                 reads["pinned_bytes"] = simdevice.pinned_bytes
             with sampled(reads) as most:
-                found = await serve(work, way, torch)
+                found = await serve(work, way)
             found |= {f"most_{key}": value for key, value in most.items()} | way.record()
             found["most_device_bytes"] = module.max_memory_allocated() - base if module else 0
             return found
@@ -403,8 +405,8 @@ def run(work: Work, name: str) -> Record:
     return found
 
 
-def _torch(work: Work) -> tuple[Any, Any]:
-    """Return torch, and its module of the device; None for the CPU."""
+def _module_of(work: Work) -> Any:
+    """Return torch's module of the device, which is ready for use; None for the CPU."""
     if work.device == "sim":
         sys.path.insert(0, str(ROOT / "tests"))
         import simdevice
@@ -414,16 +416,12 @@ def _torch(work: Work) -> tuple[Any, Any]:
         simdevice.set_released(0)
     import torch
 
-    if work.device == "cpu":
-        return torch, None
-    module = torch.get_device_module(work.device)
-    module.memory_allocated()
-    return torch, module
+    return None if work.device == "cpu" else torch.get_device_module(work.device)
 
 
 def swaps(work: Work, rounds: int) -> Record:
     """Measure a swap from host memory, and a load of the same bytes from a `HostCache` by `stio.load`, in turn."""
-    _torch(work)
+    _module_of(work)
     import stio
 
     async def body() -> Record:

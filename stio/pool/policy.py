@@ -188,8 +188,8 @@ class Policy:
             if model.nbytes > limit - self._fixed_bytes():
                 decision.refuse.append(model)
                 continue
-            if num_loads == self._max_loads:
-                break
+            if num_loads == self._max_loads:  # until then all other models can be used
+                continue
             if model.nbytes <= free:
                 free -= model.nbytes
                 num_loads += 1
@@ -219,6 +219,7 @@ class Policy:
             # What is free, and what will be, is for this model.
             coming -= model.nbytes - free
             free = 0
+            num_loads += 1
         return []
 
     def _waited_for(self) -> Iterator[Model]:

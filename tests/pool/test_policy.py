@@ -194,6 +194,24 @@ def test_the_least_recently_used_goes_first_and_pinned_ones_stay() -> None:
     assert [model.state for model in (pinned, old, young, new)] == ["resident", "absent", "resident", "resident"]
 
 
+def test_room_is_made_for_as_many_models_as_are_loaded_at_one_time() -> None:
+    """A model that is evicted long before the load that needs its room could answer meanwhile."""
+    policy = Policy(100, hold_seconds=1.0, max_loads=1)
+    old = [Model(name, nbytes=50, state="resident", used=k) for k, name in enumerate("ab")]
+    new = [Model("c", nbytes=50), Model("d", nbytes=50), Model("e")]
+    policy.models += old + new
+    for model in new:
+        policy.call(model, 0.0)
+    decision = policy.decide(0.1)
+    assert decision.evict == [old[0]] and decision.measure == [new[2]]
+    assert not policy.decide(0.2).evict
+    policy.evicted(old[0])
+    assert policy.decide(0.3).load == [new[0]]
+    assert not policy.decide(0.4).evict
+    policy.loaded(new[0], 0.5)
+    assert policy.decide(0.6).evict == [old[1]]
+
+
 def test_a_model_with_callers_is_evicted_after_those_without() -> None:
     """When the first caller is due, also models that have callers and no users are evicted."""
     policy = Policy(100, hold_seconds=1.0, max_loads=1)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import random
+import signal
 import threading
 import time
 import weakref
@@ -19,7 +20,7 @@ import anyio
 import pytest
 import torch
 from loops import on_all
-from support import Cancelling, eventually_async, nothing_left
+from support import Cancelling, eventually, eventually_async, nothing_left, run_python
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -703,6 +704,48 @@ def test_threads_share_a_pool(files: list[Path]) -> None:
             assert value_of(tensors) == 1.0
     with pytest.raises(ClosedError), pool.use("0"):
         pass
+
+
+def test_an_interrupted_thread_leaves(files: list[Path]) -> None:
+    """Ctrl-C while the main thread waits for a load; nobody else wants it, so it ends."""
+    with sync.ModelPool(device="cpu", device_bytes="4MB") as pool:
+        entered, gate = threading.Event(), threading.Event()
+
+        def slow() -> nn.Module:
+            entered.set()
+            assert gate.wait(20)
+            return make()
+
+        def interrupt() -> None:
+            assert entered.wait(20)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        pool.add("slow", files[1], make=slow)
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt), pool.use("slow"):
+            pass
+        thread.join()
+        assert eventually(lambda: pool.status("slow").num_waiting == 0)
+        gate.set()
+        assert eventually(lambda: pool.status("slow").tier == "source")
+        with pool.use("slow") as network:
+            assert float(network.w[0, 0]) == 1.0
+
+
+def test_an_open_pool_does_not_hold_the_exit(files: list[Path]) -> None:
+    done = run_python(
+        """
+        import sys, stio.sync
+        pool = stio.sync.ModelPool(device="cpu", device_bytes="4MB").__enter__()
+        pool.add("0", sys.argv[1])
+        use = pool.use("0")
+        print(sorted(use.__enter__()))
+        """,
+        files[0],
+        timeout=20,
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "['b.c', 'tied', 'w']", "")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Python, about forks beside threads
