@@ -40,6 +40,8 @@ RING_BYTES = 96 << 20
 """Most staging memory of loads to a device."""
 
 _LEAST_BUDGET_BYTES = 4 << 20
+_MOST_SHOWN = 3
+"""Evicted models that an error names: each is searched for in all objects."""
 
 Tier = Literal["device", "loading", "host", "source"]
 """Where a model is: on the device, on its way there, in host memory as a whole, or only in its files."""
@@ -126,8 +128,12 @@ class _Caller:
         except BaseException:  # a cancel, an interrupt
             self.leave(leave)
             raise
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback refers to this frame, and to the caller's
         return self._value
 
     def take(self) -> Any:
@@ -655,14 +661,16 @@ class ModelPool:
         limit = self._limit()
         bound = self._policy.device_bytes if limit is None else min(limit, self._policy.device_bytes)
         pinned = sum(one.held_bytes for one in self._policy.models if one.pinned)
+        free = max(0, bound - pinned - self._policy.leftover_bytes)
         others = f", pinned models have {pinned:,}" if pinned else ""
-        kept = f"; still referenced: {'; '.join(one.describe() for one in self._leftovers)}" if self._leftovers else ""
+        shown = "; ".join(one.describe() for one in self._leftovers[:_MOST_SHOWN])
+        kept = f"; still referenced: {shown}" if shown else ""
         return DeviceMemoryError(
-            f"the model {model.name!r} does not fit into the pool{others}{kept}",
+            f"the model {printable(model.name)!r} does not fit into the pool{others}{kept}",
             needed_bytes=model.nbytes,
-            free_bytes=bound - pinned - self._policy.leftover_bytes,
+            free_bytes=free,
             expected=f"{model.nbytes:,} bytes",
-            found=f"{bound - pinned - self._policy.leftover_bytes:,} of {bound:,}",
+            found=f"{free:,} of {bound:,}",
         )
 
     def _begin(
@@ -744,7 +752,6 @@ class ModelPool:
         return entry.content.evict()
 
     def _evicted(self, entry: _Entry, outcome: Callable[[], Leftover | None], is_cancelled: bool) -> None:
-        entry.events = []
         self._count(num_evictions=1)
         self._freed(entry, outcome, is_cancelled)
 
@@ -758,7 +765,9 @@ class ModelPool:
         try:
             left = outcome()
         except BaseException:  # no thread was started
+            _wait_for(entry.events)
             left = left or entry.content.drop()
+        entry.events = []
         self._keep_count_of(left)
         self._policy.evicted(entry.model)
 

@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import stio
 from stio import sync
 from stio.errors import ClosedError, DeviceMemoryError, FormatError, StioError
+from stio.runtime.operation import Operation
 
 pytestmark = [
     pytest.mark.anyio,
@@ -704,6 +705,49 @@ def test_threads_share_a_pool(files: list[Path]) -> None:
             assert value_of(tensors) == 1.0
     with pytest.raises(ClosedError), pool.use("0"):
         pass
+
+
+def test_an_error_does_not_hold_the_frames_of_its_caller(files: list[Path]) -> None:
+    """Tensors of the caller are free when the error was handled, without a collection of cycles."""
+    files[0].write_bytes(b"no checkpoint")
+    with sync.ModelPool(device="cpu", device_bytes="4MB") as pool:
+        pool.add("0", files[0])
+
+        def use() -> weakref.ref[torch.Tensor]:
+            own = torch.empty(3)
+            try:
+                with pool.use("0"):
+                    pass
+            except StioError:
+                return weakref.ref(own)
+            raise AssertionError
+
+        use()
+        gc.disable()
+        try:
+            assert use()() is None
+        finally:
+            gc.enable()
+
+
+def test_an_eviction_without_a_thread(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system starts no thread for it: it is carried out on the pool's own."""
+    with sync.ModelPool(device="cpu", device_bytes=MODEL_BYTES) as pool:
+        for k in (0, 1):
+            pool.add(str(k), files[k])
+        with pool.use("0") as tensors:
+            storage = StorageWeakRef(tensors["w"].untyped_storage())
+        start = Operation.start
+
+        def refuse(self: Any) -> Any:
+            if self._name == "evict":
+                raise stio.StorageError("no more threads")
+            return start(self)
+
+        monkeypatch.setattr(Operation, "start", refuse)
+        with pool.use("1") as tensors:
+            assert value_of(tensors) == 1.0 and storage.expired()
+        assert pool.stats().device_bytes == MODEL_BYTES
 
 
 def test_an_interrupted_thread_leaves(files: list[Path]) -> None:
