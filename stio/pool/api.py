@@ -589,8 +589,7 @@ class ModelPool:
                 operation = self._entries[model.name].operation
                 if operation is not None:
                     operation.cancel()
-            for model in decision.evict:
-                self._begin(self._entries[model.name], "evict", self._evict, self._evicted)
+            gone = [self._begin_evict(self._entries[model.name]) for model in decision.evict]
             for model in decision.measure:
                 self._begin(self._entries[model.name], "open", self._measure, self._measured)
             for model in decision.load:
@@ -599,7 +598,7 @@ class ModelPool:
                 self._begin_update(self._entries[model.name])
             for model in decision.refuse:
                 self._fail(self._entries[model.name], self._too_large(model))
-            is_again = bool(decision.refuse)
+            is_again = bool(decision.refuse) or any(gone)
         self._count_peak()
 
     def _limit(self) -> int | None:
@@ -746,6 +745,20 @@ class ModelPool:
             self._policy.evicted(entry.model)  # callers that came since then wait for another load
         else:
             self._fail(entry, error)
+
+    def _begin_evict(self, entry: _Entry) -> bool:
+        """Evict a model, at once if nothing is to be waited for; return whether its memory is free."""
+        if not any(map(_is_pending, entry.events)):  # two threads less on the way of the next load
+            with traced(self._trace, "evict", detail=entry.model.name):
+                left = entry.content.drop()
+            if left is None:
+                self._evicted(entry, lambda: None, False)
+                return True
+            self._count(num_evictions=1)
+            self._begin(entry, "evict", lambda *_: left.later(), partial(self._freed, left=left))
+        else:
+            self._begin(entry, "evict", self._evict, self._evicted)
+        return False
 
     def _evict(self, entry: _Entry, operation: Operation[Any]) -> Leftover | None:
         _wait_for(entry.events)

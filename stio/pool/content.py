@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -40,6 +40,7 @@ _BLOCK_BYTES = 512
 _PATIENCE_SECONDS = 1.0
 """Threads that have just ended may still refer to tensors for so long."""
 _POLL_SECONDS = 0.01
+_POLLS_BEFORE_COLLECTION = 5
 
 Make = Callable[[], nn.Module]
 
@@ -89,10 +90,13 @@ class Leftover:
     def later(self) -> Leftover | None:
         """Return what of it is still referenced a second later; None as soon as nothing is."""
         until = time.monotonic() + _PATIENCE_SECONDS
-        gc.collect()  # tensors in cycles
+        num_polls = 0
         left = self.now()
         while left is not None and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
+            num_polls += 1
+            if num_polls == _POLLS_BEFORE_COLLECTION:
+                gc.collect()  # tensors in cycles; it holds the interpreter's lock
             left = left.now()
         return left
 
@@ -204,7 +208,8 @@ class Content:
             old = tree.get(name)
             tree.put(name, made.setdefault(id(old), _on_meta(old)))
         tree.tensors.clear()
-        self._move_unstored(torch.device("cpu"))
+        with suppress(RuntimeError):  # a device that does not answer
+            self._move_unstored(torch.device("cpu"))
         return storages
 
     def _require_module(self) -> None:
