@@ -889,10 +889,9 @@ async def test_a_loop_is_not_held_while_models_are_swapped(files: list[Path]) ->
         for name in "01":
             async with pool.use(name):
                 pass
-        lags = []
-        for _ in range(5):  # other processes may hold the processors; the best run counts
-            stop = False
-            longest = 0.0
+
+        async def longest_turn() -> float:
+            longest, stop = 0.0, False
 
             async def tick() -> None:
                 nonlocal longest
@@ -907,7 +906,7 @@ async def test_a_loop_is_not_held_while_models_are_swapped(files: list[Path]) ->
                     pass
             stop = True
             await ticking
-            lags.append(longest)
-            if longest < 0.1:
-                break
-        assert min(lags) < 0.1
+            return longest
+
+        # Other processes may hold the processors: the best run counts.
+        assert min([await longest_turn() for _ in range(5)]) < 0.1
