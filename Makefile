@@ -28,7 +28,7 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS)/.stio-frameworks
 unexport PYTHONDONTWRITEBYTECODE
 
 PARTS := ranks frameworks reported children faults packages commands loading storage device types
-.PHONY: demo test check $(PARTS:%=check-%) native-check frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed gpu rehearse-gpu fuzz crash package wheel release-check extras clean
+.PHONY: demo test check $(PARTS:%=check-%) native-check frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed bench-pool gpu rehearse-gpu fuzz crash package wheel release-check extras clean
 
 # DEMO_ARGS="--picture docs/demo.svg" draws the picture of the pages again; --help lists the other options.
 demo: $(ENGINE)  ## a server that answers while a model loads, saves that are killed, the picture of both: a minute
@@ -135,6 +135,9 @@ bench-remote: $(ENGINE) $(BENCH_STAMP)  ## loads from URLs compared with obstore
 
 bench-distributed: $(ENGINE)  ## loads of two ranks compared with torch's reader of the hub's layout
 	$(BIN)/python -m benchmarks.distributed
+
+bench-pool: $(ENGINE)  ## requests to more models than fit, on the simulated device
+	$(BIN)/python -m benchmarks.pool
 
 bench-busy: $(ENGINE)  ## each operation alone and beside a busy Python thread; BUSY_ARGS="--layout many --rounds 5" for a part
 	$(BIN)/python -m benchmarks.busy $(BUSY_ARGS)

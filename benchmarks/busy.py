@@ -37,6 +37,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -265,6 +266,38 @@ async def _prefetch(bench: Bench) -> AsyncIterator[Call]:
 
 
 @asynccontextmanager
+async def _swap(bench: Bench) -> AsyncIterator[Call]:
+    """Two models, of which one fits at a time; both are in host memory."""
+    data_bytes = LAYOUTS[bench.layout].data_bytes
+    pool = bench.api.ModelPool(
+        device=bench.device, device_bytes=data_bytes * 3 // 2, host_bytes=2 * data_bytes + (256 << 20)
+    )
+    names = cycle("01")
+    async with bench.entered(pool):
+
+        async def swap() -> None:
+            async with bench.entered(pool.use(next(names))):
+                pass
+
+        for name in "01":
+            pool.add(name, bench.path())
+            await bench.wait(pool.prefetch(name))
+            await swap()
+        yield swap
+
+
+@asynccontextmanager
+async def _update(bench: Bench) -> AsyncIterator[Call]:
+    """New weights at the same addresses."""
+    pool = bench.api.ModelPool(device=bench.device, device_bytes=2 * LAYOUTS[bench.layout].data_bytes + (128 << 20))
+    async with bench.entered(pool):
+        pool.add("model", bench.path())
+        async with bench.entered(pool.use("model")):
+            pass
+        yield lambda: bench.wait(pool.update("model", bench.path()))
+
+
+@asynccontextmanager
 async def _cached_load(bench: Bench) -> AsyncIterator[Call]:
     with _cache(bench) as cache:
         await bench.wait(cache.prefetch(bench.path()))
@@ -379,6 +412,14 @@ OPERATIONS = (
     Operation("warm_start until done", _warm_start, ("warm_start", "WarmStart.done"), on_device=True),
     Operation("HostCache.prefetch", _prefetch, ("HostCache.prefetch",), has_switch_interval=False),
     Operation("load from a HostCache", _cached_load, ("HostCache.hold",), on_device=True),
+    Operation(
+        "ModelPool.use, a swap",
+        _swap,
+        ("ModelPool.use", "ModelPool.prefetch"),
+        on_device=True,
+        has_switch_interval=False,
+    ),
+    Operation("ModelPool.update", _update, ("ModelPool.update",), on_device=True, has_switch_interval=False),
     Operation("save", _save, ("save",), on_device=True),
     Operation(
         "Saver.save until staged", partial(_saver, method="save", is_durable=False), ("Saver.save",), on_device=True
@@ -406,7 +447,9 @@ MOVE_NO_TENSORS = frozenset(
         *("Checkpoint.aclose", "Checkpoint.__iter__", "Checkpoint.close"),
         *("DiskCache.discard", "DiskCache.evict", "DiskCache.fetch", "DiskCache.leftovers", "DiskCache.replacement"),
         "DiskCache.stats",
-        *("HostCache.close", "HostCache.evict", "HostCache.stats"),
+        *("HostCache.close", "HostCache.evict", "HostCache.has", "HostCache.prefetch_by", "HostCache.stats"),
+        *("ModelPool.aclose", "ModelPool.add", "ModelPool.close", "ModelPool.names", "ModelPool.stats"),
+        "ModelPool.status",
         *("PendingSave.aclose", "PendingSave.cancel", "PendingSave.comes_before", "PendingSave.complete"),
         *("PendingSave.done", "PendingSave.ended", "PendingSave.outcome", "PendingSave.start"),
         "PendingSave.wait_staged",

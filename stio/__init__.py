@@ -8,8 +8,9 @@ names are imported at once. Of these, `LazyTensor`, `Checkpoint`, `Stream`, `Loa
 `PendingSave` and `sync` import torch, and so does `stio.distributed`.
 
 Levels, from the base: `errors.py`; `runtime/`; `format/` (pure); `device/` and `storage/`; `loading/` and `saving/`;
-`conversion/`, `distributed/` and `state.py` (nested state); this module and `sync.py` (blocking twins); `cli/`,
-`compat/`, `integrations/` and `testing/`. A package imports from lower levels only. Start with `loading/` or `saving/`.
+`conversion/`, `distributed/`, `pool/` and `state.py` (nested state); this module and `sync.py` (blocking twins);
+`cli/`, `compat/`, `integrations/` and `testing/`. A package imports from lower levels only. Start with `loading/` or
+`saving/`.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ if TYPE_CHECKING:
     from stio.loading.options import LoadOptions as LoadOptions
     from stio.loading.warm_start.api import WarmStart as WarmStart
     from stio.loading.warm_start.api import warm_start as warm_start
+    from stio.pool.api import ModelPool as ModelPool
+    from stio.pool.api import ModelStatus as ModelStatus
+    from stio.pool.api import PoolStats as PoolStats
     from stio.runtime.limits import Limits as Limits
     from stio.runtime.progress import ProgressEvent as ProgressEvent
     from stio.runtime.spans import Span as Span
@@ -96,6 +100,7 @@ _NAMES = {
     "stio.loading.module": "LoadReport",
     "stio.loading.options": "LoadOptions",
     "stio.loading.warm_start.api": "WarmStart warm_start",
+    "stio.pool.api": "ModelPool ModelStatus PoolStats",
     "stio.runtime.limits": "Limits",
     "stio.runtime.progress": "ProgressEvent",
     "stio.runtime.spans": "Span",
@@ -113,6 +118,7 @@ _NAMES = {
 _COROUTINE_FUNCTIONS = frozenset({"convert", "load", "load_into", "load_state", "save", "save_state"})
 _CONTEXTS = {
     "HostCache": ("prefetch",),
+    "ModelPool": ("aclose", "prefetch", "update"),
     "Saver": ("aclose", "save", "save_state"),
     "open": ("aclose", "load", "load_into", "read"),
     "warm_start": ("aclose", "done"),

@@ -14,6 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from inspect import iscoroutinefunction
 from types import SimpleNamespace, TracebackType
@@ -25,9 +26,11 @@ import stio.conversion.api as conversion
 import stio.loading.api as loading
 import stio.loading.cache.host_cache as host_cache
 import stio.loading.warm_start.api as warm
+import stio.pool.api as pools
 import stio.saving.api as saving
 import stio.state as state
 from stio.format.shared import SharedPolicy
+from stio.loading.cache.disk_cache import DiskCache
 from stio.loading.options import SourceLike
 from stio.loading.placed import PlacementsLike
 from stio.loading.plan import Names
@@ -43,6 +46,7 @@ from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 __all__ = [
     "Checkpoint",
     "HostCache",
+    "ModelPool",
     "Saver",
     "Stream",
     "WarmStart",
@@ -234,6 +238,50 @@ class HostCache(host_cache.HostCache):
                 source, strict=strict, limits=limits, follow_symlinks=follow_symlinks, progress=progress, trace=trace
             )
         )
+
+
+class ModelPool(_Twin):
+    """Serves more models than a device holds; the blocking twin of `stio.ModelPool`. Threads may share one."""
+
+    def __init__(
+        self,
+        *,
+        device: str | int | torch.device = "auto",
+        device_bytes: int | str,
+        host_bytes: int | str = 0,
+        disk: DiskCache | None = None,
+        max_hold_seconds: float = 1.0,
+        max_loads: int = 1,
+        trace: Trace | None = None,
+    ) -> None:
+        self._twin = pools.ModelPool(
+            device=device,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            disk=disk,
+            max_hold_seconds=max_hold_seconds,
+            max_loads=max_loads,
+            trace=trace,
+        )
+
+    add = _same_method(pools.ModelPool.add)
+    prefetch = _blocking_method(pools.ModelPool.prefetch)
+    update = _blocking_method(pools.ModelPool.update)
+    status = _same_method(pools.ModelPool.status)
+    names = _same_method(pools.ModelPool.names)
+    stats = _same_method(pools.ModelPool.stats)
+
+    @contextmanager
+    def use(self, name: str, *, priority: int = 0) -> Iterator[Any]:
+        """Return a context in which a model is on the device; see `stio.ModelPool.use`."""
+        use = self._twin.use(name, priority=priority)
+        _warn_under_a_loop()
+        model = run_blocking(use.__aenter__())
+        try:
+            yield model
+        finally:
+            del model
+            run_blocking(use.__aexit__(None, None, None))
 
 
 class WarmStart(_Twin):

@@ -61,7 +61,12 @@ CUFILE = "tests/native/test_cufile.py::"
 EACH_EVENT = ENGINE + "test_a_group_is_complete_behind_each_of_its_events"
 ARRANGED = ENGINE + "test_arranged_groups_are_next_and_none_is_lost"
 
+POLICY_TESTS = "tests/pool/test_policy.py::"
+POOL_ON_DEVICE = "tests/gpu/test_pool.py::"
+
 ENGINE_C = "stio/native/engine.c"
+POLICY = "stio/pool/policy.py"
+POOL = "stio/pool/api.py"
 RING = "stio/native/ring.c"
 CUFILE_C = "stio/native/cufile.c"
 PINNED_C = "stio/native/pinned.c"
@@ -1268,6 +1273,83 @@ MUTANTS = (
             "        wait_until(&engine.work, &until);\n",
         ),
         tests=ENGINE + "test_a_ring_without_users_is_given_back_in_time",
+    ),
+    # Pools of models.
+    mutant(
+        "pool: closed models get users",
+        "a model that is to be evicted for others gets further users",
+        POLICY,
+        (" and model not in closed and not model.wants_update:", " and not model.wants_update:"),
+        tests=POLICY_TESTS + "test_nobody_starves_beside_a_model_that_is_always_in_use",
+    ),
+    mutant(
+        "pool: no caller is due",
+        "the time for which a caller has waited does not count",
+        POLICY,
+        (
+            "            is_due = now - min(call.called for call in model.calls) >= self._hold_seconds",
+            "            is_due = False",
+        ),
+        tests=POLICY_TESTS + "test_nobody_starves_beside_a_model_that_is_always_in_use",
+    ),
+    mutant(
+        "pool: every caller is due",
+        "a model is evicted for the first caller of another one at once",
+        POLICY,
+        (
+            "            is_due = now - min(call.called for call in model.calls) >= self._hold_seconds",
+            "            is_due = True",
+        ),
+        tests=POLICY_TESTS + "test_alternating_callers_share_swaps",
+    ),
+    mutant(
+        "pool: models in use are evicted",
+        "a model that has users is evicted",
+        POLICY,
+        ("if not one.num_users and (is_due or not one.calls)]", "if is_due or not one.calls]"),
+        tests=POLICY_TESTS + "test_random_histories[0]",
+    ),
+    mutant(
+        "pool: evictions do not wait",
+        "memory is freed while work that uses it is queued on the device",
+        POOL,
+        (
+            "        _wait_for(entry.events)\n        return entry.content.evict()\n",
+            "        return entry.content.evict()\n",
+        ),
+        tests=POOL_ON_DEVICE + "test_memory_is_reused_behind_the_work_that_a_block_has_queued",
+    ),
+    mutant(
+        "pool: updates do not wait for their copies",
+        "an update ends while its copies are queued on the device",
+        "stio/pool/content.py",
+        ("        with _own_stream(resolve_device(self.options.device)):\n", "        with nullcontext():\n"),
+        tests=POOL_ON_DEVICE + "test_an_update_in_place_keeps_addresses_and_bits",
+        delay=0.002,
+    ),
+    mutant(
+        "pool: what is left of an eviction does not count",
+        "memory of evicted models that is still referenced counts as free",
+        POOL,
+        (
+            "        self._policy.leftover_bytes = sum(one.nbytes for one in self._leftovers)\n",
+            "        self._policy.leftover_bytes = 0\n",
+        ),
+        tests="tests/pool/test_pool.py::test_a_tensor_that_is_kept_is_named_and_counts",
+    ),
+    mutant(
+        "pool: a caller that leaves is decided before its error is there",
+        "a caller that leaves while it gets an error is counted as a user that leaves",
+        POOL,
+        (
+            "        self._value, self._error = value, error  # before the decision: a caller that loses it looks at them\n",
+            "",
+        ),
+        (
+            "        self._is_over = True\n        self._notifier.notify()\n        return True\n",
+            "        self._value, self._error = value, error\n        self._is_over = True\n        self._notifier.notify()\n        return True\n",
+        ),
+        tests="tests/pool/test_pool.py::test_a_caller_that_leaves_while_it_gets_an_error_gives_back_nothing",
     ),
 )
 

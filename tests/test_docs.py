@@ -136,6 +136,7 @@ def test_the_tutorial_can_be_pasted(tmp_path: Path, page_zygote: Zygote) -> None
 # The output of commands, and their pictures.
 
 
+DRAWN_BY_EXAMPLES = {"demo.svg": "demo_picture.py", "pool.svg": "pool_demo.py"}
 PICTURES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.svg") if path.parent.name != "assets")
 
 
@@ -146,8 +147,9 @@ def test_pictures_are_on_a_page_and_have_the_current_style(picture: str, tmp_pat
     shown = {"".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")}
     name = picture.rpartition("/")[2]
     assert any(f"{name})" in (DOCS / page).read_text() for page in PAGES)
-    if name == "demo.svg":
-        assert root.findtext("{http://www.w3.org/2000/svg}style") in (ROOT / "examples/demo_picture.py").read_text()
+    if name in DRAWN_BY_EXAMPLES:
+        code = (ROOT / "examples" / DRAWN_BY_EXAMPLES[name]).read_text()
+        assert root.findtext("{http://www.w3.org/2000/svg}style") in code
         return
     is_timeline = 'class="plot"' in text
     assert style_of(text) == style_of(timeline_of_a_save(tmp_path) if is_timeline else bar_chart_of_one_rate())

@@ -13,6 +13,7 @@ import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pages
 import pytest
@@ -158,3 +159,17 @@ def test_the_page_on_ray_shows_the_function_of_the_example() -> None:
     code = (ROOT / "examples" / "ray_train.py").read_text()
     function = code[code.index("def train(config):") : code.index("if __name__")].strip()
     assert function in (ROOT / "docs" / "frameworks" / "ray.md").read_text()
+
+
+def test_a_picture_of_a_pool(tmp_path: Path, zygote: Zygote) -> None:
+    """Each model has a row with its places, and a mark for each of its requests."""
+    example(zygote, "examples/pool_demo.py", tmp_path / "pool.svg", "--mb", "1", "--seconds", "0.5", "--models", "5")
+    root = ElementTree.parse(tmp_path / "pool.svg").getroot()
+    name = "{http://www.w3.org/2000/svg}"
+    texts = [one.text or "" for one in root.iter(f"{name}text")]
+    assert [f"model-{k}" for k in range(5)] == [text for text in texts if text.startswith("model-")]
+    places = {one.get("class") for one in root.iter(f"{name}rect")}
+    assert places == {"paper", "device", "loading", "host", "source"}
+    (requests,) = re.findall(r"([\d,]+) requests", texts[0])
+    marks = "".join(one.get("d") or "" for one in root.iter(f"{name}path"))
+    assert marks.count("M") == int(requests.replace(",", "")) > 10

@@ -28,6 +28,7 @@ LEVELS: dict[str, int] = {
     "sync.py": 6,
     "conversion": 5,
     "distributed": 5,
+    "pool": 5,
     "state.py": 5,
     "loading": 4,
     "saving": 4,
@@ -49,7 +50,7 @@ SAME_LEVEL = {
 }
 """Imports between parts of one level that are meant, with the reason."""
 
-PURE = ("format/", "loading/plan.py", "saving/plan.py", "saving/plan_parts.py")
+PURE = ("format/", "loading/plan.py", "pool/policy.py", "saving/plan.py", "saving/plan_parts.py")
 IMPURE = {
     *("torch", "numpy", "anyio", "asyncio", "trio", "aiofiles"),
     *("os", "io", "mmap", "ctypes", "pathlib", "shutil", "tempfile", "socket", "subprocess"),

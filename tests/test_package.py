@@ -247,6 +247,17 @@ PROGRAMS = {
         await stio.load("model/", cache=cache, device={"h.0": 0, "": "cpu"})
         disk = stio.DiskCache("cache/", max_bytes=1 << 30)
         await stio.load("s3://bucket/model", cache=disk)
+        await stio.load("s3://bucket/model", cache=(disk, cache))
+        async with stio.ModelPool(device="cuda", device_bytes="60GB", host_bytes=1 << 30, disk=disk) as pool:
+            assert_type(pool, stio.ModelPool)
+            pool.add("chat", "model/", make=lambda: module, dtype="bfloat16")
+            await pool.prefetch("chat")
+            async with pool.use("chat", priority=1) as model:
+                assert_type(model, Any)
+            await pool.update("chat", "model-v2/")
+            assert_type(pool.status("chat"), stio.ModelStatus)
+            assert_type(pool.stats(), stio.PoolStats)
+            assert_type(pool.names(), list[str])
         assert_type(disk.stats(), stio.CacheStats)
         assert_type(disk.leftovers(), list[str])
         assert_type(disk.evict(), int)

@@ -17,7 +17,7 @@ import stio.sync
 
 LOADS = ["load", "load_into", "open", "warm_start", "load_state"]
 SAVES = ["save", "save_state"]
-CLASSES = ["Checkpoint", "HostCache", "Saver", "Stream", "WarmStart"]
+CLASSES = ["Checkpoint", "HostCache", "ModelPool", "Saver", "Stream", "WarmStart"]
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:

@@ -259,6 +259,7 @@ SHOWN = {
         "stio.DiskCache": {"path", "max_bytes", "stats", "leftovers", "evict"},
         "stio.WarmStart": {"done", "aclose"},
     },
+    "pool": {"stio.ModelPool": {"add", "use", "prefetch", "update", "status", "names", "stats", "aclose"}},
     "events": {"stio.Trace": {"spans", "save_chrome", "save_svg"}},
     "distributed": {
         "stio.distributed.save": {"save"},

@@ -104,7 +104,7 @@ async def load(
         progress: A callable that gets a `stio.ProgressEvent`, `True` for a tqdm bar, or a tqdm class.
         cache: A `stio.HostCache`: files in it are not read again, and files that are read may be added to it. Tensors
             on the CPU are then copies. Or a `stio.DiskCache`: what was read from a URL is on this machine's disk for
-            the next load, and is mapped from there.
+            the next load, and is mapped from there. Or a tuple of one of each: objects go to the disk, and to memory.
         trace: A `stio.Trace` that records what each thread did and when.
         switch_interval: The interpreter's switch interval during the load, in seconds. None: unchanged.
 

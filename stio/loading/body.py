@@ -68,7 +68,7 @@ def open_source(
             check=operation.check,
         )
         if cache is not None and options.verify and not opened.openers:
-            _fetch_all(opened, cache, options)  # otherwise verification and load would each read the store
+            fetch_all(opened, cache, options)  # otherwise verification and load would each read the store
         return opened
 
 
@@ -83,7 +83,7 @@ def _damage_discarded(cache: ObjectCache | None) -> Iterator[None]:
         raise
 
 
-def _fetch_all(opened: OpenCheckpoint, cache: ObjectCache, options: LoadOptions) -> None:
+def fetch_all(opened: OpenCheckpoint, cache: ObjectCache, options: LoadOptions) -> None:
     """Replace all files of a checkpoint by files of a cache on disk."""
     try:
         with ExitStack() as opening:

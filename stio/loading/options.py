@@ -33,8 +33,8 @@ longest counts (`""` means all others), or a callable that gets a name. It is ca
 SourceLike: TypeAlias = str | os.PathLike[str] | Root
 """A `.safetensors` file, an index, a directory, a URL of one of these, or a root of your own (`stio.testing`)."""
 
-CacheLike: TypeAlias = FileCache | ObjectCache
-"""A `stio.HostCache` or a `stio.DiskCache`."""
+CacheLike: TypeAlias = FileCache | ObjectCache | tuple[FileCache | ObjectCache, ...]
+"""A `stio.HostCache` or a `stio.DiskCache`, or one of each in a tuple."""
 
 Memory = Literal["auto", "map", "lazy", "copy", "gds"]
 """How tensors on the CPU get their memory; `"gds"`: reads to an accelerator without host memory."""
@@ -88,8 +88,10 @@ class LoadOptions:
             raise ValueError(f"switch_interval must be positive, not {self.switch_interval}")
         if self.memory not in get_args(Memory):
             raise ValueError(f"memory= takes one of {', '.join(map(repr, get_args(Memory)))}, not {self.memory!r}")
-        if self.cache is not None and not isinstance(self.cache, FileCache | ObjectCache):
-            raise TypeError(f"cache= takes a stio.HostCache or a stio.DiskCache, not {self.cache!r}")
+        if any(not isinstance(one, FileCache | ObjectCache) for one in self._caches):
+            raise TypeError(f"cache= takes a stio.HostCache, a stio.DiskCache or a tuple of both, not {self.cache!r}")
+        if len(self._caches) > 1 and (len(self._caches) > 2 or None in (self.host_cache, self.disk_cache)):
+            raise ValueError("cache= takes at most one stio.HostCache and one stio.DiskCache")
         if self.host_cache is not None and self.memory in ("map", "lazy", "gds"):
             does = "does not use host memory" if self.memory == "gds" else "maps them"
             raise ValueError(f"cache= copies its files, memory={self.memory!r} {does}: choose one of the two")
@@ -116,14 +118,20 @@ class LoadOptions:
         return None if self.dtype is None else checked_cast(self.dtype)
 
     @property
+    def _caches(self) -> tuple[FileCache | ObjectCache, ...]:
+        if isinstance(self.cache, tuple):
+            return self.cache
+        return () if self.cache is None else (self.cache,)
+
+    @property
     def host_cache(self) -> FileCache | None:
         """The cache, if it holds files in memory."""
-        return None if isinstance(self.cache, ObjectCache) else self.cache
+        return next((one for one in self._caches if not isinstance(one, ObjectCache)), None)
 
     @property
     def disk_cache(self) -> ObjectCache | None:
         """The cache, if it keeps objects of URLs on disk."""
-        return self.cache if isinstance(self.cache, ObjectCache) else None
+        return next((one for one in self._caches if isinstance(one, ObjectCache)), None)
 
 
 def _from_here(device: DevicesLike) -> DevicesLike:

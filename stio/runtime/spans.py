@@ -19,7 +19,7 @@ class Span:
     name: str
     """Kind of work. In a load: `open`, `verify`, `plan`, `read`, `populate`, `map`, `copy`, `tensors`, and `consume`
     for the work of the consumer of the tensors. In a save: `plan`, `begin`, `stage`, `hash`, `write`, `sync`, `commit`.
-    In both: `wait`."""
+    In both: `wait`. In a pool of models: `open`, `swap` for a load, `evict`, `update`."""
     lane: str
     """The thread or device queue that did the work: one row of a timeline. `engine-1` and so on are the engine's
     threads. Each has the groups whose last bytes it moved, from a group's first read on."""

@@ -73,6 +73,22 @@ def test_a_load_becomes_children_of_the_current_span(telemetry: Telemetry, direc
     assert num_bytes == sum(span.num_bytes for span in trace.spans if span.name == "read") >= 6 * 64 * 64 * 4
 
 
+def test_swaps_of_a_pool_become_spans(telemetry: Telemetry, directory: Path) -> None:
+    trace = stio.Trace()
+    with sync.ModelPool(device="cpu", device_bytes="100kB", trace=trace) as pool:
+        for name in ("chat", "code"):
+            pool.add(name, directory)
+            with pool.use(name):
+                pass
+    assert export_trace(trace, tracer=telemetry.tracer) == len(trace.spans)
+    found = [(span.name, attributes(span).get("stio.detail")) for span in telemetry.spans()]
+    assert [one for one in found if one[0] in ("stio.swap", "stio.evict")] == [
+        ("stio.swap", "chat"),
+        ("stio.evict", "chat"),
+        ("stio.swap", "code"),
+    ]
+
+
 def test_times_and_durations_are_those_of_the_trace(telemetry: Telemetry) -> None:
     trace = stio.Trace()
     trace.add("read", trace.origin + 1.0, trace.origin + 1.5, num_bytes=5, lane="read-1")

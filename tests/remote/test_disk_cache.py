@@ -27,6 +27,7 @@ import stio
 from stio.loading import prepare
 from stio.loading.cache import disk_cache
 from stio.loading.engine import EngineExecutor
+from stio.runtime.blocking import run_blocking
 from stio.storage import download
 from stio.storage.commit import syscalls
 from stio.testing import FakeDevice
@@ -670,3 +671,69 @@ def test_some_files_from_the_disk_and_others_from_the_store(
         assert same({name: tensor.cpu() for name, tensor in found.items()}, tensors)
         assert 1 <= cache.stats().entries <= 2
         del found
+
+
+# Beside a cache in host memory.
+
+
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+def test_a_load_through_a_cache_on_disk_and_one_in_memory(
+    server: HttpServer, cache: stio.DiskCache, device: str
+) -> None:
+    """The object goes to the disk once, and from there into memory; the second load reads neither."""
+    tensors = put(server)
+    target = FakeDevice() if device == "fake" else "cpu"
+    with stio.sync.HostCache(1 << 30, device="cpu") as memory:
+        for caches in ((cache, memory), (memory, cache)):
+            found = stio.sync.load(url(server), cache=caches, device=target)
+            assert same({name: tensor.cpu() for name, tensor in found.items()}, tensors)
+        assert (cache.stats().misses, cache.stats().hits) == (1, 1)
+        assert (memory.stats().misses, memory.stats().hits) == (1, 1)
+        assert memory.stats().held_bytes == len(server.objects["/m.safetensors"])
+
+
+def test_a_prefetch_into_memory_fetches_to_the_disk_first(server: HttpServer, cache: stio.DiskCache) -> None:
+    tensors = put(server)
+    options = stio.LoadOptions(cache=cache)
+    with stio.sync.HostCache(1 << 30, device="cpu") as memory:
+        run_blocking(memory.prefetch_by(url(server), options))
+        assert suffixes(cache) == [".safetensors"]
+        assert memory.stats().held_bytes == len(server.objects["/m.safetensors"])
+        began = sent_bytes(server)
+        assert same(stio.sync.load(url(server), cache=(cache, memory)), tensors)
+        assert memory.stats().hits == 1
+        assert sent_bytes(server) - began < NBYTES // 4
+
+
+def test_a_tuple_of_caches_has_one_of_each_kind(cache: stio.DiskCache) -> None:
+    with stio.sync.HostCache(1 << 20, device="cpu") as memory:
+        for caches in ((cache, cache), (memory, memory), (cache, memory, cache)):
+            with pytest.raises(ValueError, match=r"at most one stio\.HostCache and one stio\.DiskCache"):
+                stio.sync.load("m.safetensors", cache=caches)
+        for wrong in ((cache, "path"), ("path",), [cache, memory], (None,)):
+            with pytest.raises(TypeError, match=r"cache= takes a stio\.HostCache"):
+                stio.sync.load("m.safetensors", cache=wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="memory='map'"):
+            stio.sync.load("m.safetensors", cache=(cache, memory), memory="map")
+
+
+def test_a_pool_reads_a_store_once(server: HttpServer, cache: stio.DiskCache) -> None:
+    """A model that is evicted comes back from host memory, and from the disk where that has no room."""
+    expected = [put(server, f"m{k}", seed=k) for k in range(3)]
+    file_bytes = len(server.objects["/m0.safetensors"])
+    with stio.sync.ModelPool(device="cpu", device_bytes=NBYTES + 4096, host_bytes=file_bytes, disk=cache) as pool:
+        for k in range(3):
+            pool.add(str(k), url(server, f"m{k}"))
+        pool.prefetch("0")
+        assert pool.status("0").tier in ("source", "host")  # its headers were not read yet
+        for k in (0, 1, 2, 0, 1, 2, 2):
+            with pool.use(str(k)) as tensors:
+                assert same(tensors, expected[k])
+        assert pool.stats().num_loads == 6
+        assert cache.stats().misses == 3
+        assert pool.stats().disk_bytes == 3 * file_bytes and pool.stats().host_bytes == file_bytes
+        tiers = sorted(pool.status(str(k)).tier for k in range(2))
+        assert tiers == ["source", "source"] and pool.status("2").tier == "device"
+        server.put("/m1.safetensors", save({name: tensor + 1 for name, tensor in expected[1].items()}))
+        with pool.use("1") as tensors:
+            assert same(tensors, {name: tensor + 1 for name, tensor in expected[1].items()})

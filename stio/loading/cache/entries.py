@@ -148,6 +148,11 @@ class CacheEntries:
                     self._keep(regions)
         return held
 
+    def has(self, label: str) -> bool:
+        """Return whether a file is in the cache as a whole. Takes no lock."""
+        entry = self._entries.get(self._labels.get(label, (0, 0)))
+        return entry is not None and entry.image.holds(0, entry.image.nbytes)
+
     def evict(self, selects: Callable[[str], bool]) -> list[FileImage]:
         """Evict entries that no load holds and whose path is selected; return their images, for the caller to free."""
         out: list[FileImage] = []

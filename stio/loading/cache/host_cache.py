@@ -11,10 +11,10 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -23,7 +23,7 @@ from stio.device.cuda import TorchAccelerator, has_streams
 from stio.device.pinned import is_pinned
 from stio.errors import StorageError
 from stio.format.naming import is_index
-from stio.loading.body import carry_out, open_source
+from stio.loading.body import carry_out, fetch_all, open_source
 from stio.loading.cache.entries import CacheEntries, CacheStats, RequestedFile
 from stio.loading.cache.file_image import SEGMENT_BYTES, CachedFile, FileImage
 from stio.loading.options import LoadOptions, SourceLike
@@ -135,7 +135,7 @@ class HostCache:
         self._memory = _Memory(self._device)
         self._entries = CacheEntries(self._budget_bytes, self._memory.allocate, self._memory.keep)
         # By id: a `WeakSet` cannot be listed while another thread adds to it.
-        self._operations: weakref.WeakValueDictionary[int, Operation[None]] = weakref.WeakValueDictionary()
+        self._operations: weakref.WeakValueDictionary[int, Operation[Any]] = weakref.WeakValueDictionary()
 
     async def prefetch(
         self,
@@ -166,7 +166,18 @@ class HostCache:
         options = LoadOptions(
             strict=strict, limits=limits, follow_symlinks=follow_symlinks, progress=progress, trace=trace
         )
-        await self._prefetch_operation(source, options).wait()
+        await self.prefetch_by(source, options)
+
+    async def prefetch_by(self, source: SourceLike, options: LoadOptions) -> list[str]:
+        """Do what `prefetch` does, by options; return the paths of the files.
+
+        With a `DiskCache` in the options, objects of URLs are fetched into it first.
+        """
+        return await self._prefetch_operation(source, options).wait()
+
+    def has(self, paths: Iterable[str]) -> bool:
+        """Return whether these files are in the cache as a whole."""
+        return all(self._entries.has(_label(path)) for path in paths)
 
     def stats(self) -> CacheStats:
         """Return the present contents in numbers, and counters since the cache was made."""
@@ -240,12 +251,15 @@ class HostCache:
         clear()
         return nbytes
 
-    def _prefetch_operation(self, source: SourceLike, settings: LoadOptions) -> Operation[None]:
-        def body(operation: Operation[None]) -> None:
+    def _prefetch_operation(self, source: SourceLike, settings: LoadOptions) -> Operation[list[str]]:
+        def body(operation: Operation[list[str]]) -> list[str]:
             with closing(open_source(operation, source, settings)) as opened:
+                if settings.disk_cache is not None:
+                    fetch_all(opened, settings.disk_cache, settings)
                 requested = self._requested([(file, file.identity.nbytes) for file in opened.files])
                 held = [one for one in self._entries.hold(requested, every=opened.path) if one is not None]
                 carry_out(operation, prepare_prefetch(opened, held, settings))
+                return [file.path for file in opened.files]
 
         self._entries.require_open()
         operation = Operation(body, name="prefetch")
