@@ -131,11 +131,11 @@ def test_blocks_that_are_staged_late_are_written_first(s3: Any, monkeypatch: pyt
     """All writers took later blocks, and waited for the first one, which no writer was left to take."""
     plain = SaveScheduler._fill
 
-    def fill(self: Any, block: Any, region: Any) -> None:
+    def fill(self: Any, group: int, block: Any, *rest: Any) -> list[Any]:
         if block is self._blocks[0]:
             with self._changed:
                 self._changed.wait_for(lambda: self._num_writing == WRITE_DEPTH, 0.5)
-        plain(self, block, region)
+        return plain(self, group, block, *rest)
 
     monkeypatch.setattr(SaveScheduler, "_fill", fill)
     with stio.sync.Saver() as saver:
