@@ -34,6 +34,7 @@ from stio import sync
 from stio.device.base import resolve_device
 from stio.errors import RankError
 from stio.loading.module import ModuleTarget
+from stio.runtime import calls
 from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Operation
 from stio.storage.open import open_directory
@@ -289,13 +290,15 @@ def is_connected_to(port: int, descriptor: int) -> bool:
 
 
 def threads() -> int:
-    """Return the number of threads without those of the engine, which stay, and of gloo, which connects when it must."""
+    """Return the number of threads, without those of the engine, which stay, of gloo, which connects when it must, and of
+    requests that a cancelled load has left behind: they end with their answer.
+    """
     found = 0
     for task in os.listdir("/proc/self/task"):
         with suppress(OSError):  # it has ended
             name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
             found += not re.fullmatch(r"gloo_tcp_loop|stio-\d+", name)
-    return found
+    return found - len(calls._under_way)
 
 
 threads.least = 0  # type: ignore[attr-defined]
