@@ -1185,8 +1185,8 @@ MUTANTS = (
         "threads without work are not woken by ranges",
         ENGINE_C,
         (
-            "    start_threads(1 + transfer->left_bytes / STIO_CHUNK_BYTES);\n    pthread_cond_broadcast(&engine.work);\n",
-            "    start_threads(1 + transfer->left_bytes / STIO_CHUNK_BYTES);\n",
+            "    start_spare();\n    pthread_cond_broadcast(&engine.work);\n",
+            "    start_spare();\n",
         ),
         tests=ENGINE + "test_a_group_that_comes_wakes_the_consumer",
     ),
@@ -1219,10 +1219,27 @@ MUTANTS = (
         tests=ENGINE + "test_no_more_chunks_than_allowed_are_under_way",
     ),
     mutant(
+        "engine: no thread is left beside a disk",
+        "threads that wait for a disk stop all other transfers",
+        ENGINE_C,
+        ("    if (next_transfer(false) != NULL) start_threads(", "    if (false) start_threads("),
+        tests="tests/native/test_faults.py::test_a_disk_that_stands_still_stops_no_other_transfer",
+    ),
+    mutant(
+        "engine: one transfer has all threads",
+        "a transfer moves chunks of files by more threads than the limit",
+        ENGINE_C,
+        (
+            "    if (engine.num_in_files < engine.limit || transfer->under_way == 0) return true;\n",
+            "    return true;\n",
+        ),
+        tests="tests/native/test_faults.py::test_a_disk_that_stands_still_stops_no_other_transfer",
+    ),
+    mutant(
         "engine: time without work is made up for",
         "a transfer that had no work stops all others until it has moved as much",
         ENGINE_C,
-        ("    if (!is_active(transfer)) transfer->turn = turn_beside_others(transfer);", ""),
+        ("    if (transfer->first == transfer->last) transfer->turn = turn_beside_others(transfer);", ""),
         tests=ENGINE + "test_a_transfer_that_had_no_work_does_not_stop_others",
     ),
     mutant(

@@ -14,6 +14,7 @@ import torch
 
 from stio import native
 from stio.runtime import numa
+from stio.runtime.process import after_fork_in_child
 
 
 def _cuda(device: torch.device, stream: Any) -> tuple[native.Driver | str, int]:
@@ -29,8 +30,20 @@ Tests add the simulated device."""
 def driver_of(device: torch.device) -> native.Driver | None:
     """Return the driver of a device; None if the engine, or its driver, is not here."""
     open_driver = drivers.get(device.type) if native.available() else None
-    driver = None if open_driver is None else open_driver(device, None)[0]
-    return driver if isinstance(driver, native.Driver) else None
+    if open_driver is None:
+        return None
+    known = _known.get((open_driver, device))
+    if known is None:
+        driver = open_driver(device, None)[0]
+        if not isinstance(driver, native.Driver):
+            return None
+        known = _known.setdefault((open_driver, device), driver)
+    return known
+
+
+_known: dict[tuple[object, torch.device], native.Driver] = {}
+"""Drivers that were found: to open one retains the context of its device once more."""
+after_fork_in_child(_known.clear)
 
 
 @cache

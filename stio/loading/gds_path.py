@@ -22,7 +22,7 @@ from stio.device.rings import DeviceRing, ring_of
 from stio.device.tensors import Casts
 from stio.errors import DeviceMemoryError, StorageError
 from stio.loading.plan import Block, Group
-from stio.loading.read_paths import DevicePath, StagingSlots
+from stio.loading.read_paths import DevicePath, StagingSlots, read_error
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.storage.gds import GdsFile, require_cufile
@@ -152,6 +152,7 @@ def _require_same(plain: LocalFile, direct: GdsFile, accelerator: Accelerator, r
 
     Raises:
         StorageError: The bytes differ, or a read fails.
+        DeviceError: The device is not usable.
     """
     nbytes = min(_PROBE_BYTES, plain.identity.nbytes)
     offset = (plain.identity.nbytes - nbytes) // 2 // PAGE_BYTES * PAGE_BYTES
@@ -167,7 +168,7 @@ def _require_same(plain: LocalFile, direct: GdsFile, accelerator: Accelerator, r
         transfer.add(ranges)
         transfer.take()
     except native.Failure as failure:
-        raise plain.error(failure) from None
+        raise (ring.error(failure) if failure.kind == native.DRIVER else read_error(plain, failure)) from None
     finally:
         transfer.end()
     if direct.error is not None:

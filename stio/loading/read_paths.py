@@ -172,7 +172,7 @@ class _FromSource:
 
     def error(self, failure: native.Failure) -> StioError:
         """Return the error of a read."""
-        return _read_error(self._source, failure)
+        return read_error(self._source, failure)
 
 
 class CopiedPath(_FromSource):
@@ -311,7 +311,7 @@ class MappedPath:
 
     def error(self, failure: native.Failure) -> StioError:
         """Return the error of a read."""
-        return _read_error(self._mapped.file, failure)
+        return read_error(self._mapped.file, failure)
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Populate a block's range of the mapping."""
@@ -622,7 +622,8 @@ def image_regions(image: FileImage, block: Block) -> Iterator[tuple[int, Region]
             at += region.nbytes
 
 
-def _read_error(source: Source, failure: native.Failure) -> StioError:
+def read_error(source: Source, failure: native.Failure) -> StioError:
+    """Return the error of a read by the engine, to be raised."""
     if failure.kind == native.NO_MEMORY:
         return memory.memory_error(failure.nbytes, "the host has too little memory for a copy", path=source.path)
     assert isinstance(source, LocalFile)

@@ -1,7 +1,7 @@
 /* Transfers and threads: which chunk is next, how its bytes move, when its group is complete.
  *
  * One lock guards all state. It is held for some microseconds a chunk, and never while bytes move. A thread takes the
- * next chunk of the transfer that has had the least bytes by its weight, so several loads share the machine. Groups of a
+ * next chunk of the transfer that has had the least bytes by its weight, so loads and saves share the machine. Groups of a
  * transfer are cut in their order. A chunk never has bytes of two groups.
  */
 #define _GNU_SOURCE
@@ -84,7 +84,7 @@ static void in_child(void) {
     new_condition(&engine.work);
     new_condition(&engine.changed);
     engine.transfers = NULL;
-    engine.num_threads = engine.num_idle = engine.num_joinable = engine.num_waiting = 0;
+    engine.num_threads = engine.num_idle = engine.num_joinable = engine.num_waiting = engine.num_in_files = 0;
     engine.is_ending = false;
     engine.generation += 1;
     stio_rings_forget();
@@ -111,12 +111,12 @@ static void notify(stio_transfer *transfer) {
 static _Thread_local int this_thread = -1;
 static _Thread_local bool waits; /* this thread is counted in `engine.num_waiting` */
 
-static bool start_threads(size_t wanted);
+static bool start_threads(size_t wanted, int limit);
 
 /* Count this thread as one that waits for events, if another thread is left that does not; otherwise return false. A
  * device may stand still as long as its caller's own work takes, and other loads must go on meanwhile. */
 static bool may_wait(void) {
-    if (engine.num_waiting + 1 >= engine.num_threads) start_threads((size_t)engine.num_threads + 1);
+    if (engine.num_waiting + 1 >= engine.num_threads) start_threads((size_t)engine.num_threads + 1, engine.limit);
     if (engine.num_waiting + 1 >= engine.num_threads && engine.num_threads > 1) return false;
     engine.num_waiting += 1;
     waits = true;
@@ -158,11 +158,18 @@ static stio_ring *ring_of_next(const stio_transfer *transfer) {
     return is_for_cufile(transfer, range) ? NULL : range->ring;
 }
 
+/* Whether a thread may move the next chunk of an active transfer. A disk may stand still, so beyond the limit a thread
+ * copies memory, or begins a transfer that has nothing under way. */
+static bool may_move(const stio_transfer *transfer) {
+    if (engine.num_in_files < engine.limit || transfer->under_way == 0) return true;
+    return next_range(transfer->order[next_place(transfer)])->fd < 0;
+}
+
 /* Return the transfer whose turn it is; with `ready`, of those whose next chunk this thread can move without a wait. */
 static stio_transfer *next_transfer(bool ready) {
     stio_transfer *best = NULL;
     for (stio_transfer *one = engine.transfers; one != NULL; one = one->next) {
-        if (!is_active(one) || (best != NULL && one->turn >= best->turn)) continue;
+        if (!is_active(one) || !may_move(one) || (best != NULL && one->turn >= best->turn)) continue;
         const stio_ring *const ring = ring_of_next(one);
         if (!ready || ring == NULL || stio_ring_has_slot(ring, this_thread)) best = one;
     }
@@ -514,10 +521,14 @@ static bool populate(const chunk *one, stio_failure *failure) {
 }
 
 /* Move a chunk; called with the lock, which is released meanwhile. */
+static void start_spare(void);
+
 static void move(chunk *one, int thread) {
     stio_failure failure = {0};
     bool is_queued = false;
-    const bool device = one->ranges->ring != NULL;
+    const bool device = one->ranges->ring != NULL, of_file = one->ranges->fd >= 0;
+    engine.num_in_files += of_file;
+    start_spare();
     pthread_mutex_unlock(&engine.lock);
     if (device)
         move_to_device(one, thread, &failure, &is_queued);
@@ -528,6 +539,7 @@ static void move(chunk *one, int thread) {
     else
         move_to_host(one, &failure);
     pthread_mutex_lock(&engine.lock);
+    engine.num_in_files -= of_file;
     if (!is_queued) stio_chunk_ended(one, &failure); /* otherwise it ends when its event has passed */
 }
 
@@ -537,7 +549,9 @@ static void *run(void *number) {
     const int thread = (int)(intptr_t)number;
     this_thread = thread;
     const pid_t tid = (pid_t)syscall(SYS_gettid);
-    setpriority(PRIO_PROCESS, (id_t)tid, getpriority(PRIO_PROCESS, 0) + NICENESS); /* a sandbox may forbid it */
+    /* Below the process, and not below the thread that has started this one, which may be a low one already. A sandbox
+     * may forbid it. */
+    setpriority(PRIO_PROCESS, (id_t)tid, getpriority(PRIO_PROCESS, (id_t)getpid()) + NICENESS);
     pthread_mutex_lock(&engine.lock);
     while (!engine.is_ending) {
         const double due = stio_rings_trim(); /* first, since there may be work without end */
@@ -571,8 +585,8 @@ static void *run(void *number) {
     return NULL;
 }
 
-/* Start threads until there are so many, as far as the limits allow; false if there is none. Called with the lock. */
-static bool start_threads(size_t wanted) {
+/* Start threads until there are so many, or as many as the limit; false if there is none. Called with the lock. */
+static bool start_threads(size_t wanted, int limit) {
     if (engine.is_ending) return false;
     sigset_t all, before;
     sigfillset(&all);
@@ -582,7 +596,7 @@ static bool start_threads(size_t wanted) {
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the program's own threads */
-    while (engine.num_threads < engine.limit && (size_t)engine.num_threads < wanted) {
+    while (engine.num_threads < limit && (size_t)engine.num_threads < wanted) {
         pthread_t *const one = &threads[engine.num_threads];
         if (pthread_create(one, &attributes, run, (void *)(intptr_t)engine.num_threads) != 0) break;
         char name[16];
@@ -595,8 +609,15 @@ static bool start_threads(size_t wanted) {
     return engine.num_threads > 0;
 }
 
+/* Where all threads move chunks of files, start one more for a transfer that may move: a thread that waits for a disk
+ * needs no processor. Called with the lock. */
+static void start_spare(void) {
+    if (engine.num_in_files < engine.num_threads || engine.num_threads == STIO_MAX_THREADS) return;
+    if (next_transfer(false) != NULL) start_threads((size_t)engine.num_threads + 1, STIO_MAX_THREADS);
+}
+
 void stio_want_threads(size_t wanted) {
-    start_threads(wanted);
+    start_threads(wanted, engine.limit);
     pthread_cond_broadcast(&engine.work);
 }
 
@@ -650,7 +671,7 @@ stio_transfer *stio_transfer_new(int weight, int most_chunks) {
     pthread_mutex_init(&transfer->touching, NULL);
     pthread_mutex_lock(&engine.lock);
     transfer->generation = engine.generation;
-    const bool started = start_threads(1);
+    const bool started = start_threads(1, engine.limit);
     if (started) {
         transfer->next = engine.transfers;
         engine.transfers = transfer;
@@ -723,13 +744,14 @@ int stio_transfer_add(stio_transfer *transfer, const stio_range *ranges, size_t 
     bool ok = true;
     pthread_mutex_lock(&engine.lock);
     if (transfer->is_stopped || !is_own(transfer)) num_ranges = 0; /* an ended transfer does not leave its rings again */
-    if (!is_active(transfer)) transfer->turn = turn_beside_others(transfer); /* time without work is not made up for */
+    if (transfer->first == transfer->last) transfer->turn = turn_beside_others(transfer); /* time without work is lost */
     for (size_t first = 0, stop; ok && first < num_ranges; first = stop) {
         for (stop = first; stop < num_ranges && ranges[stop].group == ranges[first].group; ++stop)
             transfer->left_bytes += ranges[stop].nbytes;
         ok = ranges[first].group >= 0 && add_group(transfer, ranges + first, stop - first);
     }
-    start_threads(1 + transfer->left_bytes / STIO_CHUNK_BYTES);
+    start_threads(1 + transfer->left_bytes / STIO_CHUNK_BYTES, engine.limit);
+    start_spare();
     pthread_cond_broadcast(&engine.work);
     pthread_mutex_unlock(&engine.lock);
     return ok ? 0 : ENOMEM;

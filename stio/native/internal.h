@@ -95,6 +95,7 @@ typedef struct engine {
     slot *copied_from, *last_copied_from; /* slots whose events nobody waits for, oldest first */
     int limit, num_threads, num_idle;
     int num_waiting; /* threads that wait for events, or are about to */
+    int num_in_files; /* threads that move chunks of files, and may wait for a disk */
     int num_joinable; /* threads that nobody has joined */
     int idle_ms;
     stio_pinned *touched;    /* memory that is being touched before it is pinned */

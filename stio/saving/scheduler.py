@@ -338,6 +338,8 @@ class SaveScheduler:
             taken = self._transfer.take()
         except native.Failure as failure:
             raise self._writers[self._blocks[failure.group // 2].shard].error(failure) from None
+        if not taken:  # the engine has ended, at the exit of the process
+            self._workers.stop()
         with self._changed:
             self._is_taking = False
             self._moved += taken
@@ -348,7 +350,9 @@ class SaveScheduler:
     def _end_move(self, moved: native.Done) -> None:
         number, is_write = divmod(moved.group, 2)
         name, end = ("write", self._end_write) if is_write else ("stage", self._end_fill)
-        self._span(name, moved.started, moved.ended, self._blocks[number], lane=f"{name}-{moved.thread + 1}")
+        self._span(name, moved.started, moved.ended, self._blocks[number], lane=f"engine-{moved.thread + 1}")
+        if is_write:
+            self._writers[self._blocks[number].shard].count(self._blocks[number].file_bytes)
         end(number)
 
     def _hash(self, hasher: Hasher, block: WriteBlock, region: Region) -> None:

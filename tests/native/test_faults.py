@@ -253,6 +253,51 @@ def test_so_many_writes_are_under_way_and_copies_pass_them(most: int, preloaded:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+STANDING = """
+import os, sys, time
+from pathlib import Path
+from native.support import File, Memory, take_all
+from stio import native
+from stio.native import Ranges, Transfer
+
+folder, MIB = Path(sys.argv[1]), 1 << 20
+native.set_threads(6)
+faulty, whole = File(folder / "faulty", 64 * MIB), File(folder / "whole", MIB)
+memory, copied, out = Memory(64 * MIB), Memory(MIB), os.open(folder / "out", os.O_RDWR | os.O_CREAT)
+
+def run(describe):
+    transfer, ranges = Transfer(), Ranges()
+    describe(ranges)
+    began = time.monotonic()
+    transfer.add(ranges)
+    return transfer, began
+
+stands, _ = run(lambda ranges: ranges.file_to_host(0, faulty.fd, -1, 0, 64 * MIB, memory.address))
+time.sleep(0.3)
+assert native.num_threads() == 6
+for describe in (
+    lambda ranges: ranges.host_to_host(0, copied.address, 4096, copied.address + 8192),
+    lambda ranges: ranges.file_to_host(0, whole.fd, -1, 0, MIB, copied.address),
+    lambda ranges: ranges.host_to_file(0, copied.address, MIB, out, -1, 0),
+):
+    transfer, began = run(describe)
+    take_all(transfer, 1)
+    assert time.monotonic() - began < 1, time.monotonic() - began
+    transfer.end()
+assert copied[:] == whole.bytes and os.pread(out, MIB, 0) == whole.bytes
+assert 6 < native.num_threads() <= 8, native.num_threads()
+began = time.monotonic()
+stands.end()
+assert time.monotonic() - began < 4
+"""
+
+
+def test_a_disk_that_stands_still_stops_no_other_transfer(preloaded: Path, tmp_path: Path) -> None:
+    """Copies in memory, and files of other disks, move beside it."""
+    done = run_script(STANDING, tmp_path, LD_PRELOAD=str(preloaded), SHIM_MODES="standing")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def _require_direct(folder: Path) -> None:
     (folder / "probe").touch()
     try:

@@ -482,6 +482,14 @@ def test_stop_before_the_start():
     assert made.pool.peak_bytes == 0
 
 
+def test_an_engine_that_has_ended_ends_the_save(by_engine, monkeypatch):
+    if not by_engine:
+        pytest.skip("there is no engine in it")
+    monkeypatch.setattr(native.Transfer, "take", lambda self, seconds=None: [])
+    with pytest.raises(Cancelled):
+        Saving({"a": pages(3)}).save()
+
+
 def test_stop_while_nothing_may_be_written():
     made = Saving({"t": pages(8)}, blocks=3)
     made.run.start()
@@ -759,4 +767,4 @@ def test_trace_has_spans_for_each_block_and_each_file():
     assert sorted(span.detail for span in trace.spans if span.name == "sync") == ["shard 1", "shard 2"]
     assert all(span.start <= span.end for span in trace.spans)
     lanes = {"caller", "save", *(f"save-{k}" for k in range(1, NUM_WORKERS))}
-    assert {span.lane for span in trace.spans} <= lanes | {f"stage-{k}" for k in range(1, native.MOST_THREADS + 1)}
+    assert {span.lane for span in trace.spans} <= lanes | {f"engine-{k}" for k in range(1, native.MOST_THREADS + 1)}

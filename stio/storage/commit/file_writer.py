@@ -122,7 +122,7 @@ class LocalFileWriter:
         self.own_bytes = nbytes
         """Bytes that this process writes; `finish` requires them. Less than the size where others write the rest."""
         self.direct_refused = not _O_DIRECT
-        """True once direct I/O was tried and refused; writes are buffered from then on."""
+        """True once a file could not be opened for direct I/O. The engine finds out by itself what refuses a write."""
         self._takes_exact_ranges = is_shared and not self.direct_refused and not is_local(dir_fd)
         self.finished = False
         """True once the file is complete, and durable if `durable` is set."""
@@ -155,9 +155,12 @@ class LocalFileWriter:
         if self._takes_exact_ranges:
             return False
         ranges.host_to_file(group, region.address, region.nbytes, *self._opened(), offset)
-        with self._lock:
-            self._written_bytes += region.nbytes
         return True
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that the engine has written."""
+        with self._lock:
+            self._written_bytes += nbytes
 
     def error(self, failure: native.Failure) -> StorageError:
         """Return the error of a write by the engine, to be raised."""
