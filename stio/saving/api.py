@@ -266,7 +266,7 @@ class Saver:
         A cancel of this call rolls the save back, unless its commit has begun.
 
         Args:
-            tensors: See `stio.save`. Until this call returns, do not free or shrink their memory (`resize_` of a storage).
+            tensors: See `stio.save`. Do not free or shrink their memory before this call has returned.
             destination: See `stio.save`.
             max_shard_size: See `stio.save`; by default the saver's own.
             metadata: See `stio.save`; by default the saver's own.
