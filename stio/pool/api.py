@@ -367,7 +367,8 @@ class ModelPool:
         """Return a use of a model, for `async with`: inside the block it is on the device, and is not evicted.
 
         The block gets the module, or a dictionary of the tensors by name, which is empty after the block. Other callers
-        use the same tensors at the same time.
+        use the same tensors at the same time. Inside the block a wait for another model ends only if both fit, and a
+        wait for an update of this one does not end.
 
         Args:
             name: Name of the model.
@@ -524,8 +525,11 @@ class ModelPool:
 
     def _drain(self) -> None:
         while self._inbox:
-            with suppress(IndexError):  # another thread was faster
-                self._inbox.popleft()()
+            try:
+                what = self._inbox.popleft()
+            except IndexError:  # another thread was faster
+                return
+            what()
 
     def _event_now(self) -> TorchEvent | None:
         """Return an event behind the work that this thread has queued on its current stream."""
