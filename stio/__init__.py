@@ -71,8 +71,8 @@ if TYPE_CHECKING:
     from stio.loading.warm_start.api import WarmStart as WarmStart
     from stio.loading.warm_start.api import warm_start as warm_start
     from stio.pool.api import ModelPool as ModelPool
-    from stio.pool.api import ModelStatus as ModelStatus
-    from stio.pool.api import PoolStats as PoolStats
+    from stio.pool.status import ModelStatus as ModelStatus
+    from stio.pool.status import PoolStats as PoolStats
     from stio.runtime.limits import Limits as Limits
     from stio.runtime.progress import ProgressEvent as ProgressEvent
     from stio.runtime.spans import Span as Span
@@ -100,7 +100,8 @@ _NAMES = {
     "stio.loading.module": "LoadReport",
     "stio.loading.options": "LoadOptions",
     "stio.loading.warm_start.api": "WarmStart warm_start",
-    "stio.pool.api": "ModelPool ModelStatus PoolStats",
+    "stio.pool.api": "ModelPool",
+    "stio.pool.status": "ModelStatus PoolStats",
     "stio.runtime.limits": "Limits",
     "stio.runtime.progress": "ProgressEvent",
     "stio.runtime.spans": "Span",

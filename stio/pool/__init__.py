@@ -2,6 +2,7 @@
 
 `policy.py` decides: which model is loaded next, which one is evicted for it, which callers get theirs. It is pure.
 `content.py` has the tensors of one model on the device: loads them, removes them, finds what still refers to them.
+`status.py` has what a pool tells of itself.
 `api.py` has the public class `ModelPool`, and carries out what the policy decides.
 
 One thread owns a pool's state. Callers post to it what they want, and wait; they share no lock with it. Loads,

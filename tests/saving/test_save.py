@@ -368,8 +368,8 @@ async def test_the_engine_fills_and_writes(tmp_path, hash):
         saved = {**tensors, **of_other_layout}
         await stio.save(saved, tmp_path / "x", max_shard_size="6MB", trace=trace, hash=hash)
         lanes = {name: {span.lane.rpartition("-")[0] for span in trace.spans if span.name == name} for name in STEPS}
-        assert lanes["write"] == {"write"}
-        assert lanes["stage"] == ({"save", ""} & lanes["stage"] if "lazy" in saved else {"stage"})
+        assert lanes["write"] == {"engine"}
+        assert lanes["stage"] == ({"save", ""} & lanes["stage"] if "lazy" in saved else {"engine"})
         expected = {name: ramp(3) if name == "lazy" else tensor for name, tensor in saved.items()}
         require_equal(await stio.load(tmp_path / "x", verify=hash is not None), expected)
 

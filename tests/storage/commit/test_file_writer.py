@@ -156,7 +156,10 @@ def write_by_engine(parts: Sequence[tuple[LocalFileWriter, int, Region]]) -> Non
     num_done = 0
     try:
         while num_done < len(parts):
-            num_done += len(transfer.take())
+            for one in transfer.take():
+                writer, _, region = parts[one.group]
+                writer.count(region.nbytes)
+                num_done += 1
     except native.Failure as failure:
         raise parts[failure.group][0].error(failure) from None
     finally:
