@@ -118,6 +118,7 @@ class SaveScheduler:
         self._writers: Sequence[Any] = ()
         self._num_fills = self._num_filling = 0  # blocks that were begun; those that are being filled
         self._num_writes = self._num_writing = self._num_written = 0
+        self._num_finishing = 0  # files
         self._regions: dict[int, Region] = {}  # of blocks that were begun and are not written
         self._full: list[int] = []  # a heap: the lowest block is written first, and hashed in order
         self._left = [len(shard.blocks) for shard in plan.shards]
@@ -222,6 +223,8 @@ class SaveScheduler:
         """Return whether a full block may be written now. The caller holds the condition."""
         if not self._full or not self._writers or self._num_writing == WRITE_DEPTH or self._is_hashing:
             return False
+        if self._num_writing + self._num_finishing >= NUM_WORKERS:
+            return False  # each may be another open file
         # Later blocks must not occupy all writers before the next one, for which they wait.
         return not self._in_order or self._full[0] == self._num_writes
 
@@ -315,10 +318,12 @@ class SaveScheduler:
             self.written_bytes += block.file_bytes
             self._left[block.shard] -= 1
             last = not self._left[block.shard]
+            self._num_finishing += last
         if last:
             with traced(self._trace, "sync", detail=f"shard {block.shard + 1}"):
                 self._writers[block.shard].finish()
         with self._changed:
+            self._num_finishing -= last
             self._num_written += 1
             self._changed.notify_all()
         self._progress.report(sum(piece.nbytes for piece in block.pieces), sum(piece.ends for piece in block.pieces))

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 from stio import native
 from stio.errors import NoSpaceError, StorageError
+from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.storage.checks import refused
@@ -233,7 +234,8 @@ class LocalFileWriter:
         with self._lock:
             if self._fd < 0:
                 self._fd = self._open(0)
-            if self._direct_fd < 0 and not self.direct_refused:
+            # A smaller file has no whole page to write, and descriptors may be few.
+            if self._direct_fd < 0 and not self.direct_refused and self.own_bytes >= PAGE_BYTES:
                 try:
                     self._direct_fd = self._open(_O_DIRECT)
                 except StorageError as error:
