@@ -16,7 +16,7 @@ that no Python code uses any more. These rules keep that memory valid:
    and unmapped with its last reference.
 2. The memory of a group is allocated under the caller's stream, so the allocator may return memory that work there
    still reads. The copy stream waits for an event behind the allocation. A disk that writes by GPUDirect Storage waits
-   for no stream: a new slot on the device waits for an event on the host.
+   for no stream: the load waits for that event on the host.
 3. A group is delivered when all events of its copies have passed, so its tensors are for any stream. Until then, and
    after a cancel until `stio_transfer_end` has returned, its memory is referenced (P4).
 4. Warm starts allocate and cast under the copy stream, and record their caller's stream: without that the allocator

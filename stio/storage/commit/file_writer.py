@@ -234,8 +234,9 @@ class LocalFileWriter:
         with self._lock:
             if self._fd < 0:
                 self._fd = self._open(0)
-            # A smaller file has no whole page to write, and descriptors may be few.
-            if self._direct_fd < 0 and not self.direct_refused and self.own_bytes >= PAGE_BYTES:
+            # Less than a page is written past the page cache as an exact range only, and descriptors may be few.
+            needs_direct = self._takes_exact_ranges or self.own_bytes >= PAGE_BYTES
+            if needs_direct and self._direct_fd < 0 and not self.direct_refused:
                 try:
                     self._direct_fd = self._open(_O_DIRECT)
                 except StorageError as error:

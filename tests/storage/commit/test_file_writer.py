@@ -534,6 +534,24 @@ def test_between_hosts_exact_ranges_go_past_the_page_cache(
 
 
 @linux
+def test_between_hosts_less_than_a_page_goes_past_the_page_cache_too(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = DirectIO(monkeypatch, takes_any=True)
+    system.writer = writer = create_files(
+        place, [("a", 700)], path="p", where=["p/a"], attributes=[None], durable=True, is_shared=True
+    )[0]
+    memory = allocate(PAGE_BYTES)
+    memory.write(0, bytes(range(256)) * 2 + bytes(188))
+    writer.write_from(0, memory.sub(0, 700))
+    writer.finish()
+    assert (tmp_path / "a").read_bytes() == memory.sub(0, 700).tobytes()
+    if writer.direct_refused:
+        pytest.skip("no O_DIRECT here")
+    assert not system.buffered and system.direct == [(0, 700)]
+
+
+@linux
 def test_an_error_of_an_exact_range_is_raised(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_writer, "is_local", lambda fd: False)
     writer = LocalFileWriter(place, "a", "final/a", len(DATA), attributes=None, durable=True, is_shared=True)
