@@ -282,9 +282,7 @@ class LoadScheduler:
 
     def _require_unchanged(self) -> None:
         """Require that all files are unchanged; those behind a network are looked at together."""
-        others = [
-            file for file in self._files if not isinstance(file, LocalFile)
-        ]  # a check by the protocol takes 20 us
+        others = [file for file in self._files if not isinstance(file, LocalFile)]  # a check by protocol takes 20 us
         num_behind_networks = sum(isinstance(file, RequestedSource) for file in others)
         left = iter(list(self._files))
 

@@ -112,6 +112,7 @@ static _Thread_local int this_thread = -1;
 static _Thread_local bool waits; /* this thread is counted in `engine.num_waiting` */
 
 static bool start_threads(size_t wanted, int limit);
+static void start_spare(void);
 
 /* Count this thread as one that waits for events, if another thread is left that does not; otherwise return false. A
  * device may stand still as long as its caller's own work takes, and other loads must go on meanwhile. */
@@ -521,8 +522,6 @@ static bool populate(const chunk *one, stio_failure *failure) {
 }
 
 /* Move a chunk; called with the lock, which is released meanwhile. */
-static void start_spare(void);
-
 static void move(chunk *one, int thread) {
     stio_failure failure = {0};
     bool is_queued = false;

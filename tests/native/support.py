@@ -64,16 +64,15 @@ def random_bytes(nbytes: int, seed: int = 1) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
 
-class File:
-    """A file of random bytes, open with and without O_DIRECT."""
+class OpenedFile:
+    """A new file, open with and without O_DIRECT (-1 where the filesystem has none)."""
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path, data: bytes, flags: int) -> None:
         self.path = path
-        self.bytes = random_bytes(nbytes)
-        path.write_bytes(self.bytes)
-        self.fd = os.open(path, os.O_RDONLY)
+        path.write_bytes(data)
+        self.fd = os.open(path, flags)
         try:
-            self.direct_fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            self.direct_fd = os.open(path, flags | os.O_DIRECT)
         except OSError:
             self.direct_fd = -1
 
@@ -81,6 +80,14 @@ class File:
         os.close(self.fd)
         if self.direct_fd >= 0:
             os.close(self.direct_fd)
+
+
+class File(OpenedFile):
+    """A file of random bytes to read."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.bytes = random_bytes(nbytes)
+        super().__init__(path, self.bytes, os.O_RDONLY)
 
 
 class Device:

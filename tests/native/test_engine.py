@@ -24,6 +24,7 @@ from native.support import (
     Device,
     File,
     Memory,
+    OpenedFile,
     compiled,
     engine_threads,
     random_bytes,
@@ -156,22 +157,11 @@ def test_copies_of_a_group_share_chunks(size: int) -> None:
 # Writes.
 
 
-class Target:
-    """A file to write into, open with and without O_DIRECT."""
+class Target(OpenedFile):
+    """A file to write into."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
-        self.path = path
-        path.write_bytes(bytes([POISON]) * nbytes)
-        self.fd = os.open(path, os.O_RDWR)
-        try:
-            self.direct_fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-        except OSError:
-            self.direct_fd = -1
-
-    def close(self) -> None:
-        os.close(self.fd)
-        if self.direct_fd >= 0:
-            os.close(self.direct_fd)
+        super().__init__(path, bytes([POISON]) * nbytes, os.O_RDWR)
 
 
 @pytest.fixture
