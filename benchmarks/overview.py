@@ -9,7 +9,7 @@ from typing import Literal
 from benchmarks import gpu_results, load, report, save
 from benchmarks.runner import HERE
 from benchmarks.suite import Panel, Record, Suite
-from stio.runtime import bar_chart
+from stio.runtime import svg
 
 _LABELS = {"raw": "limit of the disk", "safetensors-fsync": "safetensors, then fsync"}
 _GPU = "gpu-2026-11-26.jsonl"
@@ -69,18 +69,18 @@ _CHOSEN = (
 def charts() -> dict[str, str]:
     """Return each chart as SVG, by the name of its file in results/."""
     panels = {"overview.svg": [_panel(chosen) for chosen in _CHOSEN], "overview-gpu.svg": _gpu_panels()}
-    return {name: bar_chart.draw_panels(several) for name, several in panels.items()}
+    return {name: svg.draw_panels(several) for name, several in panels.items()}
 
 
-def _panel(chosen: Chosen) -> bar_chart.Panel:
+def _panel(chosen: Chosen) -> svg.Panel:
     records = report.read_records(HERE / "results" / chosen.results)
     runs = report.Runs(record for record in records if record.get("entry") in chosen.entries)
     suite = replace(chosen.suite, labels={**chosen.suite.labels, **_LABELS})
     rates = report.rates_of(Panel(chosen.case, "seconds", chosen.text), suite, runs)
-    return bar_chart.Panel(chosen.title, rates, [f"{chosen.text}; bar: median, line: all rounds"])
+    return svg.Panel(chosen.title, rates, [f"{chosen.text}; bar: median, line: all rounds"])
 
 
-def _gpu_panels() -> list[bar_chart.Panel]:
+def _gpu_panels() -> list[svg.Panel]:
     records = gpu_results.read(HERE / "results" / _GPU)
     (num_bytes,) = {record["bytes"] for record in records if record.get("step") == "made"}
     idle, busy = (
@@ -88,23 +88,23 @@ def _gpu_panels() -> list[bar_chart.Panel]:
         for is_busy in (False, True)
     )
     bus = [record["rate"] for record in records if record.get("case") == "swap" and record["entry"] == "raw-bus"]
-    limit = bar_chart.Rate("limit: the bus", median(bus), min(bus), max(bus), "limit")
+    limit = svg.Rate("limit: the bus", median(bus), min(bus), max(bus), "limit")
     panels = {
         "Load 6.1 GB from the page cache to an H200, later loads": [limit, *_rates(idle, slice(1, None), num_bytes)],
         "The first such load of a process": _rates(idle, slice(1), num_bytes),
         "Such loads beside a busy Python thread": _rates(busy, slice(None), num_bytes),
     }
-    return [bar_chart.Panel(title, rates, ["bar: median, line: all loads"]) for title, rates in panels.items()]
+    return [svg.Panel(title, rates, ["bar: median, line: all loads"]) for title, rates in panels.items()]
 
 
-def _rates(records: list[Record], loads: slice, num_bytes: int) -> list[bar_chart.Rate]:
+def _rates(records: list[Record], loads: slice, num_bytes: int) -> list[svg.Rate]:
     """Return the rates of some loads of each process, the fastest contestant first."""
     rates = []
     for name, label in _CONTESTANTS.items():
         times = [seconds for record in records if record["name"] == name for seconds in record["times"][loads]]
         if found := [num_bytes / seconds for seconds in times]:
             kind: Literal["ours", "peer"] = "ours" if name == "stio" else "peer"
-            rates.append(bar_chart.Rate(label, median(found), min(found), max(found), kind))
+            rates.append(svg.Rate(label, median(found), min(found), max(found), kind))
     return sorted(rates, key=lambda rate: rate.median, reverse=True)
 
 

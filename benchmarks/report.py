@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.suite import Case, Columns, Panel, Record, Suite
-from stio.runtime import bar_chart
+from stio.runtime import svg
 
 _RESAMPLES = 10_000
 
@@ -480,16 +480,16 @@ def draw(records: list[dict[str, Any]], suite: Suite, path: Path) -> bool:
     runs = Runs(records)
     titles = {case.name: case.title for case in suite.cases}
     panels = [
-        bar_chart.Panel(titles[panel.case], rates, [f"{panel.text}; bar: median, line: all rounds"])
+        svg.Panel(titles[panel.case], rates, [f"{panel.text}; bar: median, line: all rounds"])
         for panel in suite.panels
         if (rates := rates_of(panel, suite, runs))
     ]
     if panels:
-        path.write_text(bar_chart.draw_panels(panels), "utf-8")
+        path.write_text(svg.draw_panels(panels), "utf-8")
     return bool(panels)
 
 
-def rates_of(panel: Panel, suite: Suite, runs: Runs) -> list[bar_chart.Rate]:
+def rates_of(panel: Panel, suite: Suite, runs: Runs) -> list[svg.Rate]:
     """Return the rates of a panel, the fastest first."""
     rates = []
     contestants = {
@@ -506,6 +506,6 @@ def rates_of(panel: Panel, suite: Suite, runs: Runs) -> list[bar_chart.Rate]:
             "ours" if entry.startswith("stio") else "limit" if entry.startswith(_LIMITS) else "peer"
         )
         rates.append(
-            bar_chart.Rate(label, num_bytes / seconds.value, num_bytes / seconds.high, num_bytes / seconds.low, kind)
+            svg.Rate(label, num_bytes / seconds.value, num_bytes / seconds.high, num_bytes / seconds.low, kind)
         )
     return sorted(rates, key=lambda rate: rate.median, reverse=True)

@@ -13,7 +13,7 @@ import torch
 from support import eventually, settled
 
 from stio import native
-from stio.device import rings
+from stio.device import cuda
 from stio.device.base import Accelerator, resolve_device
 from stio.device.cuda import TorchAccelerator, on_stream
 from stio.runtime.memory import Region
@@ -80,14 +80,14 @@ def settled_pinned_bytes() -> int:
 
 def trim_rings() -> None:
     """Return the memory of all rings that no load uses to the system."""
-    for known in list(rings._rings.values()):
+    for known in list(cuda._rings.values()):
         known.ring.trim()
 
 
 def new_rings() -> None:
     """Let the next load to a device make a ring."""
     trim_rings()
-    rings._rings.clear()
+    cuda._rings.clear()
 
 
 class Rig:

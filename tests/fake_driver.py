@@ -14,7 +14,7 @@ from support import PATIENCE_SECONDS, eventually
 
 import stio.sync
 from stio import native
-from stio.device.rings import DeviceRing
+from stio.device.cuda import DeviceRing
 from stio.loading import gds_path, read_paths
 from stio.testing import FakeDevice
 

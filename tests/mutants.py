@@ -74,7 +74,7 @@ PINNED_TESTS = "tests/native/test_pinned.py::"
 UNPINNING = "tests/gpu/test_unpinning.py::"
 CUDA = "stio/device/cuda.py"
 PRIVATE = "stio/device/torch_private.py"
-RINGS = "stio/device/rings.py"
+RINGS = "stio/device/cuda.py"
 WARM = "stio/loading/warm_start/load.py"
 PINNED = "stio/device/pinned.py"
 COPYING = "stio/device/copy_out.py"
@@ -299,7 +299,6 @@ MUTANTS = (
             "        driver, handle = open_driver(device, stream)\n",
             "        driver, handle = open_driver(device, default_stream(device))\n",
         ),
-        ("import TorchAccelerator\n", "import TorchAccelerator, default_stream\n"),
         tests=(f"{OTHER_STREAMS}[file]", f"{DROPPED}[file-large-own stream]"),
     ),
     mutant(

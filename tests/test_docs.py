@@ -25,7 +25,7 @@ from pages import DOCS, ROOT, Block, PageError
 
 import stio
 from benchmarks import overview, report
-from stio.runtime import bar_chart
+from stio.runtime import svg
 from tests.distributed.ranks import PRELOADED
 
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
@@ -172,7 +172,7 @@ def timeline_of_a_save(directory: Path) -> str:
 
 
 def bar_chart_of_one_rate() -> str:
-    return bar_chart.draw_rates([bar_chart.Rate("stio", 2.0, 1.0, 3.0, "ours")], title="one")
+    return svg.draw_rates([svg.Rate("stio", 2.0, 1.0, 3.0, "ours")], title="one")
 
 
 def test_a_capture_that_takes_minutes_has_the_shape_of_its_command() -> None:

@@ -1,4 +1,4 @@
-"""`stio bench [PATH]`: measures how fast this machine loads a checkpoint from its disk, by stio and by other packages.
+"""`stio bench [PATH]`: measures how fast this machine loads a checkpoint from its disk, by stio and by safetensors.
 
 Each run is a process of its own (`bench_child.py`). In each round every contestant runs once, in a random order. Before
 each run memory is written to and freed, and the files are evicted from the page cache, as in the project's benchmarks.
@@ -42,23 +42,20 @@ from stio.cli.output import (
     width_of,
 )
 from stio.errors import one_line
-from stio.format.header_build import build_header
+from stio.format.header import build_header
 from stio.loading.open import open_checkpoint
-from stio.runtime.bar_chart import Rate, draw_rates, text_bar
 from stio.runtime.control_groups import room_in_memory
 from stio.runtime.limits import parse_size
 from stio.runtime.memory import fits
-from stio.runtime.units import counted, show_bytes, show_seconds
+from stio.runtime.svg import Rate, draw_rates, text_bar
+from stio.runtime.text import counted, show_bytes, show_seconds
 from stio.runtime.urls import is_url, without_secrets
 
 LIMIT = "limit"
-_KINDS: Mapping[str, Literal["limit", "ours", "peer"]] = {LIMIT: "limit", "stio": "ours"}
-PEERS = {
-    "safetensors": "safetensors",
-    "runai_model_streamer": "runai-model-streamer",
-    "fastsafetensors": "fastsafetensors",
-}
-"""Other packages that load the format: name of the module, name of the distribution."""
+PEER = "safetensors"
+"""The package that stio is compared with. The benchmarks of the project measure others too."""
+
+_KINDS: Mapping[str, Literal["limit", "ours", "peer"]] = {LIMIT: "limit", "stio": "ours", PEER: "peer"}
 
 _TENSOR_BYTES = 32 << 20
 _MARGIN_BYTES = 1 << 30
@@ -92,9 +89,7 @@ class Contestant:
     """Measurements of one contestant."""
 
     name: str
-    """Name of its module, or `limit`."""
-    label: str
-    """Name in the table."""
+    """Name of its package, or `limit`."""
     version: str = ""
     """Version of its package."""
     seconds: list[float] = field(default_factory=list)
@@ -103,6 +98,16 @@ class Contestant:
     """Checksums of the tensors of its runs."""
     failure: str | None = None
     """Reason why a run failed."""
+
+    @property
+    def label(self) -> str:
+        """Name in the table."""
+        return "disk's limit" if self.name == LIMIT else self.name
+
+    @property
+    def title(self) -> str:
+        """Name in the table, with the version."""
+        return f"{self.label} {self.version}".rstrip()
 
     @property
     def median(self) -> float | None:
@@ -136,11 +141,10 @@ def bench(
 ) -> int:
     """Measure stio on this machine.
 
-    It compares stio with the limit of the disk, and with other packages if they are installed: safetensors,
-    runai-model-streamer, fastsafetensors. PATH is a checkpoint on the disk to measure, and no URL: `stio load URL`
-    prints the rate of a load from a store. Without PATH a file is made in the working directory, and removed at the
-    end. No file is read from the page cache. Each run takes some seconds in addition to its load, to import torch and
-    to write to memory, so all of them take minutes.
+    It compares stio with the limit of the disk, and with safetensors if that is installed. PATH is a checkpoint on the
+    disk to measure, and no URL: `stio load URL` prints the rate of a load from a store. Without PATH a file is made in
+    the working directory, and removed at the end. No file is read from the page cache. Each run takes some seconds in
+    addition to its load, to import torch and to write to memory, so all of them take minutes.
     """
     if path is not None and is_url(path):
         raise CommandError(_NO_URLS.format(url=one_line(without_secrets(path))))
@@ -153,11 +157,10 @@ def bench(
         if not fits(total_bytes + _MARGIN_BYTES):
             text = f"{one_line(source)}: {show_bytes(total_bytes)} do not fit into memory"
             raise CommandError(f"{text}; measure with one shard of it")
-        contestants = [Contestant(name, label) for name, label in _present()]
+        contestants = [Contestant(name) for name in (LIMIT, "stio", *([PEER] if find_spec(PEER) is not None else []))]
+        task = {"source": source, "paths": paths, "device": device}
         with Bar("measuring", is_wanted=not no_progress) as bar:
-            notes = _run_all(
-                contestants, {"source": source, "paths": paths, "device": device}, rounds, total_bytes, bar
-            )
+            notes = _run_all(contestants, task, rounds, total_bytes, bar)
     notes = verdict(contestants) + notes
     if chart is not None:
         title = f"{show_bytes(total_bytes)} from this disk to {device}"
@@ -170,12 +173,6 @@ def bench(
         if chart is not None:
             say(f"chart: {one_line(chart)}")
     return 0 if next(one for one in contestants if one.name == "stio").median is not None else 2
-
-
-def _present() -> Iterator[tuple[str, str]]:
-    yield LIMIT, "disk's limit"
-    yield "stio", "stio"
-    yield from ((module, distribution) for module, distribution in PEERS.items() if find_spec(module) is not None)
 
 
 @contextmanager
@@ -225,8 +222,7 @@ def _run_all(contestants: list[Contestant], task: dict[str, Any], rounds: int, t
     for _ in range(rounds):
         for one in draw.sample(contestants, len(contestants)):
             if one.failure is None:
-                spec = {"contestant": one.name, "package": PEERS.get(one.name, ""), "memory_bytes": memory_bytes}
-                record = _run(task | spec)
+                record = _run(task | {"contestant": one.name, "memory_bytes": memory_bytes})
                 one.failure = record.get("error")
                 if one.failure is None:
                     one.version = record["version"]
@@ -256,7 +252,7 @@ def _run(spec: dict[str, Any]) -> dict[str, Any]:
     """Run one process; return its record, or a record with its error."""
     root = str(Path(__file__).resolve().parents[2])
     known = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(known), "RUNAI_STREAMER_LOG_LEVEL": "ERROR"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(known)}
     try:
         done = subprocess.run(  # -P: import no modules from the working directory
             [sys.executable, "-P", "-m", "stio.cli.bench_child", json.dumps(spec)],
@@ -284,8 +280,8 @@ def _table(contestants: list[Contestant], total_bytes: int) -> Iterator[str]:
         if one.median is None:
             continue
         times = [f"{seconds:.3f} s" for seconds in (one.median, min(one.seconds), max(one.seconds))]
-        rows.append([_title(one), times[0], rate_text(total_bytes, one.median), *times[1:], ""])
-        shares.append(rates[_title(one)] / max(rates.values()))
+        rows.append([one.title, times[0], rate_text(total_bytes, one.median), *times[1:], ""])
+        shares.append(rates[one.title] / max(rates.values()))
     encoding = getattr(sys.stdout, "encoding", None)
     width = (width_of(sys.stdout) or _TABLE_WIDTH) - max(map(len, aligned(rows, right={1, 2, 3, 4}))) - 2
     for row, share in zip(rows, shares, strict=True):
@@ -296,18 +292,11 @@ def _table(contestants: list[Contestant], total_bytes: int) -> Iterator[str]:
             yield f"{one.label}: failed: {one.failure}"
 
 
-def _title(one: Contestant) -> str:
-    return f"{one.label} {one.version}".rstrip()
-
-
 def _rates(contestants: list[Contestant], total_bytes: int) -> Iterator[Rate]:
     for one in contestants:
         if one.median is not None:
-            kind = _KINDS.get(one.name, "peer")
-            slow, median, fast = (
-                total_bytes / max(seconds, 1e-9) for seconds in (max(one.seconds), one.median, min(one.seconds))
-            )
-            yield Rate(_title(one), median, slow, fast, kind)
+            rates = [total_bytes / max(seconds, 1e-9) for seconds in (one.median, max(one.seconds), min(one.seconds))]
+            yield Rate(one.title, rates[0], rates[1], rates[2], _KINDS[one.name])
 
 
 def verdict(contestants: list[Contestant]) -> list[str]:
@@ -322,13 +311,12 @@ def verdict(contestants: list[Contestant]) -> list[str]:
         share, spread = median(shares), f"{min(shares):.0%} to {max(shares):.0%} in {counted(len(shares), 'round')}"
         reaches = f"reaches {share:.0%} of the disk's limit" if share <= 1 - _EQUAL else "reads as fast as a raw reader"
         sentences.append(f"stio {reaches} ({spread}).")
-    peers = [one for one in contestants if one.name in PEERS and one.median is not None]
-    sentences += [_compared(ours, peer) for peer in peers]
-    if not peers:
-        sentences.append(
-            f"There is no peer to compare it with: none of {', '.join(PEERS.values())} is installed and works."
-        )
-    elif len(ours.seconds) < _FEWEST_ROUNDS:
+    peer = by_name.get(PEER)
+    if peer is None or peer.median is None:
+        sentences.append(f"There is no peer to compare it with: {PEER} is not installed, or does not work.")
+    else:
+        sentences.append(_compared(ours, peer))
+    if len(ours.seconds) < _FEWEST_ROUNDS:
         sentences.append(f"Fewer than {_FEWEST_ROUNDS} rounds show no difference reliably: run more rounds.")
     if limit.median is not None and (swing := max(limit.seconds) / min(limit.seconds)) > _UNSTEADY:
         sentences.append(

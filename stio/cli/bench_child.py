@@ -16,7 +16,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
 
@@ -49,36 +48,7 @@ def _safetensors(source: str, paths: list[str], device: str) -> Loader:
     return lambda: {name: tensor for path in paths for name, tensor in load_file(path, device=device).items()}
 
 
-def _runai(source: str, paths: list[str], device: str) -> Loader:
-    streamer_class = import_module("runai_model_streamer").SafetensorsStreamer
-
-    def load() -> dict[str, torch.Tensor]:
-        with streamer_class() as streamer:
-            streamer.stream_files(paths)
-            return {name: tensor.to(device) for name, tensor in streamer.get_tensors()}
-
-    return load
-
-
-def _fastsafetensors(source: str, paths: list[str], device: str) -> Loader:
-    fast_open = import_module("fastsafetensors").fastsafe_open
-
-    def load() -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {}
-        for path in paths:
-            with fast_open(path, framework="pytorch", device=device, nogds=True) as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-        return tensors
-
-    return load
-
-
-_LOADERS = {
-    "stio": _stio,
-    "safetensors": _safetensors,
-    "runai_model_streamer": _runai,
-    "fastsafetensors": _fastsafetensors,
-}
+_LOADERS = {"stio": _stio, "safetensors": _safetensors}
 
 
 def _limit(paths: list[str]) -> tuple[Callable[[], None], bool]:
@@ -164,26 +134,17 @@ def _touch(tensors: dict[str, torch.Tensor]) -> int:
     return total
 
 
-def _version(contestant: str, package: str) -> str:
-    if not package:
-        return __version__ if contestant == "stio" else ""
-    try:
-        return version(package)
-    except PackageNotFoundError:  # it was not installed by a package manager
-        return ""
-
-
 def main(spec: str) -> dict[str, Any]:
     """Do one run; return its record."""
     task = json.loads(spec)
-    paths, device, is_limit = task["paths"], task["device"], task["contestant"] == "limit"
+    paths, device, name = task["paths"], task["device"], task["contestant"]
     load: Callable[[], Any]
-    if is_limit:
+    if name == "limit":
         load, is_direct = _limit(paths)
     else:
-        load, is_direct = _LOADERS[task["contestant"]](task["source"], paths, device), True
+        load, is_direct = _LOADERS[name](task["source"], paths, device), True
         import_module("torch").zeros(1, device=device)
-    takes_memory = not is_limit or not is_direct
+    takes_memory = name != "limit" or not is_direct
     writes = [_write_memory(task["memory_bytes"]) for _ in range(2)] if takes_memory else None
     resident = _evict(paths)
     began = perf_counter()
@@ -195,7 +156,7 @@ def main(spec: str) -> dict[str, Any]:
         "checksum": checksum,
         "resident_fraction": resident,
         "is_direct": is_direct,
-        "version": _version(task["contestant"], task["package"]),
+        "version": __version__ if name == "stio" else getattr(sys.modules.get(name), "__version__", ""),
     }
 
 

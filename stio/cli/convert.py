@@ -15,7 +15,7 @@ from stio.cli.interrupts import starting
 from stio.cli.output import JSON_OPTION, NO_PROGRESS_OPTION, PATH, Bar, CommandError, say, spelled
 from stio.errors import StioError, one_line
 from stio.runtime.hashing import HashName
-from stio.runtime.units import counted, show_bytes
+from stio.runtime.text import counted, show_bytes
 from stio.runtime.urls import without_secrets
 
 

@@ -47,7 +47,7 @@ from stio.format.header import TensorInfo
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.memory import Region, allocate, libc
 from stio.runtime.operation import Operation
-from stio.runtime.units import counted, natural_key
+from stio.runtime.text import counted, natural_key
 from stio.runtime.urls import without_secrets
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
@@ -292,7 +292,10 @@ def _compare_values(
             a = _read_piece(pair.file_a, pair.a, start, pair.values_in_piece, memory_a)
             b = _read_piece(pair.file_b, pair.b, start, pair.values_in_piece, memory_b)
             if pair.is_cast or not _same(a, b):
-                found = _differences(pair.a.dtype, a, pair.b.dtype, b, tolerance)
+                numbers: Any = import_module(
+                    "stio.cli.numbers"
+                )  # it imports numpy, which equal checkpoints do not need
+                found = numbers.differences(pair.a.dtype, a.tobytes(), pair.b.dtype, b.tobytes(), tolerance)
                 with pool.changed:
                     pair.difference = found if pair.difference is None else pair.difference.merge(found)
             progress(a.nbytes, total_bytes)
@@ -312,16 +315,6 @@ def _same(a: Region, b: Region) -> bool:
     if libc is None:
         return a.tobytes() == b.tobytes()
     return not libc.memcmp(*map(ctypes.c_void_p, (a.address, b.address)), ctypes.c_size_t(a.nbytes))
-
-
-def _differences(dtype_a: str, a: Region, dtype_b: str, b: Region, tolerance: float | None) -> Difference:
-    module: Any = import_module("stio.cli.numbers")  # it imports numpy, which equal checkpoints do not need
-    found: Difference
-    if dtype_a == dtype_b:
-        found = module.differences(dtype_a, a.tobytes(), b.tobytes(), tolerance)
-    else:
-        found = module.cast_differences(dtype_a, a.tobytes(), dtype_b, b.tobytes(), tolerance)
-    return found
 
 
 # The text of the result.

@@ -31,8 +31,8 @@ from stio.cli.output import (
     spelled,
 )
 from stio.errors import StioError, one_line
+from stio.runtime.text import counted, show_bytes
 from stio.runtime.trace import Trace
-from stio.runtime.units import counted, show_bytes
 from stio.runtime.urls import without_secrets
 
 _TIMELINES = {".json": "save_chrome", ".svg": "save_svg"}

@@ -8,7 +8,6 @@ Packed values are unpacked from the lowest bit of the first byte on, as torch an
 from __future__ import annotations
 
 from functools import cache
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,8 @@ from stio.format.dtypes import BITS
 
 Array = NDArray[Any]
 
-_CHUNK_BYTES = 3 << 16
-"""Bytes that become numbers at once; the numbers take 20 MB at most. A whole number of values of each dtype."""
-
 _CHUNK_VALUES = 1 << 16
-"""Values of two dtypes that become numbers at once."""
+"""Values of a side that become numbers at once; the numbers take some megabytes."""
 
 # Bits of the exponent and of the mantissa, bias, and the meaning of special codes: infinities and NaN as in IEEE 754,
 # the last code is NaN ("fn"), NaN in place of -0 ("fnuz"), or none ("finite").
@@ -51,52 +47,27 @@ _QUIET = np.errstate(invalid="ignore", over="ignore")
 """No warnings for subtracted infinities and cast signalling NaNs: the code below handles both."""
 
 
-def differences(dtype: str, a: bytes, b: bytes, tolerance: float | None = None) -> Difference:
-    """Compare two pieces of memory of the same length that hold whole values of one dtype.
-
-    Args:
-        dtype: Name in the format.
-        a: One side.
-        b: The other side.
-        tolerance: Values differ if they are further apart, or one of them is NaN; None: if their bits differ.
-    """
-    found = Difference()
-    for start in range(0, len(a), _CHUNK_BYTES):
-        codes_a, codes_b = (_codes(dtype, side[start : start + _CHUNK_BYTES]) for side in (a, b))
-        differing = codes_a != codes_b
-        count = int(np.count_nonzero(differing))
-        if count:
-            found = found.merge(_compared(dtype, codes_a, codes_b, differing, count, tolerance))
-    return found
-
-
-@_QUIET
-def cast_differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: float | None = None) -> Difference:
-    """Compare two pieces of memory that hold as many whole values of two floating dtypes, as float64.
+def differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: float | None = None) -> Difference:
+    """Compare two pieces of memory that hold as many whole values of one dtype, or of two floating ones.
 
     Args:
         dtype_a: Name in the format of the dtype of `a`.
         a: One side.
         dtype_b: That of the dtype of `b`.
         b: The other side.
-        tolerance: Values differ if they are further apart, or one of them is NaN; None: if they are further apart than
-            rounding to the narrower dtype can move them.
+        tolerance: Values differ if they are further apart, or one of them is NaN. None: if their bits differ; of two
+            dtypes, if they are further apart than rounding to the narrower one can move them.
     """
     found = Difference()
     bytes_a, bytes_b = (_CHUNK_VALUES * BITS[dtype] // 8 for dtype in (dtype_a, dtype_b))
     for k in range(-(-len(a) // bytes_a)):
-        values_a = numbers(dtype_a, _codes(dtype_a, a[k * bytes_a : (k + 1) * bytes_a]))
-        values_b = numbers(dtype_b, _codes(dtype_b, b[k * bytes_b : (k + 1) * bytes_b]))
-        nan_a, nan_b = np.isnan(values_a), np.isnan(values_b)
-        num_nan = int(np.count_nonzero(nan_a != nan_b))
-        values_a, values_b = values_a[~(nan_a | nan_b)], values_b[~(nan_a | nan_b)]
-        gaps = _distances(values_a, values_b)
-        if tolerance is None:
-            allowed: Any = _rounding(dtype_a, dtype_b, np.maximum(np.abs(values_a), np.abs(values_b)))
-        else:
-            allowed = tolerance
-        num_differing = int(np.count_nonzero(gaps > allowed)) + num_nan
-        found = found.merge(Difference(num_differing, float(gaps.max()) if gaps.size else None, num_nan))
+        codes_a = _codes(dtype_a, a[k * bytes_a : (k + 1) * bytes_a])
+        codes_b = _codes(dtype_b, b[k * bytes_b : (k + 1) * bytes_b])
+        if dtype_a == dtype_b:
+            differing = codes_a != codes_b
+            codes_a, codes_b = codes_a[differing], codes_b[differing]
+        if codes_a.size:
+            found = found.merge(_compared(dtype_a, codes_a, dtype_b, codes_b, tolerance))
     return found
 
 
@@ -161,32 +132,28 @@ def _table(dtype: str) -> Array:
 
 
 @_QUIET
-def _compared(
-    dtype: str, codes_a: Array, codes_b: Array, differing: Array, num_differing: int, tolerance: float | None
-) -> Difference:
-    """Return the difference of two arrays of values, of which `num_differing` have other bits: those of the mask."""
-    a, b = numbers(dtype, codes_a), numbers(dtype, codes_b)
+def _compared(dtype_a: str, codes_a: Array, dtype_b: str, codes_b: Array, tolerance: float | None) -> Difference:
+    """Return the difference of two arrays of values; if they are of one dtype, each pair has other bits."""
+    a, b = numbers(dtype_a, codes_a), numbers(dtype_b, codes_b)
     if a.dtype.kind in "iu":
         wide = np.int64 if a.dtype.kind == "i" else np.uint64
         larger, smaller = (pick(a, b).astype(wide).view(np.uint64) for pick in (np.maximum, np.minimum))
         gaps: Array = larger - smaller
-        if tolerance is not None:
-            num_differing = 0 if tolerance >= 2**64 else int(np.count_nonzero(gaps > np.uint64(int(tolerance))))
-        return Difference(num_differing, int(gaps.max()))
-    distances: Array = np.abs(a - b)
-    largest = float(distances.max())
-    num_nan = 0
-    if not isfinite(largest):
-        # There is a NaN or an infinity. Few pieces need this slower code.
-        nan_a, nan_b = np.isnan(a), np.isnan(b)
-        num_nan = int(np.count_nonzero(nan_a != nan_b))
-        distances = _distances(a, b)[differing & ~(nan_a | nan_b)]
-        if not distances.size:
-            return Difference(num_differing if tolerance is None else num_nan, None, num_nan)
-        largest = float(distances.max())
-    if tolerance is not None:
-        num_differing = int(np.count_nonzero(distances > tolerance)) + num_nan
-    return Difference(num_differing, largest, num_nan)
+        if tolerance is None:
+            return Difference(len(a), int(gaps.max()))
+        beyond = 0 if tolerance >= 2**64 else int(np.count_nonzero(gaps > np.uint64(int(tolerance))))
+        return Difference(beyond, int(gaps.max()))
+    nan_a, nan_b = np.isnan(a), np.isnan(b)
+    num_nan = int(np.count_nonzero(nan_a != nan_b))
+    both = ~(nan_a | nan_b)
+    gaps = _distances(a[both], b[both])
+    largest = float(gaps.max()) if gaps.size else None
+    if tolerance is None and dtype_a == dtype_b:
+        return Difference(len(a), largest, num_nan)
+    allowed: Any = tolerance
+    if tolerance is None:
+        allowed = _rounding(dtype_a, dtype_b, np.maximum(np.abs(a[both]), np.abs(b[both])))
+    return Difference(int(np.count_nonzero(gaps > allowed)) + num_nan, largest, num_nan)
 
 
 def _distances(a: Array, b: Array) -> Array:

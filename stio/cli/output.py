@@ -48,7 +48,7 @@ from stio.errors import (
     one_line,
 )
 from stio.runtime.progress import ProgressEvent
-from stio.runtime.units import counted, show_bytes
+from stio.runtime.text import counted, show_bytes
 
 NO, ERROR, NO_MATCH, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
 

@@ -17,7 +17,7 @@ from stio.loading.pull import PullResult
 from stio.loading.pull import pull as copy
 from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Operation
-from stio.runtime.units import counted, show_bytes
+from stio.runtime.text import counted, show_bytes
 from stio.runtime.urls import without_secrets
 
 

@@ -31,7 +31,7 @@ from stio.loading.integrity import judge_files, no_manifest, read_manifest
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
-from stio.runtime.units import counted, show_bytes
+from stio.runtime.text import counted, show_bytes
 from stio.runtime.urls import without_secrets
 from stio.storage.base import Source
 

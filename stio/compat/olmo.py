@@ -27,10 +27,12 @@ from stio.device.base import resolve_device
 from stio.device.describe import describe_tensors
 from stio.errors import CheckpointNotFoundError, FormatError, printable
 from stio.format.naming import FILE_SUFFIX
-from stio.format.olmo_names import (
+from stio.format.safe_pickle import (
     MAX_KEYS,
     MAX_LEAF_BYTES,
     KeyPath,
+    PickleRefused,
+    PlainPickles,
     decode_name,
     encode_name,
     looks_encoded,
@@ -40,7 +42,6 @@ from stio.format.olmo_names import (
     shown,
     stable_pickle,
 )
-from stio.format.safe_pickle import PickleRefused, PlainPickles
 from stio.format.state_tree import STATE_KEY
 from stio.loading.body import collect, reading_operation
 from stio.loading.open import OpenCheckpoint

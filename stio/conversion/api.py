@@ -2,7 +2,7 @@
 
 The source is opened first (`sources.py`); that reads names and headers only. The save is the usual one, so a checkpoint
 at the destination is replaced in one step, or not at all. Tensors of a safetensors source are read in the order in
-which the save writes them, one window ahead of it (`read_ahead.py`). Tensors of a pickle are mapped.
+which the save writes them, one window ahead of it (`ReadAhead`). Tensors of a pickle are mapped.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from functools import partial
 
 import torch
 
-from stio.conversion.pickled_tensors import Key, check_key
 from stio.conversion.sources import OpenSource, open_source
+from stio.conversion.torch_files import Key, check_key
 from stio.device.tensors import TORCH_DTYPES, DtypeLike, checked_dtype
 from stio.errors import ClosedError, printable
 from stio.format.naming import FILE_SUFFIX

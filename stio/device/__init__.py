@@ -1,11 +1,11 @@
 """Tensors, devices, and copies between host memory and devices, in both directions. Nothing here opens a file.
 
-Start with `base.py`: `Accelerator` is the interface that loads need from a device, a `LoadedGroup` is delivered to
-the consumer of a load. `cuda.py` implements the interface by torch. Loads use `group_memory.py` (the memory of a group
-on the device), `rings.py` (the engine's pinned memory for a device) and `tensors.py` (tensors over memory, dtypes,
-casts). Saves use `describe.py` (what can be saved of a tensor) and `copy_out.py` (its bytes into host memory).
-`pinned.py` allocates pinned memory, `drivers.py` finds the drivers that the engine calls. `placement.py` finds the
-device of each tensor. `torch_private.py` has torch's private names that loads and saves use.
+Start with `base.py`: `Accelerator` is the interface that loads need from a device, a `LoadedGroup` is delivered to the
+consumer of a load, and a `Placement` finds the device of each tensor. `cuda.py` implements the interface by torch, and
+has the engine's rings of pinned memory. Loads use `tensors.py` (tensors over memory, the memory of a group on the
+device, dtypes, casts). Saves use `describe.py` (what can be saved of a tensor) and `copy_out.py` (its bytes into host
+memory). `tensor_memory.py` checks that the data of a tensor is there. `pinned.py` allocates pinned memory, and finds
+the drivers that the engine calls. `torch_private.py` has torch's private names that loads and saves use.
 
 Lifetimes on an accelerator. A copy is queued first and done later. Until it is done, the device reads and writes memory
 that no Python code uses any more. These rules keep that memory valid:

@@ -16,8 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from stio.device.copy_out import PLAIN_LAYOUT
 from stio.device.cuda import has_streams
-from stio.device.placeholders import GATHER_FSDP, ON_META, require_own_data, require_scales
-from stio.device.tensor_memory import require_data
+from stio.device.tensor_memory import GATHER_FSDP, ON_META, require_data, require_own_data, require_scales
 from stio.device.tensors import FORMAT_DTYPES, PLAIN
 from stio.device.torch_private import traits_of, without_torch_function
 from stio.errors import DeviceError, FormatError, UnsupportedDtypeError, printable

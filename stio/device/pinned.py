@@ -5,20 +5,81 @@ region releases it at once, on a thread of the engine. Nothing records which cop
 or to it waits for its copies, after an error too, before it drops the region.
 
 Where the engine has no driver of the device, torch pins. Its sizes are powers of two, and it keeps what is released.
+
+The engine calls the functions of a device's driver: to copy from its rings, and to pin memory. CUDA has one, and ROCm,
+whose torch calls its devices "cuda". Devices of other kinds (XPU) are loaded by the plain executor, and torch pins
+memory for them.
 """
 
 from __future__ import annotations
 
 import logging
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import torch
 
 from stio import native
-from stio.device.drivers import driver_of, node_of
 from stio.runtime import memory
+from stio.runtime.control_groups import read_text
 from stio.runtime.memory import Region
 from stio.runtime.process import after_fork_in_child
+
+
+def numa_node(pci_address: str, *, sysfs: str = "/sys") -> int | None:
+    """Return the node of a device; None if it is not known, or if the host has one node only.
+
+    Args:
+        pci_address: Address of the device on its bus, `"0000:3b:00.0"`.
+        sysfs: Where the kernel's description of the devices is mounted.
+    """
+    nodes = read_text(f"{sysfs}/devices/system/node/has_memory").strip()
+    if "," not in nodes and "-" not in nodes:
+        return None
+    text = read_text(f"{sysfs}/bus/pci/devices/{pci_address.lower()}/numa_node").strip()
+    return int(text) if text.isdigit() else None  # the kernel writes -1 if the firmware does not say
+
+
+def _cuda(device: torch.device, stream: Any) -> tuple[native.Driver | str, int]:
+    kind = "hip" if torch.version.hip else "cuda"
+    return native.open_driver(kind, device.index), 0 if stream is None else int(stream.cuda_stream)
+
+
+drivers: dict[str, Callable[[torch.device, Any], tuple[native.Driver | str, int]]] = {"cuda": _cuda}
+"""By type of device, a function that returns its driver, or why there is none, and the handle of a stream (None: 0).
+Tests add the simulated device."""
+
+
+def driver_of(device: torch.device) -> native.Driver | None:
+    """Return the driver of a device; None if the engine, or its driver, is not here."""
+    open_driver = drivers.get(device.type) if native.available() else None
+    if open_driver is None:
+        return None
+    known = _known_drivers.get((open_driver, device))
+    if known is None:
+        driver = open_driver(device, None)[0]
+        if not isinstance(driver, native.Driver):
+            return None
+        known = _known_drivers.setdefault((open_driver, device), driver)
+    return known
+
+
+_known_drivers: dict[tuple[object, torch.device], native.Driver] = {}
+"""Drivers that were found: to open one retains the context of its device once more."""
+after_fork_in_child(_known_drivers.clear)
+
+
+@cache
+def node_of(device: torch.device) -> int | None:
+    """Return the node of the host that a device is on, None if torch or the system does not report it."""
+    try:
+        found: Any = torch.get_device_module(device).get_device_properties(device)
+        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
+    return numa_node(address)
+
 
 logger = logging.getLogger("stio")
 

@@ -4,6 +4,10 @@ Each tensor gets a storage of exactly its bytes and a version counter of its own
 `torch.save`, the hub's splitter, `save_model` and in-place changes under autograd. DLPack gives both without a copy,
 and holds the GIL. Nearly every other call of torch releases it, which costs up to 5 ms a tensor beside a busy Python
 thread. One tensor takes about 1 microsecond.
+
+The memory of a group on a device is a storage of exactly its bytes for each tensor. So each tensor is an allocation of
+its own: it is freed alone, and a user's `record_stream` protects it. Storages and tensors are made by calls that keep
+the GIL (`stio.device.torch_private`).
 """
 
 from __future__ import annotations
@@ -11,16 +15,18 @@ from __future__ import annotations
 import ctypes
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
+from stio.device.base import Accelerator
 from stio.device.torch_private import INTEGERS, from_dlpack, over_storages
 from stio.errors import UnsupportedDtypeError, printable
-from stio.format.dtypes import BITS, LIBRARY_NAMES
+from stio.format.dtypes import BITS, LIBRARY_NAMES, tensor_nbytes
 from stio.format.slicing import Selection
 from stio.runtime.limits import HUGE_PAGE_BYTES
 from stio.runtime.memory import Region, allocate
@@ -319,3 +325,94 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             expected=str(dtype),
             found=str(tensor.dtype),
         ) from error
+
+
+# The memory of a group on a device.
+
+
+class Layout(Protocol):
+    """The tensors of a group, as `stio.loading.plan.Group` has them."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the tensors."""
+
+    @property
+    def dtypes(self) -> Sequence[str]:
+        """Their dtypes, as in the format."""
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """Their shapes, as in the format."""
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """Offset of each tensor in the group, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """The device memory of one group. A byte of it is addressed by its offset in the group."""
+
+    tensors: dict[str, torch.Tensor]
+    """The tensors by name, in their order."""
+    _storages: Sequence[torch.UntypedStorage]
+    _starts: Sequence[int]
+
+    @classmethod
+    def allocate(cls, accelerator: Accelerator, layouts: Sequence[Layout]) -> list[GroupMemory]:
+        """Allocate for the tensors of groups, in one call.
+
+        Raises:
+            DeviceMemoryError: The device is full; nothing stays allocated.
+        """
+        sizes = [
+            tensor_nbytes(dtype, shape)
+            for layout in layouts
+            for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)
+        ]
+        with collection_paused(len(sizes)):
+            storages = accelerator.allocate(sizes)
+            wanted = [
+                (TORCH_DTYPES[dtype], torch_shape(dtype, shape))
+                for layout in layouts
+                for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)
+            ]
+            with accelerator.on_stream():  # torch allocates one element for a moment, for each tensor
+                tensors = over_storages((storage, *one) for storage, one in zip(storages, wanted, strict=True))
+            found, first = [], 0
+            for layout in layouts:
+                stop = first + len(layout.names)
+                named = dict(zip(layout.names, tensors[first:stop], strict=True))
+                found.append(cls(named, storages[first:stop], layout.offsets))
+                first = stop
+        return found
+
+    def places(self, start: int, nbytes: int) -> Iterator[tuple[torch.UntypedStorage, int, int, int]]:
+        """Return where the group's bytes `[start, start + nbytes)` belong: runs of them, each in one storage.
+
+        Returns:
+            Storage, offset in it, offset in the group, length. Bytes between tensors belong nowhere.
+        """
+        stop = start + nbytes
+        for k in range(max(0, bisect_right(self._starts, start) - 1), len(self._starts)):
+            begin = self._starts[k]
+            if begin >= stop:
+                break
+            storage = self._storages[k]
+            low, high = max(start, begin), min(stop, begin + storage.nbytes())
+            if low < high:
+                yield storage, low - begin, low, high - low
+
+    def copies(self, start: int, region: Region) -> list[tuple[torch.Tensor, Region]]:
+        """Return the copies out of a region that holds the group's bytes from `start` on, each with its target."""
+        return [
+            (bytes_of_storage(storage, at, length), region.sub(low - start, length))
+            for storage, at, low, length in self.places(start, region.nbytes)
+        ]
+
+
+def bytes_of_storage(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
+    """Return bytes of a storage as a uint8 tensor `[nbytes]`."""
+    (whole,) = over_storages([(storage, torch.uint8, (storage.nbytes(),))])
+    return whole if nbytes == storage.nbytes() else whole[start : start + nbytes]

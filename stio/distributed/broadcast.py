@@ -2,7 +2,7 @@
 
 Without it each rank reads all that it needs, so a slow store sends the same bytes once for each rank. Here the ranks
 first agree on what they need in common (`agree`), then each reads its share of that, chunk by chunk, and sends each
-chunk by a broadcast when it is read (`format/broadcast_plan.py` makes the plan). What a rank needs alone it reads
+chunk by a broadcast when it is read (`format/placements.py` makes the plan). What a rank needs alone it reads
 itself after that.
 
 The broadcasts run in a Gloo group that exists for one load, in steps (`steps.py`): the ranks exchange which chunks each
@@ -30,7 +30,9 @@ from stio.device.tensors import TORCH_DTYPES, require_dtypes
 from stio.distributed.ranks import Ranks
 from stio.distributed.steps import StepGroup, run_steps
 from stio.errors import ChangedDuringReadError, FormatError
-from stio.format.broadcast_plan import (
+from stio.format.gil_slices import row_slices
+from stio.format.header import Header
+from stio.format.placements import (
     NO_ROWS,
     Chunk,
     Piece,
@@ -42,8 +44,6 @@ from stio.format.broadcast_plan import (
     needed_rows,
     rows_of,
 )
-from stio.format.gil_slices import row_slices
-from stio.format.header import Header
 from stio.loading.body import Target, carry_out
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint

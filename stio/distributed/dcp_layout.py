@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from stio.device.describe import LazyTensor, describe_tensors
 from stio.distributed.torch_private import NamePath, local_memory, nested_state
 from stio.errors import MismatchError, printable
-from stio.format.header_build import LATE_BYTES, with_late_tensor
+from stio.format.header import LATE_BYTES, with_late_tensor
 from stio.format.placements import ByteRange, byte_ranges
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR
 from stio.runtime.hashing import HashName

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from stio.device.copy_out import Readiness, copy_out
 from stio.device.describe import describe_tensors
-from stio.device.placeholders import require_no_placeholders
+from stio.device.tensor_memory import require_no_placeholders
 from stio.device.tensors import tensors_in
 from stio.distributed.torch_private import local_memory, with_local
 from stio.format.sharding import TensorSource
-from stio.format.state_names import python_path
+from stio.format.state_tree import python_path
 from stio.native import PINNED_BYTES
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from stio.device.placeholders import require_values
+from stio.device.tensor_memory import require_values
 from stio.distributed.dcp_layout import RankTask, SaveLayout, plan_save
 from stio.distributed.dcp_part import (
     FileDigest,

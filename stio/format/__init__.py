@@ -7,10 +7,9 @@ found, in bounded time and memory, and no C call holds the interpreter's lock fo
 Reading: `header` turns the start of a file into a `Header` of checked columns; `index` turns an index into a
 `ShardIndex` of safe names; `manifest` reads digests; all use the strict `json_scanner`. `slicing` turns an index such
 as `[0:8, :]` into byte ranges. Writing: `sharding` describes tensors (`TensorSource`) and splits them, `shared` finds
-those that share memory, `naming` names the files, `header_build` makes the bytes before the data. Nested state:
-`state_tree` and `state_names`; for OLMo's files `olmo_names` and `safe_pickle`. Many ranks: `placements` gives the part
-of a tensor that a rank holds, `broadcast_plan` which rank reads what. `other_sources` has the advice for sources that
-are no checkpoint.
+those that share memory, `naming` names the files, `header` makes the bytes before the data. Nested state: `state_tree`;
+for OLMo's files `safe_pickle`. Many ranks: `placements` gives the part of a tensor that a rank holds, and which rank
+reads what. `directory` finds the checkpoint of a directory, `other_sources` has the advice for sources that are none.
 
 Start with `header`: `parse_header` shows all steps of reading a file. Continue with `dtypes` and `index`.
 """

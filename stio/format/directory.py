@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, printable
-from stio.format.file_kinds import TORCH_SAVE, FileKind
 from stio.format.naming import (
     FILE_SUFFIX,
     FILE_SUFFIXES,
@@ -21,7 +20,7 @@ from stio.format.naming import (
     shard_number,
     whole_name,
 )
-from stio.format.other_sources import advice_for_names
+from stio.format.other_sources import TORCH_SAVE, FileKind, advice_for_names
 
 INDEX_NAME = "model.safetensors.index.json"
 """Name of the index that is used if a directory has several."""

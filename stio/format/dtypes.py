@@ -8,29 +8,9 @@ from typing import Literal, get_args
 from stio.errors import FormatError
 
 DtypeName = Literal[
-    "U64",
-    "I64",
-    "F64",
-    "C64",
-    "F32",
-    "U32",
-    "I32",
-    "BF16",
-    "F16",
-    "U16",
-    "I16",
-    "F8_E5M2FNUZ",
-    "F8_E4M3FNUZ",
-    "F8_E8M0",
-    "F8_E4M3",
-    "F8_E5M2",
-    "I8",
-    "U8",
-    "F6_E3M2",
-    "F6_E2M3",
-    "F4",
-    "BOOL",
-]
+    "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E5M2FNUZ", "F8_E4M3FNUZ",
+    "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F6_E3M2", "F6_E2M3", "F4", "BOOL",
+]  # fmt: skip
 """A dtype as the header spells it, in the order in which a writer lays out the data."""
 
 DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)
@@ -45,27 +25,11 @@ WHOLE_BYTES: dict[str, int] = {name: width // 8 for name, width in BITS.items() 
 """Bytes of one element; the dtypes packed below a byte are absent."""
 
 LIBRARY_NAMES: dict[str, str] = {
-    "BOOL": "bool",
-    "I8": "int8",
-    "U8": "uint8",
-    "I16": "int16",
-    "U16": "uint16",
-    "I32": "int32",
-    "U32": "uint32",
-    "I64": "int64",
-    "U64": "uint64",
-    "F16": "float16",
-    "F32": "float32",
-    "F64": "float64",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F4": "float4_e2m1fn_x2",
-    "C64": "complex64",
-}
+    "BOOL": "bool", "I8": "int8", "U8": "uint8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
+    "I64": "int64", "U64": "uint64", "F16": "float16", "F32": "float32", "F64": "float64", "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu", "F4": "float4_e2m1fn_x2", "C64": "complex64",
+}  # fmt: skip
 """Name of each dtype in torch, numpy and `ml_dtypes`, for those that one of them has. F4 is a pair of numbers there."""
 
 MAX_ELEMENTS = 2**63 - 1

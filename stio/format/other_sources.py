@@ -1,17 +1,175 @@
 """Sources that are no safetensors checkpoint on this machine, and what to do with each: for errors that help.
 
-Each function is called after a source could not be opened, and returns a clause to add to the message, or nothing.
+The functions are called after a source could not be opened. By the content of a file `kind_of` finds what it is; by
+names and paths the others find what the caller may mean. These return a clause to add to the message, or nothing.
+
+Each kind of file is recognized by its first bytes. A zip archive is a file of torch.save, a TorchScript archive, an
+archive of numpy or another one: the names in it decide. Only the first name and those at the end of the archive are
+read, so a large or hostile archive costs no more than a small one. A name of a file shows nothing: `model.bin` has many
+kinds.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
-from stio.errors import FormatError, printable
-from stio.format.file_kinds import CONVERT, TORCH_SAVE, FileKind
+from stio.errors import FormatError, StioError, listed, printable
 from stio.format.naming import FILE_SUFFIXES, INDEX_SUFFIX, is_index, shard_number, whole_name
 from stio.runtime.urls import SCHEMES, is_url, without_secrets
+
+HEAD_BYTES = 512
+"""Bytes at the start of a file that decide about its kind."""
+
+_PREFIX_BYTES = 8
+"""Bytes at the start of a safetensors file: the length of its header."""
+
+_TAIL_BYTES = 128 << 10
+"""Bytes at the end of a zip archive in which names are searched."""
+
+CONVERT = "`stio convert SOURCE DESTINATION` (stio.convert) makes safetensors of it"
+"""What to do with a file of torch.save."""
+
+_TORCH_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the number at the start of the old format, pickled
+_PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+_ZIP_ENTRY = re.compile(rb"PK\x01\x02.{24}(..).{16}", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """A kind of file that is not safetensors."""
+
+    name: str
+    """The kind with its article: `a TorchScript archive`."""
+    advice: str
+    """What to do with the file: one step."""
+    is_torch_save: bool = False
+    """Whether torch.save wrote it, in its new or its old format."""
+
+    def refusal(self, path: str) -> str:
+        """Return the message about such a file in the place of a checkpoint."""
+        other = "and not safetensors" if self.is_torch_save else "which stio does not read"
+        return f"this is {self.name}, {other}; {self.advice_at(path)}"
+
+    def advice_at(self, path: str) -> str:
+        """Return what to do with a file at a path or a URL."""
+        return f"download it, then {self.advice}" if is_url(path) and self.is_torch_save else self.advice
+
+
+TORCH_SAVE = FileKind("a file of torch.save", CONVERT, is_torch_save=True)
+
+SAFETENSORS = FileKind("a safetensors file by its content", "give its own path")
+"""A file whose name hides what it is."""
+
+_TORCH_SCRIPT = FileKind(
+    "a TorchScript archive", "`stio.save(torch.jit.load(FILE).state_dict(), DESTINATION)` saves its tensors"
+)
+_TORCH_EXPORT = FileKind(
+    "an exported program of torch.export",
+    "`stio.save(dict(torch.export.load(FILE).state_dict), DESTINATION)` saves its tensors",
+)
+_NPZ = FileKind(
+    "an archive of numpy arrays",
+    "`stio.save({name: torch.from_numpy(array) for name, array in numpy.load(FILE).items()}, DESTINATION)` saves them",
+)
+_CUT_ZIP = FileKind("a zip archive without its end", "it is damaged: fetch it again")
+_PICKLE = FileKind(
+    "a pickle that torch.save has not written",
+    "load it with the program that wrote it, and give its tensors to stio.save",
+)
+
+_STARTS = [(re.compile(start, re.DOTALL), FileKind(name, advice)) for start, name, advice in (
+    (rb".{4}TFL3", "a TensorFlow Lite model", "take the checkpoint that it was converted from"),
+    (rb".{257}ustar", "a tar archive", "unpack it first (tar -xf), and give the file or directory in it"),
+    (rb"GGUF", "a GGUF file",
+     "in transformers, from_pretrained(DIRECTORY, gguf_file=NAME) loads it, and save_pretrained() writes safetensors"),
+    (rb"lmgg|fmgg|tjgg|algg", "a GGML file", "take the checkpoint that it was made from"),
+    (rb"\x89HDF\r\n\x1a\n", "an HDF5 file",
+     "read its arrays with h5py, and give them to stio.save by torch.from_numpy"),
+    (rb"\x93NUMPY", "a numpy array",
+     "`stio.save({NAME: torch.from_numpy(numpy.load(FILE))}, DESTINATION)` saves it under a name"),
+    (rb"version https://git-lfs", "a pointer of Git LFS",
+     "the file itself was not downloaded: `git lfs pull` in its repository does that"),
+    (rb"\x1f\x8b", "a file compressed by gzip", "decompress it first (gzip -d)"),
+    (rb"BZh", "a file compressed by bzip2", "decompress it first (bzip2 -d)"),
+    (rb"\xfd7zXZ\0", "a file compressed by xz", "decompress it first (xz -d)"),
+    (rb"\x28\xb5\x2f\xfd", "a file compressed by zstd", "decompress it first (zstd -d)"),
+    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it first"),
+    (rb"[\x01-\x20]\0\0\0[\x04-\x40]\0[A-Z][A-Za-z0-9]{2,60}\0", "a model of CTranslate2",
+     "take the checkpoint that it was converted from"),
+    # The version of the format, then text, a graph or the versions of operators (the fields 2, 3, 4, 6, 7 and 8).
+    (rb"\x08[\x01-\x1f](\x12|\x1a|\x22|\x32|\x3a|\x42)", "an ONNX model",
+     "`stio.save({one.name: torch.from_numpy(onnx.numpy_helper.to_array(one).copy()) for one in "
+     "onnx.load(FILE).graph.initializer}, DESTINATION)` saves its tensors"),
+    (rb"(?i:\s*(<!doctype html|<html|<\?xml))", "a web page",
+     "a download has stored an error or a login in the place of the file: fetch it again"),
+    (rb"\s*[{\[]\s*[\"{\[\d\]}]", "JSON text",
+     "give a .safetensors file, a directory, or an index whose name ends in .index.json"),
+)]  # fmt: skip
+"""Kinds by an expression for the first bytes."""
+
+
+def kind_of(read: Callable[[int, int], bytes], nbytes: int) -> FileKind | None:
+    """Return the kind of a file that is not safetensors; None: it may be safetensors, or is of no known kind.
+
+    Args:
+        read: Returns the bytes `[begin, end)` of the file. A `StioError` at its end leaves out the names there.
+        nbytes: Size of the file.
+    """
+    head = read(0, min(HEAD_BYTES, nbytes))
+    if starts_like_safetensors(head, nbytes):
+        return None
+    if head.startswith(b"PK\x03\x04"):
+        tail = b""
+        with suppress(StioError):
+            tail = read(max(0, nbytes - _TAIL_BYTES), nbytes)
+        return _kind_of_zip(head, tail)
+    if head.startswith(_PICKLES):
+        return TORCH_SAVE if _TORCH_MAGIC in head[:32] else _PICKLE
+    return next((kind for start, kind in _STARTS if start.match(head)), None)
+
+
+def starts_like_safetensors(head: bytes, nbytes: int) -> bool:
+    """Return whether the first bytes are the length of a header that fits into the file, and its first character."""
+    length = int.from_bytes(head[:_PREFIX_BYTES], "little")
+    return (
+        len(head) > _PREFIX_BYTES and length <= nbytes - _PREFIX_BYTES and head[_PREFIX_BYTES:].lstrip(b" ")[:1] == b"{"
+    )
+
+
+def _kind_of_zip(head: bytes, tail: bytes) -> FileKind:
+    first = head[30 : 30 + int.from_bytes(head[26:28], "little")]
+    at_the_end = [
+        tail[found.end() : found.end() + int.from_bytes(found[1], "little")] for found in _ZIP_ENTRY.finditer(tail)
+    ]
+    names = [name.decode(errors="backslashreplace") for name in dict.fromkeys((first, *at_the_end))]
+    inner = {name.partition("/")[2] for name in names}  # torch puts all files into one directory
+    if not at_the_end:
+        return _CUT_ZIP
+    if ".data/extern_modules" in inner:
+        return FileKind("a package of torch.package", _advice_for_package(names))
+    if "constants.pkl" in inner:
+        return _TORCH_SCRIPT
+    if "archive_format" in inner or "serialized_exported_program.json" in names:
+        return _TORCH_EXPORT
+    if "data.pkl" in inner:
+        return TORCH_SAVE
+    if all(name.endswith(".npy") for name in names):
+        return _NPZ
+    advice = "unpack it first (python -m zipfile -e FILE DIRECTORY), and give the checkpoint in it; it holds "
+    return FileKind("a zip archive", advice + listed(sorted(names)))
+
+
+def _advice_for_package(names: Sequence[str]) -> str:
+    inner = [name.partition("/")[2] for name in names]
+    pickles = [name for name in inner if name.endswith(".pkl") and "/" in name]
+    package, _, resource = (pickles[0] if pickles else "PACKAGE/RESOURCE").rpartition("/")
+    call = f"load_pickle({package.replace('/', '.')!r}, {resource!r})"
+    saved = "whose tensors stio.save takes"
+    return f"`torch.package.PackageImporter(FILE).{call}` runs its code and returns its object, {saved}"
+
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 """Ends of names of files of `torch.save`."""

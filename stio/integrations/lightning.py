@@ -45,7 +45,7 @@ import torch
 from stio import sync
 from stio.conversion.torch_files import kind_of_file
 from stio.errors import FormatError, StioError, install_command
-from stio.format.file_kinds import TORCH_SAVE
+from stio.format.other_sources import TORCH_SAVE
 from stio.format.state_tree import STATE_KEY
 from stio.integrations._processes import exchange
 from stio.integrations._random import random_states, set_random_states

@@ -12,8 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from stio.device.base import LoadedGroup
-from stio.device.placement import resolve_placement
+from stio.device.base import LoadedGroup, resolve_placement
 from stio.device.tensors import Casts
 from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex

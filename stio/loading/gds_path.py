@@ -16,10 +16,8 @@ import torch
 
 from stio import native
 from stio.device.base import Accelerator, LoadedGroup
-from stio.device.cuda import TorchAccelerator, bytes_of
-from stio.device.group_memory import bytes_of_storage
-from stio.device.rings import DeviceRing, ring_of
-from stio.device.tensors import Casts
+from stio.device.cuda import DeviceRing, TorchAccelerator, bytes_of, ring_of
+from stio.device.tensors import Casts, bytes_of_storage
 from stio.errors import DeviceMemoryError, StorageError
 from stio.loading.plan import Block, Group
 from stio.loading.read_paths import DevicePath, StagingSlots, read_error

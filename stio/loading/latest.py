@@ -15,9 +15,16 @@ from stio.errors import (
     listed,
 )
 from stio.format.directory import require_complete, without_index
-from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, INDEX_SUFFIX, shard_number
+from stio.format.naming import (
+    FILE_SUFFIX,
+    FILE_SUFFIXES,
+    INDEX_SUFFIX,
+    is_dated,
+    is_unfinished,
+    shard_number,
+    step_named,
+)
 from stio.format.other_sources import is_pickle_of_weights
-from stio.format.step_names import is_dated, is_unfinished, step_named
 from stio.loading.open import open_checkpoint
 from stio.runtime.log import log
 from stio.runtime.urls import is_url, without_secrets

@@ -26,7 +26,6 @@ from stio.device.tensors import loses_values, torch_shape
 from stio.errors import FormatError, MismatchError, listed, printable
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import TensorInfo
-from stio.format.state_names import python_path
 from stio.format.state_tree import (
     HOST_KINDS,
     POINTER,
@@ -36,6 +35,7 @@ from stio.format.state_tree import (
     Tree,
     check_tree_bytes,
     parse_tree,
+    python_path,
 )
 from stio.loading.module import LoadReport, PartOf, no_part
 from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused

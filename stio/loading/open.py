@@ -36,17 +36,21 @@ from stio.format.directory import (
     warning_of_others,
     warning_of_pickle,
 )
-from stio.format.file_kinds import HEAD_BYTES, SAFETENSORS, FileKind, kind_of, starts_like_safetensors
 from stio.format.gil_slices import ROWS
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
 from stio.format.index import ShardIndex, as_in_index, check_against_shards, parse_index, require_distinct
 from stio.format.manifest import MAX_MANIFEST_BYTES
 from stio.format.naming import FILE_SUFFIXES, MANIFEST_SUFFIX, is_index, shard_number
 from stio.format.other_sources import (
+    HEAD_BYTES,
+    SAFETENSORS,
+    FileKind,
     advice_for_index,
     advice_for_missing,
+    kind_of,
     pickle_of_another,
     refuse_pickle_at_url,
+    starts_like_safetensors,
 )
 from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
 from stio.runtime.limits import Limits, advice_on_limit

@@ -12,8 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from stio.device.base import Target
-from stio.device.placement import Placement
+from stio.device.base import Placement, Target
 from stio.device.tensors import torch_shape
 from stio.errors import MismatchError, TensorNotFoundError, listed, printable
 from stio.format.header import Header

@@ -15,9 +15,8 @@ from functools import cached_property, partial
 
 import torch
 
-from stio.device.base import Accelerator, LoadedGroup, Target
+from stio.device.base import Accelerator, LoadedGroup, Target, resolve_placement
 from stio.device.cuda import TorchAccelerator, default_stream
-from stio.device.placement import resolve_placement
 from stio.device.tensors import Casts, require_dtypes
 from stio.errors import DeviceError, TensorNotFoundError, printable
 from stio.format.header import Header

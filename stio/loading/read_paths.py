@@ -19,9 +19,8 @@ import torch
 
 from stio import native
 from stio.device.base import Accelerator, LoadedGroup
-from stio.device.group_memory import GroupMemory
-from stio.device.rings import DeviceRing, ring_of
-from stio.device.tensors import TORCH_DTYPES, Casts, cast_dtype, select_and_cast, tensors_in
+from stio.device.cuda import DeviceRing, ring_of
+from stio.device.tensors import TORCH_DTYPES, Casts, GroupMemory, cast_dtype, select_and_cast, tensors_in
 from stio.errors import StioError
 from stio.format.dtypes import BITS
 from stio.loading.cache.file_image import CachedFile, FileImage

@@ -6,8 +6,7 @@ from heapq import nsmallest
 
 from stio.errors import printable
 from stio.loading.open import OpenCheckpoint
-from stio.runtime.notebook import MAX_ROWS, table
-from stio.runtime.units import counted, natural_key, show_bytes
+from stio.runtime.text import MAX_ROWS, counted, natural_key, show_bytes, table
 
 
 def headline(opened: OpenCheckpoint) -> str:

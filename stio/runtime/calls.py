@@ -1,20 +1,29 @@
-"""Calls of functions of other libraries that cannot be interrupted. A cancelled worker does not wait for their end.
+"""What a worker thread waits for: calls of other libraries that cannot be interrupted, and coroutines.
 
-Such a call runs on a thread of its own. The worker that needs its result waits for it, and checks now and then whether
-it should end. If so, it leaves the call behind within a second, and the result is dropped. So such a call must touch no
-buffer of the operation.
+A call of another library runs on a thread of its own. The worker that needs its result waits for it, and checks now and
+then whether it should end. If so, it leaves the call behind within a second, and the result is dropped. So such a call
+must touch no buffer of the operation.
+
+A coroutine of an asynchronous storage or of a producer runs on an asyncio loop on a thread of stio's own. The worker
+sends it there and blocks until it has ended. The thread starts with the first coroutine and is shared by the whole
+process.
 """
 
 from __future__ import annotations
 
 import _thread
+import asyncio
 import atexit
+import errno
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from stio.runtime.operation import Cancelled, current_operation, end_all_at_exit
-from stio.runtime.panics import without_panic
+from stio.errors import StorageError
+from stio.runtime.locks import new_lock
+from stio.runtime.operation import Cancelled, current_operation, end_all_at_exit, without_panic
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.workers import is_interrupted
 
@@ -143,5 +152,97 @@ def _wait_at_exit() -> None:
 
 @after_fork_in_child
 def _forget_threads() -> None:
+    global _loop, _loop_lock
+    _loop, _loop_lock = None, new_lock()
     _idle.clear()
     _under_way.clear()
+
+
+# Coroutines.
+
+
+_loop_lock = new_lock()
+_loop: asyncio.AbstractEventLoop | None = None
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    global _loop
+    with _loop_lock:
+        if _loop is None:
+            _loop = _started_loop()
+        return _loop
+
+
+def _started_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    try:
+        threading.Thread(target=loop.run_forever, name="stio-event-loop", daemon=True).start()
+    except BaseException as error:
+        loop.close()  # not kept: what waits for a loop without a thread would wait for ever
+        if isinstance(error, RuntimeError):
+            raise StorageError(
+                "the system starts no thread for the event loop: a limit of threads or of memory is reached",
+                errno=errno.EAGAIN,
+            ) from error
+        raise
+    return loop
+
+
+def run_on_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run the coroutine that `make` returns on the loop; block the calling thread until it has ended.
+
+    Raises:
+        StorageError: The system starts no thread for the loop.
+        BaseException: The error of the coroutine, as it was raised.
+    """
+    loop = _running_loop()  # first: a coroutine that is made must run
+    return asyncio.run_coroutine_threadsafe(make(), loop).result()
+
+
+class LoopTask(Generic[T]):
+    """A coroutine on the loop: a worker thread waits for it, and any thread may cancel it.
+
+    Args:
+        make: Returns the coroutine; called on the loop.
+
+    Raises:
+        StorageError: The system starts no thread for the loop.
+    """
+
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._make = make
+        self._loop = _running_loop()
+        self._task: asyncio.Task[T | None] | None = None
+        self._exit: BaseException | None = None
+        self._ended: Future[T] = Future()
+        self._loop.call_soon_threadsafe(self._start)
+
+    def cancel(self) -> None:
+        """Request the end of the coroutine; `result` returns when it has ended."""
+        self._loop.call_soon_threadsafe(lambda: self._task is not None and self._task.cancel())
+
+    def result(self) -> T:
+        """Block until the coroutine has ended; return or raise its outcome.
+
+        Raises:
+            asyncio.CancelledError: It was cancelled.
+        """
+        return self._ended.result()
+
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._run())
+        self._task.add_done_callback(self._end)
+
+    async def _run(self) -> T | None:
+        try:
+            return await self._make()
+        except (KeyboardInterrupt, SystemExit) as error:  # raised by a task, they would end the loop for all tasks
+            self._exit = error
+            return None
+
+    def _end(self, task: asyncio.Task[T | None]) -> None:
+        error = asyncio.CancelledError() if task.cancelled() else task.exception() or self._exit
+        if error is None:
+            self._ended.set_result(task.result())  # type: ignore[arg-type]  # None only beside `_exit`
+        else:
+            self._ended.set_exception(error)

@@ -7,6 +7,10 @@ The public functions only wait. A body never runs on the caller's loop, so a loa
 and the caller's task groups, cancel scopes and exception groups have no effect inside it. Between a call and its result
 there are two thread switches, caller to thread and back. Beside a busy Python thread each costs up to one switch
 interval. So the body runs on a plain thread and not as a task of a second event loop.
+
+A fault inside a library that is written in Rust is a panic. Its Python binding (pyo3) raises a `PanicException`, which
+derives from `BaseException`. It passes through every `except Exception` and would end a task of a server without a line
+in its log. stio raises a `StorageError` instead.
 """
 
 from __future__ import annotations
@@ -33,8 +37,32 @@ from stio.runtime import stats
 from stio.runtime.blocking import run_blocking, runs_blocking
 from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
-from stio.runtime.panics import without_panic
 from stio.runtime.process import after_fork_in_child, name_thread
+
+
+class PanicError(StorageError):
+    """A library has ended a call by a panic; the text is the library's own."""
+
+    @property
+    def cause(self) -> str:
+        """The text of the library."""
+        return str(self._details.get("cause", ""))
+
+
+def without_panic(error: BaseException) -> BaseException:
+    """Return an error that is an `Exception` for a panic; any other error unchanged.
+
+    KeyboardInterrupt, SystemExit and the cancels of event loops are no panics.
+    """
+    if type(error).__name__ != "PanicException" or isinstance(error, Exception):
+        return error
+    cause = printable(str(error))
+    return PanicError(
+        f"a library that is written in Rust has failed inside (a panic); report it to its project: {cause}",
+        errno=errno.EIO,
+        cause=cause,
+    )
+
 
 T = TypeVar("T")
 logger = logging.getLogger("stio")

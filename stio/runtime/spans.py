@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from stio.runtime.units import show_bytes, show_seconds
+from stio.runtime.text import show_bytes, show_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from zlib import crc32
 from stio.errors import printable
 from stio.runtime import svg
 from stio.runtime.spans import CALLER, Span, Summary, Total, summarize, usable
-from stio.runtime.units import counted, natural_key, show_bytes, show_seconds
+from stio.runtime.text import counted, natural_key, show_bytes, show_seconds
 
 MAX_BYTES = 900_000
 """Largest picture."""

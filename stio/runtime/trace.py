@@ -16,8 +16,8 @@ from time import perf_counter
 
 from stio.runtime.process import thread_name
 from stio.runtime.spans import CALLER, Span, in_tracks
+from stio.runtime.text import counted
 from stio.runtime.timeline import draw
-from stio.runtime.units import counted
 from stio.runtime.urls import without_secrets
 
 _NOTEBOOK_BYTES = 100_000

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from stio.runtime.locks import Condition
-from stio.runtime.operation import Cancelled, current_operation, start_thread
-from stio.runtime.panics import without_panic
+from stio.runtime.operation import Cancelled, current_operation, start_thread, without_panic
 from stio.runtime.process import be_nice
 
 _thread_local = threading.local()

@@ -20,8 +20,7 @@ from stio.device.describe import PACKED, LazyTensor, is_packed, state_of_object
 from stio.device.tensors import PLAIN
 from stio.errors import LimitError, printable, with_article
 from stio.format.dtypes import LIBRARY_NAMES
-from stio.format.header_build import MAX_HEADER_BYTES
-from stio.format.state_names import key_label, python_path
+from stio.format.header import MAX_HEADER_BYTES
 from stio.format.state_tree import (
     MAPPING_TAGS,
     MAX_DEPTH,
@@ -33,6 +32,8 @@ from stio.format.state_tree import (
     check_keys,
     encode_tree,
     is_json_integer,
+    key_label,
+    python_path,
     scalar_node,
 )
 from stio.runtime.limits import Limits

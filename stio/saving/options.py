@@ -22,10 +22,9 @@ from stio.format.shared import MADE_ANEW, SharedPolicy
 from stio.runtime.hashing import HashName, new_hasher
 from stio.runtime.limits import parse_size
 from stio.runtime.locks import require_unlocked
-from stio.runtime.notebook import table
 from stio.runtime.progress import Progress, progress_callback
+from stio.runtime.text import counted, show_bytes, show_seconds, table
 from stio.runtime.trace import Trace
-from stio.runtime.units import counted, show_bytes, show_seconds
 from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Transaction
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeAlias
 
 from stio.device.copy_out import Readiness
 from stio.device.describe import describe_tensors
-from stio.device.placeholders import require_no_placeholders
+from stio.device.tensor_memory import require_no_placeholders
 from stio.errors import SaveInProgressError
 from stio.format.manifest import FileState, manifest_change
 from stio.format.naming import MANIFEST_SUFFIX, index_name, manifest_name

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from stio.format.header_build import build_header
+from stio.format.header import build_header
 from stio.format.sharding import TensorSource, build_index, split_into_shards
 from stio.format.shared import ALIASES_KEY, UNDECLARED, SharedPolicy, TiedNames, aliases_json, resolve_shared
 from stio.runtime.limits import PAGE_BYTES

@@ -18,7 +18,7 @@ from stio.device.copy_out import Copy
 from stio.device.describe import LazyTensor, describe_tensors
 from stio.errors import printable
 from stio.format.sharding import TensorSource
-from stio.runtime.event_loop import LoopTask
+from stio.runtime.calls import LoopTask
 from stio.runtime.locks import require_unlocked
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled

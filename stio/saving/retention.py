@@ -16,8 +16,7 @@ from itertools import takewhile
 from typing import TypeAlias
 
 from stio.errors import StioError, printable
-from stio.format.naming import FILE_SUFFIX
-from stio.format.step_names import series_of, step_named, step_of
+from stio.format.naming import FILE_SUFFIX, series_of, step_named, step_of
 from stio.runtime.log import log
 from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Identity, Published

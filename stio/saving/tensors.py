@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from stio.device.describe import LazyTensor, state_of_object
-from stio.device.placeholders import require_own_data
+from stio.device.tensor_memory import require_own_data
 from stio.format.shared import UNDECLARED, TiedNames
 from stio.runtime.locks import require_unlocked
 

@@ -21,7 +21,7 @@ import aiofiles
 import anyio
 
 from stio.errors import CheckpointNotFoundError, StorageError
-from stio.runtime.event_loop import run_on_loop
+from stio.runtime.calls import run_on_loop
 from stio.runtime.memory import Region
 from stio.storage.base import Identity
 from stio.storage.checks import OPEN_FLAGS, cut_short, identity_of, refused, require_regular, stat_of, translated_errors

@@ -1,7 +1,7 @@
 """The interfaces of a storage: for loads open files that fill given memory, for saves a transaction.
 
 A `Root` opens `Source`s; worker threads call them and block. A storage with an asynchronous interface runs its
-coroutines by `stio.runtime.event_loop.run_on_loop`. `stio.testing.SourceContract` is the contract as a test suite. A
+coroutines by `stio.runtime.calls.run_on_loop`. `stio.testing.SourceContract` is the contract as a test suite. A
 storage moves bytes, not tensors. A save writes files that no reader sees, and a `Transaction` publishes them in one
 step.
 """

@@ -10,7 +10,7 @@ import torch
 
 from stio.device.describe import describe_tensors
 from stio.device.torch_private import copy_of
-from stio.format.header_build import build_header
+from stio.format.header import build_header
 from stio.format.naming import shard_name
 from stio.format.sharding import build_index
 

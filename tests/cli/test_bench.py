@@ -22,9 +22,9 @@ import stio
 from stio.cli import bench as cli_bench
 from stio.cli import bench_child
 from stio.cli import output as cli_output
-from stio.cli.bench import PEERS, Contestant, verdict
+from stio.cli.bench import Contestant, verdict
 from stio.cli.output import rate_text
-from stio.runtime.units import show_seconds
+from stio.runtime.text import show_seconds
 from stio.storage.local import LocalFile
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs Linux")
@@ -47,7 +47,6 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
         "stio": {**record, "seconds": 1.0},
         "safetensors": {**record, "seconds": 2.0},
     }
-    monkeypatch.setattr(cli_bench, "PEERS", {"safetensors": "safetensors"})
     monkeypatch.setattr(cli_bench, "_run", lambda spec: records[spec["contestant"]])
     return records
 
@@ -63,7 +62,6 @@ def forked(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_measures_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_bench, "PEERS", {"safetensors": "safetensors"})
     monkeypatch.chdir(tmp_path)
     found = json.loads(run("bench", "--size", "8MB", "--rounds", 1, "--json").stdout)
     assert os.listdir(tmp_path) == []
@@ -124,7 +122,7 @@ def test_what_does_not_fit_is_refused(model: Path, monkeypatch: pytest.MonkeyPat
 
 def spec_of(contestant: str, model: Path) -> dict[str, Any]:
     files = {"source": str(model), "paths": [str(model)]}
-    return {"contestant": contestant, "package": "", "device": "cpu", "memory_bytes": 8 << 20, **files}
+    return {"contestant": contestant, "device": "cpu", "memory_bytes": 8 << 20, **files}
 
 
 @pytest.mark.parametrize("contestant", ["stio", "safetensors"])
@@ -312,7 +310,7 @@ def test_circumstances_are_told(
 
 def contestants(**seconds: list[float]) -> Iterator[Contestant]:
     for name, runs in seconds.items():
-        yield Contestant(name, PEERS.get(name, name), seconds=runs)
+        yield Contestant(name, seconds=runs)
 
 
 @pytest.mark.parametrize(
@@ -327,18 +325,17 @@ def contestants(**seconds: list[float]) -> Iterator[Contestant]:
             ["stio reaches 50%", "It is as fast as safetensors (0.95 to 1.05 in 4 rounds)."],
         ),
         (
-            {"limit": [1.0] * 4, "stio": [2.0, 2.5, 2.0, 2.0], "safetensors": [5.0] * 4, "fastsafetensors": [4.0] * 4},
+            {"limit": [1.0] * 4, "stio": [2.0, 2.5, 2.0, 2.0], "safetensors": [5.0] * 4},
             [
                 "stio reaches 50% of the disk's limit (40% to 50% in 4 rounds).",
                 "It is 2.50 times as fast as safetensors (2.00 to 2.50 in 4 rounds).",
-                "It is 2.00 times as fast as fastsafetensors (1.60 to 2.00 in 4 rounds).",
             ],
         ),
         (
-            {"limit": [1.0, 2.0, 3.0], "stio": [3.0] * 3, "runai_model_streamer": [2.0, 2.5, 1.5]},
+            {"limit": [1.0, 2.0, 3.0], "stio": [3.0] * 3, "safetensors": [2.0, 2.5, 1.5]},
             [
                 "stio reaches 67% of the disk's limit (33% to 100% in 3 rounds).",
-                "runai-model-streamer is 1.50 times as fast as stio here (1.20 to 2.00 in 3 rounds).",
+                "safetensors is 1.50 times as fast as stio here (1.20 to 2.00 in 3 rounds).",
                 "Fewer than 4 rounds show no difference reliably",
                 "The disk's own rate changed by a factor of 3.0",
             ],

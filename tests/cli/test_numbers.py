@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stio.cli.numbers import _CHUNK_BYTES, _codes, differences, numbers
+from stio.cli import numbers as cli_numbers
+from stio.cli.diff import Difference
+from stio.cli.numbers import _CHUNK_VALUES, _codes, numbers
 from stio.device.tensors import TORCH_DTYPES
-from stio.format.dtypes import DTYPES
+from stio.format.dtypes import BITS, DTYPES
 
 SMALL = [name for name in DTYPES if name.startswith("F8")]
 INTEGERS = {
@@ -25,6 +27,10 @@ INTEGERS = {
     "I64": "<i8",
     "U64": "<u8",
 }
+
+
+def differences(dtype: str, a: bytes, b: bytes, tolerance: float | None = None) -> Difference:
+    return cli_numbers.differences(dtype, a, dtype, b, tolerance)
 
 
 def data(values: torch.Tensor) -> bytes:
@@ -123,9 +129,10 @@ def test_complex_values_that_are_special(
 
 @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "U8", "F64"])
 def test_chunks_add_up(dtype: str) -> None:
-    a = bytearray(2 * _CHUNK_BYTES + 24)
+    chunk_bytes = _CHUNK_VALUES * BITS[dtype] // 8
+    a = bytearray(2 * chunk_bytes + 24)
     b = bytearray(a)
-    for position in (0, _CHUNK_BYTES - 1, _CHUNK_BYTES, len(a) - 1):
+    for position in (0, chunk_bytes - 1, chunk_bytes, len(a) - 1):
         b[position] = 1
     assert differences(dtype, bytes(a), bytes(b))[0] == 4
 

@@ -13,7 +13,7 @@ import torch
 from commands import refused, run, write_model, write_sharded
 from safetensors.torch import save_file
 
-from stio.runtime.units import show_bytes
+from stio.runtime.text import show_bytes
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 from accelerators import RIGS, Rig, rig_of
 
 from stio.device.base import Accelerator, Event
-from stio.device.group_memory import GroupMemory, bytes_of_storage
+from stio.device.tensors import GroupMemory, bytes_of_storage
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.loading.plan import Group
 from stio.runtime import memory

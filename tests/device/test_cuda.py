@@ -20,7 +20,7 @@ from stio.device import cuda as cuda_module
 from stio.device import pinned
 from stio.device.base import resolve_device
 from stio.device.cuda import STREAM_API, TorchAccelerator, TorchEvent, has_streams, save_stream
-from stio.device.group_memory import bytes_of_storage
+from stio.device.tensors import bytes_of_storage
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.testing import MemoryRoot, checkpoint_files
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from stio.device.group_memory import GroupMemory, bytes_of_storage
-from stio.device.tensors import TORCH_DTYPES
+from stio.device.tensors import TORCH_DTYPES, GroupMemory, bytes_of_storage
 from stio.errors import DeviceMemoryError
 from stio.format.dtypes import tensor_nbytes
 from stio.testing import FakeDevice

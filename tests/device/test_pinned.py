@@ -23,9 +23,8 @@ from stio import native
 from stio.device import pinned as pinning
 from stio.device.base import resolve_device
 from stio.device.cuda import bytes_of
-from stio.device.drivers import drivers, node_of
-from stio.device.pinned import PinnedAllocator, is_pinned
-from stio.runtime import memory, numa
+from stio.device.pinned import PinnedAllocator, drivers, is_pinned, node_of
+from stio.runtime import memory
 from stio.runtime.memory import Region
 
 MIB = 1 << 20
@@ -186,7 +185,7 @@ def test_memory_is_pinned_on_the_node_of_its_device(
         pinned.append(where)
         return pin(driver, nbytes, where)
 
-    monkeypatch.setattr(numa, "node_of", lambda address: (asked.append(address), node)[1])
+    monkeypatch.setattr(pinned, "numa_node", lambda address: (asked.append(address), node)[1])
     monkeypatch.setattr(native, "pin", pin_there)
     for _ in range(2):
         assert is_pinned(PinnedAllocator(DEVICE)(4096))
@@ -248,7 +247,7 @@ def test_memory_that_is_unpinned_early_is_noticed(ready: bool) -> None:
         import simdevice, torch
         simdevice.install(delay_seconds=0.2)
         from fake_driver import _Table
-        from stio.device.drivers import driver_of
+        from stio.device.pinned import driver_of
         from stio.device.cuda import bytes_of
         from stio.runtime import memory
 

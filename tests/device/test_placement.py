@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from stio.device import placement
-from stio.device.placement import Placement, resolve_placement
+from stio.device import base
+from stio.device.base import Placement, resolve_placement
 from stio.errors import DeviceError
 from stio.testing import FakeDevice
 
@@ -54,7 +54,7 @@ def test_a_callable_gets_the_name() -> None:
 
 def test_a_callable_may_return_numbers_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is an object of its own, which ends at once; the next one may get its identity."""
-    monkeypatch.setattr(placement, "resolve_device", lambda device: torch.device("cuda", int(device)))
+    monkeypatch.setattr(base, "resolve_device", lambda device: torch.device("cuda", int(device)))
     place = Placement(lambda name: np.int64(int(name) % 2))
     assert [place(str(number)) for number in range(4)] == [torch.device("cuda", k) for k in (0, 1, 0, 1)]
 

@@ -18,9 +18,8 @@ from support import needs_engine, nothing_left, require_equal, save_sharded
 import stio
 import stio.sync
 from stio import native
-from stio.device import rings
-from stio.device.cuda import TorchAccelerator
-from stio.device.rings import ring_of
+from stio.device import cuda
+from stio.device.cuda import TorchAccelerator, ring_of
 from stio.errors import DeviceError, DeviceMemoryError, TruncatedError
 from stio.testing import FakeDevice
 
@@ -45,8 +44,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeDriver]]:
         found.append(FakeDriver())
         return found[-1].driver, 0
 
-    monkeypatch.setitem(rings.drivers, "cpu", open_driver)
-    monkeypatch.setattr(rings, "_rings", {})
+    monkeypatch.setitem(cuda.drivers, "cpu", open_driver)
+    monkeypatch.setattr(cuda, "_rings", {})
     yield found
     gc.collect()
 
@@ -60,18 +59,18 @@ def test_loads_to_a_device_share_its_ring(opened: list[FakeDriver]) -> None:
     assert other is not None
     assert other is not first
     assert len(opened) == 2
-    rings._forget_parent()  # as a forked child does
+    cuda._forget_parent()  # as a forked child does
     assert ring_of(accelerator_of(stream)) not in (first, other)
 
 
 def test_there_is_none(monkeypatch: pytest.MonkeyPatch, opened: list[FakeDriver], caplog: Any) -> None:
     caplog.set_level(logging.INFO, "stio")
     assert ring_of(FakeDevice()) is None
-    monkeypatch.setitem(rings.drivers, "cpu", lambda *_: ("no such library", 0))
+    monkeypatch.setitem(cuda.drivers, "cpu", lambda *_: ("no such library", 0))
     for _ in range(3):
         assert ring_of(accelerator_of(object())) is None
     assert [record.getMessage() for record in caplog.records if "no such library" in record.getMessage()][1:] == []
-    monkeypatch.delitem(rings.drivers, "cpu")
+    monkeypatch.delitem(cuda.drivers, "cpu")
     assert ring_of(accelerator_of(object())) is None
     monkeypatch.undo()
     monkeypatch.setattr(native, "available", lambda: False)

@@ -27,8 +27,7 @@ from stio.device.tensors import (
 )
 from stio.errors import UnsupportedDtypeError
 from stio.format.dtypes import BITS, DTYPES, LIBRARY_NAMES, tensor_nbytes
-from stio.format.header import header_nbytes, parse_header
-from stio.format.header_build import build_header
+from stio.format.header import build_header, header_nbytes, parse_header
 from stio.format.slicing import select
 from stio.runtime import memory
 

@@ -26,9 +26,9 @@ from support import save_file
 import stio
 from stio import sync
 from stio.cli.diff import compare
-from stio.cli.numbers import cast_differences
+from stio.cli.numbers import differences
 from stio.device.tensors import TORCH_DTYPES
-from stio.runtime.units import show_bytes
+from stio.runtime.text import show_bytes
 
 LONG = "base_model.model.language_model.layers.{}.self_attention.rotary_projection.lora_A.default.weight"
 WIDTHS = pytest.mark.parametrize("width", [80, 120])
@@ -208,12 +208,12 @@ def test_c333_rounding_is_within_and_a_step_more_is_not(dtype: str, wide: str) -
     values = sizes.to(TORCH_DTYPES[wide])
     cast = values.float().to(TORCH_DTYPES[dtype])
     raw = [one.view(torch.uint8).numpy().tobytes() for one in (values, cast)]
-    found = cast_differences(wide, raw[0], dtype, raw[1])
+    found = differences(wide, raw[0], dtype, raw[1])
     assert found.num_differing == 0
-    assert cast_differences(dtype, raw[1], wide, raw[0]) == found
+    assert differences(dtype, raw[1], wide, raw[0]) == found
     off = (cast.double() * 3).to(TORCH_DTYPES[wide])
     large = int((cast.double() > 1e-2).sum())
-    found = cast_differences(wide, off.view(torch.uint8).numpy().tobytes(), dtype, raw[1])
+    found = differences(wide, off.view(torch.uint8).numpy().tobytes(), dtype, raw[1])
     if dtype != wide:
         assert found.num_differing >= large > 0
 
@@ -221,10 +221,10 @@ def test_c333_rounding_is_within_and_a_step_more_is_not(dtype: str, wide: str) -
 def test_c333_special_values_of_two_dtypes() -> None:
     a = np.array([np.inf, -np.inf, np.nan, 1.0, np.inf, np.nan, 1e300], "<f8")
     b = np.array([np.inf, -np.inf, np.nan, np.nan, 1.0, 1.0, np.inf], "<f4")
-    found = cast_differences("F64", a.tobytes(), "F32", b.tobytes())
+    found = differences("F64", a.tobytes(), "F32", b.tobytes())
     assert (found.num_differing, found.num_nan, found.max_abs) == (4, 2, np.inf)
-    assert cast_differences("F64", a.tobytes(), "F32", b.tobytes(), 1e308).num_differing == 4
-    assert cast_differences("F64", b"", "F32", b"").max_abs is None
+    assert differences("F64", a.tobytes(), "F32", b.tobytes(), 1e308).num_differing == 4
+    assert differences("F64", b"", "F32", b"").max_abs is None
 
 
 def test_c333_large_tensors_of_two_dtypes_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,16 @@ from hypothesis import strategies as st
 
 from stio.errors import FormatError, LimitError, UnsupportedDtypeError
 from stio.format.dtypes import BITS, DTYPES, tensor_nbytes
-from stio.format.header import METADATA_KEY, PREFIX_BYTES, Header, parse_header
-from stio.format.header_build import HEADER_ALIGNMENT, LATE_BYTES, build_header, with_late_tensor
+from stio.format.header import (
+    HEADER_ALIGNMENT,
+    LATE_BYTES,
+    METADATA_KEY,
+    PREFIX_BYTES,
+    Header,
+    build_header,
+    parse_header,
+    with_late_tensor,
+)
 
 # What the reference writer can write, by its own names. It has none for F6; C64 of its writer wants 8 bytes.
 REFERENCE_NAMES = {

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stio.errors import IndexFormatError, UnsafePathError
-from stio.format.header import PREFIX_BYTES, Header, parse_header
-from stio.format.header_build import build_header
+from stio.format.header import PREFIX_BYTES, Header, build_header, parse_header
 from stio.format.index import ShardIndex, as_in_index, check_against_shards, parse_index
 from stio.format.json_scanner import Scanner
 from stio.format.naming import check_shard_name

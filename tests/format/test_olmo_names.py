@@ -11,8 +11,17 @@ from counts import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stio.format.olmo_names import MAX_NAME_BYTES, decode_name, encode_name, looks_encoded, nest, shown, stable_pickle
-from stio.format.safe_pickle import PickleRefused, PlainPickles
+from stio.format.safe_pickle import (
+    MAX_NAME_BYTES,
+    PickleRefused,
+    PlainPickles,
+    decode_name,
+    encode_name,
+    looks_encoded,
+    nest,
+    shown,
+    stable_pickle,
+)
 
 KEYS = st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none() | st.binary()
 PATHS = st.lists(KEYS | st.tuples(KEYS, KEYS), min_size=1, max_size=5).map(tuple)

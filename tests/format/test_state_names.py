@@ -10,9 +10,8 @@ from counts import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stio.format.header_build import build_header
-from stio.format.state_names import key_label, python_path
-from stio.format.state_tree import TREE_TENSOR
+from stio.format.header import build_header
+from stio.format.state_tree import TREE_TENSOR, key_label, python_path
 
 
 @pytest.mark.parametrize(

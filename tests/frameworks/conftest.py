@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import stio.compat
-from stio.compat.safetensors import _file, _write
+from stio.compat.safetensors import _file
 from stio.compat.safetensors import torch as stio_torch
 
 _KEPT: list[Any] = []
@@ -72,7 +72,7 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls()
-    init, write, parsed = _file.File.__init__, _write._write, stio_torch.parsed
+    init, write, parsed = _file.File.__init__, stio_torch._write, stio_torch.parsed
 
     def opened(file: Any, path: str, *args: Any, **options: Any) -> None:
         calls.opened_by_stio.append(str(path))
@@ -87,7 +87,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         return parsed(data)
 
     monkeypatch.setattr(_file.File, "__init__", opened)
-    monkeypatch.setattr(_write, "_write", written)
+    monkeypatch.setattr(stio_torch, "_write", written)
     monkeypatch.setattr(stio_torch, "parsed", of_bytes)
 
     # On the types: so a reference that a framework has kept anywhere is seen too.

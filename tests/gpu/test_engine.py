@@ -35,7 +35,7 @@ from torch import nn
 import stio
 import stio.sync
 from stio import native
-from stio.device import rings
+from stio.device import cuda
 from stio.device.base import resolve_device
 from stio.errors import ClosedError, DeviceError, TruncatedError
 from stio.runtime.trace import Trace
@@ -79,7 +79,7 @@ def path(tmp_path_factory: pytest.TempPathFactory, tensors: Tensors) -> Path:
 
 
 def held_bytes() -> int:
-    return sum(ring.held_bytes for ring in list(rings._rings.values()))
+    return sum(ring.held_bytes for ring in list(cuda._rings.values()))
 
 
 def used_bytes(device: torch.device) -> int:
@@ -240,9 +240,9 @@ def test_a_file_that_is_cut_while_copies_are_slow(
             opened.load()
         assert simdevice_is_idle(device)
     assert used_bytes(device) == before
-    ring = rings._rings[device]
+    ring = cuda._rings[device]
     require_equal(stio.sync.load(path, device=device), tensors)
-    assert rings._rings[device] is ring
+    assert cuda._rings[device] is ring
 
 
 def simdevice_is_idle(device: torch.device) -> bool:
@@ -291,8 +291,8 @@ def test_several_devices(device: torch.device, path: Path, tensors: Tensors) -> 
         require_equal(found, tensors)
     assert {name: tensor.device for name, tensor in both.items()} == {name: where(name) for name in tensors}
     assert {tensor.device for tensor in other.values()} == {second}
-    assert {ring.device for ring in rings._rings.values()} == {device, second}
-    assert all(ring.stream.device_index == ring.device.index for ring in rings._rings.values())
+    assert {ring.device for ring in cuda._rings.values()} == {device, second}
+    assert all(ring.stream.device_index == ring.device.index for ring in cuda._rings.values())
     torch.accelerator.synchronize(second)
 
 
@@ -300,12 +300,12 @@ def test_several_devices(device: torch.device, path: Path, tensors: Tensors) -> 
 def test_a_failure_on_one_device_leaves_the_other_s_ring(device: torch.device, path: Path, tensors: Tensors) -> None:
     second = torch.device(device.type, 1)
     stio.sync.load(path, device=second)
-    ring = rings._rings[second]
+    ring = cuda._rings[second]
     simdevice.refuse_copy(1)
     with pytest.raises(DeviceError, match="refuse this copy"):
         stio.sync.load(path, device=device)
     require_equal(stio.sync.load(path, device=second), tensors)
-    assert rings._rings[second] is ring
+    assert cuda._rings[second] is ring
 
 
 # Processes.

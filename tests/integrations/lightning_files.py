@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 
 from stio.conversion.torch_files import kind_of_file
-from stio.format.file_kinds import TORCH_SAVE
+from stio.format.other_sources import TORCH_SAVE
 from stio.integrations.lightning import StioCheckpointIO
 from stio.storage.commit import syscalls as calls
 

@@ -39,7 +39,7 @@ from stio.errors import (
     TruncatedError,
     UnsafePathError,
 )
-from stio.format.header_build import build_header
+from stio.format.header import build_header
 from stio.format.shared import ALIASES_KEY
 from stio.loading import open as opened_module
 from stio.loading.open import open_checkpoint

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from stio.errors import FormatError, SliceError, TensorNotFoundError
 from stio.format.dtypes import tensor_nbytes
-from stio.format.header import Header, parse_header
-from stio.format.header_build import build_header
+from stio.format.header import Header, build_header, parse_header
 from stio.loading.plan import GAP, Block, FileSelection, ReadPlan, plan_reads, select_names, stored_shape
 from stio.runtime.limits import PAGE_BYTES
 

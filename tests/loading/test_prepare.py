@@ -12,7 +12,7 @@ from support import needs_engine
 
 import stio.sync
 from stio import native
-from stio.format.header_build import build_header
+from stio.format.header import build_header
 from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.loading.prepare import ACCELERATOR_BUDGET_BYTES, prepare

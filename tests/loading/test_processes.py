@@ -296,8 +296,8 @@ def test_import_starts_nothing():
         assert "torch" not in sys.modules
         import stio.sync
         from support import num_threads
-        from stio.runtime import event_loop as loop, operation as runtime
-        assert loop._loop_thread._loop is None
+        from stio.runtime import calls as loop, operation as runtime
+        assert loop._loop is None
         print(len(runtime._live))
         """
     )

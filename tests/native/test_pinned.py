@@ -270,7 +270,7 @@ MEMLOCK = (
     + """
 import logging, resource
 import torch
-from stio.device.drivers import drivers
+from stio.device.pinned import drivers
 from stio.device import pinned
 
 class Locking(FakeDriver):

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from stio.runtime.bar_chart import Panel, Rate, draw_panels, draw_rates, text_bar
+from stio.runtime.svg import Panel, Rate, draw_panels, draw_rates, text_bar
 
 SVG = "{http://www.w3.org/2000/svg}"
 RATES = [

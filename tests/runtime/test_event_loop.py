@@ -9,8 +9,8 @@ import pytest
 from support import eventually
 
 from stio.errors import StorageError
-from stio.runtime import event_loop
-from stio.runtime.event_loop import LoopTask, run_on_loop
+from stio.runtime import calls
+from stio.runtime.calls import LoopTask, run_on_loop
 
 
 async def one() -> int:
@@ -19,8 +19,7 @@ async def one() -> int:
 
 def test_a_loop_without_a_thread_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next coroutine would wait for it for ever."""
-    loop_thread = event_loop._LoopThread()
-    monkeypatch.setattr(event_loop, "_loop_thread", loop_thread)
+    monkeypatch.setattr(calls, "_loop", None)
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -33,7 +32,7 @@ def test_a_loop_without_a_thread_is_not_kept(monkeypatch: pytest.MonkeyPatch) ->
             assert caught.value.errno == errno.EAGAIN
     assert run_on_loop(one) == 1
     assert LoopTask(one).result() == 1
-    loop = loop_thread.loop()
+    loop = calls._running_loop()
     loop.call_soon_threadsafe(loop.stop)
     assert eventually(lambda: not loop.is_running())
     loop.close()

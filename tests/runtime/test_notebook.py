@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 
-from stio.runtime.notebook import MAX_ROWS, table
+from stio.runtime.text import MAX_ROWS, table
 
 
 def test_a_table() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stio.runtime import numa
+from stio.device import pinned
 
 ADDRESS = "0000:3B:00.0"
 
@@ -30,8 +30,8 @@ def sysfs(tmp_path: Path, nodes: str, node: str | None) -> str:
     ],
 )  # fmt: skip
 def test_node_of_a_device(tmp_path: Path, nodes: str, node: str | None, expected: int | None) -> None:
-    assert numa.node_of(ADDRESS, sysfs=sysfs(tmp_path, nodes, node)) == expected
+    assert pinned.numa_node(ADDRESS, sysfs=sysfs(tmp_path, nodes, node)) == expected
 
 
 def test_without_sysfs_no_node_is_known(tmp_path: Path) -> None:
-    assert numa.node_of(ADDRESS, sysfs=str(tmp_path)) is None
+    assert pinned.numa_node(ADDRESS, sysfs=str(tmp_path)) is None

@@ -23,7 +23,7 @@ from stio.runtime import notifier as notifier_module
 from stio.runtime import operation as runtime
 from stio.runtime import process as switching
 from stio.runtime import stats
-from stio.runtime.event_loop import run_on_loop
+from stio.runtime.calls import run_on_loop
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Cancelled, Operation, close_all, start_thread
 from stio.runtime.process import switch_interval

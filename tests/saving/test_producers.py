@@ -14,7 +14,7 @@ from support import PATIENCE_SECONDS, bits_of, eventually, nothing_left, ramp
 from stio.device.copy_out import copy_out
 from stio.device.describe import LazyTensor, describe_tensors
 from stio.runtime import memory
-from stio.runtime.event_loop import LoopTask, run_on_loop
+from stio.runtime.calls import LoopTask, run_on_loop
 from stio.runtime.operation import Cancelled, start_thread
 from stio.saving.producers import ProducedTensors
 

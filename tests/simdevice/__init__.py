@@ -180,7 +180,7 @@ def install(delay_seconds: float = 0.0) -> types.ModuleType:
 def _add_driver() -> None:
     """Let the engine of stio copy to the device: by the table of its driver, see simdevice.cpp."""
     from stio import native
-    from stio.device.drivers import drivers
+    from stio.device.pinned import drivers
 
     def open_driver(device: torch.device, stream: Any) -> tuple[native.Driver | str, int]:
         handle = 0 if stream is None else _library.sim_stream(device.index, ctypes.c_int64(stream.stream_id))

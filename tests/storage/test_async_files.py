@@ -19,7 +19,7 @@ import torch
 import stio.sync
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, StorageError, TruncatedError, UnsafePathError
 from stio.runtime import memory
-from stio.runtime.event_loop import run_on_loop
+from stio.runtime.calls import run_on_loop
 from stio.storage import async_files
 from stio.storage.async_files import AsyncFile, open_at
 from stio.storage.base import Root, Source

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,20 +40,16 @@ from stio.compat.huggingface_hub.save import HubDirectory, index_text, save_pick
 from stio.compat.huggingface_hub.split import (
     MAX_SHARD_SIZE,
     StateDictSplit,
-    parse_size_to_int,
-    require_plain,
-    split_state_dict_into_shards_factory,
-)
-from stio.compat.huggingface_hub.tensors import (
     as_counted,
     discard_shared,
     get_torch_storage_id,
     get_torch_storage_size,
+    parse_size_to_int,
     require_contiguous,
-    tf_nbytes,
+    require_plain,
+    split_state_dict_into_shards_factory,
 )
-from stio.device.placeholders import require_values
-from stio.device.tensor_memory import require_data_of
+from stio.device.tensor_memory import require_data_of, require_values
 from stio.errors import CheckpointNotFoundError, printable
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.loading.module_tree import require_memory_of
@@ -68,7 +65,6 @@ __all__ = [
     "save_torch_model",
     "save_torch_state_dict",
     "split_state_dict_into_shards_factory",
-    "split_tf_state_dict_into_shards",
     "split_torch_state_dict_into_shards",
 ]
 
@@ -76,12 +72,10 @@ logger = logging.getLogger("stio")
 
 SAFETENSORS_WEIGHTS_FILE_PATTERN = "model{suffix}.safetensors"
 PYTORCH_WEIGHTS_FILE_PATTERN = "pytorch_model{suffix}.bin"
-TF2_WEIGHTS_FILE_PATTERN = "tf_model{suffix}.h5"
 
 constants = SimpleNamespace(
     PYTORCH_WEIGHTS_FILE_PATTERN=PYTORCH_WEIGHTS_FILE_PATTERN,
     SAFETENSORS_WEIGHTS_FILE_PATTERN=SAFETENSORS_WEIGHTS_FILE_PATTERN,
-    TF2_WEIGHTS_FILE_PATTERN=TF2_WEIGHTS_FILE_PATTERN,
 )
 """The hub's names of these constants."""
 
@@ -107,21 +101,6 @@ def split_torch_state_dict_into_shards(
         filename_pattern=filename_pattern,
         get_storage_size=get_torch_storage_size,
         get_storage_id=get_torch_storage_id,
-    )
-
-
-def split_tf_state_dict_into_shards(
-    state_dict: Mapping[str, Any],
-    *,
-    filename_pattern: str = TF2_WEIGHTS_FILE_PATTERN,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
-) -> StateDictSplit:
-    """Split objects with a `shape` and a `dtype` into files; a dtype's name has the bits of an element."""
-    return split_state_dict_into_shards_factory(
-        state_dict,
-        max_shard_size=max_shard_size,
-        filename_pattern=filename_pattern,
-        get_storage_size=tf_nbytes,
     )
 
 
@@ -264,23 +243,17 @@ def load_torch_model(
     path = Path(checkpoint_path)
     if not path.exists():
         raise CheckpointNotFoundError(f"Checkpoint path {printable(str(path))} does not exist")
+
+    def load(file: Path | OpenFile, where: MapLocation = map_location) -> Any:
+        return load_state_dict_from_file(file, map_location=where, weights_only=weights_only, mmap=mmap, safe=safe)
+
     if not path.is_file():
         pattern = _choose_pattern(path, filename_pattern, safe=safe)
         if os.path.lexists(path / (pattern.format(suffix="") + INDEX_SUFFIX)):
-            return _load_sharded_checkpoint(
-                model=model,
-                save_directory=path,
-                strict=strict,
-                weights_only=weights_only,
-                safe=safe,
-                filename_pattern=pattern,
-                map_location=map_location,
-                mmap=mmap,
-            )
+            where = "cpu" if map_location is None else map_location
+            return _load_sharded(model, path, pattern, partial(load, where=where), strict=strict, safe=safe)
     with _opened(path, safe=safe) as file:
-        state_dict = load_state_dict_from_file(
-            checkpoint_file=file, map_location=map_location, weights_only=weights_only, mmap=mmap, safe=safe
-        )
+        state_dict = load(file)
     return fill(model, state_dict, strict=strict, path=str(path))
 
 
@@ -307,33 +280,19 @@ def _choose_pattern(path: Path, pattern: str | None, *, safe: bool) -> str:
     return pattern
 
 
-def _load_sharded_checkpoint(
-    model: nn.Module,
-    save_directory: str | os.PathLike[str],
-    *,
-    strict: bool = False,
-    weights_only: bool = True,
-    safe: bool = True,
-    filename_pattern: str = SAFETENSORS_WEIGHTS_FILE_PATTERN,
-    map_location: MapLocation = None,
-    mmap: bool = False,
+def _load_sharded(
+    model: nn.Module, directory: Path, pattern: str, load: Callable[[OpenFile], Any], *, strict: bool, safe: bool
 ) -> _IncompatibleKeys:
     """Load a sharded checkpoint into a model, one shard at a time; see `load_torch_model`."""
-    whole = filename_pattern.format(suffix="")
+    whole = pattern.format(suffix="")
     loaded: dict[str, None] = {}
-    with open_directory(os.fsdecode(save_directory), follow_symlinks=False) as root:
+    with open_directory(directory, follow_symlinks=False) as root:
         index = read_index(root, whole + INDEX_SUFFIX, Path(whole).suffix)
         shards = shards_to_load(root, whole + INDEX_SUFFIX, index, Path(whole).suffix)
         with open_files(root, shards, safe=safe) as files:
-            require_memory_of(model, index.weight_map, path=os.fsdecode(save_directory))
+            require_memory_of(model, index.weight_map, path=str(directory))
             for shard, file in zip(shards, files, strict=True):
-                state_dict = load_state_dict_from_file(
-                    file,
-                    map_location="cpu" if map_location is None else map_location,
-                    weights_only=weights_only,
-                    mmap=mmap,
-                    safe=safe,
-                )
+                state_dict = load(file)
                 if shard in index.shards:  # a stale tensor, which the index has in another shard
                     for name in [name for name in state_dict if index.weight_map.get(name, shard) != shard]:
                         del state_dict[name]

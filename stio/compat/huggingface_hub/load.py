@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from stio.compat.huggingface_hub.tensors import covers_storage, get_torch_storage_id, is_wrapper
+from stio.compat.huggingface_hub.split import covers_storage, get_torch_storage_id, is_wrapper
 from stio.errors import (
     AmbiguousCheckpointError,
     CheckpointNotFoundError,

@@ -103,25 +103,19 @@ class HubDirectory:
 
     def _open(self) -> tuple[str, int]:
         """Return the path of the directory without links, and the directory, open."""
-        try:
+        with self.refusals("opening the directory", (StorageError, FileNotFoundError, NotADirectoryError)):
             real = resolve_links(self.path)
             return real, calls.open_directory(real)
-        except StorageError:
-            raise
-        except (FileNotFoundError, NotADirectoryError):
-            raise
-        except OSError as error:
-            raise write_refused("opening the directory", self.path, error) from error
 
     @contextmanager
-    def refusals(self) -> Iterator[None]:
-        """Raise a `StorageError` for an error of the operating system."""
+    def refusals(self, action: str = "saving", passed: tuple[type[OSError], ...] = (StorageError,)) -> Iterator[None]:
+        """Raise a `StorageError` for an error of the operating system, but for those that are `passed` on."""
         try:
             yield
-        except StorageError:
+        except passed:
             raise
         except OSError as error:
-            raise write_refused("saving", self.path, error) from error
+            raise write_refused(action, self.path, error) from error
 
 
 def index_text(metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> bytes:

@@ -3,11 +3,11 @@
 Reading runs in the caller's thread. It maps the file and copies nothing, or reads the requested bytes only
 (`backend="pread"`). Saving is atomic and durable. Intended differences are described at each function.
 
-`_open` has `safe_open`; `_file` has the open file and the base class of a framework; `_arrays` (numpy), `_tensors`
-(torch) and `_accelerator` (torch on a device) are the frameworks, with `_index` for the indices of slices. `_prefetch`
-reads declared tensors in the background, `_serialize` has raw tensors without torch, `_write` the saves, `_shared`
-shared memory, `_errors` the original's errors, `_installed` the objects of `stio.compat.install`. `numpy` works without
-torch, and only a load to a device and a prefetch import stio's loads.
+`_open` has `safe_open`; `_file` has the open file, the base class of a framework, and the check of indices; `_arrays`
+(numpy), `_tensors` (torch) and `_accelerator` (torch on a device) are the frameworks. `_prefetch` reads declared
+tensors in the background, `_serialize` has raw tensors without torch, `torch` the saves and shared memory, `_errors`
+the original's errors, `_installed` the objects of `stio.compat.install`. `numpy` works without torch, and only a load
+to a device and a prefetch import stio's loads.
 """
 
 from importlib import import_module

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from stio.compat.safetensors._errors import SafetensorError, UnsupportedDtypeError
-from stio.compat.safetensors._file import File, Framework, offsets_in
-from stio.compat.safetensors._index import checked
+from stio.compat.safetensors._file import File, Framework, checked, offsets_in
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import Header
 from stio.format.slicing import select

@@ -1,6 +1,6 @@
 """Raw tensors to the bytes of a file and back, without torch: `TensorSpec`, `serialize`, `deserialize`.
 
-Data are copied once, directly into the bytes that are returned. `serialize_file` uses stio's save (`_write.py`), which
+Data are copied once, directly into the bytes that are returned. `serialize_file` uses stio's save (`torch.py`), which
 needs torch and imports it then.
 """
 
@@ -10,6 +10,7 @@ import ctypes
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, SupportsIndex
 
@@ -18,8 +19,7 @@ from stio.compat.safetensors._file import header_of
 from stio.compat.safetensors._open import path_of
 from stio.errors import FormatError, printable
 from stio.format.dtypes import LIBRARY_NAMES, U64_MAX, tensor_nbytes
-from stio.format.header import METADATA_KEY, Header
-from stio.format.header_build import build_header
+from stio.format.header import METADATA_KEY, Header, build_header
 from stio.runtime.memory import Region
 
 _FORMAT_NAMES = {library_name: name for name, library_name in LIBRARY_NAMES.items()}
@@ -50,6 +50,7 @@ def _unsigned(argument: str, value: Any) -> int:
     return number
 
 
+@dataclass(frozen=True, slots=True, init=False, eq=False)
 class TensorSpec:
     """Dtype, shape and address of a tensor's contiguous bytes. The caller must keep the memory alive and in place.
 
@@ -66,7 +67,15 @@ class TensorSpec:
     """
 
     __module__ = "stio.compat.safetensors"
-    __slots__ = ("_data_len", "_data_ptr", "_dtype", "_shape")
+
+    dtype: str
+    """Dtype as the format spells it."""
+    shape: list[int]
+    """Dimensions as in a header."""
+    data_ptr: int
+    """Address of the first byte."""
+    data_len: int
+    """Number of bytes."""
 
     def __init__(
         self, *, dtype: str, shape: Sequence[SupportsIndex], data_ptr: SupportsIndex, data_len: SupportsIndex
@@ -77,38 +86,12 @@ class TensorSpec:
             raise unknown_dtype(dtype)
         if isinstance(shape, str | bytes) or not hasattr(shape, "__len__"):
             raise wrong_type("shape", shape, "Sequence")
-        self._dtype = _FORMAT_NAMES[dtype]
-        self._shape = [_unsigned("shape", size) for size in shape]
-        if self._dtype == "F4" and self._shape:
-            self._shape[-1] *= 2
-        self._data_ptr = _unsigned("data_ptr", data_ptr)
-        self._data_len = _unsigned("data_len", data_len)
-
-    @property
-    def dtype(self) -> str:
-        """Dtype as the format spells it."""
-        return self._dtype
-
-    @property
-    def shape(self) -> list[int]:
-        """Dimensions as in a header."""
-        return list(self._shape)
-
-    @property
-    def data_ptr(self) -> int:
-        """Address of the first byte."""
-        return self._data_ptr
-
-    @property
-    def data_len(self) -> int:
-        """Number of bytes."""
-        return self._data_len
-
-    def __repr__(self) -> str:
-        return (
-            f"TensorSpec(dtype='{self._dtype}', shape={self._shape}, data_ptr={self._data_ptr}, "
-            f"data_len={self._data_len})"
-        )
+        sizes = [_unsigned("shape", size) for size in shape]
+        if _FORMAT_NAMES[dtype] == "F4" and sizes:
+            sizes[-1] *= 2
+        numbers = _unsigned("data_ptr", data_ptr), _unsigned("data_len", data_len)
+        for one, value in zip(fields(self), (_FORMAT_NAMES[dtype], sizes, *numbers), strict=True):
+            object.__setattr__(self, one.name, value)
 
 
 def checked_name(name: object) -> str:
@@ -240,7 +223,7 @@ def serialize_file(
         TypeError: A value of a wrong type.
     """
     specs, path, text = checked_specs(tensor_dict), path_of(filename), checked_metadata(metadata)
-    import_module("stio.compat.safetensors._write").write_specs(specs, path, text)
+    import_module("stio.compat.safetensors.torch").write_specs(specs, path, text)
 
 
 def parsed(data: bytes) -> Header:

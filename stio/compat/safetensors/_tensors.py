@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from stio.compat.safetensors._errors import SafetensorError, UnsupportedDtypeError
-from stio.compat.safetensors._file import File, Framework, offsets_in
-from stio.compat.safetensors._index import checked
+from stio.compat.safetensors._file import File, Framework, checked, offsets_in
 from stio.device.tensors import TORCH_DTYPES, select_and_cast, tensors_in, torch_shape, typed
 from stio.device.torch_private import INTEGERS, moved
 from stio.format.header import Header

@@ -2,12 +2,25 @@
 
 Tensors are checked before anything is written, with the original's errors. Their values are saved: a pending
 conjugation or negation is applied. Each loaded tensor has a storage of exactly its bytes.
+
+Of names of tensors that share memory, `save_model` saves one. Tensors are on the same storage if its device, address
+and size are equal. Of these, tensors overlap if their ranges of addresses do (`stio.format.shared.overlap_groups`).
+
+Files of the safetensors drop-in, written by an ordinary save: staged beside the destination, synced, renamed.
+
+Raw memory is saved as tensors of bytes; the plan puts the true dtypes and shapes into the header. The header is the one
+that the original library writes: no metadata unless the caller gives some.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +29,7 @@ from stio.compat.safetensors._errors import SafetensorError, reading, saving
 from stio.compat.safetensors._file import copied
 from stio.compat.safetensors._open import path_of, safe_open
 from stio.compat.safetensors._serialize import (
+    TensorSpec,
     checked_metadata,
     checked_name,
     header_for,
@@ -23,31 +37,110 @@ from stio.compat.safetensors._serialize import (
     parsed,
     unknown_dtype,
 )
-from stio.compat.safetensors._shared import (
-    end_ptr,
-    find_shared_tensors,
-    is_complete,
-    remove_duplicate_names,
-    storage_ptr,
-    storage_size,
-)
 from stio.compat.safetensors._tensors import Tensors, require_torch_dtypes
-from stio.compat.safetensors._write import write_tensors
 from stio.device.copy_out import copy_out
 from stio.device.describe import describe_tensors
-from stio.device.placeholders import require_no_placeholders
-from stio.device.tensor_memory import require_data_of
+from stio.device.tensor_memory import require_data_of, require_no_placeholders
 from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, tensors_in
 from stio.device.torch_private import copy_of
+from stio.format.sharding import TensorSource
+from stio.format.shared import overlap_groups
 from stio.loading.module_tree import require_memory_of
+from stio.runtime.blocking import run_blocking
+from stio.runtime.memory import Region
+from stio.saving.options import SaveOptions
+from stio.saving.pending import PendingSave
+from stio.saving.plan import WritePlan, plan_files
+from stio.storage.commit.target import OneFile
+
+
+def storage_ptr(tensor: torch.Tensor) -> int:
+    """Return the address of the tensor's storage, 0 where it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except NotImplementedError:  # sparse
+        return 0
+
+
+def storage_size(tensor: torch.Tensor) -> int:
+    """Return the bytes of the tensor's storage."""
+    return tensor.untyped_storage().nbytes()
+
+
+def _end_ptr(tensor: torch.Tensor) -> int:
+    """Return the address after the tensor's last element, for any strides."""
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start + (steps + 1) * tensor.itemsize
+
+
+def _find_shared_tensors(tensors: Mapping[str, torch.Tensor]) -> list[set[str]]:
+    """Return sets of names whose tensors overlap; a name that overlaps with none is alone in its set.
+
+    Tensors without memory (on meta, or empty) are in no set.
+    """
+    on_storage: defaultdict[tuple[torch.device, int, int], set[str]] = defaultdict(set)
+    for name, tensor in tensors.items():
+        if tensor.device.type == "meta":
+            continue
+        address = storage_ptr(tensor)
+        if address and (nbytes := storage_size(tensor)):
+            on_storage[tensor.device, address, nbytes].add(name)
+    groups = []
+    for names in on_storage.values():
+        if len(names) == 1:
+            groups.append(names)
+        else:
+            areas = [(tensors[name].data_ptr(), _end_ptr(tensors[name]), name) for name in names]
+            groups += [set(group) for group in overlap_groups(areas)]
+    return groups
+
+
+def _is_complete(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor covers its whole storage."""
+    return tensor.data_ptr() == storage_ptr(tensor) and tensor.numel() * tensor.itemsize == storage_size(tensor)
+
+
+def _remove_duplicate_names(
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    preferred_names: Iterable[str] | None = None,
+    discard_names: Iterable[str] | None = None,
+) -> dict[str, list[str]]:
+    """Return, for each group of names on the same memory, the name to save and the names to leave out.
+
+    The name to save is the first of those that cover the storage and are preferred; else of those that cover it and are
+    not to be discarded; else of those that cover it.
+
+    Args:
+        tensors: By name.
+        preferred_names: Names that a file has already.
+        discard_names: Names to avoid.
+
+    Raises:
+        RuntimeError: No name of a group covers its storage.
+    """
+    preferred, discarded = set(preferred_names or ()), set(discard_names or ())
+    to_remove: defaultdict[str, list[str]] = defaultdict(list)
+    for names in _find_shared_tensors(tensors):
+        complete = {name for name in names if _is_complete(tensors[name])}
+        if not complete:
+            raise RuntimeError(
+                "Error while trying to find names to remove to save state dict, but found no suitable name to keep for "
+                f"saving amongst: {names}. None is covering the entire storage. Refusing to save/load the model since "
+                "you could be storing much more memory than needed; clone what is a part of something larger."
+            )
+        saved = min(complete & preferred or complete - discarded or complete)
+        for name in sorted(names - {saved}):
+            to_remove[saved].append(name)
+    return to_remove
+
 
 __all__ = ["load", "load_file", "load_model", "save", "save_file", "save_model", "storage_ptr", "storage_size"]
 
 # Names of the original that other libraries use although they begin with an underscore.
-_end_ptr = end_ptr
-_find_shared_tensors = find_shared_tensors
-_is_complete = is_complete
-_remove_duplicate_names = remove_duplicate_names
 _TYPES = TORCH_DTYPES
 _SIZE = {dtype: dtype.itemsize for dtype in FORMAT_DTYPES}
 
@@ -102,7 +195,7 @@ def save_file(
         TypeError: A name, metadata or path of a wrong type.
     """
     _evaluate_tensors_for_save(tensors)
-    write_tensors(tensors, path_of(filename), checked_metadata(metadata))
+    _write(tensors, path_of(filename), partial(plan_files, metadata=checked_metadata(metadata)))
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
@@ -160,7 +253,7 @@ def save_model(
     tensors = dict(model.state_dict())
     text = checked_metadata(metadata)
     require_data_of(tensors)
-    for saved, names in remove_duplicate_names(tensors).items():
+    for saved, names in _remove_duplicate_names(tensors).items():
         text = {} if text is None else text
         for name in names:
             text.setdefault(name, saved)
@@ -205,7 +298,7 @@ def load_model(
     tensors = load_file(filename, device=device, backend=backend)
     with reading(os.fspath(filename)):
         require_memory_of(model, tensors, path=os.fspath(filename))
-    duplicates = remove_duplicate_names(model.state_dict(), preferred_names=tensors)
+    duplicates = _remove_duplicate_names(model.state_dict(), preferred_names=tensors)
     result = model.load_state_dict(tensors, strict=False)
     missing, unexpected = set(result.missing_keys), list(result.unexpected_keys)
     for names in duplicates.values():
@@ -238,7 +331,7 @@ def _evaluate_tensors_for_save(tensors: Mapping[str, torch.Tensor]) -> None:
             "a dense tensor before saving with `.to_dense()` but be aware this might make a much larger file than "
             "needed."
         )
-    failing = [names for names in find_shared_tensors(tensors) if len(names) > 1]
+    failing = [names for names in _find_shared_tensors(tensors) if len(names) > 1]
     if failing:
         raise RuntimeError(
             "Some tensors share memory, this will lead to duplicate memory on disk and potential differences when "
@@ -286,3 +379,43 @@ def _tobytes(tensor: torch.Tensor, name: str) -> bytes:
     result, target = new_bytes(b"", tensor.nbytes)
     copy_out([(tensor.detach(), 0, target)])
     return result
+
+
+# Files.
+
+
+def write_specs(specs: Mapping[str, TensorSpec], path: str, metadata: Mapping[str, str] | None) -> None:
+    """Write raw memory to a file.
+
+    Args:
+        specs: Dtype, shape and address of each tensor, checked.
+        path: The file.
+        metadata: Text for the header.
+
+    Raises:
+        SafetensorError: The system refused, or there is no valid header for these tensors.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, spec in specs.items():  # bytes `[data_len]`, without a copy; the caller keeps the memory allocated
+        owner = (ctypes.c_char * spec.data_len).from_address(spec.data_ptr) if spec.data_len else None
+        memory = Region(spec.data_ptr, spec.data_len, owner)
+        tensors |= tensors_in(memory, [name], ["U8"], [(spec.data_len,)], [0])
+
+    def plan(sources: Sequence[TensorSource], block_bytes: int) -> WritePlan:
+        true = [
+            replace(source, dtype=specs[source.name].dtype, shape=tuple(specs[source.name].shape)) for source in sources
+        ]
+        return plan_files(true, block_bytes, metadata=metadata)
+
+    _write(tensors, path, plan)
+
+
+def _write(
+    tensors: Mapping[str, torch.Tensor], path: str, planner: Callable[[Sequence[TensorSource], int], WritePlan]
+) -> None:
+    # stio makes missing directories. The original raises an error, by which its callers find a wrong path.
+    if not os.path.isdir(os.path.dirname(path) or ".") or not path:
+        reason = f"{os.strerror(errno.ENOENT)} (os error {errno.ENOENT})"
+        raise SafetensorError(f'Error while serializing: I/O error: {reason} at path "{path}"')
+    with saving():
+        run_blocking(PendingSave(tensors, OneFile(path), SaveOptions(), planner=planner).complete())

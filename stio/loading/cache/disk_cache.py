@@ -35,7 +35,7 @@ from stio.runtime.locks import new_lock
 from stio.runtime.log import log
 from stio.runtime.operation import Operation
 from stio.runtime.process import after_fork_in_child, thread_name
-from stio.runtime.units import show_bytes
+from stio.runtime.text import show_bytes
 from stio.storage.base import Identity, RequestedSource, Source
 from stio.storage.checks import OPEN_FLAGS, identity_of, stat_of
 from stio.storage.commit import syscalls as calls

@@ -17,8 +17,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from stio.device.base import LoadedGroup, current_streams
-from stio.device.placement import Placement, resolve_placement
+from stio.device.base import LoadedGroup, Placement, current_streams, resolve_placement
 from stio.device.tensors import DtypeLike
 from stio.errors import ClosedError
 from stio.loading.body import gather, open_source, verify

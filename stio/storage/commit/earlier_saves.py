@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from stio.errors import StioError
 from stio.format.index import parse_index
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX
-from stio.format.step_names import is_shard_name
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, is_shard_name
 from stio.storage.base import Identity
 from stio.storage.checks import refused
 from stio.storage.commit import syscalls as calls

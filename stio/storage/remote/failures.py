@@ -22,7 +22,7 @@ from stio.errors import (
     listed,
     one_line,
 )
-from stio.runtime.panics import PanicError, without_panic
+from stio.runtime.operation import PanicError, without_panic
 from stio.runtime.urls import without_secrets
 from stio.storage.remote.settings import set_variables
 

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode, urlsplit, urlunsplit
 
 from stio.errors import CheckpointNotFoundError, StorageError, install_command
-from stio.runtime.panics import without_panic
+from stio.runtime.operation import without_panic
 from stio.runtime.urls import without_secrets
 from stio.storage.remote.pods import pod_credentials
 from stio.storage.remote.settings import (

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
@@ -152,36 +149,6 @@ def test_torch_split_counts_storages() -> None:
     )
     assert found.metadata == {"total_size": 404}
     assert list(found.filename_to_tensors.values()) == [["a", "c"], ["b"]]
-
-
-@pytest.mark.parametrize(
-    "dtype, count, nbytes",
-    [
-        (np.dtype("float32"), 3, 12),
-        (np.dtype("bool"), 9, 2),
-        (np.dtype("bool"), 8, 1),
-        (torch.bfloat16, 3, 6),
-        (torch.bool, 1, 1),
-        (torch.float8_e4m3fn, 5, 5),
-        (SimpleNamespace(name="bfloat16"), 5, 10),
-        (SimpleNamespace(name="float32_ref"), 2, 8),
-        (SimpleNamespace(name="int4"), 3, 2),
-    ],
-)
-def test_tf_sizes(dtype: Any, count: int, nbytes: int) -> None:
-    found = hub.split_tf_state_dict_into_shards({"a": SimpleNamespace(dtype=dtype, shape=(count, 1))})
-    assert found.metadata == {"total_size": nbytes}
-    assert list(found.filename_to_tensors) == ["tf_model.h5"]
-
-
-def test_tf_split_knows_no_storage_and_no_tensorflow() -> None:
-    array = np.zeros(4, dtype="int16")
-    found = hub.split_tf_state_dict_into_shards({"a": array, "b": array}, max_shard_size=8)
-    assert list(found.filename_to_tensors) == ["tf_model-00001-of-00002.h5", "tf_model-00002-of-00002.h5"]
-    assert found.metadata == {"total_size": 16}
-    assert "tensorflow" not in sys.modules
-    with pytest.raises(ValueError, match="resource"):
-        hub.split_tf_state_dict_into_shards({"a": SimpleNamespace(dtype=SimpleNamespace(name="resource"), shape=())})
 
 
 # Storages.
