@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import comb
@@ -36,9 +36,9 @@ from stio.cli.output import (
     CommandError,
     WholeNumber,
     aligned,
+    print_result,
     rate_text,
     require_writable,
-    say,
     width_of,
 )
 from stio.errors import one_line
@@ -153,7 +153,8 @@ def bench(
     if chart is not None:
         require_writable(chart, "chart", [".svg"])
     with _file_to_read(path, size) as source:
-        paths, total_bytes = _files_of(source)
+        with closing(open_checkpoint(source, strict=False)) as opened:
+            paths, total_bytes = [one.path for one in opened.files], sum(one.identity.nbytes for one in opened.files)
         if not fits(total_bytes + _MARGIN_BYTES):
             text = f"{one_line(source)}: {show_bytes(total_bytes)} do not fit into memory"
             raise CommandError(f"{text}; measure with one shard of it")
@@ -166,12 +167,9 @@ def bench(
         title = f"{show_bytes(total_bytes)} from this disk to {device}"
         picture = draw_rates(list(_rates(contestants, total_bytes)), title=title, sentences=notes)
         Path(chart).write_text(picture, encoding="utf-8")
-    if as_json:
-        click.echo(json.dumps({**_as_json(contestants, notes, path, device, total_bytes), "chart": chart}, indent=2))
-    else:
-        say("\n".join([*_table(contestants, total_bytes), *notes]))
-        if chart is not None:
-            say(f"chart: {one_line(chart)}")
+    drawn = [] if chart is None else [f"chart: {one_line(chart)}"]
+    found = {**_as_json(contestants, notes, path, device, total_bytes), "chart": chart}
+    print_result(found, [*_table(contestants, total_bytes), *notes, *drawn], as_json=as_json)
     return 0 if next(one for one in contestants if one.name == "stio").median is not None else 2
 
 
@@ -205,14 +203,6 @@ def _make(path: str, nbytes: int) -> None:
             file.write(os.urandom(rows * 8192))  # random: some disks store equal blocks only once
         file.flush()
         os.fsync(file.fileno())
-
-
-def _files_of(source: str) -> tuple[list[str], int]:
-    opened = open_checkpoint(source, strict=False)
-    try:
-        return [file.path for file in opened.files], sum(file.identity.nbytes for file in opened.files)
-    finally:
-        opened.close()
 
 
 def _run_all(contestants: list[Contestant], task: dict[str, Any], rounds: int, total_bytes: int, bar: Bar) -> list[str]:

@@ -6,14 +6,14 @@ Imports torch only when it runs. After Ctrl-C it rolls back before it ends.
 from __future__ import annotations
 
 import dataclasses
-import json
+from typing import Any
 
 import click
 
 import stio
 from stio.cli.interrupts import starting
-from stio.cli.output import JSON_OPTION, NO_PROGRESS_OPTION, PATH, Bar, CommandError, say, spelled
-from stio.errors import StioError, one_line
+from stio.cli.output import JSON_OPTION, NO_PROGRESS_OPTION, PATH, Bar, print_result, wrong_arguments
+from stio.errors import one_line
 from stio.runtime.hashing import HashName
 from stio.runtime.text import counted, show_bytes
 from stio.runtime.urls import without_secrets
@@ -58,24 +58,14 @@ def convert(
     """
     with starting():
         run = stio.sync.convert
-    try:
-        with Bar("converting", is_wanted=not no_progress) as bar:
-            result = run(
-                source,
-                destination,
-                max_shard_size=max_shard_size,
-                dtype=dtype,
-                key=key,
-                trust_pickle=trust_pickle,
-                hash=hash_name,
-                progress=bar,
-            )
-    except StioError:
-        raise  # the group of commands explains it
-    except (ImportError, TypeError, ValueError) as error:  # a missing package, or a wrong argument
-        raise CommandError(spelled(one_line(str(error)))) from error
-    if as_json:
-        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
-        return
+    with wrong_arguments(), Bar("converting", is_wanted=not no_progress) as bar:
+        options: dict[str, Any] = {
+            "max_shard_size": max_shard_size,
+            "dtype": dtype,
+            "key": key,
+            "trust_pickle": trust_pickle,
+        }
+        result = run(source, destination, **options, hash=hash_name, progress=bar)
     size = f"{counted(len(result.files), 'file')}, {show_bytes(result.total_bytes)}"
-    say(f"{one_line(without_secrets(destination))}: {size} in {result.committed_seconds:.3f} s")
+    text = f"{one_line(without_secrets(destination))}: {size} in {result.committed_seconds:.3f} s"
+    print_result(dataclasses.asdict(result), [text], as_json=as_json)

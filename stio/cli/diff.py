@@ -312,8 +312,6 @@ def _read_piece(file: Source, info: TensorInfo, start: int, count: int, memory: 
 
 
 def _same(a: Region, b: Region) -> bool:
-    if libc is None:
-        return a.tobytes() == b.tobytes()
     return not libc.memcmp(*map(ctypes.c_void_p, (a.address, b.address)), ctypes.c_size_t(a.nbytes))
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator
 
 import click
 
-from stio.cli.output import JSON_OPTION, PATH, ZERO_OR_MORE, CommandError, say
+from stio.cli.output import JSON_OPTION, PATH, ZERO_OR_MORE, print_result, wrong_arguments
 from stio.errors import one_line
 from stio.runtime.urls import is_url, without_secrets
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport, collect_garbage
@@ -44,18 +43,14 @@ def gc(path: str, dry_run: bool, max_age_hours: float, as_json: bool) -> None:
     """
     max_age_seconds = max_age_hours * 3600
     if is_url(path):
-        try:
+        with wrong_arguments():  # a URL that nothing can be saved to
             destination = open_destination(path)
-        except ValueError as error:  # a URL that nothing can be saved to
-            raise CommandError(one_line(str(error))) from error
         report: GarbageReport = destination.collect_unused(max_age_seconds=max_age_seconds, dry_run=dry_run)
     else:
         report = collect_garbage(path, max_age_seconds=max_age_seconds, dry_run=dry_run)
     path = without_secrets(path)
-    if as_json:
-        click.echo(json.dumps({"path": path, "dry_run": dry_run, **dataclasses.asdict(report)}, indent=2))
-    else:
-        say("\n".join(_lines(path, report, dry_run)))
+    found = {"path": path, "dry_run": dry_run, **dataclasses.asdict(report)}
+    print_result(found, _lines(path, report, dry_run), as_json=as_json)
 
 
 def _lines(path: str, report: GarbageReport, dry_run: bool) -> Iterator[str]:

@@ -5,7 +5,7 @@ torch is imported when the command runs, before the time is measured. The measur
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -22,15 +22,14 @@ from stio.cli.output import (
     NO_PROGRESS_OPTION,
     PATH,
     Bar,
-    CommandError,
     matcher,
     no_match,
+    print_result,
     rate_text,
     require_writable,
-    say,
-    spelled,
+    wrong_arguments,
 )
-from stio.errors import StioError, one_line
+from stio.errors import one_line
 from stio.runtime.text import counted, show_bytes
 from stio.runtime.trace import Trace
 from stio.runtime.urls import without_secrets
@@ -89,12 +88,8 @@ def load(
                 torch.zeros(1, device=torch.accelerator.current_accelerator())  # starts its runtime before the load
     with Bar("loading", is_wanted=not no_progress) as bar:
         began = perf_counter()
-        try:
+        with wrong_arguments():
             tensors = run(path, names=names, device=device, memory=memory, verify=verify, trace=trace, progress=bar)
-        except StioError:
-            raise  # the group of commands explains it
-        except (ImportError, ValueError) as error:  # a missing package, or options that exclude each other
-            raise CommandError(spelled(one_line(str(error)))) from error
         if pattern is not None and not tensors:
             raise no_match(without_secrets(path), pattern, seen)
         devices = sorted({str(tensor.device) for tensor in tensors.values()})
@@ -105,20 +100,18 @@ def load(
     if timeline is not None:
         getattr(trace, _TIMELINES[Path(timeline).suffix.lower()])(timeline)
     total_bytes = sum({id(tensor): tensor.nbytes for tensor in tensors.values()}.values())  # an alias counts once
-    _print(
-        {
-            "path": without_secrets(path),
-            "device": devices,
-            "memory": memory,
-            "mapped": _is_mapped(trace),
-            "num_tensors": len(tensors),
-            "total_bytes": total_bytes,
-            "seconds": seconds,
-            "bytes_per_second": None if memory == "lazy" else total_bytes / max(seconds, 1e-9),
-            "timeline": timeline,
-        },
-        as_json,
-    )
+    result = {
+        "path": without_secrets(path),
+        "device": devices,
+        "memory": memory,
+        "mapped": _is_mapped(trace),
+        "num_tensors": len(tensors),
+        "total_bytes": total_bytes,
+        "seconds": seconds,
+        "bytes_per_second": None if memory == "lazy" else total_bytes / max(seconds, 1e-9),
+        "timeline": timeline,
+    }
+    print_result(result, _lines(result), as_json=as_json)
 
 
 def _is_mapped(trace: Trace) -> bool:
@@ -127,14 +120,11 @@ def _is_mapped(trace: Trace) -> bool:
     return bool(reads) and reads <= {"map", "populate"}
 
 
-def _print(result: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(result, indent=2))
-        return
+def _lines(result: dict[str, Any]) -> Iterator[str]:
     tensors, nbytes = counted(result["num_tensors"], "tensor"), result["total_bytes"]
     device = ", ".join(result["device"]) or "no device"
     rate = rate_text(nbytes, result["seconds"]) if result["memory"] != "lazy" else "read when they are used"
     where = f"mapped on {device}" if result["mapped"] else f"on {device}"
-    say(f"{one_line(result['path'])}: {tensors}, {show_bytes(nbytes)} {where} in {result['seconds']:.3f} s, {rate}")
+    yield f"{one_line(result['path'])}: {tensors}, {show_bytes(nbytes)} {where} in {result['seconds']:.3f} s, {rate}"
     if result["timeline"] is not None:
-        say(f"timeline: {one_line(result['timeline'])}")
+        yield f"timeline: {one_line(result['timeline'])}"

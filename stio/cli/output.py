@@ -9,13 +9,14 @@ whole lines and whole names.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from math import isnan
 from textwrap import wrap
@@ -168,6 +169,25 @@ JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Write JSON."
 NO_PROGRESS_OPTION = click.option(
     "--no-progress", is_flag=True, help="Show no progress bar. Only a terminal shows one."
 )
+
+
+@contextmanager
+def wrong_arguments() -> Iterator[None]:
+    """Turn errors of a call about its arguments, or about a missing package, into the error of a command."""
+    try:
+        yield
+    except StioError:
+        raise  # the group of commands explains it
+    except (ImportError, TypeError, ValueError) as error:
+        raise CommandError(spelled(one_line(str(error)))) from error
+
+
+def print_result(found: dict[str, Any], text: Iterable[str], *, as_json: bool) -> None:
+    """Print the result of a command as JSON, or as lines."""
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        say("\n".join(text))
 
 
 def matcher(pattern: str | None) -> Callable[[str], bool]:

@@ -5,17 +5,15 @@ What was fetched stays after an interruption, and the next call continues.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from time import perf_counter
 
 import click
 
-from stio.cli.output import JSON_OPTION, NO_PROGRESS_OPTION, PATH, Bar, CommandError, rate_text, say
-from stio.errors import StioError, one_line
+from stio.cli.output import JSON_OPTION, NO_PROGRESS_OPTION, PATH, Bar, print_result, rate_text, wrong_arguments
+from stio.errors import one_line
 from stio.loading.pull import PullResult
 from stio.loading.pull import pull as copy
-from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Operation
 from stio.runtime.text import counted, show_bytes
 from stio.runtime.urls import without_secrets
@@ -41,30 +39,17 @@ def pull(url: str, directory: str, also: tuple[str, ...], as_json: bool, no_prog
     interrupted is continued by the next one. If DIR is complete already, nothing is fetched.
     """
     began = perf_counter()
-    with Bar("pulling", is_wanted=not no_progress) as bar:
-        try:
-            operation = Operation(
-                lambda _: copy(url, directory, also=also, progress=bar.advance),
-                name="pull",
-                about=without_secrets(url),
-            )
-            result = run_blocking(operation.wait())
-        except ValueError as error:  # no URL
-            if isinstance(error, StioError):
-                raise  # the group of commands explains it
-            raise CommandError(one_line(str(error))) from error
-    _print(result, perf_counter() - began, as_json)
-
-
-def _print(result: PullResult, seconds: float, as_json: bool) -> None:
-    if as_json:
-        found = asdict(result) | {"total_bytes": result.total_bytes, "seconds": seconds}
-        click.echo(json.dumps(found, indent=2))
-        return
+    with wrong_arguments(), Bar("pulling", is_wanted=not no_progress) as bar:
+        operation: Operation[PullResult] = Operation(
+            lambda _: copy(url, directory, also=also, progress=bar.advance), name="pull", about=without_secrets(url)
+        )
+        result = operation.result()
+    seconds = perf_counter() - began
     size = f"{counted(len(result.files), 'file')}, {show_bytes(result.total_bytes)}"
     checked = "headers checked" if result.verified == "headers" else f"verified by {result.verified}"
     fetched = "nothing fetched, it was complete"
     if result.fetched_bytes:
         rate = rate_text(result.fetched_bytes, seconds)
         fetched = f"{show_bytes(result.fetched_bytes)} fetched in {seconds:.3f} s, {rate}"
-    say(f"{one_line(result.path)}: {size}, {checked}; {fetched}")
+    found = asdict(result) | {"total_bytes": result.total_bytes, "seconds": seconds}
+    print_result(found, [f"{one_line(result.path)}: {size}, {checked}; {fetched}"], as_json=as_json)

@@ -6,7 +6,6 @@ checks headers and index, compares each file with the manifest if there is one, 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 
 import click
 
-from stio.cli.output import JSON_OPTION, NO, NO_PROGRESS_OPTION, PATH, Bar, CommandError, explained, say
+from stio.cli.output import JSON_OPTION, NO, NO_PROGRESS_OPTION, PATH, Bar, CommandError, explained, print_result
 from stio.errors import (
     FormatError,
     IndexFormatError,
@@ -61,12 +60,8 @@ def verify(path: str, hash_required: bool, as_json: bool, no_progress: bool) -> 
     except ImportError as error:  # the package of the hash algorithm
         raise CommandError(str(error)) from error
     path = without_secrets(path)
-    if as_json:
-        click.echo(json.dumps(_as_json(report, problem), indent=2))
-    elif problem is not None:
-        say(f"{one_line(path)}: wrong: {_below(path, problem)}")
-    else:
-        say("\n".join(_lines(report)))
+    lines = _lines(report) if problem is None else [f"{one_line(path)}: wrong: {_below(path, problem)}"]
+    print_result(_as_json(report, problem), lines, as_json=as_json)
     return 0 if report.ok and problem is None else NO
 
 

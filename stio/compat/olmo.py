@@ -202,10 +202,7 @@ def _pickled(path: KeyPath, leaf: object) -> bytes:
 
 
 def safetensors_file_to_state_dict(
-    filename: PathLike,
-    map_location: str | int | torch.device | None = None,
-    *,
-    trust_pickle: bool = False,
+    filename: PathLike, map_location: str | int | torch.device | None = None, *, trust_pickle: bool = False
 ) -> Any:
     """Load nested state from a file in OLMo's or in stio's format. Nothing in it is run.
 

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from types import MappingProxyType, ModuleType, TracebackType
+from types import MappingProxyType, ModuleType
 from typing import Any, Self
 
 from stio.runtime.locks import new_lock
@@ -111,9 +111,7 @@ class Installation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.uninstall()
 
     def __repr__(self) -> str:

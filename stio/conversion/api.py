@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -143,44 +142,31 @@ def _save(
     operation.on_cancel(opened.stop)
     _require_other_file(opened, destination)
     options = replace(options, metadata={**opened.metadata, **(options.metadata or {})})
-    planner = partial(
-        _plan,
-        opened=opened,
-        max_shard_bytes=options.max_shard_bytes(destination),
-        metadata=options.metadata or {},
-    )
-    pending = PendingSave(
-        opened.tensors, destination, options, budget_bytes=max(4 << 20, budget_bytes), planner=planner
-    )
+    max_shard_bytes, metadata = options.max_shard_bytes(destination), options.metadata or {}
+    targets = set(opened.ties.values())
+
+    def plan(sources: Sequence[TensorSource], block_bytes: int) -> WritePlan:
+        """Plan like any save. Tied names of lazy tensors get the same storage key, as if they shared memory."""
+        tied = [
+            replace(source, storage_key=("tied", opened.ties.get(source.name, source.name)))
+            if source.name in opened.ties or source.name in targets
+            else source
+            for source in sources
+        ]
+        made = plan_writes(
+            tied, max_shard_bytes=max_shard_bytes, block_bytes=block_bytes, metadata=metadata, tied=opened.tied
+        )
+        opened.expect([name for shard in made.shards for name in shard.names])
+        return made
+
+    budget = max(4 << 20, budget_bytes)
+    pending = PendingSave(opened.tensors, destination, options, budget_bytes=budget, planner=plan)
     operation.on_cancel(pending.cancel)
     try:
         return pending.start().result()
     except ClosedError:
         operation.check()  # raises if this operation was cancelled
         raise
-
-
-def _plan(
-    sources: Sequence[TensorSource],
-    block_bytes: int,
-    *,
-    opened: OpenSource,
-    max_shard_bytes: int | None,
-    metadata: Mapping[str, str],
-) -> WritePlan:
-    """Plan like any save. Tied names of lazy tensors get the same storage key, as if they shared memory."""
-    targets = set(opened.ties.values())
-    tied = [
-        replace(source, storage_key=("tied", opened.ties.get(source.name, source.name)))
-        if source.name in opened.ties or source.name in targets
-        else source
-        for source in sources
-    ]
-    plan = plan_writes(
-        tied, max_shard_bytes=max_shard_bytes, block_bytes=block_bytes, metadata=metadata, tied=opened.tied
-    )
-    opened.expect([name for shard in plan.shards for name in shard.names])
-    return plan
 
 
 def _require_other_file(opened: OpenSource, destination: str) -> None:

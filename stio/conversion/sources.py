@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,13 +34,7 @@ from stio.errors import (
     listed,
     printable,
 )
-from stio.format.directory import (
-    beside,
-    require_complete,
-    warning_of_gone_shards,
-    warning_of_others,
-    without_index,
-)
+from stio.format.directory import beside, require_complete, warning_of_gone_shards, warning_of_others, without_index
 from stio.format.header import TensorInfo
 from stio.format.index import ShardIndex, parse_index
 from stio.format.naming import FILE_SUFFIX, is_hidden, is_index, names_checkpoint, whole_name
@@ -242,12 +235,17 @@ def open_source(
         StioError: See `stio.convert`.
         ValueError: There is a key, and the source is not a pickle.
     """
-    with _own_advice():
+    try:
         found = _pickle_files(path)
         if found is None:
             if key is not None and (os.path.lexists(path) or is_url(path)):
                 raise ValueError("key= is for files of torch.save; a safetensors checkpoint is flat")
             return _open_safetensors(path, dtype, window_bytes, check)
+    except (UnsafePathError, LimitError) as error:  # which advise what a conversion does not take
+        message = error.message.replace("pass follow_symlinks=True", "copy the file there")
+        error.message = message.replace("pass limits=", "save what stio.load returns with limits=")
+        error.args = (error.message,)
+        raise
     pickles = found.paths
     tensors: dict[str, torch.Tensor] = {}
     file_of: dict[str, str] = {}
@@ -272,19 +270,6 @@ def open_source(
     if key is None:  # otherwise the names may be others than those of the index
         found.require_named(file_of)
     return OpenSource(**_cast(tensors, dtype, tied), files=pickles, tied=tied)
-
-
-@contextmanager
-def _own_advice() -> Iterator[None]:
-    """Let errors that are raised inside the block advise nothing that a conversion does not take."""
-    try:
-        yield
-    except (UnsafePathError, LimitError) as error:
-        error.message = error.message.replace("pass follow_symlinks=True", "copy the file there").replace(
-            "pass limits=", "save what stio.load returns with limits="
-        )
-        error.args = (error.message,)
-        raise
 
 
 # Which files a path means.
@@ -323,12 +308,8 @@ class _Pickles:
                 )
         left_out = [name for name in file_of if name not in self.weight_map] if self.index is not None else []
         if left_out:
-            log(
-                logging.WARNING,
-                "%s: the files hold tensors that are not in the index, and are converted too: %s",
-                printable(self.index),
-                listed(left_out),
-            )
+            message = "%s: the files hold tensors that are not in the index, and are converted too: %s"
+            log(logging.WARNING, message, printable(self.index), listed(left_out))
 
 
 def _pickle_files(path: str) -> _Pickles | None:
@@ -338,7 +319,7 @@ def _pickle_files(path: str) -> _Pickles | None:
     if not os.path.lexists(path):  # opening it raises the clearest error
         return None
     if is_index(path):
-        return _indexed_pickles(path)
+        return _named_pickles(path, _parsed(path))
     if kind_of_file(path) is not None or (path.endswith(PICKLE_SUFFIXES) and not is_safetensors(path)):
         return _Pickles([path])  # `read_pickle` refuses what torch.save did not write
     return None
@@ -363,11 +344,8 @@ def _pickles_in(directory: str) -> _Pickles | None:
         return None if all(map(is_safetensors, paths)) else _Pickles(paths)
     if not indices and not files:
         return None  # opening it as safetensors raises the clearest error
-    raise AmbiguousCheckpointError(
-        "the directory holds several checkpoints; give the path of the one you mean",
-        path=directory,
-        found=listed(indices or map(str, files)),
-    )
+    message = "the directory holds several checkpoints; give the path of the one you mean"
+    raise AmbiguousCheckpointError(message, path=directory, found=listed(indices or map(str, files)))
 
 
 def _indexed_pickles_in(directory: str, index: str, names: Sequence[str]) -> _Pickles | None:
@@ -385,11 +363,6 @@ def _indexed_pickles_in(directory: str, index: str, names: Sequence[str]) -> _Pi
     return _named_pickles(path, named)
 
 
-def _indexed_pickles(path: str) -> _Pickles | None:
-    """Return the files that an index names, None if they are safetensors."""
-    return _named_pickles(path, _parsed(path))
-
-
 def _parsed(path: str) -> ShardIndex:
     index = parse_index(read_start(path, Limits().header_bytes + 1), path=path, suffix="")
     if not index.shards:
@@ -398,16 +371,14 @@ def _parsed(path: str) -> ShardIndex:
 
 
 def _named_pickles(path: str, index: ShardIndex) -> _Pickles | None:
+    """Return the files that an index names, None if they are safetensors."""
     if any(name.endswith(FILE_SUFFIX) for name in index.shards):
         return None
     try:
         paths = _require_inside(os.path.dirname(path), index.shards)
     except CheckpointNotFoundError as error:
-        raise CheckpointNotFoundError(
-            "the index names a file that does not exist; the download may be incomplete"
-            + broken_link(error.path or ""),
-            path=error.path,
-        ) from None
+        message = "the index names a file that does not exist; the download may be incomplete"
+        raise CheckpointNotFoundError(message + broken_link(error.path or ""), path=error.path) from None
     return _Pickles(paths, path, index.weight_map)
 
 

@@ -218,17 +218,11 @@ def tensors_in(path: str, loaded: Any, key: Key | None) -> dict[str, torch.Tenso
         return tensors
     before = () if key is None else _steps(loaded, key) or ()
     advice = _advice(loaded, [(*before, *steps) for steps in _paths_to_tensors(value)])
+    where = "" if key is None else " under this key"
     if not isinstance(value, Mapping):
-        raise FormatError(
-            f"the file holds no tensors by name{f' under this key; {advice}' if key is not None else f'; {advice}'}",
-            path=path,
-            found=type(value).__name__,
-        )
-    raise AmbiguousCheckpointError(
-        f"the file holds more than tensors by name{' under this key' if key is not None else ''}; {advice}",
-        path=path,
-        found=listed(_described(value)),
-    )
+        raise FormatError(f"the file holds no tensors by name{where}; {advice}", path=path, found=type(value).__name__)
+    message = f"the file holds more than tensors by name{where}; {advice}"
+    raise AmbiguousCheckpointError(message, path=path, found=listed(_described(value)))
 
 
 def _is_flat(value: Any) -> bool:
@@ -241,11 +235,9 @@ def value_at(path: str, loaded: Any, key: Key) -> Any:
     """Return what a pickle holds under a key or path of keys; raise `TensorNotFoundError` if it has none."""
     steps = _steps(loaded, key)
     if steps is None:
+        message = f"the file has no such key; {_advice(loaded, list(_paths_to_tensors(loaded)))}"
         raise TensorNotFoundError(
-            f"the file has no such key; {_advice(loaded, list(_paths_to_tensors(loaded)))}",
-            path=path,
-            requested=key if isinstance(key, str) else list(key),
-            found=listed(_children(loaded)),
+            message, path=path, requested=key if isinstance(key, str) else list(key), found=listed(_children(loaded))
         )
     for step in steps:
         loaded = _children(loaded)[step]

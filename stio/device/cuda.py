@@ -46,11 +46,8 @@ def has_streams(device: torch.device) -> bool:
 def require_streams(device: torch.device) -> None:
     """Raise `DeviceError` if torch has no streams for this kind of device (MPS)."""
     if not has_streams(device):
-        raise DeviceError(
-            "torch has no streams for this kind of device; load to the CPU and move the tensors",
-            requested=str(device),
-            expected="cuda, or another device with streams",
-        )
+        message = "torch has no streams for this kind of device; load to the CPU and move the tensors"
+        raise DeviceError(message, requested=str(device), expected="cuda, or another device with streams")
 
 
 @contextmanager
@@ -269,10 +266,7 @@ def bytes_of(region: Region) -> torch.Tensor:
         start = region.address - region.owner.data_ptr()
         return region.owner[start : start + region.nbytes]
     return torch.frombuffer(
-        region.owner,
-        dtype=torch.uint8,
-        count=region.nbytes,
-        offset=region.address - ctypes.addressof(region.owner),
+        region.owner, dtype=torch.uint8, count=region.nbytes, offset=region.address - ctypes.addressof(region.owner)
     )
 
 

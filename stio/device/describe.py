@@ -122,29 +122,23 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
     dtype = FORMAT_DTYPES.get(tensor.dtype) or _format_dtype(name, tensor.dtype)
     sizes, nbytes = tuple(tensor.shape), tensor.nbytes
     shape = _format_shape(name, sizes) if dtype == "F4" else sizes
+    layout: tuple[tuple[int, ...] | None, tuple[bool, bool]] | None = None
+    key, span = None, (0, 0)
     if not nbytes:
         tensor.untyped_storage().data_ptr()  # raises as below: without elements it has no memory of its own either
-        return TensorSource(
-            name=name, dtype=dtype, shape=shape, nbytes=0, storage_key=None, span=(0, 0), layout=None, data=tensor
-        )
-    begin, end, address, held = require_data(name, tensor)
-    layout: tuple[tuple[int, ...] | None, tuple[bool, bool]] = PLAIN_LAYOUT
-    if not tensor.is_contiguous():
-        strides = tensor.stride()
-        if 1 in sizes:  # a dimension of one element has any stride
-            strides = tuple(stride if size != 1 else 0 for size, stride in zip(sizes, strides, strict=True))
-        layout = strides, traits.bits
-    elif traits.bits != PLAIN_LAYOUT[1]:
-        layout = None, traits.bits  # the strides are those of the shape
+    else:
+        begin, end, address, held = require_data(name, tensor)
+        key, span = (None if traits.is_cpu else tensor.device, address, held), (begin, end)
+        layout = PLAIN_LAYOUT
+        if not tensor.is_contiguous():
+            strides = tensor.stride()
+            if 1 in sizes:  # a dimension of one element has any stride
+                strides = tuple(stride if size != 1 else 0 for size, stride in zip(sizes, strides, strict=True))
+            layout = strides, traits.bits
+        elif traits.bits != PLAIN_LAYOUT[1]:
+            layout = None, traits.bits  # the strides are those of the shape
     return TensorSource(
-        name=name,
-        dtype=dtype,
-        shape=shape,
-        nbytes=nbytes,
-        storage_key=(None if traits.is_cpu else tensor.device, address, held),
-        span=(begin, end),
-        layout=layout,
-        data=tensor,
+        name=name, dtype=dtype, shape=shape, nbytes=nbytes, storage_key=key, span=span, layout=layout, data=tensor
     )
 
 
@@ -243,8 +237,5 @@ def _require_streams(name: str, tensor: torch.Tensor) -> None:
     if device.type == "meta":
         raise ValueError(f"tensor {printable(name)!r} {ON_META}")
     if not has_streams(device):
-        raise DeviceError(
-            f"tensor {printable(name)!r}: torch has no streams for this kind of device; move it to the CPU first",
-            expected="cpu, cuda, or another device with streams",
-            found=str(device),
-        )
+        message = f"tensor {printable(name)!r}: torch has no streams for this kind of device; move it to the CPU first"
+        raise DeviceError(message, expected="cpu, cuda, or another device with streams", found=str(device))

@@ -128,11 +128,8 @@ def require_dtypes(dtypes: Sequence[str], *, path: str) -> None:
     """Raise `UnsupportedDtypeError` for the first dtype that this torch cannot hold."""
     for dtype in dict.fromkeys(dtypes):
         if dtype not in TORCH_DTYPES:
-            raise UnsupportedDtypeError(
-                "torch has no such dtype; leave these tensors out (names= of stio.load)",
-                path=path,
-                found=dtype,
-            )
+            message = "torch has no such dtype; leave these tensors out (names= of stio.load)"
+            raise UnsupportedDtypeError(message, path=path, found=dtype)
 
 
 def torch_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -258,7 +255,8 @@ def select_and_cast(
         own = tensors[name].dtype
         # As integers, because torch neither flips nor selects every dtype.
         tensor = tensors[name].view(INTEGERS[own.itemsize])
-        if views and selection.post is not None and not selection.flip and _has_slices_only(selection.post):
+        is_view = views and selection.post is not None and not selection.flip
+        if is_view and all(isinstance(item, slice) for item in selection.post or ()):
             tensors[name] = tensor[selection.post].view(own)
             continue
         tensor = _selected(tensor, selection)
@@ -269,10 +267,6 @@ def select_and_cast(
             if tensor.dtype != wanted:
                 tensors[name] = cast(name, tensor, wanted)
     return tensors
-
-
-def _has_slices_only(index: tuple[object, ...]) -> bool:
-    return all(isinstance(item, slice) for item in index)
 
 
 def _selected(tensor: torch.Tensor, selection: Selection) -> torch.Tensor:
@@ -320,11 +314,8 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     try:
         return tensor.to(dtype)
     except NotImplementedError as error:
-        raise UnsupportedDtypeError(
-            f"torch cannot cast {printable(name)!r}; leave it out by names=, or load it as it is",
-            expected=str(dtype),
-            found=str(tensor.dtype),
-        ) from error
+        message = f"torch cannot cast {printable(name)!r}; leave it out by names=, or load it as it is"
+        raise UnsupportedDtypeError(message, expected=str(dtype), found=str(tensor.dtype)) from error
 
 
 # The memory of a group on a device.

@@ -11,15 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, printable
-from stio.format.naming import (
-    FILE_SUFFIX,
-    FILE_SUFFIXES,
-    is_hidden,
-    is_index,
-    is_of_save,
-    shard_number,
-    whole_name,
-)
+from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, is_hidden, is_index, is_of_save, shard_number, whole_name
 from stio.format.other_sources import TORCH_SAVE, FileKind, advice_for_names
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -78,12 +78,8 @@ def tensor_nbytes(dtype: str, shape: Sequence[int], *, path: str | None = None) 
             raise FormatError("the shape overflows 64 bits", path=path, found=list(shape))
         # Checked inside the loop, so that a shape of many large dimensions cannot produce a huge integer.
         if strided > MAX_ELEMENTS:
-            raise FormatError(
-                "the shape has more elements than a tensor can have",
-                path=path,
-                expected=f"at most {MAX_ELEMENTS}",
-                found=list(shape),
-            )
+            message = "the shape has more elements than a tensor can have"
+            raise FormatError(message, path=path, expected=f"at most {MAX_ELEMENTS}", found=list(shape))
     if count * width > U64_MAX:
         raise FormatError("the tensor's size overflows 64 bits", path=path, found=f"{dtype} {list(shape)}")
     nbytes, rest = divmod(count * width, 8)

@@ -24,7 +24,7 @@ from itertools import accumulate
 from json.encoder import encode_basestring
 from math import prod
 from operator import mul
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -32,7 +32,7 @@ from stio.errors import FormatError, LimitError, TruncatedError, UnsupportedDtyp
 from stio.format.dtypes import BITS, DTYPES, MAX_ELEMENTS, U64_MAX, WHOLE_BYTES, DtypeName, tensor_nbytes
 from stio.format.gil_slices import ROWS, WINDOW_BYTES, row_slices, sort_in_slices
 from stio.format.json_scanner import Scanner
-from stio.runtime.limits import Limits, advice_on_limit
+from stio.runtime.limits import Limits, advice_on_limit, limit_error
 
 PREFIX_BYTES = 8
 """Bytes before the JSON: its length as a little-endian u64."""
@@ -67,39 +67,23 @@ def header_nbytes(prefix: bytes, *, file_bytes: int, limits: Limits = _DEFAULT_L
             "too short for a safetensors file", path=path, offset=0, expected="8 bytes or more", found=len(prefix)
         )
     nbytes = int.from_bytes(prefix[:PREFIX_BYTES], "little")
+    left = max(0, file_bytes - PREFIX_BYTES)  # subtracted, so that no number here can overflow
     if nbytes > limits.header_bytes:
-        raise LimitError(
-            "the header's length exceeds the limit `header_bytes`" + advice_on_limit("header_bytes")
-            if nbytes <= file_bytes - PREFIX_BYTES
-            else "this is no safetensors file: its first 8 bytes are not the length of a header",
-            path=path,
-            offset=0,
-            expected=f"at most {limits.header_bytes}",
-            found=nbytes,
-        )
-    # Compared after the limit, and by subtraction, so no number here can overflow.
-    if nbytes > file_bytes - PREFIX_BYTES:
-        raise FormatError(
-            "the header's length leads past the end of the file",
-            path=path,
-            offset=0,
-            expected=f"at most {max(0, file_bytes - PREFIX_BYTES)}",
-            found=nbytes,
-        )
+        most = f"{limits.header_bytes}"
+        if nbytes <= left:
+            what = "the header's length exceeds"
+            raise limit_error(what, "header_bytes", most, path=path, offset=0, found=nbytes)
+        message = "this is no safetensors file: its first 8 bytes are not the length of a header"
+        raise LimitError(message, path=path, offset=0, expected=f"at most {most}", found=nbytes)
+    if nbytes > left:
+        message = "the header's length leads past the end of the file"
+        raise FormatError(message, path=path, offset=0, expected=f"at most {left}", found=nbytes)
     if nbytes == 0:
         raise FormatError("the header is empty", path=path, offset=0, expected="a JSON object", found="no bytes")
     return nbytes
 
 
-def parse_header(
-    raw: bytes,
-    *,
-    file_bytes: int,
-    path: str,
-    shard: str,
-    limits: Limits = _DEFAULT_LIMITS,
-    trailing: Literal["error", "allow"] = "error",
-) -> Header:
+def parse_header(raw: bytes, *, file_bytes: int, path: str, shard: str, limits: Limits = _DEFAULT_LIMITS) -> Header:
     """Parse and check the JSON of a header.
 
     Other threads get the interpreter's lock every millisecond or two, whatever the size (see `gil_slices.py`).
@@ -110,7 +94,6 @@ def parse_header(
         path: File to name in errors.
         shard: Name of the file relative to the checkpoint's root, for `TensorInfo.shard`.
         limits: Bounds on tensors and dimensions.
-        trailing: Whether bytes after the last tensor are an error.
 
     Raises:
         FormatError: The header breaks the format; or a name or key is repeated, for which it has no rule.
@@ -127,7 +110,7 @@ def parse_header(
         raise TruncatedError(
             "the file ends before its last tensor does", path=path, expected=f"{data_end} bytes", found=file_bytes
         )
-    if data_end < file_bytes and trailing == "error":
+    if data_end < file_bytes:
         raise FormatError(
             "bytes after the last tensor", path=path, offset=data_end, expected=f"{data_end} bytes", found=file_bytes
         )
@@ -200,12 +183,8 @@ class _Columns:
                     slow_until = stop if stop > start else start + WINDOW_BYTES
                     self._add_member()
             if len(self.names) > limits.max_tensors:
-                raise LimitError(
-                    "more tensors than the limit `max_tensors`" + advice_on_limit("max_tensors"),
-                    path=self._path,
-                    expected=f"at most {limits.max_tensors:,}",
-                    found=f"{len(self.names):,} or more",
-                )
+                most, found = f"{limits.max_tensors:,}", f"{len(self.names):,} or more"
+                raise limit_error("more tensors than", "max_tensors", most, path=self._path, found=found)
             has_members = scanner.next_member()
         scanner.finish()
 
@@ -576,11 +555,8 @@ def build_header(
     body = b"{" + b",".join(parts) + b"}"
     body += b" " * (-len(body) % HEADER_ALIGNMENT)
     if len(body) > MAX_HEADER_BYTES:
-        raise LimitError(
-            "the header would be longer than the format allows; save in shards, or with less metadata",
-            expected=f"at most {MAX_HEADER_BYTES} bytes",
-            found=len(body),
-        )
+        message = "the header would be longer than the format allows; save in shards, or with less metadata"
+        raise LimitError(message, expected=f"at most {MAX_HEADER_BYTES} bytes", found=len(body))
     return len(body).to_bytes(8, "little") + body, order
 
 
@@ -648,14 +624,21 @@ def is_encodable(text: str) -> bool:
 
 
 def _metadata_json(metadata: Mapping[str, str]) -> bytes:
-    members = []
-    for key, value in metadata.items():
-        if not (isinstance(key, str) and isinstance(value, str)):
-            raise TypeError(
-                f"metadata must map strings to strings, not {printable(repr(key))} to {printable(repr(value))}"
-            )
-    for key, value in sorted(metadata.items()):
-        if not (is_encodable(key) and is_encodable(value)):
-            raise ValueError(f"the metadata under {printable(key)!r} hold half of a surrogate pair")
-        members.append(f"{encode_basestring(key)}:{encode_basestring(value)}")
+    require_text(list(metadata.items()), "metadata")
+    members = (f"{encode_basestring(key)}:{encode_basestring(value)}" for key, value in sorted(metadata.items()))
     return f'"{METADATA_KEY}":{{{",".join(members)}}}'.encode()
+
+
+def require_text(pairs: Sequence[tuple[object, object]], what: str) -> None:
+    """Require that all keys and values are text that UTF-8 can express.
+
+    Raises:
+        TypeError: One is no text.
+        ValueError: One holds half of a surrogate pair.
+    """
+    for key, value in pairs:
+        if not (isinstance(key, str) and isinstance(value, str)):
+            shown = f"{printable(repr(key))} to {printable(repr(value))}"
+            raise TypeError(f"{what} must map strings to strings, not {shown}")
+    if not is_encodable("".join(f"{key}{value}" for key, value in pairs)):
+        raise ValueError(f"a text in {what} holds half of a surrogate pair, which no reader takes")

@@ -69,12 +69,8 @@ def parse_index(raw: bytes, *, path: str, limits: Limits = _DEFAULT_LIMITS, suff
         UnsafePathError: A shard's name leads out of the directory of the index, on some system.
     """
     if len(raw) > limits.header_bytes:
-        raise IndexFormatError(
-            "the index is longer than the limit `header_bytes`" + advice_on_limit("header_bytes"),
-            path=path,
-            expected=f"at most {limits.header_bytes} bytes",
-            found=len(raw),
-        )
+        message = "the index is longer than the limit `header_bytes`" + advice_on_limit("header_bytes")
+        raise IndexFormatError(message, path=path, expected=f"at most {limits.header_bytes} bytes", found=len(raw))
     scanner = Scanner(raw, path=path, base=0, error=IndexFormatError, what="index")
     metadata: dict[str, object] = {}
     weight_map: dict[str, str] | None = None
@@ -199,13 +195,11 @@ def require_distinct(headers: Sequence[Header], *, path: str) -> None:
     for header in headers if len(headers) > 1 else ():
         for name in header.names:
             if shard_of.setdefault(name, header.shard) != header.shard:
-                raise IndexFormatError(
+                message = (
                     f"two shards hold the tensor {printable(name)!r}, and there is no index that decides; get the "
-                    "index, or load a shard by its path",
-                    path=path,
-                    expected="one",
-                    found=f"{shard_of[name]} and {header.shard}",
+                    "index, or load a shard by its path"
                 )
+                raise IndexFormatError(message, path=path, expected="one", found=f"{shard_of[name]} and {header.shard}")
 
 
 def _missing(

@@ -166,11 +166,9 @@ def check_shard_name(name: str, *, path: str, suffix: str = FILE_SUFFIX) -> None
     if any(part and not part.rstrip(". ") for part in parts):
         unsafe("has a part of dots and spaces alone, which some systems take for '..'")
     if not name.endswith(suffix) or parts[-1] == suffix or "" in parts:
+        message = "shard name is not the path of a file of tensors"
         raise IndexFormatError(
-            "shard name is not the path of a file of tensors",
-            path=path,
-            expected=f"a name ending in {suffix}" if suffix else "a path",
-            found=name,
+            message, path=path, expected=f"a name ending in {suffix}" if suffix else "a path", found=name
         )
 
 

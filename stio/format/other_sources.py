@@ -180,10 +180,7 @@ _OF_TRAININGS = re.compile(
 )
 """Names under which trainers store what is no weight: transformers, accelerate, DeepSpeed."""
 
-_MODELS = {
-    "pytorch_model.bin": ("model", "pytorch_model"),
-    "diffusion_pytorch_model.bin": ("diffusion_pytorch_model",),
-}
+_MODELS = {"pytorch_model.bin": ("model", "pytorch_model"), "diffusion_pytorch_model.bin": ("diffusion_pytorch_model",)}
 """Names of whole models in files of `torch.save`, and the stems of their safetensors."""
 
 _SUFFIXES_OF_OTHERS = (".gguf", ".onnx", ".h5", ".keras", ".npz", ".pt2", ".tflite")
@@ -259,12 +256,8 @@ def advice_for_missing(path: str, *, parent_exists: bool) -> str:
     if path.startswith("~"):
         return f"; {NO_HOME}"
     if _HUB_ID.fullmatch(path) and not parent_exists and not path.endswith(_OTHER_SUFFIXES):
-        return _advice_for_hub_id(path)
+        return f"; it looks like an id of the Hugging Face hub: pass {'hf://' + path!r}, which downloads it"
     return ""
-
-
-def _advice_for_hub_id(name: str) -> str:
-    return f"; it looks like an id of the Hugging Face hub: pass {'hf://' + name!r}, which downloads it"
 
 
 def advice_for_names(names: Iterable[str], path: str, kind_of: Callable[[str], FileKind | None]) -> str:

@@ -124,7 +124,8 @@ def _order(shape: Sequence[int], mesh: Sequence[int], cuts: Sequence[Cut | None]
         if not cut.split_factor:
             plain.append(k)
             continue
-        right = [j for j in range(k + 1, len(cuts)) if _cuts(cuts[j], cut.dim % len(shape), len(shape))]
+        dim, later = cut.dim % len(shape), enumerate(cuts[k + 1 :], k + 1)
+        right = [j for j, other in later if other is not None and other.dim % len(shape) == dim]
         if prod(mesh[j] for j in right) != cut.split_factor:
             raise ValueError(
                 f"a strided placement has split_factor={cut.split_factor}, and the mesh dimensions to its right make "
@@ -132,10 +133,6 @@ def _order(shape: Sequence[int], mesh: Sequence[int], cuts: Sequence[Cut | None]
             )
         strided.append(k)
     return plain + strided[::-1]
-
-
-def _cuts(cut: Cut | None, dim: int, num_dims: int) -> bool:
-    return cut is not None and cut.dim % num_dims == dim
 
 
 # Rows that ranks have in common.

@@ -7,13 +7,13 @@ described by a value, `TensorSource`; no torch is needed here.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from stio.errors import printable
 from stio.format.gil_slices import row_slices
+from stio.format.header import require_text
 
 _TOTAL_SIZE = "total_size"
 
@@ -103,28 +103,16 @@ def build_index(weight_map: Mapping[str, str], total_bytes: int, metadata: Mappi
     if _TOTAL_SIZE in metadata:
         raise ValueError(f"the index counts {_TOTAL_SIZE!r} itself; leave it out of the metadata")
     texts = list(metadata.items())
-    _require_text(texts, "metadata")
+    require_text(texts, "metadata")
     entries |= {key: encode_basestring_ascii(value) for key, value in sorted(texts)}
     shards = {shard: encode_basestring_ascii(shard) for shard in dict.fromkeys(weight_map.values())}
     pairs = list(weight_map.items())
     parts = []
     for rows in row_slices(len(pairs)):
         part = pairs[rows]
-        _require_text(part, "weight_map")
+        require_text(part, "weight_map")
         lines = [f"    {encode_basestring_ascii(name)}: {shards[shard]}" for name, shard in part]
         parts.append(",\n".join(lines).encode())
     described = ",\n".join(f"    {encode_basestring_ascii(key)}: {value}" for key, value in entries.items())
     mapped = b"{\n" + b",\n".join(parts) + b"\n  }" if parts else b"{}"
     return b'{\n  "metadata": {\n' + described.encode() + b'\n  },\n  "weight_map": ' + mapped + b"\n}"
-
-
-def _require_text(pairs: Sequence[tuple[object, object]], what: str) -> None:
-    for key, value in pairs:
-        if not (isinstance(key, str) and isinstance(value, str)):
-            raise TypeError(
-                f"{what} must map strings to strings, not {printable(repr(key))} to {printable(repr(value))}"
-            )
-    try:
-        "".join(f"{key}{value}" for key, value in pairs).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"a text in {what} holds half of a surrogate pair, which no reader takes") from None

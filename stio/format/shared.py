@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 from typing import Literal
 
-from stio.errors import FormatError, LimitError, SharedTensorsError, printable
+from stio.errors import FormatError, SharedTensorsError, printable
 from stio.format.gil_slices import row_slices, sort_in_slices
 from stio.format.json_scanner import Scanner
 from stio.format.sharding import TensorSource
-from stio.runtime.limits import advice_on_limit
+from stio.runtime.limits import limit_error
 
 ALIASES_KEY = "stio.aliases"
 """Metadata key of stio: a JSON object of names that share another tensor's data."""
@@ -180,6 +180,6 @@ def parse_aliases(text: str, *, path: str, max_aliases: int) -> dict[str, str]:
     except FormatError as error:  # its offset is one in the text, and none in the file
         raise FormatError(error.message, path=path, expected=error.expected, found=error.found) from None
     if len(aliases) > max_aliases:
-        message = f"{ALIASES_KEY}: more names than the limit `max_tensors`{advice_on_limit('max_tensors')}"
-        raise LimitError(message, path=path, expected=f"at most {max_aliases:,}", found=f"{len(aliases):,}")
+        what, most = f"{ALIASES_KEY}: more names than", f"{max_aliases:,}"
+        raise limit_error(what, "max_tensors", most, path=path, found=f"{len(aliases):,}")
     return aliases

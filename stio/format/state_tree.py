@@ -22,7 +22,7 @@ import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NoReturn, TypeAlias, cast, get_args
 
@@ -32,7 +32,7 @@ from stio.errors import FormatError, LimitError, printable
 from stio.format.dtypes import U64_MAX
 from stio.format.gil_slices import WINDOW_BYTES
 from stio.format.header import is_encodable
-from stio.runtime.limits import Limits, advice_on_limit
+from stio.runtime.limits import Limits, limit_error
 
 _PLAIN = re.compile(r"(?!(?:True|False|None|nan|inf|__metadata__)\Z)[A-Za-z_][A-Za-z0-9_.\-]*")
 _TYPED = re.compile(r"-?[0-9][0-9.e+-]*|-?inf|nan|True|False|None|\(.*|__metadata__", re.DOTALL)
@@ -276,12 +276,8 @@ class Tree:
 def check_tree_bytes(nbytes: int, limits: Limits, *, path: str) -> None:
     """Raise `LimitError` for a text of so many bytes that exceeds the limit; to be called before it is read."""
     if nbytes > limits.state_bytes:
-        raise LimitError(
-            "the tree of the state is longer than the limit `state_bytes`" + advice_on_limit("state_bytes"),
-            path=path,
-            expected=f"at most {limits.state_bytes:,} bytes",
-            found=f"{nbytes:,}",
-        )
+        what, most = "the tree of the state is longer than", f"{limits.state_bytes:,} bytes"
+        raise limit_error(what, "state_bytes", most, path=path, found=f"{nbytes:,}")
 
 
 def parse_tree(
@@ -310,11 +306,8 @@ def parse_tree(
     builder = _Builder(path, foreign)
     for nodes in _lines(raw, path):
         if builder.tree.num_nodes + len(nodes) > limits.max_state_nodes:
-            raise LimitError(
-                "the state has more values than the limit `max_state_nodes`" + advice_on_limit("max_state_nodes"),
-                path=path,
-                expected=f"at most {limits.max_state_nodes:,}",
-            )
+            what, most = "the state has more values than", f"{limits.max_state_nodes:,}"
+            raise limit_error(what, "max_state_nodes", most, path=path)
         builder.add(nodes)
         check()
     return builder.complete()
@@ -338,27 +331,24 @@ def _lines(raw: bytes, path: str) -> Iterator[Sequence[Node]]:
         try:
             yield (_decode_line if len(line) < WINDOW_BYTES else _decode_node)(b"[" + line + b"]")
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise FormatError(
-                f"the tree of the state has a malformed line: {error}", path=path, found=line[:40]
-            ) from None
+            message = f"the tree of the state has a malformed line: {error}"
+            raise FormatError(message, path=path, found=line[:40]) from None
         pos = end + 1 if last else stop + 1
 
 
+@dataclass(slots=True, eq=False)
 class _Open:
     """A container of which the items are being read."""
 
-    __slots__ = ("in_key", "is_mapping", "items", "late", "size", "tag")
-
-    def __init__(self, tag: str, size: int, *, in_key: bool) -> None:
-        self.tag = tag
-        self.size = size
-        """Number of its items; keys and values are counted separately."""
-        self.is_mapping = tag in _MAPPINGS
-        self.in_key = in_key
-        """Whether it is a key or a part of a key."""
-        self.items: list[Any] = []
-        self.late: list[tuple[int, Reference | list[Any]]] = []
-        """Index and content of items that are made later."""
+    tag: str
+    size: int
+    """Number of its items; keys and values are counted separately."""
+    in_key: bool
+    """Whether it is a key or a part of a key."""
+    is_mapping: bool
+    items: list[Any] = field(default_factory=list)
+    late: list[tuple[int, Reference | list[Any]]] = field(default_factory=list)
+    """Index and content of items that are made later."""
 
 
 class _Builder:
@@ -372,19 +362,15 @@ class _Builder:
     def __init__(self, path: str, foreign: Callable[[str, Any], object]) -> None:
         self._path = path
         self._foreign = foreign
-        outermost = _Open("list", 1, in_key=False)
+        outermost = _Open("list", 1, in_key=False, is_mapping=False)
         self._stack = [outermost]
         """The containers that are not complete."""
         self.tree = Tree(outermost.items, [], [], 0)
         """The tree of the nodes that were added."""
 
     def _fail(self, message: str, *, expected: object = None, found: object = None) -> NoReturn:
-        raise FormatError(
-            f"the tree of the state, value {self.tree.num_nodes}: {message}",
-            path=self._path,
-            expected=expected,
-            found=found,
-        )
+        where = f"the tree of the state, value {self.tree.num_nodes}"
+        raise FormatError(f"{where}: {message}", path=self._path, expected=expected, found=found)
 
     def add(self, nodes: Sequence[Node]) -> None:
         """Add the nodes that follow."""
@@ -449,7 +435,8 @@ class _Builder:
         if len(self._stack) > MAX_DEPTH:
             raise LimitError("the state is nested too deeply", path=self._path, expected=f"at most {MAX_DEPTH} levels")
         # No memory is allocated by this number: it only determines when the container ends.
-        self._stack.append(_Open(tag, 2 * size if tag in _MAPPINGS else size, in_key=in_key))
+        is_mapping = tag in _MAPPINGS
+        self._stack.append(_Open(tag, 2 * size if is_mapping else size, in_key, is_mapping))
         if not size:
             self._close()
 

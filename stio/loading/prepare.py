@@ -309,7 +309,6 @@ class DeviceLoad:
         if mapped is not None:
             return MappedPath(
                 mapped,
-                CopiedPath(file, dtype=self._casts, views=self._views, kept=kept),
                 populates=self._populates,
                 cold=self._populates and is_cold(fraction),
                 dtype=self._casts,
@@ -336,7 +335,7 @@ class DeviceLoad:
     def _maps(self) -> bool:
         """Whether its files are mapped if that is possible."""
         copies = self._options.memory == "copy" or self._options.host_cache is not None
-        return self._accelerator is None and not copies and memory.HAVE_MMAP
+        return self._accelerator is None and not copies
 
     def _maps_file(self, file: LocalFile) -> bool:
         return self._maps and (self._options.memory in ("map", "lazy") or file.on_local_filesystem)

@@ -9,6 +9,8 @@ import operator
 from dataclasses import dataclass, fields
 from typing import TypeAlias
 
+from stio.errors import LimitError
+
 Size: TypeAlias = int | str
 """A size: a number of bytes, or text such as `"5GB"` or `"512MiB"`; see `parse_size`."""
 
@@ -73,6 +75,14 @@ class Limits:
 def advice_on_limit(field: str) -> str:
     """Return what to do about a file that exceeds a limit of the caller's: a clause for the end of a message."""
     return f"; if you trust the file, pass limits=stio.Limits({field}=...) with a higher limit"
+
+
+def limit_error(
+    what: str, field: str, most: str, *, path: str, offset: int | None = None, found: object = None
+) -> LimitError:
+    """Return the error for a file of which `what` is beyond the limit of this field, `most`."""
+    message = f"{what} the limit `{field}`{advice_on_limit(field)}"
+    return LimitError(message, path=path, offset=offset, expected=f"at most {most}", found=found)
 
 
 def parse_size(size: Size) -> int:

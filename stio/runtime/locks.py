@@ -22,7 +22,6 @@ import threading
 import time
 from _thread import allocate_lock
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 
@@ -111,9 +110,7 @@ class Condition:
         if not is_nested:  # a finaliser may enter it between a check of the state and the sleep
             self._seen = self._last_wake
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._lock.release()
 
     @property

@@ -53,9 +53,6 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-HAVE_MMAP = os.name == "posix"
-"""False where no libc can map pages (Windows): all data are copied there."""
-
 
 def _declare(library: Any) -> Any:
     library.mmap.restype = ctypes.c_void_p
@@ -67,17 +64,11 @@ def _declare(library: Any) -> Any:
 
 # `libc` releases the GIL for the length of a call, `quick_libc` keeps it. Beside a busy Python thread it costs up to
 # one switch interval (5 ms) to acquire the GIL again: more than a call that never waits for a disk.
-libc: Any = _declare(ctypes.CDLL(None, use_errno=True)) if HAVE_MMAP else None
-quick_libc: Any = _declare(ctypes.PyDLL(None, use_errno=True)) if HAVE_MMAP else None
+libc: Any = _declare(ctypes.CDLL(None, use_errno=True))
+quick_libc: Any = _declare(ctypes.PyDLL(None, use_errno=True))
 
-
-def _memmove(library: Any) -> Any:
-    function = library["memmove"]  # by subscript: a new function object, so its types are not shared
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
-    return function
-
-
-_move_short: Any = _memmove(quick_libc) if HAVE_MMAP else ctypes.memmove  # keeps the GIL
+_move_short: Any = quick_libc["memmove"]  # by subscript: a new function object, so its types are not shared
+_move_short.argtypes, _move_short.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
 
 
 def move(target: int, source: int, nbytes: int) -> None:
@@ -225,9 +216,6 @@ def allocate(nbytes: int) -> Region:
         HostMemoryError: The address space or the overcommit limit is exhausted.
     """
     nbytes = max(nbytes, 1)
-    if not HAVE_MMAP:
-        buffer = ctypes.create_string_buffer(nbytes)
-        return Region(ctypes.addressof(buffer), nbytes, buffer)
     # Only memory that can hold a whole huge page is aligned to one.
     slack = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0
     address, pages = _map(nbytes + slack, _MAP_PRIVATE | _MAP_ANONYMOUS, -1)

@@ -41,20 +41,14 @@ class ProgressReporter:
         callback: What `progress_callback` returned.
         total_bytes: Bytes of all tensors of the operation.
         total_tensors: Number of all tensors of the operation.
-        done_tensors: Number of those with nothing to copy.
     """
 
     def __init__(
-        self,
-        callback: Callable[[ProgressEvent], object] | None,
-        *,
-        total_bytes: int,
-        total_tensors: int,
-        done_tensors: int = 0,
+        self, callback: Callable[[ProgressEvent], object] | None, *, total_bytes: int, total_tensors: int
     ) -> None:
         self._callback = callback
         self._total_bytes, self._total_tensors = total_bytes, total_tensors
-        self._done_bytes, self._done_tensors = 0, done_tensors
+        self._done_bytes = self._done_tensors = 0
         self._started = perf_counter()
         self._lock = new_lock()
         self._events: deque[ProgressEvent] = deque()

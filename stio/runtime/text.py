@@ -70,9 +70,5 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
 
 
 def _row(cells: Sequence[str], tag: str) -> str:
-    texts = "".join(f'<{tag} style="text-align:left">{_text(cell)}</{tag}>' for cell in cells)
+    texts = "".join(f'<{tag} style="text-align:left">{escape(printable(cell))}</{tag}>' for cell in cells)
     return f"<tr>{texts}</tr>"
-
-
-def _text(value: str) -> str:
-    return escape(printable(value))

@@ -1,7 +1,7 @@
 """Tensors that are made while they are saved: each is produced once, copied from, and released.
 
 The result of a producer is held only while its bytes are copied to staging memory, so a conversion of any size needs
-little memory. Awaitables run on the event loop of `stio.runtime.event_loop`, so a producer may be
+little memory. Awaitables run on the event loop of `stio.runtime.calls`, so a producer may be
 `checkpoint.read(...)` itself.
 """
 

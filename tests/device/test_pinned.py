@@ -185,7 +185,7 @@ def test_memory_is_pinned_on_the_node_of_its_device(
         pinned.append(where)
         return pin(driver, nbytes, where)
 
-    monkeypatch.setattr(pinned, "numa_node", lambda address: (asked.append(address), node)[1])
+    monkeypatch.setattr(pinning, "numa_node", lambda address: (asked.append(address), node)[1])
     monkeypatch.setattr(native, "pin", pin_there)
     for _ in range(2):
         assert is_pinned(PinnedAllocator(DEVICE)(4096))

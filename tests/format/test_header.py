@@ -297,13 +297,6 @@ def test_errors_name_offset_and_finding() -> None:
     assert caught.value.offset is not None
 
 
-def test_trailing_bytes_can_be_allowed() -> None:
-    header = parse_header(good(), file_bytes=8 + len(GOOD) + 100, path="f", shard="f", trailing="allow")
-    assert header.ends == [8]
-    with pytest.raises(TruncatedError):
-        parse_header(good(), file_bytes=8 + len(GOOD), path="f", shard="f", trailing="allow")
-
-
 def test_columns_are_in_file_order() -> None:
     entries = {
         "late": ("F32", [2], [4, 12]),
@@ -353,7 +346,7 @@ def test_an_empty_text_map_is_not_none(text: str, expected: bool, plain: bool, m
 
 def test_importing_needs_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, stio.format.header, stio.format.header_build, stio.format.index, stio.format.slicing;"
+        "import sys, stio.format.header, stio.format.index, stio.format.slicing;"
         "print([m for m in ('torch', 'numpy', 'asyncio') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -118,13 +118,11 @@ def _refusals(path: str) -> Iterator[None]:
             f"No checkpoint file found at '{printable(path)}'; is the path right, and the download complete?"
         ) from None
     except UnsafePathError as error:
-        raise UnsafePathError(
+        message = (
             "the file is a link that leads out of the checkpoint; replace it by the file, or load the checkpoint by "
-            "`stio.load_into(..., follow_symlinks=True)`, if you trust it",
-            path=error.path,
-            expected=error.expected,
-            found=error.found,
-        ) from None
+            "`stio.load_into(..., follow_symlinks=True)`, if you trust it"
+        )
+        raise UnsafePathError(message, path=error.path, expected=error.expected, found=error.found) from None
 
 
 @contextmanager

@@ -68,8 +68,8 @@ class _safe_open_handle(_open._safe_open_handle, metaclass=_KnowsOriginal):  # n
     __slots__ = ()
     drop_in = _open._safe_open_handle
 
-    def __new__(cls, f: Any, framework: str, device: str | int | None = "cpu", *, backend: str = "mmap") -> Any:
-        served = _of_original(cls, f, framework, device, backend)
+    def __new__(cls, f: Any, *arguments: Any, **options: Any) -> Any:
+        served = _of_original(cls, f, *arguments, **options)
         return super().__new__(cls) if served is None else served
 
 

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast, final
 
 from stio.compat.safetensors._arrays import Arrays
@@ -273,9 +272,7 @@ class safe_open:  # noqa: N801 -- the original's name
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file = None  # closed when the last slice, or read on another thread, has released it
 
 

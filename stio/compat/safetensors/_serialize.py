@@ -50,7 +50,7 @@ def _unsigned(argument: str, value: Any) -> int:
     return number
 
 
-@dataclass(frozen=True, slots=True, init=False, eq=False)
+@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class TensorSpec:
     """Dtype, shape and address of a tensor's contiguous bytes. The caller must keep the memory alive and in place.
 
@@ -70,8 +70,7 @@ class TensorSpec:
 
     dtype: str
     """Dtype as the format spells it."""
-    shape: list[int]
-    """Dimensions as in a header."""
+    _shape: tuple[int, ...]
     data_ptr: int
     """Address of the first byte."""
     data_len: int
@@ -90,8 +89,17 @@ class TensorSpec:
         if _FORMAT_NAMES[dtype] == "F4" and sizes:
             sizes[-1] *= 2
         numbers = _unsigned("data_ptr", data_ptr), _unsigned("data_len", data_len)
-        for one, value in zip(fields(self), (_FORMAT_NAMES[dtype], sizes, *numbers), strict=True):
+        for one, value in zip(fields(self), (_FORMAT_NAMES[dtype], tuple(sizes), *numbers), strict=True):
             object.__setattr__(self, one.name, value)
+
+    @property
+    def shape(self) -> list[int]:
+        """Dimensions as in a header."""
+        return list(self._shape)
+
+    def __repr__(self) -> str:
+        place = f"data_ptr={self.data_ptr}, data_len={self.data_len}"
+        return f"TensorSpec(dtype='{self.dtype}', shape={self.shape}, {place})"
 
 
 def checked_name(name: object) -> str:
@@ -207,9 +215,7 @@ def serialize(tensor_dict: dict[str, TensorSpec], metadata: dict[str, str] | Non
 
 
 def serialize_file(
-    tensor_dict: dict[str, TensorSpec],
-    filename: str | os.PathLike[str],
-    metadata: dict[str, str] | None = None,
+    tensor_dict: dict[str, TensorSpec], filename: str | os.PathLike[str], metadata: dict[str, str] | None = None
 ) -> None:
     """Write a file, atomically and durably.
 

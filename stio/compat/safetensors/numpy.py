@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,10 @@ def load(data: bytes) -> dict[str, Array]:
         SafetensorError: The bytes break the format, or numpy has no type for a dtype.
         TypeError: The argument is not `bytes`.
     """
-    return _view2np(deserialize(data))
+    return {
+        name: np.frombuffer(entry["data"], dtype=numpy_dtype(entry["dtype"])).reshape(entry["shape"])
+        for name, entry in deserialize(data)
+    }
 
 
 def load_file(filename: str | os.PathLike[str], *, backend: str = "mmap") -> dict[str, Array]:
@@ -88,9 +91,9 @@ def _flatten(tensor_dict: Mapping[str, Array], keep_alive_buffer: list[Array]) -
     """Return the arrays as raw memory, and append each array that owns it to the second argument."""
     specs = {}
     for name, value in tensor_dict.items():
-        little = _is_little_endian(value)
         array = np.asarray(value)
-        if not little:
+        order = value.dtype.byteorder
+        if order == ">" or (order == "=" and sys.byteorder != "little"):
             array = array.astype(array.dtype.newbyteorder("<"))
         if not array.flags.c_contiguous:
             array = array.copy(order="C")
@@ -99,20 +102,3 @@ def _flatten(tensor_dict: Mapping[str, Array], keep_alive_buffer: list[Array]) -
             dtype=array.dtype.name, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes
         )
     return specs
-
-
-def _is_little_endian(tensor: Array) -> bool:
-    order = tensor.dtype.byteorder
-    return order in "|<" or (order == "=" and sys.byteorder == "little")
-
-
-def _getdtype(dtype_str: str) -> np.dtype[Any]:
-    return numpy_dtype(dtype_str)
-
-
-def _view2np(safeview: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Array]:
-    """Return arrays over the result of `deserialize`."""
-    return {
-        name: np.frombuffer(entry["data"], dtype=numpy_dtype(entry["dtype"])).reshape(entry["shape"])
-        for name, entry in safeview
-    }

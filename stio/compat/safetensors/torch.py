@@ -21,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ from stio.compat.safetensors._serialize import (
     parsed,
     unknown_dtype,
 )
-from stio.compat.safetensors._tensors import Tensors, require_torch_dtypes
+from stio.compat.safetensors._tensors import Tensors
 from stio.device.copy_out import copy_out
 from stio.device.describe import describe_tensors
 from stio.device.tensor_memory import require_data_of, require_no_placeholders
@@ -142,7 +141,6 @@ __all__ = ["load", "load_file", "load_model", "save", "save_file", "save_model",
 
 # Names of the original that other libraries use although they begin with an underscore.
 _TYPES = TORCH_DTYPES
-_SIZE = {dtype: dtype.itemsize for dtype in FORMAT_DTYPES}
 
 
 def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
@@ -176,9 +174,7 @@ def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = Non
 
 
 def save_file(
-    tensors: dict[str, torch.Tensor],
-    filename: str | os.PathLike[str],
-    metadata: dict[str, str] | None = None,
+    tensors: dict[str, torch.Tensor], filename: str | os.PathLike[str], metadata: dict[str, str] | None = None
 ) -> None:
     """Write tensors to a file, atomically and durably. They must not change during the call.
 
@@ -361,16 +357,6 @@ def _evaluate_tensor(name: str, tensor: torch.Tensor) -> None:
 
 def _getdtype(dtype_str: str) -> torch.dtype:
     return TORCH_DTYPES[dtype_str]
-
-
-def _view2torch(safeview: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, torch.Tensor]:
-    """Return tensors for the result of `deserialize`, on copies of the data."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, entry in safeview:
-        dtypes, shapes = [entry["dtype"]], [tuple(entry["shape"])]
-        require_torch_dtypes(dtypes, shapes)
-        tensors |= tensors_in(copied(entry["data"]), [name], dtypes, shapes, [0])
-    return tensors
 
 
 def _tobytes(tensor: torch.Tensor, name: str) -> bytes:
