@@ -6,13 +6,16 @@ import json
 import logging
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 from faults.load_helpers import in_a_child
+from integrations import published_vllm
 from support import nothing_left, require_equal, save_file
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -27,8 +30,7 @@ from stio.compat.safetensors import torch as safetensors_torch
 from stio.distributed import StioStorageReader, StioStorageWriter
 from stio.format.directory import choose, warning_of_pickle
 from stio.format.naming import names_checkpoint, shard_number, whole_name
-from stio.integrations import vllm
-from stio.storage.open import open_directory
+from stio.integrations import iterators, vllm
 from stio.testing import checkpoint_bytes, write_checkpoint
 
 INDEX = "model.safetensors.index.json"
@@ -120,11 +122,12 @@ def by_convert(path: Path) -> dict[str, torch.Tensor]:
 
 
 def by_vllm(path: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    with open_directory(path, follow_symlinks=False) as root:
-        for source in vllm._sources(root, ["*.safetensors"]):
-            found |= dict(vllm.weights(source))
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        published_vllm.install(patch)
+        vllm.register()
+        config = published_vllm.LoadConfig(load_format="stio", use_tqdm_on_load=False)
+        loader = import_module("vllm.model_executor.model_loader").get_model_loader(config)
+        return dict(loader.get_all_weights(SimpleNamespace(model=str(path), revision=None), Model()))
 
 
 LOADS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
@@ -837,7 +840,7 @@ def test_c304_a_cast_to_whole_numbers_is_refused(dtype: Any, old: Path) -> None:
         lambda: sync.load_into(Model("meta"), old, assign=True, dtype=dtype),
         lambda: sync.warm_start(Model("meta"), old, dtype=dtype),
         lambda: sync.load_state(old, dtype=dtype),
-        lambda: vllm.weights(old, dtype=dtype),
+        lambda: iterators.weights(old, dtype=dtype),
         lambda: sync.convert(old, old.parent / "out", dtype=dtype),
     ]
     for call in calls:

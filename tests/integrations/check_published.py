@@ -197,7 +197,10 @@ def calls(name: str) -> Callable[[ast.Module], bool]:
 
 
 _LOADERS = "vllm/model_executor/model_loader"
-_CONFIG_FIELDS = ("load_format", "download_dir", "model_loader_extra_config", "ignore_patterns", "use_tqdm_on_load")
+_CONFIG_FIELDS = (
+    *("load_format", "download_dir", "model_loader_extra_config", "ignore_patterns", "use_tqdm_on_load"),
+    "safetensors_load_strategy",
+)
 _SOURCE_FIELDS = (
     *("model_or_path", "revision", "subfolder", "prefix"),
     *("fall_back_to_pt", "allow_patterns_overrides", "is_unused_weight"),
@@ -277,6 +280,30 @@ VLLM = Contract(
             f"{_LOADERS}/default_loader.py",
             parameters("DefaultModelLoader.get_all_weights"),
             ["self", "model_config", "model"],
+        ),
+        Fact(
+            "the filter of experts by rank",
+            f"{_LOADERS}/default_loader.py",
+            parameters("DefaultModelLoader._init_ep_weight_filter"),
+            ["self", "model_config"],
+        ),
+        Fact(
+            "what it leaves out",
+            f"{_LOADERS}/ep_weight_filter.py",
+            parameters("should_skip_weight"),
+            ["weight_name", "local_expert_ids"],
+        ),
+        Fact(
+            "the filter of an engine that only encodes",
+            f"{_LOADERS}/default_loader.py",
+            parameters("DefaultModelLoader._init_mm_encoder_only_weight_filter"),
+            ["self", "model", "model_config"],
+        ),
+        Fact(
+            "where the weights of a model in an object store are",
+            "vllm/config/model.py",
+            has_fields("ModelConfig", "model_weights"),
+            ["model_weights"],
         ),
         Fact(
             "a reload asks for them",

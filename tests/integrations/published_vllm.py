@@ -7,6 +7,7 @@ building a model from its name) is left out: `load_model` here is given the mode
 
 from __future__ import annotations
 
+import re
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class LoadConfig:
     model_loader_extra_config: dict = field(default_factory=dict)
     device: str | None = None
     ignore_patterns: list[str] | str = field(default_factory=lambda: ["original/**/*"])
+    safetensors_load_strategy: str | None = None
     use_tqdm_on_load: bool = True
 
     def __post_init__(self):
@@ -53,6 +55,28 @@ class BaseModelLoader(ABC):
             model = model_config.model_class()
         self.load_weights(model, model_config)
         return model.eval()
+
+
+class DefaultModelLoader(BaseModelLoader):
+    """`vllm.model_executor.model_loader.default_loader.DefaultModelLoader`: the filters that it makes before a load.
+
+    vLLM takes the experts of a rank from its parallel configuration, here the configuration of the model has them.
+    """
+
+    def _init_ep_weight_filter(self, model_config) -> None:
+        self.local_expert_ids = model_config.local_expert_ids
+
+    def _init_mm_encoder_only_weight_filter(self, model, model_config) -> None:
+        self._encoder_only_lm_prefixes = tuple(f"{name}." for name in model._language_model_names) or None
+        self._encoder_only_weights_mapper = getattr(model, "hf_to_vllm_mapper", None)
+
+
+def should_skip_weight(weight_name: str, local_expert_ids: set[int] | None) -> bool:
+    """`vllm.model_executor.model_loader.ep_weight_filter.should_skip_weight`."""
+    found = re.search(r"\.experts\.(\d+)\.", weight_name)
+    if local_expert_ids is None or found is None or not weight_name.endswith((".weight", ".weight_packed")):
+        return False
+    return int(found[1]) not in local_expert_ids
 
 
 def make() -> SimpleNamespace:
@@ -83,11 +107,15 @@ def make() -> SimpleNamespace:
         "vllm.model_executor",
         "vllm.model_executor.model_loader",
         "vllm.model_executor.model_loader.base_loader",
+        "vllm.model_executor.model_loader.default_loader",
+        "vllm.model_executor.model_loader.ep_weight_filter",
     )
     modules = {name: ModuleType(name) for name in names}
     modules["vllm"].__version__ = VERSION
     modules["vllm.config.load"].LoadConfig = LoadConfig
     modules["vllm.model_executor.model_loader.base_loader"].BaseModelLoader = BaseModelLoader
+    modules["vllm.model_executor.model_loader.default_loader"].DefaultModelLoader = DefaultModelLoader
+    modules["vllm.model_executor.model_loader.ep_weight_filter"].should_skip_weight = should_skip_weight
     package = modules["vllm.model_executor.model_loader"]
     package.BaseModelLoader = BaseModelLoader
     package.register_model_loader = register_model_loader

@@ -8,13 +8,18 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import os
+import re
+import shutil
 import sys
 import tomllib
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import huggingface_hub
 import pytest
@@ -23,8 +28,17 @@ from integrations import published_vllm
 from support import HookedRoot, nothing_left, ramp, run_python, save_file, save_sharded
 from torch import nn
 
-from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, StorageError
+from stio import sync
+from stio.errors import (
+    AmbiguousCheckpointError,
+    CheckpointNotFoundError,
+    FormatError,
+    MismatchError,
+    StioError,
+    StorageError,
+)
 from stio.integrations import iterators, vllm
+from stio.runtime.limits import Limits
 
 ROOT = Path(__file__).parents[2]
 LOADERS = "vllm.model_executor.model_loader"
@@ -75,6 +89,18 @@ def tensors_of(*names):
 def require_loaded(model, tensors):
     for name, tensor in tensors.items():
         assert torch.equal(model.get_parameter(name), tensor), name
+
+
+def seen_by_open(monkeypatch, source=None, **replaced):
+    """Return a list of the keywords that checkpoints will be opened with; some of these are replaced, or the source."""
+    seen, really = [], sync.open
+
+    def open_(found, **keywords):
+        seen.append(keywords)
+        return really(source or found, **{**keywords, **replaced})
+
+    monkeypatch.setattr(vllm.sync, "open", open_)
+    return seen
 
 
 @pytest.fixture
@@ -163,8 +189,7 @@ def test_load_model_goes_through_it(monkeypatch, directory):
 @pytest.mark.parametrize(("extra", "device"), [({}, "cpu"), ({"device": "cuda:1"}, "cuda:1")])
 def test_a_reload_reads_to_the_cpu_unless_told(loaders, directory, monkeypatch, extra, device):
     """A reload comes while the engine's caches fill the device."""
-    seen = []
-    monkeypatch.setattr(vllm, "weights", lambda source, **given: seen.append(given) or iterators.weights(source))
+    seen = seen_by_open(monkeypatch, device="cpu")
     model = Model()
     monkeypatch.setattr(model, "parameters", lambda: iter([SimpleNamespace(device=torch.device("cuda:3"))]))
     loader = loader_of(loaders, model_loader_extra_config=extra)
@@ -199,14 +224,12 @@ def test_a_reload_that_ends_early_leaves_nothing(loaders, directory):
 
 
 def test_extra_configuration_becomes_keywords(loaders, directory, monkeypatch):
-    seen = []
-    weights = vllm.weights
-    monkeypatch.setattr(vllm, "weights", lambda source, **given: seen.append(given) or weights(source, **given))
+    seen = seen_by_open(monkeypatch)
     text = '{"memory": "copy", "budget_bytes": 1048576, "switch_interval": 0.001, "device": "cpu"}'
     loader = loader_of(loaders, model_loader_extra_config=json.loads(text))
     loader.load_weights(model := Model(), config_of(directory))
     require_loaded(model, tensors_of("a", "b"))
-    assert seen == [{"progress": False, "names": None, **json.loads(text)}]
+    assert seen == [{"progress": False, **json.loads(text)}]
 
 
 @pytest.mark.parametrize(
@@ -216,6 +239,15 @@ def test_extra_configuration_becomes_keywords(loaders, directory, monkeypatch):
         ({"memory": "copy", "colour\n": 1}, ValueError, r"colour\\n"),
         ({"memory": "none"}, ValueError, "memory="),
         ({"budget_bytes": "1 GBit"}, ValueError, "budget_bytes"),
+        ({"limits": {"colour": 1}}, ValueError, "limits in the extra configuration.*colour"),
+        ({"limits": {"max_rank": -1}}, ValueError, "max_rank"),
+        ({"limits": 3}, TypeError, "limits="),
+        ({"cache": {"path": "/cache"}}, ValueError, "cache in the extra configuration.*max_bytes"),
+        ({"cache": "/cache"}, TypeError, "cache="),
+        ({"trace": 1}, TypeError, "trace="),
+        ({"verify": "yes"}, TypeError, "verify="),
+        ({"enable_weights_track": "yes"}, TypeError, "enable_weights_track"),
+        ({"streams": "copy"}, ValueError, "does not take streams"),
     ],
 )
 def test_extra_configuration_that_is_wrong(loaders, extra, error, text):
@@ -223,10 +255,46 @@ def test_extra_configuration_that_is_wrong(loaders, extra, error, text):
         loader_of(loaders, model_loader_extra_config=extra)
 
 
+def test_extra_configuration_with_objects(loaders, directory, monkeypatch, tmp_path, caplog):
+    seen = seen_by_open(monkeypatch)
+    extra = {
+        "limits": {"max_rank": 2},
+        "cache": {"path": str(tmp_path / "cache"), "max_bytes": "1GB"},
+        "trace": str(tmp_path / "trace.json"),
+    }
+    with caplog.at_level("INFO", "vllm"):
+        loader_of(loaders, model_loader_extra_config=extra).load_weights(Model(), config_of(directory))
+    assert seen[0]["limits"] == Limits(max_rank=2)
+    assert (seen[0]["cache"].path, seen[0]["cache"].max_bytes) == (str(tmp_path / "cache"), 10**9)
+    assert json.loads((tmp_path / "trace.json").read_text())
+    assert re.search(r"Loading weights took \d+\.\d\d seconds", caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"), [("eager", "memory='copy'"), ("prefetch", "memory='map'"), ("torchao", "safetensors'")]
+)
+def test_strategies_of_vllms_own_loader(loaders, strategy, text):
+    with pytest.raises(ValueError, match=f"does not take safetensors_load_strategy='{strategy}'.*{text}"):
+        loader_of(loaders, safetensors_load_strategy=strategy)
+    loader_of(loaders, safetensors_load_strategy="lazy")
+
+
+def test_a_model_in_an_object_store(loaders, directory, monkeypatch):
+    """vLLM puts the other files into a local directory; the weights are read from the store."""
+    seen = []
+    really = sync.open
+    monkeypatch.setattr(vllm.sync, "open", lambda source, **given: seen.append(source) or really(directory, **given))
+    config = config_of("/local", model_weights="s3://bucket/model")
+    loader = loader_of(loaders)
+    loader.download_model(config)
+    loader.load_weights(model := Model(), config)
+    require_loaded(model, tensors_of("a", "b"))
+    assert seen == ["s3://bucket/model"]
+
+
 @pytest.mark.parametrize(("shows", "rank", "bars"), [(True, 0, True), (False, 0, False), (True, 1, False)])
 def test_the_first_rank_shows_a_bar(loaders, directory, monkeypatch, shows, rank, bars):
-    seen = []
-    monkeypatch.setattr(vllm, "weights", lambda source, **keywords: seen.append(keywords) or iterators.weights(source))
+    seen = seen_by_open(monkeypatch, device="cpu", progress=False)
     monkeypatch.setattr(vllm, "_num_ranks", lambda: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     loader_of(loaders, use_tqdm_on_load=shows).load_weights(Model(), config_of(directory))
@@ -235,8 +303,7 @@ def test_the_first_rank_shows_a_bar(loaders, directory, monkeypatch, shows, rank
 
 @pytest.mark.parametrize(("ranks", "device"), [(1, "cuda:3"), (2, "cpu")])
 def test_tensors_go_where_the_model_is_unless_ranks_share_them(loaders, directory, monkeypatch, ranks, device):
-    seen = []
-    monkeypatch.setattr(vllm, "weights", lambda source, **keywords: seen.append(keywords) or iterators.weights(source))
+    seen = seen_by_open(monkeypatch, device="cpu", progress=False)
     monkeypatch.setattr(vllm, "_num_ranks", lambda: ranks)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     model = Model()
@@ -381,6 +448,7 @@ def test_each_rank_takes_its_part(loaders, tmp_path, monkeypatch, size, memory):
     save_sharded(tensors, tmp_path, 2)
     monkeypatch.setattr(vllm, "_num_ranks", lambda: size)
     for rank in range(size):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         expected = Parallel(rank, size)
         expected.load_weights(tensors.items())
         loader = loader_of(loaders, model_loader_extra_config={"memory": memory})
@@ -421,6 +489,185 @@ def test_what_is_on_the_hub_is_fetched(loaders, directory, monkeypatch):
     assert asked[1] == asked[0]
 
 
+# What each rank reads, by the filters of vLLM's own loader; the stand-in's take their answer from the configuration.
+
+
+@pytest.fixture
+def published(monkeypatch):
+    loaders = published_vllm.install(monkeypatch).modules[LOADERS]
+    vllm.register()
+    return loaders
+
+
+class Listing(nn.Module):
+    """A model that keeps the names of what it gets."""
+
+    def load_weights(self, pairs):
+        self.names = sorted(name for name, _ in pairs)
+        return set(self.names)
+
+
+@pytest.mark.parametrize(("experts", "read"), [({0, 2}, {0, 2}), (None, {0, 1, 2, 3})])
+def test_a_rank_reads_its_experts(published, tmp_path, experts, read):
+    names = [f"layers.0.experts.{k}.up_proj.weight" for k in range(4)]
+    shared = ["a", "layers.0.experts.3.up_proj.scale"]
+    save_file(tensors_of(*shared, *names), tmp_path / "model.safetensors")
+    config, model = config_of(tmp_path, is_moe=True, local_expert_ids=experts), Listing()
+    loader_of(published).load_weights(model, config)
+    assert model.names == sorted([*shared, *(names[k] for k in read)])
+    assert sorted(dict(loader_of(published).get_all_weights(config, model))) == model.names
+
+
+def test_an_engine_that_only_encodes_reads_no_language_model(published, tmp_path):
+    save_file(tensors_of("lm.layers.0", "vision.0"), tmp_path / "model.safetensors")
+    model = Listing()
+    model._language_model_names = ["language_model"]
+    model.hf_to_vllm_mapper = SimpleNamespace(_map_name=lambda name: name.replace("lm.", "language_model."))
+    encoder = SimpleNamespace(mm_encoder_only=True)
+    loader_of(published).load_weights(model, config_of(tmp_path, multimodal_config=encoder))
+    assert model.names == ["vision.0"]
+
+
+# Reloads: all is checked before vLLM changes the model.
+
+
+SHARDS = [f"model-0000{k}-of-00002.safetensors" for k in (1, 2)]
+
+BROKEN = {
+    "no directory": (lambda folder: shutil.rmtree(folder), (OSError, "newer")),
+    "missing shard": (lambda folder: (folder / SHARDS[1]).unlink(), (CheckpointNotFoundError, SHARDS[1])),
+    "cut shard": (lambda folder: os.truncate(folder / SHARDS[1], 150), (FormatError, SHARDS[1])),
+    "empty shard": (lambda folder: os.truncate(folder / SHARDS[1], 0), (FormatError, SHARDS[1])),
+    "no index": (
+        lambda folder: [(folder / name).unlink() for name in ("model.safetensors.index.json", SHARDS[1])],
+        (CheckpointNotFoundError, "1 of 2 shards"),
+    ),
+    "wrong shapes": (
+        lambda folder: save_sharded({"a": ramp(4, 7), "b": ramp(4, 6)}, folder, 2),
+        (MismatchError, r"1 weights have another shape.*a of shape \[4, 6\].*\[4, 7\]"),
+    ),
+    "missing weight": (
+        lambda folder: [shutil.rmtree(folder), save_file(tensors_of("a"), folder / "model.safetensors")],
+        (MismatchError, "1 weights .* are not in the checkpoint.*no b"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_reload_that_cannot_succeed_fails_before_anything_changes(loaders, directory, tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", not_on_the_hub)
+    model, newer = Model(), tmp_path / "newer"
+    loader_of(loaders).load_weights(model, config_of(directory))
+    changed = {name: tensor + 7 for name, tensor in tensors_of("a", "b").items()}
+    spoil, (error, text) = BROKEN[kind]
+    for _ in range(3):
+        save_sharded(changed, newer, 2)
+        spoil(newer)
+        with pytest.raises(error, match=text):
+            loader_of(loaders).get_all_weights(config_of(newer), model)  # no step is taken
+        require_loaded(model, tensors_of("a", "b"))
+        model.load_weights(loader_of(loaders).get_all_weights(config_of(directory), model))
+        require_loaded(model, tensors_of("a", "b"))
+        shutil.rmtree(newer, ignore_errors=True)
+    save_sharded(changed, newer, 2)
+    model.load_weights(loader_of(loaders).get_all_weights(config_of(newer), model))
+    require_loaded(model, changed)
+
+
+def not_on_the_hub(repository, **keywords):
+    raise OSError(f"{repository} is not on the hub")
+
+
+@pytest.mark.parametrize("how", ["dropped", "closed", "ended"])
+def test_files_are_open_until_the_iterator_ends(loaders, directory, how):
+    before = len(os.listdir("/proc/self/fd"))
+    pairs = loader_of(loaders).get_all_weights(config_of(directory), Model())
+    assert len(os.listdir("/proc/self/fd")) > before
+    shutil.rmtree(directory)  # what was checked is what is read
+    if how == "ended":
+        assert dict(pairs).keys() == {"a", "b"}
+    elif how == "closed":
+        pairs.close()
+        assert list(pairs) == []
+    del pairs
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_is_cut_after_the_check_fails_at_a_step(loaders, directory):
+    loader = loader_of(loaders, model_loader_extra_config={"memory": "copy"})
+    pairs = loader.get_all_weights(config_of(directory), Model())
+    os.truncate(directory / "model.safetensors", 150)
+    with pytest.raises(StioError, match=r"model\.safetensors"):
+        list(pairs)
+
+
+class Packed(Model):
+    """A model that has two weights of the checkpoint in one, as vLLM's have, and others under another prefix."""
+
+    packed_modules_mapping: ClassVar = {"qk_proj": ["q_proj", "k_proj"]}
+
+    def __init__(self, **fields):
+        nn.Module.__init__(self)
+        self.names = ()
+        self.layer = nn.Module()
+        self.layer.qk_proj = nn.Linear(2, 2, bias=False)
+        self.layer.experts = nn.Linear(2, 2, bias=False)
+        vars(self).update(fields)
+
+    def load_weights(self, pairs):
+        taken = {"q_proj": "qk_proj", "k_proj": "qk_proj"}
+        found = {name for name, _ in pairs if "unused" not in name}
+        return {
+            "layer.experts.weight" if ".experts." in name else name.replace(part := name.split(".")[-2], taken[part])
+            for name in map(self.map_name, found)
+        }
+
+    def map_name(self, name):
+        return name.replace("old.", "layer.").replace("new.", "layer.")
+
+
+PACKED = ["old.q_proj.weight", "old.k_proj.weight", "old.experts.0.up.weight", "old.unused"]
+
+
+@pytest.mark.parametrize(
+    ("present", "missing"),
+    [
+        (PACKED, ""),
+        (PACKED[:3], ""),
+        ([PACKED[0], *PACKED[2:]], "1 weights .*no old.k_proj.weight"),
+        (PACKED[:2], "1 weights .*no old.experts.0.up.weight"),
+        ([name.replace("old.", "new.") for name in PACKED], ""),
+        (["new.unused"], r"3 weights .*no old.experts.0.up.weight, old.k_proj.weight"),
+    ],
+)
+def test_a_reload_has_what_the_first_load_took(loaders, tmp_path, present, missing):
+    model = Packed()
+    model.hf_to_vllm_mapper = SimpleNamespace(_map_name=model.map_name)
+    save_file(tensors_of(*PACKED), tmp_path / "first" / "model.safetensors")
+    save_file(tensors_of(*present), tmp_path / "second" / "model.safetensors")
+    loader_of(loaders).load_weights(model, config_of(tmp_path / "first"))
+    if not missing:
+        assert dict(loader_of(loaders).get_all_weights(config_of(tmp_path / "second"), model)).keys() == {*present}
+        return
+    with pytest.raises(MismatchError, match=missing):
+        loader_of(loaders).get_all_weights(config_of(tmp_path / "second"), model)
+    untracked = loader_of(loaders, model_loader_extra_config={"enable_weights_track": False})
+    untracked.get_all_weights(config_of(tmp_path / "second"), model).close()
+
+
+def test_a_weight_that_was_tied_since_may_be_missing(loaders, tmp_path):
+    """vLLM ties a head again that turned out to be the embedding."""
+    save_file(tensors_of("embedding", "head"), tmp_path / "first" / "model.safetensors")
+    save_file(tensors_of("embedding"), tmp_path / "second" / "model.safetensors")
+    model = Model(("embedding", "head"))
+    loader_of(loaders).load_weights(model, config_of(tmp_path / "first"))
+    with pytest.raises(MismatchError, match="no head"):
+        loader_of(loaders).get_all_weights(config_of(tmp_path / "second"), model)
+    model.head = model.embedding
+    assert [*dict(loader_of(loaders).get_all_weights(config_of(tmp_path / "second"), model))] == ["embedding"]
+
+
 # What goes wrong.
 
 
@@ -429,18 +676,56 @@ def test_weights_that_are_missing_are_an_error(loaders, directory):
         loader_of(loaders).load_weights(Model(("a", "b", "c")), config_of(directory))
 
 
-@pytest.mark.parametrize("how", ["untracked", "quantized", "made by the quantization"])
+@pytest.mark.parametrize("how", ["untracked", "quantized", "made by the quantization", "enable_weights_track"])
 def test_weights_that_may_be_missing(loaders, directory, how):
     model = Model(("a", "b", "c"), tracks=how != "untracked")
     if how == "made by the quantization":
         model.quant_method = SimpleNamespace(process_weights_after_loading=lambda layer: None)
-    loader_of(loaders).load_weights(model, config_of(directory, quantization="fp8" if how == "quantized" else None))
+    loader = loader_of(loaders, model_loader_extra_config={how: False} if how.startswith("enable") else {})
+    loader.load_weights(model, config_of(directory, quantization="fp8" if how == "quantized" else None))
     require_loaded(model, tensors_of("a", "b"))
+
+
+class UnquantizedLinearMethod:
+    """As vLLM's: it processes weights after the load, for the layout of the machine."""
+
+    def process_weights_after_loading(self, layer):
+        raise NotImplementedError
+
+
+class Layers(nn.Module):
+    """Two plain layers, one of whose weights the model does not report, and a quantized one."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("up", "down", "packed"):
+            layer = nn.Linear(6, 4, bias=False)
+            layer.quant_method = UnquantizedLinearMethod()
+            self.add_module(name, layer)
+        self.packed.quant_method = SimpleNamespace(process_weights_after_loading=lambda layer: None)
+
+    def load_weights(self, pairs):
+        return {name for name, _ in pairs} - {"up.weight"}
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize(
+    ("present", "missing"),
+    [
+        (["up", "down"], ""),
+        (["up", "packed"], r"1 of the model's weights are not in the checkpoint: down\.weight$"),
+        (["packed"], r"2 of the model's weights are not in the checkpoint: down\.weight, up\.weight$"),
+    ],
+)
+def test_a_weight_of_a_plain_layer_is_required(loaders, tmp_path, quantization, present, missing):
+    save_file(tensors_of(*(f"{name}.weight" for name in present)), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=missing) if missing else nullcontext():
+        loader_of(loaders).load_weights(Layers(), config_of(tmp_path, quantization=quantization))
 
 
 def test_an_error_of_the_models_ends_the_reading(loaders, directory, monkeypatch):
     root = HookedRoot(directory)
-    monkeypatch.setattr(vllm, "weights", lambda source, **keywords: iterators.weights(root, memory="copy"))
+    seen_by_open(monkeypatch, root, memory="copy")
 
     class Failing(Model):
         def load_weights(self, pairs):
@@ -461,7 +746,7 @@ def test_an_error_of_the_storage_comes_out(loaders, directory, monkeypatch):
         raise StorageError("the cable is out", path=name)
 
     root = HookedRoot(directory, fail)
-    monkeypatch.setattr(vllm, "weights", lambda source, **keywords: iterators.weights(root, memory="copy"))
+    seen_by_open(monkeypatch, root, memory="copy")
     with pytest.raises(StorageError, match="cable"):
         loader_of(loaders).load_weights(Model(), config_of(directory))
     root.close()
