@@ -73,8 +73,7 @@ from stio.saving.plan import ShardPlan, WritePlan
 from stio.saving.plan_parts import data_places
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.commit.file_writer import LocalFileWriter
-from stio.storage.commit.joined import Invitation
-from stio.storage.commit.transaction import LocalTransaction, begin_local
+from stio.storage.commit.transaction import Invitation, LocalTransaction, begin_local
 
 
 class StioStorageWriter(StorageWriter):

@@ -43,16 +43,7 @@ from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.scheduler import SaveScheduler
 from stio.saving.staging_pool import SMALLEST_BLOCK_BYTES, StagingPool, block_bytes_for
 from stio.saving.tensors import TensorsLike, tensors_of
-from stio.storage.base import (
-    BufferedDestination,
-    Note,
-    PreparedTransaction,
-    Published,
-    RecordingTransaction,
-    Root,
-    SharedTransaction,
-    Transaction,
-)
+from stio.storage.base import BufferedDestination, Note, Published, Root, Transaction
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.transaction import begin_local
 
@@ -274,9 +265,9 @@ class PendingSave:
             durability=options.durability,
         )
         try:
-            if options.hash is not None and isinstance(transaction, PreparedTransaction):
+            if options.hash is not None:
                 transaction.require_names(self._manifest_name(transaction.shard_names))
-            if isinstance(transaction, RecordingTransaction):
+            if transaction.is_recorded:
                 self._when_begun(transaction.path, self._own_pattern())
         except BaseException:
             transaction.roll_back()
@@ -288,7 +279,7 @@ class PendingSave:
     ) -> SaveResult:
         """Publish the files, which are written and durable."""
         new_hasher = self._hasher()
-        if digests is None and new_hasher is not None and isinstance(transaction, SharedTransaction):
+        if digests is None and new_hasher is not None:
             with traced(self._options.trace, "hash"):
                 digests = transaction.digests(new_hasher, operation.check)
         written_seconds = perf_counter() - self._started
@@ -302,14 +293,12 @@ class PendingSave:
         # Of a store before the commit: from there on no cancel is heard.
         hiding = hiding_index(remote, *self._saved_as(plan, transaction)) if isinstance(remote, Root) else None
         with traced(self._options.trace, "commit"):
-            if isinstance(transaction, PreparedTransaction):
-                transaction.prepare_commit(operation.check)
+            transaction.prepare_commit(operation.check)
             operation.refuse_cancel()
             transaction.commit(index=index, notes=notes)
         self._committed = True
         committed_seconds = perf_counter() - self._started
-        if isinstance(transaction, RecordingTransaction):  # what a caller's own destination holds is not deleted
-            published = transaction.published()
+        if (published := transaction.published()) is not None:  # what a caller's own destination holds is not deleted
             self.written = published if isinstance(published, WrittenFiles) else None
             self._when_durable(transaction.path, self._own_pattern(), published)
         if self.written is not None:  # after the commit: it may have replaced an index

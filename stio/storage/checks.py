@@ -6,11 +6,11 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from stio.errors import CheckpointNotFoundError, StorageError, TruncatedError, UnsafePathError, printable
+from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError, UnsafePathError, printable
 from stio.storage.base import Identity
 
 if sys.platform != "win32":
@@ -31,6 +31,25 @@ def refused(action: str, path: str, error: OSError | ValueError, *, offset: int 
     return StorageError(f"{action} failed: {reason}", path=path, errno=number, offset=offset)
 
 
+@contextmanager
+def refusals(
+    action: str, path: str, error_of: Callable[[str, str, OSError | ValueError], StorageError] = refused
+) -> Iterator[None]:
+    """Raise an error of the operating system in a block, or of a path that it does not accept, as a `StorageError`.
+
+    Args:
+        action: What failed, as a participle.
+        path: File or directory.
+        error_of: Makes the error.
+    """
+    try:
+        yield
+    except StioError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise error_of(action, path, error) from error
+
+
 def open_files_limit() -> int:
     """Return how many files this process may open at one time."""
     if sys.platform == "win32":
@@ -42,14 +61,13 @@ def open_files_limit() -> int:
 @contextmanager
 def translated_errors(path: str, action: str = "opening", what: str = "file or directory") -> Iterator[None]:
     """Raise an error of the operating system in a block as `CheckpointNotFoundError`, or as `refused` makes it."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(f"there is no such {what}{broken_link(path)}", path=path) from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise refused(action, path, error) from error
+    with refusals(action, path):
+        try:
+            yield
+        except StioError:
+            raise
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(f"there is no such {what}{broken_link(path)}", path=path) from None
 
 
 def broken_link(path: str) -> str:

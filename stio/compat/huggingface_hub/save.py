@@ -59,7 +59,7 @@ class HubDirectory:
         real, home_fd = self._open()
         with self.refusals():
             target = SaveTarget(self.path, "update", real, "")
-            return LocalTransaction(target, home_fd, self.plan, durable=True, last_wins=True)
+            return LocalTransaction(target, self.plan, durable=True, last_wins=True, home_fd=home_fd)
 
     def clear(self) -> None:
         """Remove the old checkpoint if no new one replaces it; its index first."""

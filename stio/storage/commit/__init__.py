@@ -4,9 +4,9 @@ Prepare: `target.py` describes the destination and plans names and commit step; 
 beside the new files' place and locks it; `file_writer.py` writes the new files into it; `directory_lock.py` excludes
 other saves from the directory that is changed. Commit: `publication.py` renames, by the plan; `journal.py` records in
 `intent.json` what a save over an existing checkpoint will change, before it changes it. Roll back: the staging
-directory is removed. `joined.py` lets other processes write into the staging directory; they hold no lock, and its
-owner alone commits. `attributes.py` (what a new file keeps of the one it replaces), `small_files.py` and `syscalls.py`
-(every call that changes a disk) serve all.
+directory is removed. Other processes may write into the staging directory too (`JoinedTransaction`); they hold no
+lock, and its owner alone commits. `attributes.py` (what a new file keeps of the one it replaces), `small_files.py` and
+`syscalls.py` (every call that changes a disk) serve all.
 
 After a crash, the next save in the directory, or `collect_garbage` (`stio gc`), cleans up by `recovery.py`:
 

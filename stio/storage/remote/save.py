@@ -31,7 +31,7 @@ from stio.runtime.calls import Call
 from stio.runtime.log import log
 from stio.runtime.operation import Cancelled
 from stio.runtime.urls import without_secrets
-from stio.storage.base import Note, Transaction
+from stio.storage.base import Ending, Note, Transaction
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
 from stio.storage.remote.failures import Failure, failure_of
 from stio.storage.remote.folder import Folder, State
@@ -117,7 +117,7 @@ def open_destination(url: str) -> RemoteDestination:
     return RemoteDestination(RemoteRoot(replace(location, key=folder)), name)
 
 
-class Uploads:
+class Uploads(Transaction):
     """What one process uploads of a save. Several may upload shards, each its own; one of them has the transaction.
 
     Args:
@@ -126,41 +126,38 @@ class Uploads:
         shard_names: The names of all shards.
     """
 
+    takes_index = False
+
     def __init__(self, folder: Folder, buffer_bytes: int, shard_names: tuple[str, ...] = ()) -> None:
         self._folder = folder
-        self.shard_names = shard_names
-        """See `Transaction`."""
+        self.path, self.shard_names = folder.path, shard_names
         self._parts = PartMemory(buffer_bytes)
-        self._uploads: list[Upload] = []
         self._kept: str | None = None
         self._shared = False
-        self._ended = False
 
-    def create(self, nbytes: Sequence[int]) -> Sequence[Upload]:
+    def _create(self, nbytes: Sequence[int]) -> Sequence[Upload]:
         """Return the writers of the shards. A store has no space to reserve; each upload begins with its first byte."""
         names = zip(self.shard_names, nbytes, strict=True)
-        self._uploads = [Upload(self._folder, name, size, self._parts) for name, size in names]
-        return self._uploads
+        return [Upload(self._folder, name, size, self._parts) for name, size in names]
 
     def stop(self) -> None:
         """Begin to end the uploads; `roll_back` waits for it. Idempotent."""
-        for upload in self._uploads:
+        for upload in self._writers:
             upload.stop()
 
     def leave(self) -> None:
         """Leave the objects, which are complete, to the process that publishes or deletes them."""
-        self._ended = True
+        self.has_ended = True
 
-    def roll_back(self) -> None:
-        """Abort the uploads, and delete what was uploaded, as far as the store answers. Never raises.
+    def _end(self, ending: Ending) -> None:
+        """Abort the uploads, and delete what was uploaded, as far as the store answers, if the save is rolled back.
 
         After a cancel it returns within a second, and a slow store deletes the rest while this process lives.
         """
-        if self._ended:
+        if ending != "rolled back":
             return
-        self._ended = True
         self.stop()
-        uploaded = {upload.name for upload in self._uploads if upload.abort()}
+        uploaded = {upload.name for upload in self._writers if upload.abort()}
         if self._shared:
             uploaded.update(self.shard_names)
         uploaded.discard(self._kept or "")
@@ -170,7 +167,7 @@ class Uploads:
 
 
 class RemoteTransaction(Uploads):
-    """What both kinds of transactions have in common.
+    """What both kinds of transactions have in common. Old shards are deleted at the end; readers of those get an error.
 
     Args:
         folder: The directory.
@@ -178,8 +175,7 @@ class RemoteTransaction(Uploads):
         last: The object whose put is the commit.
     """
 
-    path: str
-    """The destination."""
+    is_recorded = True
 
     def __init__(self, folder: Folder, buffer_bytes: int, last: str) -> None:
         super().__init__(folder, buffer_bytes)
@@ -188,7 +184,7 @@ class RemoteTransaction(Uploads):
         self._found = folder.state(last)
         self._state: State = {}  # of the new checkpoint
         self._notes: dict[str, tuple[bytes | None, State]] = {}  # as they were found
-        self._written_notes: dict[str, State] = {}
+        self._written: dict[Note, State] = {}  # the notes as this save has left them
 
     def share(self) -> None:
         """Let other processes upload shards too (`RemoteDestination.join`). A roll back deletes all shards."""
@@ -200,33 +196,33 @@ class RemoteTransaction(Uploads):
         self._notes[name] = data, state
         return data
 
-    def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
-        """Publish the checkpoint; see `Transaction`. Old shards are deleted then; readers of those get an error.
+    def _publish(self, index: bytes | None, notes: Sequence[Note]) -> None:
+        """Publish the checkpoint; see `Transaction.commit`.
 
         Raises:
             CommitUncertainError: The store does not say whether it has the new checkpoint. Nothing is deleted.
         """
-        mine: dict[str, State] = {}
         try:
             for note in notes:
-                _, state = self._notes[note.name]
-                mine[note.name] = self._change(note.name, note.before, state)
-            self._publish(index or b"")
+                self._written[note] = self._change(note.name, note.before, self._notes[note.name][1])
+            self._put_last(index or b"")
         except CommitUncertainError:
-            self._ended = True  # what was uploaded stays: the checkpoint may consist of it
             raise
         except StioError:
-            for name, state in mine.items():
+            for note, state in self._written.items():
                 with suppress(StioError):  # it belongs to another save by now
-                    self._change(name, self._notes[name][0], state)
+                    self._change(note.name, self._notes[note.name][0], state)
             raise
-        self._ended = True
-        try:
-            for note in notes:
-                self._written_notes[note.name] = self._change(note.name, note.after, mine[note.name])
-            self._delete_old()
-        except StioError as error:
-            log(logging.WARNING, "%s: saved; what the old checkpoint left is still there: %s", self.path, error)
+
+    def _end(self, ending: Ending) -> None:
+        super()._end(ending)
+        if ending == "published":
+            try:
+                for note, state in self._written.items():
+                    self._written[note] = self._change(note.name, note.after, state)
+                self._delete_old()
+            except StioError as error:
+                log(logging.WARNING, "%s: saved; what the old checkpoint left is still there: %s", self.path, error)
 
     def _change(self, name: str, data: bytes | None, state: State) -> State:
         """Put or delete a small object that is in a state; return its new state.
@@ -283,13 +279,14 @@ class RemoteTransaction(Uploads):
     def published(self) -> RemoteFiles:
         """Return what was published, for its deletion later."""
         shards: dict[str, State] = {name: {} for name in self.shard_names if name != self._last}
-        notes = {name: state for name, state in self._written_notes.items() if state}
+        notes = {note.name: state for note, state in self._written.items() if state}
         return RemoteFiles(self._folder, self._last, self._state, shards | notes)
 
     def _conflict(self) -> ConcurrentSaveError:
         return ConcurrentSaveError("another save changed the destination at the same time", path=self.path)
 
-    def _publish(self, index: bytes) -> None:
+    def _put_last(self, index: bytes) -> None:
+        """Put the object whose put is the commit."""
         raise NotImplementedError
 
     def _delete_old(self) -> None:
@@ -322,11 +319,8 @@ class _Directory(RemoteTransaction):
     """
 
     takes_index = True
-    """See `Transaction`."""
 
     def __init__(self, folder: Folder, buffer_bytes: int, num_shards: int, pattern: str) -> None:
-        self.path = folder.path
-        """The destination."""
         super().__init__(folder, buffer_bytes, index_name(pattern))
         # After the index was read: shards of a save that commits in between would not be deleted otherwise. Those of
         # one that commits later are in it too; it cannot commit any more once this one has.
@@ -335,7 +329,7 @@ class _Directory(RemoteTransaction):
         }
         self.shard_names = tuple(shard_name(pattern, k, num_shards, save_id=self._id) for k in range(num_shards))
 
-    def _publish(self, index: bytes) -> None:
+    def _put_last(self, index: bytes) -> None:
         failure = self._put_unconditionally(index)
         if failure is not None:
             self._state = self._put(self._last, index, self._found, may_arrive=failure.may_have_worked)
@@ -377,23 +371,16 @@ class _OneObject(RemoteTransaction):
         name: Name of the file.
     """
 
-    takes_index = False
-    """See `Transaction`."""
-
     def __init__(self, folder: Folder, buffer_bytes: int, name: str) -> None:
-        self.path = f"{folder.path}/{name}"
-        """The destination."""
         super().__init__(folder, buffer_bytes, name)
-        self.shard_names = (name,)
+        self.path, self.shard_names = f"{folder.path}/{name}", (name,)
 
-    def create(self, nbytes: Sequence[int]) -> Sequence[Upload]:
+    def _create(self, nbytes: Sequence[int]) -> Sequence[Upload]:
         """Return the writer of the file, which `commit` completes."""
-        (size,) = nbytes
-        self._uploads = [Upload(self._folder, self._last, size, self._parts, save_id=self._id)]
-        return self._uploads
+        return [Upload(self._folder, self._last, nbytes[0], self._parts, save_id=self._id)]
 
-    def _publish(self, index: bytes) -> None:
-        (upload,) = self._uploads
+    def _put_last(self, index: bytes) -> None:
+        (upload,) = self._writers
         if not _is_same(self._folder.state(self._last), self._found):
             raise self._conflict()
         failure = upload.complete()
