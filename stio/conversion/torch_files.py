@@ -18,7 +18,7 @@ from stio.format.file_kinds import HEAD_BYTES, FileKind, kind_of, starts_like_sa
 from stio.format.naming import FILE_SUFFIX
 from stio.runtime.memory import reporting_shortage
 from stio.storage.checks import OPEN_FLAGS, require_regular, translated_errors
-from stio.storage.mapped import log_unmapped
+from stio.storage.local import log_unmapped
 
 
 def read_start(path: str, nbytes: int) -> bytes:

@@ -10,7 +10,7 @@ parts (`plan_parts.py`), and a `SharedTransaction`.
 
 Memory: blocks come from a `StagingPool` (`staging_pool.py`; one for a save, or one for all saves of a saver), never
 more than its budget or one block. A `LazyTensor` is produced when its bytes are needed, one part at a time
-(`producers.py`).
+(`tensors.py`).
 
 Invariants: equal tensors and options give equal files. Saves of one saver commit in the order of their calls. Tensors
 are released when they are staged. After an error or a cancel no thread uses tensors, blocks or files, and what was

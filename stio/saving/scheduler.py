@@ -35,8 +35,8 @@ from stio.runtime.progress import ProgressEvent, ProgressReporter, close_bar
 from stio.runtime.trace import Trace, traced
 from stio.runtime.workers import WorkerPool
 from stio.saving.plan import Run, WriteBlock, WritePlan
-from stio.saving.producers import ProducedTensors
 from stio.saving.staging_pool import StagingPool
+from stio.saving.tensors import ProducedTensors
 from stio.storage.base import FileWriter, OrderedWriter
 from stio.storage.commit.file_writer import LocalFileWriter
 

@@ -217,8 +217,8 @@ class Transaction:
     destination has the steps: `_create`, `_publish`, `_end`. One operation calls `create`, then `FileWriter.write_from`
     and `finish` of all files, then `prepare_commit` and `commit`. Before the commit it may call `roll_back`.
 
-    A save ends in one of three ways (`Ending`), once. After a commit that raises, or is interrupted, the caller rolls
-    back. After `CommitUncertainError` that does nothing: the new files stay, since the checkpoint may consist of them.
+    A save ends in one of three ways (`Ending`), once. A commit that raises has rolled back, also if it was interrupted;
+    only after `CommitUncertainError` the new files stay, since the checkpoint may consist of them.
     """
 
     path: str
@@ -232,6 +232,7 @@ class Transaction:
     has_ended = False
     """Whether it was committed or rolled back."""
     _has_begun_to_commit = False
+    _rolls_back_at_once = True  # False: by the caller of a commit that failed
     _writers: Sequence[Any] = ()
 
     def require_names(self, *names: str) -> None:
@@ -303,8 +304,11 @@ class Transaction:
         try:
             self.prepare_commit()
             self._publish(index, notes)
-        except CommitUncertainError:
-            self._end_once("uncertain")
+        except BaseException as error:
+            if isinstance(error, CommitUncertainError):
+                self._end_once("uncertain")
+            elif self._rolls_back_at_once:
+                self._end_once("rolled back")
             raise
         self._end_once("published")
 

@@ -33,8 +33,8 @@ from stio.format.placements import Cut, local_part
 from stio.runtime.workers import is_interrupted
 from stio.saving import pending, scheduler
 from stio.saving.staging_pool import StagingPool
-from stio.storage.commit import transaction
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit import transaction
 from stio.storage.commit.transaction import LocalTransaction
 from tests.storage.transactions import sweep
 

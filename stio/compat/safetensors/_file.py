@@ -22,8 +22,7 @@ from stio.format.header import PREFIX_BYTES, Header, header_nbytes, parse_header
 from stio.runtime import memory
 from stio.runtime.limits import HUGE_PAGE_BYTES
 from stio.runtime.memory import Region
-from stio.storage.local import LocalFile, open_file
-from stio.storage.mapped import map_if_possible
+from stio.storage.local import LocalFile, map_if_possible, open_file
 
 Backend = Literal["mmap", "pread"]
 

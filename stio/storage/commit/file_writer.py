@@ -29,8 +29,7 @@ from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.storage.checks import refused
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.attributes import FileAttributes
-from stio.storage.commit.small_files import closing
+from stio.storage.commit.files import FileAttributes, closing
 from stio.storage.local import is_local
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)

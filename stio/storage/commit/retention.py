@@ -3,8 +3,8 @@
 A transaction records the identity of each file and directory that it published (`WrittenFiles`). A deletion compares
 again: what another program has replaced, changed or added since stays, and a warning names it. A directory that the
 save made, and that holds nothing else, disappears in one step; then its content is deleted. Directories and files are
-first set aside (`aside.py`) and compared there: what took the name, or was added, between a comparison and the move is
-put back. A reader that opened the checkpoint before can read its open files to the end.
+first set aside (`staging_dir.py`) and compared there: what took the name, or was added, between a comparison and the
+move is put back. A reader that opened the checkpoint before can read its open files to the end.
 
 Each directory is opened by its path without links, one component at a time, and compared with the recorded one.
 """
@@ -19,18 +19,16 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
-from stio.errors import StorageError, listed, printable
+from stio.errors import listed, printable
 from stio.format.naming import INDEX_SUFFIX, MANIFEST_SUFFIX
 from stio.runtime.log import log
 from stio.storage.base import Identity
-from stio.storage.checks import refused
+from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.aside import KEPT_BY_SYSTEM, Aside, aside_directory, put_back
 from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
-from stio.storage.commit.small_files import closing, remove_file
-from stio.storage.commit.staging_dir import DELETED_PREFIX
+from stio.storage.commit.files import closing, remove_file
+from stio.storage.commit.staging_dir import DELETED_PREFIX, KEPT_BY_SYSTEM, Aside, aside_directory, put_back
 from stio.storage.commit.target import DirectoryIdentity, directory_identity, identity_at
-from stio.storage.paths import resolve_links
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ def describe_file(path: str) -> WrittenFiles:
     """
     folder, name = os.path.split(path)
     files, directories = {}, {}
-    try:
+    with refusals("examining the checkpoint", path), suppress(FileNotFoundError):
         where = resolve_links(folder or ".")
         with closing(calls.open_directory(where)) as fd:
             directories[where] = directory_identity(fd)
@@ -93,12 +91,6 @@ def describe_file(path: str) -> WrittenFiles:
                 found = identity_at(fd, file)
                 if found is not None:
                     files[os.path.join(where, file)] = found
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise refused("examining the checkpoint", path, error) from error
     return WrittenFiles(files, directories)
 
 

@@ -29,16 +29,23 @@ from stio.runtime.hashing import Hasher
 from stio.runtime.log import log
 from stio.runtime.memory import allocate
 from stio.storage.base import Ending, Note, Transaction, digest_of_source
-from stio.storage.checks import refusals, refused
+from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.attributes import FileAttributes, attributes_at, keep_default_list, keep_tree
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS, LockTimeout, directory_lock
 from stio.storage.commit.file_writer import LocalFileWriter, create_files, write_refused
+from stio.storage.commit.files import (
+    FileAttributes,
+    attributes_at,
+    closing,
+    keep_default_list,
+    keep_tree,
+    read_small,
+    write_small,
+)
 from stio.storage.commit.journal import MAX_NOTE_BYTES, is_plain
 from stio.storage.commit.publication import Publication
 from stio.storage.commit.recovery import recover
 from stio.storage.commit.retention import WrittenFiles
-from stio.storage.commit.small_files import closing, read_small, write_small
 from stio.storage.commit.staging_dir import FILES_NAME, STAGING_PREFIX, StagingDirectory
 from stio.storage.commit.target import (
     CommitPlan,
@@ -52,7 +59,6 @@ from stio.storage.commit.target import (
     resolve,
 )
 from stio.storage.local import is_local, open_at
-from stio.storage.paths import resolve_links
 
 NONCE_NAME = "shared"
 """File in a staging directory with the text that the processes compare."""

@@ -41,17 +41,10 @@ _SLOW = ("stalled", "anonymous")
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _PROVIDER = re.compile(r"credential provider: (Busy)?CredentialsError: (.*)")
-_METADATA = re.compile(r"169\.254\.\d+\.\d+|metadata\.google\.internal|/latest/api/token|/metadata/identity")
-_BUCKET = re.compile(
-    r"<Code>(NoSuchBucket|ContainerNotFound)</Code>|The specified (bucket|container) does not exist", re.IGNORECASE
-)
 _ANSWERED = re.compile("Server returned non-2xx status code: ")
 _CODE = re.compile(r"<Code>([^<]*)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _LINK = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://[^\s<>\"']+")
-_EXPIRED = re.compile(
-    r"Expired|has expired|TokenRefreshRequired|AuthenticationFailed.*expir", re.IGNORECASE | re.DOTALL
-)
 _TLS = (
     (re.compile(r"UnknownIssuer"), "its authority is not known here (UnknownIssuer)"),
     (re.compile(r"NotValidForName"), "it is for another host (NotValidForName)"),
@@ -274,54 +267,44 @@ def failure_of(error: BaseException) -> Failure:
     return _of_text(name, text, details)
 
 
+_RULES: tuple[tuple[Kind, str], ...] = (
+    (
+        "no bucket",
+        r"<Code>(NoSuchBucket|ContainerNotFound)</Code>|(?i:The specified (bucket|container) does not exist)",
+    ),
+    ("missing", r"\AFileNotFoundError "),
+    ("no credentials", _PROVIDER.pattern),
+    ("anonymous", r"169\.254\.\d+\.\d+|metadata\.google\.internal|/latest/api/token|/metadata/identity"),
+    ("no name", "Could not parse path"),
+    ("busy", "ConditionalRequestConflict"),  # S3 has not compared: another request to the object was under way
+    ("missing", r"\A(NotFoundError |\w+ (404|410) )"),
+    ("changed", r"\A(PreconditionError |AlreadyExistsError |\w+ 412 )"),
+    ("page", "Header missing from response|invalid list response"),
+    ("unranged", r"\ANotSupportedError |Received non-partial response"),
+    ("range", r"\A\w+ 416 "),
+    ("expired", r"\A\w+ 40[013] (?is:.*(expired|TokenRefreshRequired|AuthenticationFailed.*expir))"),
+    ("denied", r"\A(PermissionDeniedError |UnauthenticatedError |\w+ 40[13] )"),
+    ("busy", r"\A\w+ (408|409|425|429|5(?!01)\d\d) |RequestTimeout|SlowDown"),
+    ("elsewhere", r"\A\w+ 3\d\d |Received redirect without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed"),
+    ("other", r"\A\w+ [1-9]"),
+)
+"""What an error means, by the name of its class, the status ("0": none), and its text; the first rule decides."""
+
+
 def _of_text(name: str, text: str, details: str) -> Failure:
     """Return what an error means by the name of its class, its text, and obstore's description of its source."""
     answered = _STATUS.search(text)
     status = int(answered[1]) if answered else 0
     summary = _summary(text)
-    if _BUCKET.search(text):
-        return Failure("no bucket", summary)
-    if name == "FileNotFoundError":
-        return Failure("missing", summary)
-    if found := _PROVIDER.search(text):
+    kind = next((kind for kind, pattern in _RULES if re.search(pattern, f"{name} {status} {text}")), None)
+    if kind == "no credentials" and (found := _PROVIDER.search(text)):
         return Failure("busy" if found[1] else "no credentials", found[2])
-    if _METADATA.search(text):
-        return Failure("anonymous", f"the metadata service of the machine: {summary}")
-    if "Could not parse path" in text:
-        return Failure("no name", summary)
-    if "ConditionalRequestConflict" in text:  # S3 has not compared: another request to the object was under way
-        return Failure("busy", summary)
-    if name == "NotFoundError" or status in (404, 410):
-        return Failure("missing", summary)
-    if name in ("PreconditionError", "AlreadyExistsError") or status == 412:
-        return Failure("changed", summary)
-    if "Header missing from response" in text or "invalid list response" in text:
-        return Failure("page", summary)
-    if name == "NotSupportedError" or "Received non-partial response" in text:
-        return Failure("unranged", "")
-    if status == 416:
-        return Failure("range", summary)
-    if status in (400, 401, 403) and _EXPIRED.search(text):
-        return Failure("expired", summary)
-    if name in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
-        return Failure("denied", summary)
-    if (
-        status in (408, 409, 425, 429)
-        or (status >= 500 and status != 501)
-        or "RequestTimeout" in text
-        or "SlowDown" in text
-    ):
-        return Failure("busy", summary, is_throttled=status in (429, 503) or "SlowDown" in text)
-    if (
-        300 <= status < 400
-        or "Received redirect without LOCATION" in text
-        or "PermanentRedirect" in text
-        or "AuthorizationHeaderMalformed" in text
-    ):
-        return Failure("elsewhere", summary)
-    if status:
-        return Failure("other", summary)
-    return _without_status(summary, text + details)
+    if kind is None:
+        return _without_status(summary, text + details)
+    if kind == "anonymous":
+        return Failure(kind, f"the metadata service of the machine: {summary}")
+    is_throttled = kind == "busy" and (status in (429, 503) or "SlowDown" in text)
+    return Failure(kind, "" if kind == "unranged" else summary, is_throttled=is_throttled)
 
 
 def _without_status(summary: str, details: str) -> Failure:

@@ -3,9 +3,12 @@
 A directory gets shards whose names hold the save's id, so no old object is overwritten; its index is put last, only if
 the store still has the index that the save found (If-Match, If-None-Match), and that put is the commit. One file is one
 multipart upload, whose completion is the commit. There are no renames, no locks and no journal: whatever happens before
-the commit, readers have the old checkpoint, and what was uploaded by then is unused (`stio.storage.remote.unused`).
+the commit, readers have the old checkpoint, and what was uploaded by then is unused (`collect_unused`).
 
 The answer to a commit may be lost. Then the object in the store is read; as long as that fails, nothing is removed.
+
+obstore lists no uploads. Those of S3 are listed and aborted by requests of this module's own, which obstore signs.
+Azure deletes the blocks of uploads itself after a week; other stores need a rule (`AbortIncompleteMultipartUpload`).
 """
 
 from __future__ import annotations
@@ -13,33 +16,45 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
+from urllib.parse import quote
+from xml.etree import ElementTree
 
-from stio.errors import CommitUncertainError, ConcurrentSaveError, StioError, printable
+from stio.errors import (
+    CheckpointNotFoundError,
+    CommitUncertainError,
+    ConcurrentSaveError,
+    IndexFormatError,
+    StioError,
+    StorageError,
+    printable,
+)
+from stio.format.index import parse_index
 from stio.format.naming import (
     FILE_SUFFIX,
+    INDEX_SUFFIX,
     advice_for_destination,
     index_name,
     is_checkpoint_file,
+    is_of_save,
     shard_name,
 )
 from stio.runtime.calls import Call
 from stio.runtime.log import log
 from stio.runtime.operation import Cancelled
 from stio.runtime.urls import without_secrets
-from stio.storage.base import Ending, Note, Transaction
+from stio.storage.base import Ending, Note, Root, Transaction
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
 from stio.storage.remote.failures import Failure, failure_of
-from stio.storage.remote.folder import Folder, State
-from stio.storage.remote.requests import pause
+from stio.storage.remote.folder import DEFAULT_BYTES, SMALLEST_PART_BYTES, Folder, PartMemory, State, Upload
+from stio.storage.remote.requests import ask, pause
 from stio.storage.remote.source import RemoteRoot
-from stio.storage.remote.stores import locate
-from stio.storage.remote.unused import collect_unused
-from stio.storage.remote.upload import DEFAULT_BYTES, SMALLEST_PART_BYTES, PartMemory, Upload
+from stio.storage.remote.stores import Query, locate, signed_url
 
 _NEVER: State = {"e_tag": '"00000000000000000000000000000000"', "version": "1"}
 """A state that no object has."""
@@ -97,16 +112,21 @@ class RemoteDestination:
         return Uploads(Folder(self.root), self.buffer_bytes, tuple(shard_names))
 
     def collect_unused(self, *, max_age_seconds: float = MAX_AGE_SECONDS, dry_run: bool = False) -> GarbageReport:
-        """Delete what saves left that did not commit; see `stio.storage.remote.unused.collect_unused`."""
+        """Delete what saves left that did not commit; see `stio.storage.remote.save.collect_unused`."""
         return collect_unused(Folder(self.root), self.name, max_age_seconds=max_age_seconds, dry_run=dry_run)
 
 
-def open_destination(url: str) -> RemoteDestination:
-    """Return a URL as a destination; see `stio.storage.open.open_destination`.
+def open_destination(url: str | Root) -> RemoteDestination:
+    """Return a URL, or a root, as a destination; see `stio.storage.open.open_destination`.
 
     Raises:
+        TypeError: A root of another kind.
         ValueError: It looks like a file of another kind.
     """
+    if isinstance(url, RemoteRoot):
+        return RemoteDestination(url)
+    if not isinstance(url, str):
+        raise TypeError(f"a destination is a path, a URL or a RemoteRoot, not {type(url).__name__}")
     location = locate(url)
     folder, _, name = location.key.rpartition("/")
     advice = "" if url.endswith("/") else advice_for_destination(name)
@@ -187,8 +207,11 @@ class RemoteTransaction(Uploads):
         self._written: dict[Note, State] = {}  # the notes as this save has left them
 
     def share(self) -> None:
-        """Let other processes upload shards too (`RemoteDestination.join`). A roll back deletes all shards."""
-        self._shared = True
+        """Let other processes upload shards too (`RemoteDestination.join`). A roll back deletes all shards.
+
+        The caller makes it, when it has told the others of a commit that failed: deletions may take long.
+        """
+        self._shared, self._rolls_back_at_once = True, False
 
     def read_note(self, name: str) -> bytes | None:
         """Return the content of a small object."""
@@ -444,3 +467,111 @@ class RemoteFiles:
 
     def _url(self, name: str) -> str:
         return f"{self.folder.path}/{name}"
+
+
+_MOST_ANSWER_BYTES = 16 << 20
+"""Longest answer that is read; a page of the list has at most 1,000 uploads."""
+
+
+def collect_unused(folder: Folder, name: str, *, max_age_seconds: float, dry_run: bool) -> GarbageReport:
+    """Delete the shards of saves that did not commit, and abort their uploads.
+
+    Args:
+        folder: The directory.
+        name: Name of the only file, whose uploads count too; "": the checkpoint is a directory.
+        max_age_seconds: What is younger stays: no lock shows whether its save is under way.
+        dry_run: Change nothing.
+
+    Raises:
+        StioError: The store cannot be read, or refuses to delete.
+    """
+    objects = folder.list()
+    used: set[str] = set()
+    for index in objects:
+        if index.endswith(INDEX_SUFFIX):
+            used |= _shards_of(folder, index)
+    now = time.time()
+    ages = {one: now - listed.changed for one, listed in objects.items() if is_of_save(one) and one not in used}
+    old = sorted(one for one, age in ages.items() if age >= max_age_seconds)
+    if not dry_run:
+        folder.delete(old)
+    uploads = [one for one in _uploads(folder) if is_of_save(one.name) or (name and one.name == name)]
+    ended = [one for one in uploads if now - one.began >= max_age_seconds]
+    if not dry_run:
+        for one in ended:
+            _send(folder, "DELETE", one.name, {"uploadId": one.id})
+    kept = {*ages} - {*old} | {one.name for one in uploads if one not in ended}
+    return GarbageReport(
+        unused=tuple(f"{folder.path}/{one}" for one in old),
+        aborted=tuple(f"{folder.path}/{one.name}" for one in ended),
+        kept=tuple(f"{folder.path}/{one}" for one in sorted(kept)),
+    )
+
+
+def _shards_of(folder: Folder, index: str) -> set[str]:
+    found = folder.read(index)
+    try:
+        return set() if found is None else {*parse_index(found[0], path=f"{folder.path}/{index}").shards}
+    except IndexFormatError:
+        if index.endswith(FILE_SUFFIX + INDEX_SUFFIX):
+            raise
+        return set()  # it is of files of another kind
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    name: str
+    id: str
+    began: float
+
+
+def _uploads(folder: Folder) -> list[_Unfinished]:
+    """Return the uploads to objects of a directory that were neither completed nor aborted; [] if S3 does not say."""
+    if folder.root.location.scheme != "s3":
+        return []
+    try:
+        return sorted(_listed_uploads(folder), key=lambda one: (one.name, one.began))
+    except StorageError as error:
+        log(
+            logging.WARNING,
+            "the uploads that interrupted saves have left cannot be listed; a rule of the bucket ends them "
+            "(AbortIncompleteMultipartUpload): %s",
+            error,
+        )
+        return []
+
+
+def _listed_uploads(folder: Folder) -> Iterator[_Unfinished]:
+    prefix = folder.key("")
+    query = {"uploads": "", "prefix": prefix}
+    while True:
+        before = dict(query)
+        try:
+            page = ElementTree.fromstring(_send(folder, "GET", "", query))
+            for one in page.iterfind("{*}Upload"):
+                name = one.findtext("{*}Key", "").removeprefix(prefix)
+                if "/" not in name:
+                    began = datetime.fromisoformat(one.findtext("{*}Initiated", ""))
+                    yield _Unfinished(name, one.findtext("{*}UploadId", ""), began.timestamp())
+        except (ElementTree.ParseError, ValueError) as error:  # ValueError: no time
+            raise StorageError(f"the store did not send a list of uploads: {error}", path=folder.path) from None
+        if page.findtext("{*}IsTruncated") != "true":
+            return
+        query["key-marker"] = page.findtext("{*}NextKeyMarker", "")
+        query["upload-id-marker"] = page.findtext("{*}NextUploadIdMarker", "")
+        if query == before:
+            raise StorageError("the store sends the same page of its list of uploads again", path=folder.path)
+
+
+def _send(folder: Folder, method: str, name: str, query: Query) -> bytes:
+    """Send a request of S3 for an object, "": for the bucket, that obstore has no function for; return the answer."""
+    root, key = folder.root, f"/{quote(folder.key(name))}" if name else ""
+
+    def send(store: Any) -> bytes:
+        url = signed_url(root.new_store, root.config, method, key, query)
+        seconds = folder.patience.stall_seconds
+        return ask(url, {}, _MOST_ANSWER_BYTES, stall_seconds=seconds, scheme="s3", method=method).body
+
+    with suppress(CheckpointNotFoundError):  # it was completed or aborted by now
+        return root.requester.run(send, f"{folder.path}/{name}" if name else folder.path, work="save")
+    return b""

@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from functools import partial
-from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,12 +18,12 @@ from stio.errors import CheckpointNotFoundError, StioError, StorageError
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, names_checkpoint
 from stio.runtime import memory
 from stio.runtime.calls import Call
+from stio.runtime.locks import new_lock
 from stio.runtime.log import log
 from stio.runtime.memory import Region
 from stio.runtime.workers import WorkerPool
-from stio.storage.base import Identity, Requests, Transaction
+from stio.storage.base import Identity, Requests
 from stio.storage.checks import cut_short
-from stio.storage.remote.answers import is_page
 from stio.storage.remote.failures import (
     PAGE,
     PageError,
@@ -34,8 +33,18 @@ from stio.storage.remote.failures import (
     WrongAnswerError,
     failure_of,
 )
-from stio.storage.remote.one_request import Head, ask
-from stio.storage.remote.requests import Patience, Requester, current_watch, patience_of
+from stio.storage.remote.requests import (
+    Attempts,
+    Head,
+    Patience,
+    RateWatch,
+    Requester,
+    ask,
+    current_watch,
+    is_page,
+    patience_of,
+    require_no_page,
+)
 from stio.storage.remote.settings import Options
 from stio.storage.remote.stores import (
     Location,
@@ -46,7 +55,8 @@ from stio.storage.remote.stores import (
     require_obstore,
     without_user,
 )
-from stio.storage.remote.whole import WholeObject
+
+T = TypeVar("T")
 
 REQUESTS = Requests(nbytes=8 << 20, num_in_flight=32, gap_bytes=1 << 20)
 """At 30 ms to the first byte and 60 MB/s a connection, 8 MiB take 0.17 s, a fifth of it latency, and 32 connections
@@ -265,15 +275,7 @@ class RemoteRoot:
 
     def _whole(self, key: str, path: str) -> WholeObject:
         """Open an object of a server that sends no parts of files."""
-        found = WholeObject(
-            self.requester,
-            key,
-            path,
-            identify=partial(_identity, path=path),
-            requests=self._requests,
-            head_bytes=_HEAD_BYTES,
-            target=_Target,
-        )
+        found = WholeObject(self.requester, key, path, self._requests)
         log(
             self.requester.warnings.level(),
             "%s: the server sends no parts of files (it ignores Range), so the whole file is read in order, by one "
@@ -315,16 +317,6 @@ class RemoteRoot:
         if found.status != 206:
             raise UnrangedError
         return _checked(found, wanted) or _get(store, wanted)
-
-    def begin(self, **options: Any) -> Transaction:
-        """Begin a save to the directory; see `stio.storage.remote.save.RemoteDestination`."""
-        transaction: Transaction = import_module("stio.storage.remote.save").RemoteDestination(self).begin(**options)
-        return transaction
-
-    def within(self, budget_bytes: int) -> tuple[Any, int]:
-        """Return it as a destination of saves; see `stio.storage.remote.save.RemoteDestination.within`."""
-        found: tuple[Any, int] = import_module("stio.storage.remote.save").RemoteDestination(self).within(budget_bytes)
-        return found
 
     def close(self) -> None:
         """Drop what was opened ahead; objects opened from it can still be read. Idempotent."""
@@ -428,6 +420,117 @@ class RemoteSource:
     def close(self) -> None:
         """Free the first bytes. Idempotent; no read may be under way."""
         self._head = None
+
+
+class WholeObject:
+    """One object of a server that sends no parts of files (it ignores Range), in the state in which it was opened.
+
+    A `Source`. The loader reads it by one request at a time, in the order of the offsets. Bytes between two reads are
+    received and dropped. A read before the place of the last one begins the object again. So memory stays as small as
+    with ranges, and a load that needs few tensors receives most of the file.
+
+    Args:
+        requester: Makes its requests.
+        key: Its name in the store.
+        path: Its URL without secrets.
+        requests: Size of the reads of a load.
+
+    Raises:
+        StioError: It cannot be read.
+    """
+
+    def __init__(self, requester: Requester, key: str, path: str, requests: Requests) -> None:
+        self.path = path
+        """See above."""
+        self.requests = replace(requests, num_in_flight=1)
+        """See `RequestedSource`."""
+        self._requester = requester
+        self._key = key
+        self._lock = new_lock()
+        self._stream: Any = None
+        self._piece: Any = b""  # the bytes that the stream gave last
+        self._begin = 0  # their offset
+        self.identity, self._head = self._repeated(self._open, None)
+        """The state of the object."""
+
+    def read_into(self, offset: int, regions: Sequence[Region]) -> None:
+        """Fill the regions, one after the other, with the bytes from `offset` on; see `RemoteSource.read_into`."""
+        end = offset + sum(region.nbytes for region in regions)
+        if end == offset:
+            return
+        if end > self.identity.nbytes:
+            raise cut_short(self.path, self.identity.nbytes, end - max(offset, self.identity.nbytes))
+        if end <= len(self._head):
+            _Target(regions).fill(self._head, offset, end)
+            return
+        with self._lock:
+            self._repeated(lambda: self._read(offset, end, _Target(regions)), self.identity)
+
+    def check_unchanged(self) -> None:
+        """Raise `ChangedDuringReadError` if the server has another state of the object by now, or none."""
+        found = self._requester.run(self._get, self.path, expected=self.identity)
+        self.identity.require_same(_identity(found.meta, self.path), self.path)
+
+    def close(self) -> None:
+        """End the request that is under way. Idempotent; no read may be under way."""
+        self._stream = None
+        self._head = b""
+
+    def _get(self, store: Any) -> Any:
+        return require_obstore().get(store, self._key)
+
+    def _repeated(self, work: Callable[[], T], expected: Identity | None) -> T:
+        """Call a function again while it fails, and may succeed."""
+        attempts = Attempts(self._requester, self.path, expected=expected)
+        while True:
+            try:
+                return work()
+            except Exception as error:
+                failure = failure_of(error)
+            attempts.failed(failure)
+
+    def _open(self) -> tuple[Identity, bytes]:
+        result = self._requester.begin(self._get).result()
+        identity = _identity(result.meta, self.path)
+        stream, head = self._pieces(result), b""
+        while len(head) < min(_HEAD_BYTES, identity.nbytes):
+            head += bytes(self._next(stream))
+        require_no_page(str(result.attributes.get("Content-Type", "")), head)
+        return identity, head
+
+    def _pieces(self, result: Any) -> Any:
+        """Return the iterator of the bytes of an answer, in pieces that come within the time of a stall."""
+        return iter(result.stream(min_chunk_size=RateWatch(self._requester.patience.stall_seconds).piece_bytes))
+
+    def _next(self, stream: Any) -> Any:
+        """Return the next bytes of a stream, which has more.
+
+        Raises:
+            WrongAnswerError: It has ended.
+        """
+        watch = RateWatch(self._requester.patience.stall_seconds, in_pieces=True)
+        watch.begin()
+        piece = Call(lambda: next(stream, None), check=watch.check).result()
+        if not piece:
+            raise WrongAnswerError("the answer has ended early")
+        return piece
+
+    def _read(self, offset: int, end: int, target: _Target) -> None:
+        stream, self._stream = self._stream, None  # kept again if the read succeeds
+        if stream is None or offset < self._begin:
+            result = self._requester.begin(self._get).result()
+            self.identity.require_same(_identity(result.meta, self.path), self.path)
+            stream = self._pieces(result)
+            self._piece, self._begin = b"", 0
+        while True:
+            stop = self._begin + len(self._piece)
+            if offset < stop:
+                target.fill(self._piece, offset - self._begin, min(end, stop) - self._begin)
+                offset = min(end, stop)
+            if offset >= end:
+                self._stream = stream
+                return
+            self._piece, self._begin = self._next(stream), stop
 
 
 _MOST_AT_ONCE = 8
