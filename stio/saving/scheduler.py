@@ -45,8 +45,7 @@ WRITE_DEPTH = 4
 
 NUM_WORKERS = WRITE_DEPTH + 2
 """Most workers; where the engine does the work there are fewer. Two more than write, so that a full block is ready
-when a write ends. Writes that start together end together; where all then filled their next block first, the disk was
-idle for 3 of 30 ms."""
+when a write ends: writes that start together end together."""
 
 AHEAD_BLOCKS = 4
 """Most full blocks that wait for the disk, where no caller waits for the snapshot: one for each write that may end."""

@@ -71,22 +71,14 @@ class LockTimeout:
         """Return a part of this time, at most `seconds`: what it does not use is still there."""
         return LockTimeout(min(seconds, self._left_seconds), self)
 
-    def wait_until(
-        self,
-        ready: Callable[[], bool | None],
-        check: Callable[[], None] = _no_check,
-        *,
-        at_most_seconds: float = float("inf"),
-    ) -> bool:
+    def wait_until(self, ready: Callable[[], bool | None], check: Callable[[], None] = _no_check) -> bool:
         """Call `ready` again and again until it returns True; return False if the time passed before.
 
         Args:
             ready: Called at least once. No blocking `flock`: its wait could not be interrupted.
             check: Called between two calls; it raises to end the wait, as `Operation.check` does.
-            at_most_seconds: Limit of this wait.
         """
-        begin, pause = time.monotonic(), 0.001
-        longest = min(self._left_seconds, at_most_seconds)
+        begin, pause, longest = time.monotonic(), 0.001, self._left_seconds
         try:
             while not ready():
                 check()

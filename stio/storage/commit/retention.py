@@ -167,7 +167,7 @@ class _Removal:
             if fd is None:
                 self._ended.add(path)
                 return
-            with self._entered(fd, name, path) as below:
+            with self._opened(path, name, fd) as below:
                 if below is None:
                     self._ended.add(path)
                     return
@@ -189,7 +189,7 @@ class _Removal:
 
     def _delete_aside(self, fd: int, aside: Aside, name: str, path: str) -> bool:
         """Delete a directory that is set aside, if it still is the one of this path and holds nothing else."""
-        with self._entered(aside.fd, name, path) as below:
+        with self._opened(path, name, aside.fd) as below:
             if below is None or not self._compare(below, path, warn=False)[1]:
                 return False
         deleted = f"{DELETED_PREFIX}{secrets.token_hex(5)}"
@@ -212,7 +212,7 @@ class _Removal:
                 is_own = _is_same(self._files[below], identity_at(fd, name))
                 num_files, is_pure = num_files + is_own, is_pure and is_own
             elif below in self._made:
-                with self._entered(fd, name, below) as opened:
+                with self._opened(below, name, fd) as opened:
                     inside = (0, False) if opened is None else self._compare(opened, below, warn=warn)
                 num_files, is_pure = num_files + inside[0], is_pure and inside[1]
             elif not name.startswith(KEPT_BY_SYSTEM):
@@ -257,7 +257,7 @@ class _Removal:
         with self._opened(parent) as fd:
             if fd is None:
                 return
-            with self._entered(fd, name, path) as below:
+            with self._opened(path, name, fd) as below:
                 is_own = below is not None and not os.listdir(below)
             if is_own:
                 with suppress(OSError):  # a file was added in this moment
@@ -310,28 +310,15 @@ class _Removal:
     # Comparing.
 
     @contextmanager
-    def _opened(self, path: str) -> Iterator[int | None]:
-        """Open a directory by its path; None if it does not exist, or is not the recorded one."""
+    def _opened(self, path: str, name: str = "", dir_fd: int | None = None) -> Iterator[int | None]:
+        """Open a directory, by its path or in another one; None if it does not exist, or is not the recorded one."""
         try:
-            fd = calls.open_directory(path)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            if isinstance(error, NotADirectoryError):
+            fd = calls.open_directory(name or path, dir_fd=dir_fd)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                if dir_fd is None and not isinstance(error, NotADirectoryError):
+                    raise
                 self._warn(path, "it is a link, or no directory")
-            yield None
-            return
-        with closing(fd):
-            yield fd if self._is_directory(fd, path, warn=True) else None
-
-    @contextmanager
-    def _entered(self, dir_fd: int, name: str, path: str) -> Iterator[int | None]:
-        """Open a directory in a directory; None if it does not exist, or is not the recorded one."""
-        try:
-            fd = calls.open_directory(name, dir_fd=dir_fd)
-        except FileNotFoundError:
-            yield None
-            return
-        except OSError:
-            self._warn(path, "it is a link, or no directory")
             yield None
             return
         with closing(fd):

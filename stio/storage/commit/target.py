@@ -121,7 +121,15 @@ def make_and_open(directory: str, *, durable: bool) -> tuple[int, dict[str, Dire
     Raises:
         OSError: The operating system reported an error.
     """
-    fd, where, missing = _open_existing(directory)
+    where, missing, fd = directory, list[str](), -1
+    while fd < 0:
+        try:
+            fd = calls.open_directory(where)
+        except FileNotFoundError:
+            where, name = os.path.split(where)
+            if not name:
+                raise
+            missing.append(name)
     made: dict[str, DirectoryIdentity] = {}
     try:
         if not missing and durable:
@@ -144,19 +152,6 @@ def make_and_open(directory: str, *, durable: bool) -> tuple[int, dict[str, Dire
         calls.close(fd)
         raise
     return fd, made
-
-
-def _open_existing(directory: str) -> tuple[int, str, list[str]]:
-    """Open the first of a directory and its parents that exists; return also its path, and the names below it."""
-    missing: list[str] = []
-    while True:
-        try:
-            return calls.open_directory(directory), directory, missing
-        except FileNotFoundError:
-            directory, name = os.path.split(directory)
-            if not name:
-                raise
-            missing.append(name)
 
 
 def _sync_parent(directory: str) -> None:

@@ -69,14 +69,6 @@ _CAUSES = (
 _MOST_CHARACTERS = 300
 
 
-class WrongAnswerError(Exception):
-    """An answer that is not what was requested; the text says in what."""
-
-
-class StalledError(Exception):
-    """An answer that comes too slowly; the text is the rate; "": no bytes came."""
-
-
 class RefusedError(Exception):
     """An answer with a status that is no success, of which the whole head is known, unlike in an error of obstore.
 
@@ -97,20 +89,10 @@ class RefusedError(Exception):
         self.region = region
 
 
-class UnansweredError(Exception):
-    """A request without an answer, or with one that ended early; the text says why."""
-
-
-class UnrangedError(Exception):
-    """An answer that is the whole object in place of a range."""
-
+WEB_PAGE = "a web page (HTML)"
 
 PAGE = "no answer of a store"
 """What `StorageError.found` is where a server sent a web page, or what may be one."""
-
-
-class PageError(Exception):
-    """An answer that is a web page; the text is its title."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,24 +219,30 @@ _MESSAGES: dict[Kind, tuple[str, str, int]] = {
 """What happened, what to do, and the number of the error."""
 
 
+class RequestError(Exception):
+    """A request or an answer of which stio itself found what is wrong.
+
+    Args:
+        kind: See `Failure`.
+        cause: See `Failure`.
+        rate: See `Failure`.
+    """
+
+    def __init__(self, kind: Kind, cause: str = "", *, rate: str = "") -> None:
+        self.failure = Failure(kind, cause, rate=rate)
+        super().__init__(cause or rate)
+
+
 def failure_of(error: BaseException) -> Failure:
     """Return what an error of obstore means. Errors that a request cannot raise are raised again."""
     name = type(error).__name__
-    if isinstance(error, WrongAnswerError):
-        return Failure("wrong", str(error))
+    if isinstance(error, RequestError):
+        return error.failure
     error = without_panic(error)
     if isinstance(error, PanicError):
         return Failure("panic", error.cause)
     if isinstance(error, StioError):
         raise error
-    if isinstance(error, StalledError):
-        return Failure("stalled", "", rate=str(error))
-    if isinstance(error, UnansweredError):
-        return Failure("unreachable", _summary(str(error)))
-    if isinstance(error, UnrangedError):
-        return Failure("unranged", "")
-    if isinstance(error, PageError):
-        return Failure("page", f"a web page (HTML) {_summary(str(error))}".rstrip())
     if isinstance(error, RefusedError):
         found = _of_text(name, str(error), "")
         if found.kind == "elsewhere" and error.region:
@@ -295,7 +283,7 @@ def _of_text(name: str, text: str, details: str) -> Failure:
     """Return what an error means by the name of its class, its text, and obstore's description of its source."""
     answered = _STATUS.search(text)
     status = int(answered[1]) if answered else 0
-    summary = _summary(text)
+    summary = summary_of(text)
     kind = next((kind for kind, pattern in _RULES if re.search(pattern, f"{name} {status} {text}")), None)
     if kind == "no credentials" and (found := _PROVIDER.search(text)):
         return Failure("busy" if found[1] else "no credentials", found[2])
@@ -326,7 +314,7 @@ def _without_status(summary: str, details: str) -> Failure:
     return Failure("other", summary)
 
 
-def _summary(text: str) -> str:
+def summary_of(text: str) -> str:
     """Return the message of a server as one short line without URLs."""
     code, message = _CODE.search(text), _MESSAGE.search(text)
     if code is not None:

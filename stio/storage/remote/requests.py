@@ -33,13 +33,13 @@ from stio.runtime.log import RareWarnings, log
 from stio.runtime.operation import Cancelled
 from stio.runtime.workers import is_interrupted
 from stio.storage.remote.failures import (
+    WEB_PAGE,
     Failure,
-    PageError,
     RefusedError,
-    StalledError,
-    UnansweredError,
+    RequestError,
     Work,
     failure_of,
+    summary_of,
 )
 from stio.storage.remote.settings import added_authorities
 
@@ -82,7 +82,7 @@ class RateWatch:
         """Require that the bytes since the last check came fast enough, if that was long enough ago.
 
         Raises:
-            StalledError: They did not.
+            RequestError: They did not.
         """
         mark, now = self._mark, time.monotonic()
         if mark is None or now - mark[0] < self._seconds:
@@ -90,8 +90,8 @@ class RateWatch:
         came = self._num_bytes - mark[1]
         if came < self.piece_bytes:
             if self._in_pieces:
-                raise StalledError(f"fewer than {LEAST_BYTES_PER_SECOND:,} bytes/s")
-            raise StalledError(f"only {came / (now - mark[0]):,.0f} bytes/s" if came else "")
+                raise RequestError("stalled", rate=f"fewer than {LEAST_BYTES_PER_SECOND:,} bytes/s")
+            raise RequestError("stalled", rate=f"only {came / (now - mark[0]):,.0f} bytes/s" if came else "")
         self._mark = now, self._num_bytes
 
 
@@ -118,12 +118,13 @@ def require_no_page(content_type: str, body: bytes) -> None:
     """Require that an answer is no web page: neither a checkpoint nor a listing is one.
 
     Raises:
-        PageError: It is one.
+        RequestError: It is one.
     """
     if is_page(body) or (content_type.lower().startswith("text/html") and body[:1] == b"<"):
         title = _TITLE.search(body)
         text = unescape(title[1].decode(errors="replace")) if title else ""
-        raise PageError(f"of the title {' '.join(text.split())!r}" if text.strip() else "")
+        titled = f"of the title {' '.join(text.split())!r}" if text.strip() else ""
+        raise RequestError("page", f"{WEB_PAGE} {summary_of(titled)}".rstrip())
 
 
 T = TypeVar("T")
@@ -436,9 +437,7 @@ def ask(
 
     Raises:
         RefusedError: The status is no success.
-        PageError: It is a web page.
-        StalledError: The bytes come too slowly.
-        UnansweredError: There was no answer, or it ended early.
+        RequestError: It is a web page, the bytes come too slowly, or there was no answer, or it ended early.
         StorageError: The authorities of the environment cannot be read.
     """
     handlers: list[Any] = [_NoRedirect(), *([ProxyHandler({})] if is_local else [])]
@@ -458,11 +457,11 @@ def ask(
         with error:
             raise _refused(error) from None
     except TimeoutError:
-        raise StalledError("") from None
+        raise RequestError("stalled") from None
     except (OSError, HTTPException, ValueError) as error:
         if isinstance(getattr(error, "reason", None), TimeoutError):
-            raise StalledError("") from None
-        raise UnansweredError(str(error)) from None
+            raise RequestError("stalled") from None
+        raise RequestError("unreachable", summary_of(str(error))) from None
 
 
 class _NoRedirect(HTTPRedirectHandler):

@@ -52,7 +52,7 @@ from stio.storage.base import Ending, Note, Root, Transaction
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
 from stio.storage.remote.failures import Failure, failure_of
 from stio.storage.remote.folder import DEFAULT_BYTES, SMALLEST_PART_BYTES, Folder, PartMemory, State, Upload
-from stio.storage.remote.requests import ask, pause
+from stio.storage.remote.requests import Attempts, ask
 from stio.storage.remote.source import RemoteRoot
 from stio.storage.remote.stores import Query, locate, signed_url
 
@@ -276,7 +276,7 @@ class RemoteTransaction(Uploads):
             CommitUncertainError: The store does not say whether it has it, and its put is the commit.
             StioError: The store refuses it, or does not say whether it has it.
         """
-        patience, attempt, began = self._folder.patience, 1, time.monotonic()
+        attempts = Attempts(self._folder.root.requester, f"{self._folder.path}/{name}", work="save")
         while True:
             try:
                 return self._folder.put_once(name, data, state or "create")
@@ -291,13 +291,10 @@ class RemoteTransaction(Uploads):
                 return new_state  # the answer was lost
             if failure.kind in ("changed", "missing"):
                 raise self._conflict()
-            pause_seconds = patience.pause_seconds(attempt, failure.retry_after_seconds)
-            is_over = patience.is_over(failure, attempt, time.monotonic() - began, pause_seconds)
-            if is_over or not failure.may_succeed:
-                # If an attempt may have worked, that put may be on its way still.
-                raise self._unknown(name, failure) if may_arrive else self._error(failure, name)
-            pause(pause_seconds)
-            attempt += 1
+            try:
+                attempts.failed(failure)
+            except StioError as error:  # if an attempt may have worked, that put may be on its way still
+                raise self._unknown(name, failure) if may_arrive else error from None
 
     def published(self) -> RemoteFiles:
         """Return what was published, for its deletion later."""

@@ -26,11 +26,10 @@ from stio.storage.base import Identity, Requests
 from stio.storage.checks import cut_short
 from stio.storage.remote.failures import (
     PAGE,
-    PageError,
+    WEB_PAGE,
+    Failure,
     RefusedError,
-    UnansweredError,
-    UnrangedError,
-    WrongAnswerError,
+    RequestError,
     failure_of,
 )
 from stio.storage.remote.requests import (
@@ -270,7 +269,7 @@ class RemoteRoot:
                 raise
         head = b"".join(map(bytes, answer.pieces))
         if is_page(head) and name.endswith(_NO_PAGES):
-            raise failure_of(PageError()).error(path, 1, stall_seconds=self.requester.patience.stall_seconds)
+            raise Failure("page", WEB_PAGE).error(path, 1, stall_seconds=self.requester.patience.stall_seconds)
         return RemoteSource(self, key, path, answer.identity, head, self._requests)
 
     def _whole(self, key: str, path: str) -> WholeObject:
@@ -308,14 +307,16 @@ class RemoteRoot:
                 stall_seconds=self.requester.patience.stall_seconds,
                 scheme=self.location.scheme,
             )
-        except UnansweredError:
-            return _get(store, wanted)
+        except RequestError as error:
+            if error.failure.kind == "unreachable":
+                return _get(store, wanted)
+            raise
         except RefusedError as error:
             if 300 <= error.status < 400 and not error.region:  # obstore follows it, or says why not
                 return _get(store, wanted)
             raise
         if found.status != 206:
-            raise UnrangedError
+            raise RequestError("unranged")
         return _checked(found, wanted) or _get(store, wanted)
 
     def close(self) -> None:
@@ -506,13 +507,13 @@ class WholeObject:
         """Return the next bytes of a stream, which has more.
 
         Raises:
-            WrongAnswerError: It has ended.
+            RequestError: It has ended.
         """
         watch = RateWatch(self._requester.patience.stall_seconds, in_pieces=True)
         watch.begin()
         piece = Call(lambda: next(stream, None), check=watch.check).result()
         if not piece:
-            raise WrongAnswerError("the answer has ended early")
+            raise RequestError("wrong", "the answer has ended early")
         return piece
 
     def _read(self, offset: int, end: int, target: _Target) -> None:
@@ -564,7 +565,7 @@ def _get(store: Any, wanted: Range) -> Answer:
     """Return the bytes of a range, which the end of the object may shorten if no state is expected.
 
     Raises:
-        WrongAnswerError: The answer has other bytes than were requested.
+        RequestError: The answer has other bytes than were requested.
         ChangedDuringReadError: The answer is from another state than the expected one.
     """
     options: dict[str, Any] = {"range": (wanted.begin, wanted.end)}
@@ -574,9 +575,7 @@ def _get(store: Any, wanted: Range) -> Answer:
     identity = _identity(result.meta, wanted.path)
     if wanted.expected is not None and identity != wanted.expected:
         return Answer((), identity)  # the caller compares it
-    begin, stop = wanted.begin, min(wanted.end, identity.nbytes)
-    if tuple(result.range) != (begin, stop):
-        raise WrongAnswerError(f"bytes {result.range[0]:,} to {result.range[1]:,} instead of {begin:,} to {stop:,}")
+    expected_bytes = _expected_bytes(wanted, identity, *result.range)
     watch = current_watch()
     watch.begin()
     pieces = []
@@ -585,9 +584,17 @@ def _get(store: Any, wanted: Range) -> Answer:
         watch.add(len(piece))
     watch.end()
     num_bytes = sum(map(len, pieces))
-    if num_bytes != stop - begin:
-        raise WrongAnswerError(f"{num_bytes:,} bytes instead of {stop - begin:,}")
+    if num_bytes != expected_bytes:
+        raise RequestError("wrong", f"{num_bytes:,} bytes instead of {expected_bytes:,}")
     return Answer(pieces, identity)
+
+
+def _expected_bytes(wanted: Range, identity: Identity, begin: int, end: int) -> int:
+    """Return how many bytes an answer must have; raise `RequestError` if it is of another range."""
+    first, stop = wanted.begin, min(wanted.end, identity.nbytes)
+    if (begin, end) != (first, stop):
+        raise RequestError("wrong", f"bytes {begin:,} to {end:,} instead of {first:,} to {stop:,}")
+    return stop - first
 
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
@@ -597,7 +604,7 @@ def _checked(found: Head, wanted: Range) -> Answer | None:
     """Return the answer of Python's client as `_get` does; None if it does not say what state it is of.
 
     Raises:
-        WrongAnswerError: It has other bytes than were requested.
+        RequestError: It has other bytes than were requested.
     """
     fields = found.fields
     sent = _CONTENT_RANGE.fullmatch(fields.get("content-range", ""))
@@ -611,12 +618,10 @@ def _checked(found: Head, wanted: Range) -> Answer | None:
     identity = _identity(meta, wanted.path)
     if wanted.expected is not None and identity != wanted.expected:
         return Answer((), identity)
-    begin, stop = wanted.begin, min(wanted.end, identity.nbytes)
-    if (int(sent[1]), int(sent[2]) + 1) != (begin, stop):
-        raise WrongAnswerError(f"bytes {int(sent[1]):,} to {int(sent[2]) + 1:,} instead of {begin:,} to {stop:,}")
+    expected_bytes = _expected_bytes(wanted, identity, int(sent[1]), int(sent[2]) + 1)
     length = fields.get("content-length", "")
-    if len(found.body) != stop - begin or (length and length != str(stop - begin)):
-        raise WrongAnswerError(f"{length or len(found.body)} bytes instead of {stop - begin:,}")
+    if len(found.body) != expected_bytes or (length and length != str(expected_bytes)):
+        raise RequestError("wrong", f"{length or len(found.body)} bytes instead of {expected_bytes:,}")
     return Answer((found.body,), identity)
 
 

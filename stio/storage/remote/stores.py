@@ -29,7 +29,7 @@ from xml.etree import ElementTree
 from stio.errors import CheckpointNotFoundError, StorageError, install_command, one_line
 from stio.runtime.panics import without_panic
 from stio.runtime.urls import without_secrets
-from stio.storage.remote.failures import PageError, RefusedError, StalledError, UnansweredError, failure_of
+from stio.storage.remote.failures import RefusedError, RequestError, failure_of
 from stio.storage.remote.requests import STALL_SECONDS, ask
 from stio.storage.remote.settings import (
     Options,
@@ -589,6 +589,6 @@ def _answer(name: str, url: str, *, token: str = "", form: bytes | None = None) 
         found = failure_of(error)
         kind = BusyCredentialsError if found.kind == "busy" else CredentialsError
         raise kind(f"{host} refuses credentials for {name} (status {error.status}): {found.cause}") from None
-    except (PageError, StalledError, UnansweredError) as error:
-        kind = CredentialsError if isinstance(error, PageError) else BusyCredentialsError
+    except RequestError as error:
+        kind = CredentialsError if error.failure.kind == "page" else BusyCredentialsError
         raise kind(f"{host} gives no credentials for {name}: {one_line(str(error))}".rstrip(": ")) from None

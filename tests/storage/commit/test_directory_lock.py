@@ -348,7 +348,7 @@ def test_all_waits_have_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     whole = LockTimeout(10)
-    assert not whole.wait_until(lambda: False, at_most_seconds=3)
+    assert not whole.part(3).wait_until(lambda: False)
     assert now[0] == pytest.approx(3)
     part = whole.part(4)
     assert not part.wait_until(lambda: False) and now[0] == pytest.approx(7)
@@ -357,7 +357,7 @@ def test_all_waits_have_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not whole.wait_until(lambda: False) and not whole.part(5).wait_until(lambda: False)
     assert now[0] == pytest.approx(10, abs=0.1)
     assert whole.wait_until(lambda: True)
-    assert not LockTimeout(float("inf")).wait_until(lambda: False, at_most_seconds=1)
+    assert not LockTimeout(float("inf")).part(1).wait_until(lambda: False)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
