@@ -61,7 +61,7 @@ class SaveScheduler:
     """One save from its first copy to its last durable byte; the commit is the transaction's.
 
     Args:
-        plan: The files and their blocks; of a plan of parts, files that are `PartWriter`s.
+        plan: The files and their blocks; of a plan of parts, files with `write_strided`.
         pool: Staging memory; its condition guards this run too.
         ready: When the devices' tensors may be read.
         on_staged: Called once, on a worker, when every tensor was copied and may change.

@@ -109,11 +109,7 @@ class Download:
         return sum(stop - begin for begin, stop in self._missing())
 
     def fill(
-        self,
-        source: Source,
-        requests: Requests,
-        *,
-        report: Callable[[int], object] = lambda nbytes: None,
+        self, source: Source, requests: Requests, *, report: Callable[[int], object] = lambda nbytes: None
     ) -> None:
         """Read the missing blocks. Blocks; on an error or a cancel the blocks that are complete stay.
 
@@ -133,12 +129,8 @@ class Download:
 
         def work() -> None:
             region: Region | None = None
-            while not pool.stopped:
+            for begin, stop in pool.items(blocks):
                 check_interrupted()
-                try:
-                    begin, stop = blocks.pop()
-                except IndexError:
-                    return
                 region = region or memory.allocate(min(step, self._nbytes))
                 for at in range(begin, stop, step):
                     part = region.sub(0, min(step, stop - at))

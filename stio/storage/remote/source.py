@@ -222,20 +222,17 @@ class RemoteRoot:
     def open_ahead(self, names: Sequence[str]) -> None:
         """Open objects at one time, each of which `open` returns later. Blocks; raises no error of an object."""
         left = [name for name in dict.fromkeys(names) if name not in self._ahead][::-1]
+        pool = WorkerPool("open")
 
         def work() -> None:
-            while left:
-                try:
-                    name = left.pop()
-                except IndexError:
-                    return
+            for name in pool.items(left):
                 try:
                     self._ahead[name] = self._open(name)
                 except StioError as error:
                     self._ahead[name] = error
 
         if len(left) > 1:
-            WorkerPool("open").run(work, min(len(left), self._requests.num_in_flight))
+            pool.run(work, min(len(left), self._requests.num_in_flight))
 
     def open(self, name: str, *, trusted: bool = False) -> RemoteSource | WholeObject:
         """Open one object.
