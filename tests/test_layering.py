@@ -76,7 +76,6 @@ DYNAMIC_IMPORTS = {
     "runtime/progress.py": "tqdm is an extra, needed with progress=True only",
     "storage/hub.py": "huggingface_hub is an extra, needed with hf:// only",
     "storage/open.py": "what reads URLs, and numpy with it, is needed with a URL only",
-    "storage/remote/source.py": "what saves is needed by saves only, and imports this",
     "storage/remote/settings.py": "obstore is an extra, needed with URLs only",
     "storage/remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with some profiles of AWS only",
     "sync.py": "torch.distributed is needed with stio.distributed only",

@@ -36,7 +36,7 @@ from stio.format.other_sources import HEAD_BYTES, FileKind, kind_of, starts_like
 from stio.runtime.memory import reporting_shortage
 from stio.runtime.text import counted
 from stio.storage.checks import OPEN_FLAGS, require_regular, translated_errors
-from stio.storage.mapped import log_unmapped
+from stio.storage.local import log_unmapped
 
 
 def read_start(path: str, nbytes: int) -> bytes:

@@ -7,7 +7,6 @@ import io
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from math import prod
 from typing import Any
@@ -34,8 +33,8 @@ from stio.saving.options import SaveOptions, SaveResult
 from stio.saving.pending import PendingSave
 from stio.saving.plan import ShardPlan, WritePlan
 from stio.saving.plan_parts import Part, plan_placed
-from stio.storage.base import FileWriter, Note, Transaction
-from stio.storage.commit.joined import Invitation, JoinedStaging
+from stio.storage.base import Transaction
+from stio.storage.commit.transaction import Invitation, JoinedTransaction
 
 
 class PartSave(PendingSave):
@@ -82,34 +81,8 @@ class PartSave(PendingSave):
         return plan, plan
 
     def _begin_transaction(self, operation: Operation[SaveResult], num_shards: int) -> Transaction:
-        joined = JoinedStaging.open(Invitation.from_json(self._task.invitation), operation.check)
-        return _PartTransaction(joined, self._own_bytes)
-
-
-class _PartTransaction:
-    """The part of one rank as a `Transaction`: it ends when the rank's bytes are durable."""
-
-    takes_index = False
-
-    def __init__(self, joined: JoinedStaging, own_bytes: Sequence[int]) -> None:
-        self._joined, self._own_bytes = joined, own_bytes
-        self.path, self.shard_names = joined.invitation.destination, joined.invitation.shard_names
-
-    def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
-        """Return writers of the files that the coordinator has created."""
-        return self._joined.create(self._own_bytes)
-
-    def read_note(self, name: str) -> bytes | None:
-        """Return None: the coordinator writes the notes."""
-        return None
-
-    def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
-        """Close the files; the coordinator commits."""
-        self._joined.close()
-
-    def roll_back(self) -> None:
-        """Close the files; the coordinator removes them."""
-        self._joined.close()
+        invitation = Invitation.from_json(self._task.invitation)
+        return JoinedTransaction(invitation, self._own_bytes, check=operation.check)
 
 
 class PlainValue:
@@ -139,10 +112,12 @@ def digests_of_share(task: RankTask, ranks: Ranks) -> list[WriteResult]:
             raise ranks.failure
 
     assert task.hash is not None
-    joined = JoinedStaging.open(Invitation.from_json(task.invitation), check)
-    with closing(joined):
-        names = joined.invitation.shard_names[: task.num_early][ranks.rank :: ranks.num_ranks]
+    joined = JoinedTransaction(Invitation.from_json(task.invitation), check=check)
+    try:
+        names = joined.shard_names[: task.num_early][ranks.rank :: ranks.num_ranks]
         found = [(name, joined.digest(name, new_hasher(task.hash), check)) for name in names]
+    finally:
+        joined.roll_back()
     return [WriteResult(MetadataIndex(name), size_in_bytes=0, storage_data=FileDigest(text)) for name, text in found]
 
 

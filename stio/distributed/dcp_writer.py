@@ -57,7 +57,6 @@ from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace, traced
-from stio.saving.hidden import hiding_on_disk, warn_of_hiding
 from stio.saving.options import (
     DEFAULT_PATTERN,
     CommitStep,
@@ -68,13 +67,12 @@ from stio.saving.options import (
     ShardNames,
     absolute_destination,
 )
-from stio.saving.pending import EXIT_PATIENCE_SECONDS, manifest_notes
+from stio.saving.pending import EXIT_PATIENCE_SECONDS, hiding_on_disk, manifest_notes, warn_of_hiding
 from stio.saving.plan import ShardPlan, WritePlan
 from stio.saving.plan_parts import data_places
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.commit.file_writer import LocalFileWriter
-from stio.storage.commit.joined import Invitation
-from stio.storage.commit.transaction import LocalTransaction, begin_local
+from stio.storage.commit.transaction import Invitation, LocalTransaction, begin_local
 
 
 class StioStorageWriter(StorageWriter):

@@ -13,8 +13,7 @@ from stio.saving.options import SaveResult
 from stio.saving.plan import WritePlan
 from stio.saving.plan_parts import Part, plan_parts
 from stio.storage.base import FileWriter, Transaction
-from stio.storage.commit.joined import Invitation, JoinedStaging
-from stio.storage.commit.transaction import LocalTransaction
+from stio.storage.commit.transaction import FilesTransaction, Invitation, JoinedTransaction, LocalTransaction
 
 
 class SaveToFiles(ShardedSave):
@@ -31,30 +30,21 @@ class SaveToFiles(ShardedSave):
 
     def _join(self, operation: Operation[SaveResult]) -> OwnPart:
         invitation = Invitation.from_json(run_blocking(self._ranks.fetch("staging")))
-        return _JoinedFiles(JoinedStaging.open(invitation, operation.check), self._ranks, self._own_bytes)
+        joined = JoinedTransaction(invitation, self._own_bytes, check=operation.check)
+        return _JoinedFiles(joined, self._ranks)
 
 
 class _Files:
     """The parts of one rank of the files.
 
     Args:
-        files: The staging directory.
+        files: The transaction of this rank.
         ranks: The ranks.
-        own_bytes: Bytes that this rank writes to each file.
-        shard_names: Names of the files.
-        path: The destination.
     """
 
-    def __init__(
-        self,
-        files: LocalTransaction | JoinedStaging,
-        ranks: Ranks,
-        own_bytes: Sequence[int],
-        shard_names: tuple[str, ...],
-        path: str,
-    ) -> None:
-        self._files, self._ranks, self._own_bytes = files, ranks, own_bytes
-        self.shard_names, self.path = shard_names, path
+    def __init__(self, files: FilesTransaction, ranks: Ranks) -> None:
+        self._files, self._ranks = files, ranks
+        self.shard_names, self.path = files.shard_names, files.path
 
     def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> dict[int, str]:
         """Return digests of the files that this rank reads for that, when all have written."""
@@ -69,8 +59,8 @@ class _OwnedFiles(_Files):
     """Those of the first rank, which has the staging directory."""
 
     def __init__(self, local: LocalTransaction, ranks: Ranks, own_bytes: Sequence[int]) -> None:
-        super().__init__(local, ranks, own_bytes, local.shard_names, local.path)
-        self._local = local
+        super().__init__(local, ranks)
+        self._local, self._own_bytes = local, own_bytes
         self._nbytes: Sequence[int] = ()
 
     def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
@@ -100,18 +90,13 @@ class _OwnedFiles(_Files):
 class _JoinedFiles(_Files):
     """Those of another rank."""
 
-    def __init__(self, joined: JoinedStaging, ranks: Ranks, own_bytes: Sequence[int]) -> None:
-        invitation = joined.invitation
-        super().__init__(joined, ranks, own_bytes, invitation.shard_names, invitation.destination)
-        self._joined = joined
-
     def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
         """Return writers of the files that the first rank has created."""
-        return self._joined.create(self._own_bytes)
+        return self._files.create(nbytes)
 
     def finish(self, check: Callable[[], None]) -> None:
         """Close the files: nothing is written any more."""
-        self._joined.close()
+        self._files.roll_back()
 
     def prepare_commit(self, check: Callable[[], None]) -> None:
         """Nothing to do: the first rank does."""
@@ -121,4 +106,4 @@ class _JoinedFiles(_Files):
 
     def roll_back(self) -> None:
         """Close the files; the first rank removes them."""
-        self._joined.close()
+        self._files.roll_back()

@@ -27,14 +27,13 @@ from stio.saving.plan import WritePlan
 from stio.saving.plan_parts import Part, plan_stream
 from stio.storage.base import FileWriter, Transaction
 from stio.storage.remote.save import RemoteDestination, RemoteTransaction, Uploads
-from stio.storage.remote.source import RemoteRoot
 
 _SMALLEST_WINDOW_BYTES = 16 * PAGE_BYTES
 
 
 def is_store(destination: object) -> bool:
     """Return whether a destination is one of a store that many ranks can save to."""
-    return isinstance(destination, RemoteDestination | RemoteRoot)
+    return isinstance(destination, RemoteDestination)
 
 
 class SaveToStore(ShardedSave):
@@ -45,8 +44,8 @@ class SaveToStore(ShardedSave):
         if self._ranks.num_ranks > 1 and not dist.is_gloo_available():
             raise ValueError("saves of many ranks to a store need a torch with Gloo, and this one has none")
         where = self._absolute_destination
-        assert isinstance(where, RemoteDestination | RemoteRoot)
-        self._absolute_destination = _Store(RemoteDestination(where) if isinstance(where, RemoteRoot) else where)
+        assert isinstance(where, RemoteDestination)
+        self._absolute_destination = _Store(where)
 
     @property
     def _store(self) -> _Store:

@@ -36,7 +36,7 @@ from stio.saving.options import DestinationLike, SaveOptions, SaveResult
 from stio.saving.pending import PendingSave
 from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.plan_parts import Part, data_places
-from stio.storage.base import FileWriter, Note, Published, RecordingTransaction, Transaction
+from stio.storage.base import FileWriter, Note, Published, Transaction
 
 T = TypeVar("T")
 
@@ -326,13 +326,13 @@ class OwnPart(Protocol):
         """Return what the blocks of this rank are written with: see `Transaction.create`, for this rank's plan."""
 
     def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> dict[int, str]:
-        """Return the digests of some of the files, by number; all ranks together have all. See `SharedTransaction`."""
+        """Return the digests of some of the files, by number; all ranks together have all. See `Transaction`."""
 
     def finish(self, check: Callable[[], None]) -> None:
         """Wait until all that this rank writes is durable; nothing is written after that."""
 
     def prepare_commit(self, check: Callable[[], None]) -> None:
-        """On the first rank, complete the files when all ranks have finished; see `PreparedTransaction`."""
+        """On the first rank, complete the files when all ranks have finished; see `Transaction`."""
 
     def leave(self) -> None:
         """On other ranks, leave the files to the first rank, which publishes or removes them."""
@@ -341,24 +341,28 @@ class OwnPart(Protocol):
         """End the writes, before this rank leaves the others. Never raises; idempotent; does nothing after `leave`."""
 
 
-class _SharedTransaction:
+class _SharedTransaction(Transaction):
     """What the transactions of all ranks have in common."""
 
     def __init__(self, part: OwnPart, ranks: Ranks) -> None:
         self._part, self._ranks = part, ranks
         self.path, self.shard_names = part.path, part.shard_names
-        self.create, self.roll_back = part.create, part.roll_back
+
+    def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
+        """See `OwnPart`."""
+        return self._part.create(nbytes)
+
+    def roll_back(self) -> None:
+        """See `OwnPart`."""
+        self._part.roll_back()
 
     def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> list[str]:
-        """Return the digest of each file; see `SharedTransaction`."""
+        """Return the digest of each file; see `Transaction`."""
         own = list(self._part.digests(new_hasher, check).items())
         found: dict[int, str] = {}
         for one in run_blocking(self._ranks.arrive("hashed", json.dumps(own).encode())):
             found.update(json.loads(one))
         return [found[k] for k in range(len(self.shard_names))]
-
-    def require_names(self, *names: str) -> None:
-        """Nothing to do: the first rank has."""
 
 
 class _FirstRank(_SharedTransaction):
@@ -370,7 +374,11 @@ class _FirstRank(_SharedTransaction):
     def __init__(self, transaction: Transaction, part: OwnPart, ranks: Ranks) -> None:
         super().__init__(part, ranks)
         self._transaction = transaction
-        self.takes_index, self.read_note = transaction.takes_index, transaction.read_note
+        self.takes_index, self.is_recorded = transaction.takes_index, transaction.is_recorded
+
+    def read_note(self, name: str) -> bytes | None:
+        """See `Transaction`."""
+        return self._transaction.read_note(name)
 
     def prepare_commit(self, check: Callable[[], None] = _nothing) -> None:
         """Wait until all ranks have agreed, and take what the commit needs."""
@@ -383,9 +391,8 @@ class _FirstRank(_SharedTransaction):
         self._transaction.commit(index=index, notes=notes)
         self._ranks.share("committed", b"")
 
-    def published(self) -> Published:
+    def published(self) -> Published | None:
         """Return what was published."""
-        assert isinstance(self._transaction, RecordingTransaction)
         return self._transaction.published()
 
 
@@ -393,10 +400,6 @@ class _OtherRank(_SharedTransaction):
     """The transaction on the other ranks: they agree, and learn the outcome."""
 
     takes_index = False
-
-    def read_note(self, name: str) -> bytes | None:
-        """Return None: the first rank writes the notes."""
-        return None
 
     def prepare_commit(self, check: Callable[[], None] = _nothing) -> None:
         """Finish what this rank writes."""

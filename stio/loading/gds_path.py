@@ -23,8 +23,7 @@ from stio.loading.plan import Block, Group
 from stio.loading.read_paths import DevicePath, StagingSlots, read_error
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
-from stio.storage.gds import GdsFile, require_cufile
-from stio.storage.local import LocalFile
+from stio.storage.local import GdsFile, LocalFile, require_cufile
 
 logger = logging.getLogger("stio")
 

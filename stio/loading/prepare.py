@@ -44,8 +44,7 @@ from stio.runtime.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
 from stio.runtime.progress import progress_callback
 from stio.runtime.trace import traced
 from stio.storage.base import RequestedSource, Requests, Source
-from stio.storage.local import LocalFile
-from stio.storage.mapped import MappedFile, map_if_possible
+from stio.storage.local import LocalFile, MappedFile, map_if_possible
 
 GROUP_BYTES = 64 << 20
 """Size of groups: memory is allocated, and tensors are made, for one at a time."""

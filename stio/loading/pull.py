@@ -36,12 +36,12 @@ from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Identity, ParallelRoot, RequestedSource, Requests, Root, Source
 from stio.storage.checks import refused
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.small_files import status_at
+from stio.storage.commit.directory_lock import FileLock
+from stio.storage.commit.files import status_at
 from stio.storage.download import (
     LOCK_SUFFIX,
     PART_SUFFIX,
     Download,
-    FileLock,
     check_interrupted,
     object_key,
     opened_directory,

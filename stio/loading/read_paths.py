@@ -32,8 +32,7 @@ from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
 from stio.runtime.trace import Trace
 from stio.storage.base import RequestedSource, Source
-from stio.storage.local import LocalFile
-from stio.storage.mapped import MappedFile
+from stio.storage.local import LocalFile, MappedFile
 
 PIECE_BYTES = 8 << 20
 """Bytes that the plain executor reads in one call: a cancel takes effect between two of them."""

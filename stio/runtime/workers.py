@@ -10,12 +10,15 @@ The pool and the queue share one condition: a worker that sleeps on it until the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypeVar
 
 from stio.runtime.locks import Condition
 from stio.runtime.operation import Cancelled, current_operation, start_thread, without_panic
 from stio.runtime.process import be_nice
+
+T = TypeVar("T")
 
 _thread_local = threading.local()
 
@@ -98,6 +101,15 @@ class WorkerPool:
         once = [work]
         del work
         self._run(once)
+
+    def items(self, left: list[T]) -> Iterator[T]:
+        """Yield what is left in a list that all workers take from, the last first, until the pool stops."""
+        while not self.stopped and left:
+            try:
+                item = left.pop()
+            except IndexError:
+                return
+            yield item
 
     def stop(self) -> None:
         """End the workers after their current piece. Never blocks; callable from any thread. Idempotent."""

@@ -42,6 +42,7 @@ from stio.saving.options import (
     SaveResult,
     ShardNames,
     adopted_directory,
+    options_in,
 )
 from stio.saving.pending import PendingSave
 from stio.saving.retention import Retention
@@ -118,20 +119,7 @@ async def save(
         StioError: See `stio.errors`. After any other exception the old checkpoint remains; after a cancel too, unless
             the commit had begun: then the new checkpoint is complete.
     """
-    options = SaveOptions(
-        max_shard_size=max_shard_size,
-        metadata=metadata,
-        filename_pattern=filename_pattern,
-        shared=shared,
-        shard_names=shard_names,
-        commit=commit,
-        durability=durability,
-        hash=hash,
-        lock_timeout=lock_timeout,
-        progress=progress,
-        trace=trace,
-        switch_interval=switch_interval,
-    )
+    options = SaveOptions(**options_in(locals()))
     return await PendingSave(tensors, destination, options, budget_bytes=budget_bytes).complete()
 
 
@@ -206,20 +194,7 @@ class Saver:
         _require_count("max_pending", max_pending)
         if when_full not in ("wait", "error"):
             raise ValueError(f"when_full= takes 'wait' or 'error', not {when_full!r}")
-        self._options = SaveOptions(
-            max_shard_size=max_shard_size,
-            metadata=metadata,
-            filename_pattern=filename_pattern,
-            shared=shared,
-            shard_names=shard_names,
-            commit=commit,
-            durability=durability,
-            hash=hash,
-            lock_timeout=lock_timeout,
-            progress=progress,
-            trace=trace,
-            switch_interval=switch_interval,
-        )
+        self._options = SaveOptions(**options_in(locals()))
         self._keep_last = keep_last
         self._max_pending = max_pending
         self._when_full = when_full
@@ -287,21 +262,7 @@ class Saver:
             ClosedError: The saver was closed.
             StioError: This save failed before its snapshot was complete, or an earlier one failed and was not awaited.
         """
-        make_options = partial(
-            self._options.with_changes,
-            max_shard_size=max_shard_size,
-            metadata=metadata,
-            filename_pattern=filename_pattern,
-            shared=shared,
-            shard_names=shard_names,
-            commit=commit,
-            durability=durability,
-            hash=hash,
-            lock_timeout=lock_timeout,
-            progress=progress,
-            trace=trace,
-            switch_interval=switch_interval,
-        )
+        make_options = partial(self._options.with_changes, **options_in(locals()))
         return await self._save(tensors, destination, make_options)
 
     async def save_state(
@@ -343,21 +304,7 @@ class Saver:
         Raises:
             StioError: See `save`.
         """
-        make_options = partial(
-            self._options.with_changes,
-            max_shard_size=max_shard_size,
-            metadata=metadata,
-            filename_pattern=filename_pattern,
-            shared=shared,
-            shard_names=shard_names,
-            commit=commit,
-            durability=durability,
-            hash=hash,
-            lock_timeout=lock_timeout,
-            progress=progress,
-            trace=trace,
-            switch_interval=switch_interval,
-        )
+        make_options = partial(self._options.with_changes, **options_in(locals()))
         return await self._save_state(state, destination, make_options)
 
     async def aclose(self) -> None:

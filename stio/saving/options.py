@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from itertools import chain
 from threading import TIMEOUT_MAX
@@ -26,7 +26,7 @@ from stio.runtime.progress import Progress, progress_callback
 from stio.runtime.text import counted, show_bytes, show_seconds, table
 from stio.runtime.trace import Trace
 from stio.runtime.urls import is_url, without_secrets
-from stio.storage.base import Transaction
+from stio.storage.base import Root, Transaction
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.commit.target import OneFile, is_one_file
 from stio.storage.open import open_destination
@@ -62,8 +62,8 @@ class Destination(Protocol):
         """Begin one save; see `stio.storage.commit.transaction.begin_local`."""
 
 
-DestinationLike: TypeAlias = str | os.PathLike[str] | Destination
-"""A path or URL ending in `.safetensors` (one file), any other (a directory), or an object with the method `begin`.
+DestinationLike: TypeAlias = str | os.PathLike[str] | Destination | Root
+"""A path or URL ending in `.safetensors` (one file), any other (a directory), a `RemoteRoot`, an object with `begin`.
 
 A path that looks like a file of another kind or name (`w.pt`, `w.sft`) is refused, unless it is a directory already or
 ends in a slash.
@@ -81,7 +81,7 @@ def absolute_destination(destination: DestinationLike) -> str | OneFile | Destin
     require_unlocked()
     if isinstance(destination, Destination):
         return destination
-    if isinstance(destination, str) and is_url(destination):
+    if isinstance(destination, Root) or (isinstance(destination, str) and is_url(destination)):
         remote: Destination = open_destination(destination)
         return remote
     if not isinstance(destination, str | os.PathLike):
@@ -230,6 +230,11 @@ class SaveOptions:
                 raise ValueError("max_shard_size is for directories; a destination ending in .safetensors is one file")
             return None
         return parse_size(self.max_shard_size or DEFAULT_MAX_SHARD_SIZE)
+
+
+def options_in(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a function's keywords that are options of a save: its `locals()`, before it has made others."""
+    return {field.name: keywords[field.name] for field in fields(SaveOptions)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,17 @@
 A save runs on its own thread (`PendingSave._run` shows its steps in order). A caller may wait for two moments: the
 snapshot is complete, so the tensors may change; and the checkpoint is durable. A save that fails or is cancelled before
 its commit leaves nothing behind.
+
+A save replaces what it has saved before. The index of another checkpoint in the directory is not its own, so it stays,
+and readers of the directory follow it: `hiding_index` finds that out, for a warning.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -17,21 +22,23 @@ from typing import Any, Self, TypeAlias
 from stio.device.copy_out import Readiness
 from stio.device.describe import describe_tensors
 from stio.device.tensor_memory import require_no_placeholders
-from stio.errors import SaveInProgressError
+from stio.errors import SaveInProgressError, StioError, printable
+from stio.format.directory import INDEX_NAME, NamedCheckpoint, choose, of_index, without_index
+from stio.format.index import ShardIndex, parse_index
 from stio.format.manifest import FileState, manifest_change
-from stio.format.naming import MANIFEST_SUFFIX, index_name, manifest_name
+from stio.format.naming import INDEX_SUFFIX, MANIFEST_SUFFIX, index_name, manifest_name, shard_number
 from stio.format.sharding import TensorSource
 from stio.runtime import memory
 from stio.runtime.hashing import Hasher, HashName, new_hasher
-from stio.runtime.limits import DEFAULT_BUDGET_BYTES
+from stio.runtime.limits import DEFAULT_BUDGET_BYTES, Limits
 from stio.runtime.log import log
+from stio.runtime.memory import allocate
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation, current_operation
 from stio.runtime.process import collection_paused, switch_interval
 from stio.runtime.progress import progress_callback
 from stio.runtime.spans import CALLER
 from stio.runtime.trace import shown, traced
-from stio.saving.hidden import hiding_index, hiding_on_disk, warn_of_hiding
 from stio.saving.options import (
     Destination,
     DestinationLike,
@@ -43,18 +50,10 @@ from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.scheduler import SaveScheduler
 from stio.saving.staging_pool import SMALLEST_BLOCK_BYTES, StagingPool, block_bytes_for
 from stio.saving.tensors import TensorsLike, tensors_of
-from stio.storage.base import (
-    BufferedDestination,
-    Note,
-    PreparedTransaction,
-    Published,
-    RecordingTransaction,
-    Root,
-    SharedTransaction,
-    Transaction,
-)
+from stio.storage.base import BufferedDestination, Note, ParallelRoot, Published, Root, Transaction
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.transaction import begin_local
+from stio.storage.open import open_directory
 
 EXIT_PATIENCE_SECONDS = 60.0
 """Longest time that the interpreter's exit waits for a save before it is rolled back."""
@@ -274,9 +273,9 @@ class PendingSave:
             durability=options.durability,
         )
         try:
-            if options.hash is not None and isinstance(transaction, PreparedTransaction):
+            if options.hash is not None:
                 transaction.require_names(self._manifest_name(transaction.shard_names))
-            if isinstance(transaction, RecordingTransaction):
+            if transaction.is_recorded:
                 self._when_begun(transaction.path, self._own_pattern())
         except BaseException:
             transaction.roll_back()
@@ -288,7 +287,7 @@ class PendingSave:
     ) -> SaveResult:
         """Publish the files, which are written and durable."""
         new_hasher = self._hasher()
-        if digests is None and new_hasher is not None and isinstance(transaction, SharedTransaction):
+        if digests is None and new_hasher is not None:
             with traced(self._options.trace, "hash"):
                 digests = transaction.digests(new_hasher, operation.check)
         written_seconds = perf_counter() - self._started
@@ -298,18 +297,16 @@ class PendingSave:
         notes = manifest_notes(transaction, self._manifest_name(names), self._options.hash, sizes, hashes)
         index = plan.index(names) if transaction.takes_index else None
         where = self._absolute_destination
-        remote = where if isinstance(where, Root) else getattr(where, "root", None)
+        remote = getattr(where, "root", None)
         # Of a store before the commit: from there on no cancel is heard.
         hiding = hiding_index(remote, *self._saved_as(plan, transaction)) if isinstance(remote, Root) else None
         with traced(self._options.trace, "commit"):
-            if isinstance(transaction, PreparedTransaction):
-                transaction.prepare_commit(operation.check)
+            transaction.prepare_commit(operation.check)
             operation.refuse_cancel()
             transaction.commit(index=index, notes=notes)
         self._committed = True
         committed_seconds = perf_counter() - self._started
-        if isinstance(transaction, RecordingTransaction):  # what a caller's own destination holds is not deleted
-            published = transaction.published()
+        if (published := transaction.published()) is not None:  # what a caller's own destination holds is not deleted
             self.written = published if isinstance(published, WrittenFiles) else None
             self._when_durable(transaction.path, self._own_pattern(), published)
         if self.written is not None:  # after the commit: it may have replaced an index
@@ -466,3 +463,90 @@ def manifest_notes(
     new = {file: FileState(nbytes, digest) for (file, digest), nbytes in zip(hashes.items(), sizes, strict=False)}
     change = manifest_change(transaction.read_note(name), algorithm, new, path=name)
     return [] if change is None else [Note(name, *change)]
+
+
+def hiding_index(root: Root, index: str | None, files: Collection[str], tensors: Iterable[str]) -> str | None:
+    """Return the index by which a load of a directory gets other files than those of a save; None: there is none.
+
+    Nothing is raised: what cannot be read does not decide either.
+
+    Args:
+        root: The directory.
+        index: The index of the saved checkpoint, if it has one.
+        files: Its files.
+        tensors: Names of its tensors.
+
+    Returns:
+        The name of the index. A variant, such as `model.fp16.safetensors`, is meant to be loaded by its name.
+    """
+    with suppress(StioError):
+        own = of_index(index) if index is not None else next(iter(without_index(files)), None)
+        if own is None or (index is None and any(shard_number(name) is not None for name in files)):
+            return None  # no name of a checkpoint; or a shard of one whose index comes later
+        names = _names(root, own)
+        found = choose({*names, *files}, path=root.path).index
+        if found is None or found == index or own.is_variant_of(of_index(found)):
+            return None
+        other = _read(root, found)
+        is_gone = not any(shard in names or _exists(root, shard) for shard in other.shards)
+        if is_gone or not other.weight_map or not {*other.shards}.isdisjoint(files):
+            return None
+        if of_index(found).stem == own.stem or not other.weight_map.keys().isdisjoint(tensors):
+            return found
+    return None
+
+
+def hiding_on_disk(path: str, index: str | None, files: Collection[str], tensors: Iterable[str]) -> str | None:
+    """Return what `hiding_index` finds in the directory of a saved file, or in a saved directory.
+
+    Args:
+        path: The destination, on this machine.
+        index: See `hiding_index`.
+        files: See `hiding_index`.
+        tensors: See `hiding_index`.
+    """
+    with (
+        suppress(StioError),
+        open_directory(path if os.path.isdir(path) else os.path.dirname(path), follow_symlinks=False) as root,
+    ):
+        return hiding_index(root, index, files, tensors)
+    return None
+
+
+def warn_of_hiding(hiding: str, path: str, first: str | None) -> None:
+    """Log that a load of the directory of a saved checkpoint gets another one.
+
+    Args:
+        hiding: The index that it follows.
+        path: The destination.
+        first: Index or first file of the checkpoint, if the destination is a directory.
+    """
+    log(
+        logging.WARNING,
+        "%s: saved, but a load of its directory follows %s there; load it by its path, or delete that index "
+        "and its shards",
+        printable(path if first is None else f"{path.rstrip('/')}/{first}"),
+        printable(hiding),
+    )
+
+
+def _names(root: Root, own: NamedCheckpoint) -> list[str]:
+    """Return the names in a directory; of a store those that decide, since a list of all of them may be long."""
+    if not isinstance(root, ParallelRoot):
+        return [*root.listdir()]
+    return [name for name in dict.fromkeys([INDEX_NAME, own.whole + INDEX_SUFFIX]) if _exists(root, name)]
+
+
+def _exists(root: Root, name: str) -> bool:
+    with suppress(StioError):
+        root.open(name).close()
+        return True
+    return False
+
+
+def _read(root: Root, name: str) -> ShardIndex:
+    with closing(root.open(name)) as file:
+        nbytes = min(file.identity.nbytes, Limits().header_bytes)
+        region = allocate(max(nbytes, 1)).sub(0, nbytes)
+        file.read_into(0, [region])
+        return parse_index(region.tobytes(), path=file.path)

@@ -35,8 +35,8 @@ from stio.runtime.progress import ProgressEvent, ProgressReporter, close_bar
 from stio.runtime.trace import Trace, traced
 from stio.runtime.workers import WorkerPool
 from stio.saving.plan import Run, WriteBlock, WritePlan
-from stio.saving.producers import ProducedTensors
 from stio.saving.staging_pool import StagingPool
+from stio.saving.tensors import ProducedTensors
 from stio.storage.base import FileWriter, OrderedWriter
 from stio.storage.commit.file_writer import LocalFileWriter
 
@@ -45,8 +45,7 @@ WRITE_DEPTH = 4
 
 NUM_WORKERS = WRITE_DEPTH + 2
 """Most workers; where the engine does the work there are fewer. Two more than write, so that a full block is ready
-when a write ends. Writes that start together end together; where all then filled their next block first, the disk was
-idle for 3 of 30 ms."""
+when a write ends: writes that start together end together."""
 
 AHEAD_BLOCKS = 4
 """Most full blocks that wait for the disk, where no caller waits for the snapshot: one for each write that may end."""
@@ -62,7 +61,7 @@ class SaveScheduler:
     """One save from its first copy to its last durable byte; the commit is the transaction's.
 
     Args:
-        plan: The files and their blocks; of a plan of parts, files that are `PartWriter`s.
+        plan: The files and their blocks; of a plan of parts, files with `write_strided`.
         pool: Staging memory; its condition guards this run too.
         ready: When the devices' tensors may be read.
         on_staged: Called once, on a worker, when every tensor was copied and may change.

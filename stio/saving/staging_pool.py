@@ -21,8 +21,7 @@ SNAPSHOT_BLOCK_BYTES = 64 << 20
 
 STREAM_BLOCK_BYTES = 16 << 20
 """One copy and one write, where the caller waits for the disk: the first write begins after 16 MiB were copied, and for
-the last 16 MiB only the disk is busy. A 1.7 GB save reached 0.88 of a raw writer's rate with it, 0.80 with 32 MiB, 0.85
-with 64."""
+the last 16 MiB only the disk is busy."""
 
 SMALLEST_BLOCK_BYTES = 1 << 20
 

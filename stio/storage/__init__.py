@@ -4,11 +4,11 @@ For `loading/` this package has a `Root` (a place that holds a checkpoint's file
 fill memory by address); for `saving/` a `Transaction`. `base.py` defines these three contracts; start there. No module
 here depends on tensors, plans or devices, and none imports torch. Calls block; worker threads make them.
 
-For loads: `open.py` chooses the implementation. `local.py` reads at an offset (`preadv`, O_DIRECT), `mapped.py` maps
-and populates, `gds.py` opens files for NVIDIA's cuFile, `async_files.py` reads through aiofiles where a system has no
-`preadv`. `checks.py` decides which file may be opened (regular, inside the root) and what counts as the same file.
-`paths.py` resolves paths. `remote/` reads and writes objects of stores (S3, GCS, Azure, http), `hub.py` finds
-repositories of the Hugging Face hub, `download.py` copies an object to a file.
+For loads: `open.py` chooses the implementation. `local.py` reads at an offset (`preadv`, O_DIRECT), maps and populates,
+and opens files for NVIDIA's cuFile; `async_files.py` reads through aiofiles where a system has no `preadv`. `checks.py`
+decides which file may be opened (regular, inside the root), by which links, and what counts as the same file. `remote/`
+reads and writes objects of stores (S3, GCS, Azure, http), `hub.py` finds repositories of the Hugging Face hub,
+`download.py` copies an object to a file.
 
 For saves: `commit/`, the transaction of a save to a local filesystem, its journal, and recovery after a crash; a
 transaction in a store is in `remote/save.py`.

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from stio.errors import ChangedDuringReadError
+from stio.errors import ChangedDuringReadError, CommitUncertainError
 from stio.runtime.hashing import Hasher
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
@@ -74,6 +74,29 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Close the file. Idempotent; no read may be under way."""
+
+
+def digest_of_source(source: Source, hasher: Hasher, memory: Region, check: Callable[[int], object]) -> str:
+    """Read a file from its begin to its end, and return its digest.
+
+    Args:
+        source: The file.
+        hasher: A new one.
+        memory: It is read into this, piece by piece.
+        check: Called with the bytes of each piece before it is read; it raises to end this.
+
+    Raises:
+        ChangedDuringReadError: The file was changed; it may be undamaged.
+        StioError: It could not be read.
+    """
+    nbytes = source.identity.nbytes
+    for offset in range(0, nbytes, memory.nbytes):
+        piece = memory.sub(0, min(memory.nbytes, nbytes - offset))
+        check(piece.nbytes)
+        source.read_into(offset, [piece])
+        hasher.update(piece.view())
+    source.check_unchanged()
+    return hasher.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,27 +184,6 @@ class FileWriter(Protocol):
 
 
 @runtime_checkable
-class PartWriter(FileWriter, Protocol):
-    """A file that several processes write, each its own ranges of any offset and length.
-
-    `finish` makes the ranges of this process durable.
-    """
-
-    def write_strided(self, offset: int, region: Region, nbytes: int, stride: int) -> None:
-        """Write parts of a region to places at even distances. Blocks.
-
-        Args:
-            offset: First byte of the first place.
-            region: Host memory; the parts follow each other in it without a gap.
-            nbytes: Length of one part.
-            stride: Distance between the starts of two places.
-
-        Raises:
-            StorageError: See `write_from`.
-        """
-
-
-@runtime_checkable
 class OrderedWriter(FileWriter, Protocol):
     """A file that is written from its begin to its end: `write_from` waits until the bytes before were written.
 
@@ -204,24 +206,41 @@ class Note:
     """Its content after the commit."""
 
 
-class Transaction(Protocol):
+Ending: TypeAlias = Literal["published", "uncertain", "rolled back"]
+"""How a save ends. Uncertain: it is not known whether readers find the new checkpoint, also after a power cut."""
+
+
+class Transaction:
     """One save: prepare new files that no reader sees, then commit (one step publishes them all) or roll back.
 
-    One operation calls `create`, then `FileWriter.write_from` and `finish` of all files, then `commit`. Before the
-    commit it may call `roll_back` at any time.
+    The base of the transactions of all destinations. It has the order of the steps, and says what ends a save; a
+    destination has the steps: `_create`, `_publish`, `_end`. One operation calls `create`, then `FileWriter.write_from`
+    and `finish` of all files, then `prepare_commit` and `commit`. Before the commit it may call `roll_back`.
+
+    A save ends in one of three ways (`Ending`), once. A commit that raises has rolled back, also if it was interrupted;
+    only after `CommitUncertainError` the new files stay, since the checkpoint may consist of them.
     """
 
-    @property
-    def path(self) -> str:
-        """The destination, for messages and results."""
+    path: str
+    """The destination, for messages and results."""
+    shard_names: tuple[str, ...]
+    """Names that the shards will have after the commit, in the plan's order."""
+    takes_index: bool
+    """Whether `commit` takes an index (more than one shard, or a directory that has one already)."""
+    is_recorded = False
+    """Whether `published` says what was published, so that a `Saver` may delete it later."""
+    has_ended = False
+    """Whether it was committed or rolled back."""
+    _has_begun_to_commit = False
+    _rolls_back_at_once = True  # False: by the caller of a commit that failed
+    _writers: Sequence[Any] = ()
 
-    @property
-    def shard_names(self) -> tuple[str, ...]:
-        """Names that the shards will have after the commit, in the plan's order."""
+    def require_names(self, *names: str) -> None:
+        """Require that files can have names of this length.
 
-    @property
-    def takes_index(self) -> bool:
-        """Whether `commit` takes an index (more than one shard, or a directory that has one already)."""
+        Raises:
+            StorageError: One is too long.
+        """
 
     def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
         """Create all shards and reserve their space.
@@ -233,9 +252,37 @@ class Transaction(Protocol):
             NoSpaceError: They do not fit (ENOSPC, EDQUOT, EFBIG). This is detected before the first byte is written.
             StorageError: The operating system reported an error.
         """
+        self._require_open()
+        num_shards = len(self.shard_names)
+        self._require(not self._writers and len(nbytes) == num_shards, f"{num_shards} shards are created, once")
+        self._writers = self._create(nbytes)
+        return self._writers
 
     def read_note(self, name: str) -> bytes | None:
         """Return the content of a small file beside the old checkpoint, None if it does not exist."""
+        return None
+
+    def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> list[str] | None:
+        """Return the digest of each file, in the plan's order, where several processes have written them; else None.
+
+        Args:
+            new_hasher: Makes one for each file.
+            check: Called during waits and reads; it raises to end them.
+
+        Raises:
+            StioError: A file cannot be read, or another process has failed.
+        """
+        return None
+
+    def prepare_commit(self, check: Callable[[], None] = lambda: None) -> None:
+        """Do all that precedes the commit and can be cancelled. Idempotent; `commit` does it otherwise.
+
+        Args:
+            check: Called during waits; it raises to end them, as `Operation.check` does.
+
+        Raises:
+            StioError: The files cannot be published; the caller rolls back.
+        """
 
     def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
         """Publish the new files. A commit that has started cannot be cancelled.
@@ -245,51 +292,65 @@ class Transaction(Protocol):
             notes: Small files that change with the commit.
 
         Raises:
+            ValueError: The save has ended, or files or the index are missing or superfluous; nothing was done.
             ConcurrentSaveError: Another save changed the destination since this one started. Nothing was changed.
-            CommitUncertainError: The new checkpoint is in place, but may not be durable.
+            CommitUncertainError: The new checkpoint is in place, or may be, but may not be durable.
             StorageError: The operating system reported an error; the old checkpoint is unchanged.
         """
+        self._require_open()
+        self._require((index is not None) == self.takes_index, "an index is missing" if index is None else "no index")
+        self._require_complete(notes)
+        self._has_begun_to_commit = True
+        try:
+            self.prepare_commit()
+            self._publish(index, notes)
+        except BaseException as error:
+            if isinstance(error, CommitUncertainError):
+                self._end_once("uncertain")
+            elif self._rolls_back_at_once:
+                self._end_once("rolled back")
+            raise
+        self._end_once("published")
+
+    def published(self) -> Published | None:
+        """Return what was published, if it `is_recorded`; called after the commit.
+
+        Raises:
+            StioError: It cannot be read.
+        """
+        return None
 
     def roll_back(self) -> None:
         """Remove all new files. Idempotent; never raises; does nothing after a commit."""
+        self._end_once("rolled back")
 
+    # What a destination does.
 
-@runtime_checkable
-class PreparedTransaction(Transaction, Protocol):
-    """A transaction of which more is known before the commit, and that has steps before it that can be cancelled."""
+    def _create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
+        """Create the shards; see `create`."""
+        raise NotImplementedError
 
-    def require_names(self, *names: str) -> None:
-        """Require that files can have names of this length.
+    def _require_complete(self, notes: Sequence[Note]) -> None:
+        """Require that all files are finished; raise `ValueError` otherwise."""
 
-        Raises:
-            StorageError: One is too long.
-        """
+    def _publish(self, index: bytes | None, notes: Sequence[Note]) -> None:
+        """Make the new files visible in one step; see `commit`."""
+        raise NotImplementedError
 
-    def prepare_commit(self, check: Callable[[], None] = lambda: None) -> None:
-        """Do all that precedes the commit and can be cancelled.
+    def _end(self, ending: Ending) -> None:
+        """Release everything, and remove what the ending leaves without use. Called once; never raises."""
 
-        Args:
-            check: Called during waits; it raises to end them, as `Operation.check` does.
+    def _end_once(self, ending: Ending) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            self._end(ending)
 
-        Raises:
-            StioError: The files cannot be published; the caller rolls back.
-        """
+    def _require_open(self) -> None:
+        self._require(not (self.has_ended or self._has_begun_to_commit), "the save has ended")
 
-
-@runtime_checkable
-class SharedTransaction(PreparedTransaction, Protocol):
-    """A transaction whose files several processes write."""
-
-    def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> list[str]:
-        """Return the digest of each file, in the plan's order, once all processes have written their parts.
-
-        Args:
-            new_hasher: Makes one for each file.
-            check: Called during waits and reads; it raises to end them.
-
-        Raises:
-            StioError: A file cannot be read, or another process has failed.
-        """
+    def _require(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(f"{self.path}: {message}")
 
 
 class Published(Protocol):
@@ -322,16 +383,4 @@ class BufferedDestination(Protocol):
 
         Returns:
             The destination, and most bytes that it uses.
-        """
-
-
-@runtime_checkable
-class RecordingTransaction(Transaction, Protocol):
-    """A transaction that says what it has published, so that a `Saver` may delete it later."""
-
-    def published(self) -> Published:
-        """Return what was published; called after the commit.
-
-        Raises:
-            StioError: It cannot be read.
         """

@@ -1,4 +1,11 @@
-"""Checks of a file before a storage on a filesystem reads it: its place, its kind, its identity."""
+"""Checks of a file before a storage on a filesystem reads it (its place, its kind, its identity), and a rule for links.
+
+Paths are resolved one component at a time, each relative to its open directory. In a directory that all may write and
+that has the sticky bit, such as /tmp, a link is followed only if it belongs to the user of this process or to the owner
+of the directory. Otherwise any user could decide by a link which file of another user is replaced. Linux has the same
+rule (`protected_symlinks`, proc(5)), but it can be turned off, and it is applied to the last component of a path only.
+Other links are followed.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +13,11 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from stio.errors import CheckpointNotFoundError, StorageError, TruncatedError, UnsafePathError, printable
+from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError, UnsafePathError, printable
 from stio.storage.base import Identity
 
 if sys.platform != "win32":
@@ -31,6 +38,25 @@ def refused(action: str, path: str, error: OSError | ValueError, *, offset: int 
     return StorageError(f"{action} failed: {reason}", path=path, errno=number, offset=offset)
 
 
+@contextmanager
+def refusals(
+    action: str, path: str, error_of: Callable[[str, str, OSError | ValueError], StorageError] = refused
+) -> Iterator[None]:
+    """Raise an error of the operating system in a block, or of a path that it does not accept, as a `StorageError`.
+
+    Args:
+        action: What failed, as a participle.
+        path: File or directory.
+        error_of: Makes the error.
+    """
+    try:
+        yield
+    except StioError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise error_of(action, path, error) from error
+
+
 def open_files_limit() -> int:
     """Return how many files this process may open at one time."""
     if sys.platform == "win32":
@@ -42,14 +68,13 @@ def open_files_limit() -> int:
 @contextmanager
 def translated_errors(path: str, action: str = "opening", what: str = "file or directory") -> Iterator[None]:
     """Raise an error of the operating system in a block as `CheckpointNotFoundError`, or as `refused` makes it."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(f"there is no such {what}{broken_link(path)}", path=path) from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise refused(action, path, error) from error
+    with refusals(action, path):
+        try:
+            yield
+        except StioError:
+            raise
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(f"there is no such {what}{broken_link(path)}", path=path) from None
 
 
 def broken_link(path: str) -> str:
@@ -140,3 +165,158 @@ def stat_of(fd: int, path: str) -> os.stat_result:
 def identity_of(found: os.stat_result) -> Identity:
     """Return the identity of a local file."""
     return Identity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+_ANYONE_STICKY = stat.S_ISVTX | stat.S_IWOTH
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_LISTED = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+# With O_PATH the right to pass through a directory is enough. Other systems need the right to list it.
+_PASSED = _LISTED | getattr(os, "O_PATH", 0)
+_MAX_LINKS = 40  # as the kernel
+_HAVE_DIR_FD = os.open in os.supports_dir_fd
+
+
+def resolve_links(path: str) -> str:
+    """Return a path as absolute and without links. Names that do not exist are kept, as by `os.path.realpath`.
+
+    Raises:
+        StorageError: A link of another user in a directory such as /tmp is on the way.
+        OSError: The operating system reported an error.
+        ValueError: The path contains a NUL.
+    """
+    if not _HAVE_DIR_FD:
+        return os.path.realpath(path)
+    fd, passed, rest = _follow(path if os.path.isabs(path) else os.path.join(os.getcwd(), path), None)
+    os.close(fd)
+    return os.sep + os.sep.join((*passed, *rest))
+
+
+def open_resolved(path: str) -> int:
+    """Open a directory by the path that `resolve_links` returned; a link in it has been made since, and is an error.
+
+    Raises:
+        NotADirectoryError: A part of the path is a link, or another kind of file.
+        OSError: The operating system reported an error.
+    """
+    names = [name for name in path.split(os.sep) if name]
+    if not _HAVE_DIR_FD or not names:
+        return os.open(path, _LISTED)
+    fd = os.open(os.sep, _PASSED)
+    for position, name in enumerate(names, 1):
+        try:
+            below = os.open(name, (_LISTED if position == len(names) else _PASSED) | _NO_FOLLOW, dir_fd=fd)
+        except OSError as error:
+            number = errno.ENOTDIR if error.errno == errno.ELOOP else error.errno or errno.EIO
+            raise OSError(number, os.strerror(number), path) from None
+        finally:
+            os.close(fd)
+        fd = below
+    return fd
+
+
+def open_by_rule(name: str, flags: int, *, dir_fd: int) -> int:
+    """Open a file of a directory; a link is followed by the rule of this module.
+
+    Args:
+        name: Its name in the directory.
+        flags: Flags of `os.open`.
+        dir_fd: The directory.
+
+    Raises:
+        StorageError: A link of another user in a directory such as /tmp is on the way.
+        OSError: The operating system reported an error.
+    """
+    try:
+        return os.open(name, flags | _NO_FOLLOW, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    with _target(name, dir_fd) as (fd, last):
+        return os.open(last, flags | _NO_FOLLOW, dir_fd=fd)
+
+
+def stat_by_rule(name: str, *, dir_fd: int) -> os.stat_result:
+    """Return the status of a file of a directory; a link is followed by the rule of this module.
+
+    Raises:
+        StorageError: A link of another user in a directory such as /tmp is on the way.
+        OSError: The operating system reported an error.
+    """
+    found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    if not stat.S_ISLNK(found.st_mode):
+        return found
+    with _target(name, dir_fd) as (fd, last):
+        return os.stat(last, dir_fd=fd, follow_symlinks=False)
+
+
+@contextmanager
+def _target(name: str, dir_fd: int) -> Iterator[tuple[int, str]]:
+    """Give the place of a link's target to a block: a directory, open, and a name in it that is no link."""
+    fd, _, rest = _follow(name, dir_fd)
+    try:
+        if len(rest) > 1:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        yield fd, rest[0] if rest else "."
+    finally:
+        os.close(fd)
+
+
+def _follow(path: str, dir_fd: int | None) -> tuple[int, list[str], list[str]]:
+    """Follow a path, from the root or from a directory, as far as there are directories.
+
+    Returns:
+        The last directory, open; the names passed since the root, links resolved; the names that are left: the first
+        is no directory or does not exist.
+    """
+    fd = os.open(os.sep if dir_fd is None else ".", _PASSED, dir_fd=dir_fd)
+    passed: list[str] = []
+    rest: list[str] = []
+    ahead = path.split(os.sep)[::-1]
+    num_links = 0
+    try:
+        while ahead:
+            name = ahead.pop()
+            if name in ("", "."):
+                continue
+            if rest:
+                rest.pop() if name == ".." else rest.append(name)
+                continue
+            try:
+                found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            except FileNotFoundError:
+                rest.append(name)
+                continue
+            if stat.S_ISDIR(found.st_mode):
+                below = os.open(name, _PASSED | _NO_FOLLOW, dir_fd=fd)
+                os.close(fd)
+                fd = below
+                passed = passed[:-1] if name == ".." else [*passed, name]
+            elif stat.S_ISLNK(found.st_mode):
+                num_links += 1
+                if num_links > _MAX_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+                _require_followable(os.fstat(fd), found, os.sep.join(("", *passed, name)))
+                target = os.readlink(name, dir_fd=fd)
+                ahead += target.split(os.sep)[::-1]
+                if target.startswith(os.sep):
+                    root = os.open(os.sep, _PASSED)
+                    os.close(fd)
+                    fd = root
+                    passed.clear()
+            else:
+                rest.append(name)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, passed, rest
+
+
+def _require_followable(directory: os.stat_result, link: os.stat_result, path: str) -> None:
+    if directory.st_mode & _ANYONE_STICKY == _ANYONE_STICKY and link.st_uid not in (os.geteuid(), directory.st_uid):
+        raise StorageError(
+            "a link of another user in a directory that all users may write is not followed",
+            path=path,
+            errno=errno.EACCES,
+            expected=f"a link of user {os.geteuid()} or {directory.st_uid}",
+            found=f"a link of user {link.st_uid}",
+        )

@@ -15,7 +15,6 @@ import ctypes
 import errno
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -25,8 +24,8 @@ from stio.runtime.operation import Cancelled
 from stio.runtime.workers import WorkerPool, is_interrupted
 from stio.storage.base import Identity, Requests, Source
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.directory_lock import boot_id
-from stio.storage.commit.small_files import status_at, write_whole
+from stio.storage.commit.directory_lock import LockTimeout, boot_id
+from stio.storage.commit.files import write_whole
 
 PART_SUFFIX = ".part"
 """End of the name of a file that is not complete."""
@@ -38,7 +37,7 @@ BLOCK_BYTES = 8 << 20
 """Bytes for which there is one mark."""
 
 _MARKS_VERSION = b"stio-marks-1 "
-_PAUSE_SECONDS = 0.05
+_LOOK_SECONDS = 0.5
 
 
 def object_key(path: str, identity: Identity) -> str:
@@ -60,74 +59,16 @@ def check_interrupted() -> None:
         raise Cancelled
 
 
-def wait_until(ready: Callable[[], bool], *, until: Callable[[], bool] = lambda: False) -> bool:
+def wait_until(ready: Callable[[], bool | None], *, until: Callable[[], bool] = lambda: False) -> bool:
     """Call `ready` again and again until it is true; return False if `until()` was true before.
 
     Raises:
         Cancelled: The calling thread should end.
     """
-    pause = 0.001
-    while not ready():
-        check_interrupted()
+    while not LockTimeout(_LOOK_SECONDS).wait_until(ready, check_interrupted):
         if until():
             return False
-        time.sleep(pause)
-        pause = min(2 * pause, _PAUSE_SECONDS)
     return True
-
-
-class FileLock:
-    """A lock that a file stands for: held by at most one user on this machine, and free when its process dies.
-
-    The file is removed before the lock is released. One that a killed process left is free.
-
-    Args:
-        name: Name of the lock file.
-        dir_fd: Its directory; the caller keeps it open.
-    """
-
-    def __init__(self, name: str, dir_fd: int) -> None:
-        self._name = name
-        self._dir_fd = dir_fd
-        self._fd = -1
-
-    def try_lock(self) -> bool:
-        """Take the lock without waiting; return False if another user holds it.
-
-        Raises:
-            OSError: The file could not be made, or the filesystem has no locks.
-        """
-        fd = calls.open_file(self._name, os.O_RDWR | os.O_CREAT, dir_fd=self._dir_fd)
-        taken: bool | None = False
-        try:
-            taken = calls.try_lock(fd)
-            if taken is None:
-                raise OSError("the filesystem has no locks")
-            found = status_at(self._dir_fd, self._name)
-            if taken and found is not None and os.path.samestat(found, os.fstat(fd)):
-                self._fd = fd
-                return True
-            return False  # held by another, or its last owner has removed the file
-        finally:
-            if self._fd != fd:
-                if taken:
-                    calls.unlock(fd)
-                calls.close(fd)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the lock is held."""
-        return self._fd >= 0
-
-    def release(self) -> None:
-        """Remove the file and release the lock. Idempotent; never raises."""
-        fd, self._fd = self._fd, -1
-        if fd < 0:
-            return
-        with suppress(OSError):
-            calls.unlink(self._name, dir_fd=self._dir_fd)
-        calls.unlock(fd)
-        calls.close(fd)
 
 
 class Download:
@@ -168,11 +109,7 @@ class Download:
         return sum(stop - begin for begin, stop in self._missing())
 
     def fill(
-        self,
-        source: Source,
-        requests: Requests,
-        *,
-        report: Callable[[int], object] = lambda nbytes: None,
+        self, source: Source, requests: Requests, *, report: Callable[[int], object] = lambda nbytes: None
     ) -> None:
         """Read the missing blocks. Blocks; on an error or a cancel the blocks that are complete stay.
 
@@ -192,12 +129,8 @@ class Download:
 
         def work() -> None:
             region: Region | None = None
-            while not pool.stopped:
+            for begin, stop in pool.items(blocks):
                 check_interrupted()
-                try:
-                    begin, stop = blocks.pop()
-                except IndexError:
-                    return
                 region = region or memory.allocate(min(step, self._nbytes))
                 for at in range(begin, stop, step):
                     part = region.sub(0, min(step, stop - at))

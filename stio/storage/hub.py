@@ -205,11 +205,7 @@ class HubRoot:
         pool = WorkerPool("download")
 
         def work() -> None:
-            while not pool.stopped:
-                try:
-                    name = left.pop()
-                except IndexError:
-                    return
+            for name in pool.items(left):
                 self._ahead[name] = self._download(name)
 
         try:

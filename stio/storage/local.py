@@ -1,8 +1,16 @@
-"""Local files, read at an offset into given memory: through the page cache, or past it where that is faster.
+"""Local files: read at an offset into given memory, mapped, or read by cuFile into the memory of a device.
 
 A `LocalRoot` holds the checkpoint's directory open, so that index and shards come from one directory even if its path
 is renamed in between. A `LocalFile` fills regions with `preadv(2)` from the page cache, or with O_DIRECT if the file is
 cold and the memory is aligned. A read that direct I/O does not accept goes through the page cache.
+
+A `MappedFile` is mapped privately, and populated by parallel calls or read at the first access. Nothing is copied.
+`madvise(MADV_POPULATE_READ)` populates in one long call without the GIL; page faults would cost one trap for each page.
+The pages are those of the page cache, so many processes share them.
+
+A `GdsFile` is read by NVIDIA's cuFile, GPUDirect Storage. The engine makes the reads (`stio/native/cufile.c`). A file
+is opened once more, by the link of its descriptor in /proc: it is the file that was checked, and cuFile accepts a
+descriptor once only.
 """
 
 from __future__ import annotations
@@ -12,14 +20,26 @@ import errno
 import os
 import sys
 from array import array
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Self
 
 from stio import native
-from stio.errors import StioError, TruncatedError
+from stio.errors import (
+    HostMemoryError,
+    StioError,
+    StorageError,
+    TruncatedError,
+    install_command,
+    printable,
+    without_path,
+)
+from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.locks import new_lock
+from stio.runtime.log import RareWarnings, log
 from stio.runtime.memory import SYSTEM_PAGE_BYTES, Region, libc, quick_libc
 from stio.storage.base import Source
 from stio.storage.checks import (
@@ -362,3 +382,158 @@ def shrunk(file: LocalFile, nbytes_now: int) -> TruncatedError:
 def _read_at(fd: int, vectors: list[int], offset: int) -> int:
     packed: Any = array("Q", vectors)
     return int(_preadv(fd, packed.buffer_info()[0], len(vectors) // 2, offset))
+
+
+_refusals = RareWarnings()
+
+
+def map_if_possible(file: LocalFile, *, lazy: bool = False) -> MappedFile | None:
+    """Return a mapping of a file; None, with a line in the log, where the system refuses: the caller reads it then.
+
+    Some filesystems map no files (ENODEV), and a limit may leave too little address space for a file of which few
+    tensors are needed.
+    """
+    try:
+        return MappedFile(file, lazy=lazy)
+    except (HostMemoryError, StorageError) as error:
+        log_unmapped(file.path, without_path(error))
+        return None
+
+
+def log_unmapped(path: str, reason: str) -> None:
+    """Write into the log that a file is read into memory."""
+    log(_refusals.level(), "%s is read into memory, since it cannot be mapped: %s", printable(path), reason)
+
+
+class MappedFile:
+    """A private, writable mapping of a whole file. A write to it copies the page and does not change the file.
+
+    Args:
+        file: The open file. Only `populate` needs it, for its checks; the mapping outlives it.
+        lazy: `populate` will not be called. No read-ahead in huge pages, since accesses may be sparse.
+
+    Raises:
+        HostMemoryError: The limit of address space is too low.
+        StorageError: The operating system reported an error.
+    """
+
+    def __init__(self, file: LocalFile, *, lazy: bool = False) -> None:
+        self.file = file
+        """The file."""
+        self.path = file.path
+        """Path of the file."""
+        try:
+            with memory.reporting_shortage(file.path):
+                self.region: Region = memory.map_file(file.fd, file.identity.nbytes, huge_pages=not lazy)
+        except OSError as error:
+            raise refused("mapping", file.path, error) from error
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Read `[offset, offset + nbytes)` into the page cache and map it. Blocks, without the GIL.
+
+        Raises:
+            TruncatedError: The file is shorter than it was when it was opened.
+            StorageError: The disk failed to read.
+        """
+        # An access past the end is SIGBUS, which cannot be caught: compare the size shortly before.
+        size = self.file.nbytes_now()
+        if offset + nbytes > size:
+            raise shrunk(self.file, size)
+        number = errno.EINTR
+        while number == errno.EINTR:
+            number = memory.populate(self.region.sub(offset, nbytes))
+        if number in (errno.EFAULT, errno.EINVAL):
+            # EFAULT: a failing disk, or a file that was cut; a read returns an error number, a page fault does not.
+            # EINVAL: a kernel before 5.14; a plain read brings the pages into the page cache, where faults find them.
+            self._read_through(offset, nbytes)
+        elif number not in (0, errno.EAGAIN):
+            raise refused("populating", self.file.path, OSError(number, ""), offset=offset)
+
+    def _read_through(self, offset: int, nbytes: int) -> None:
+        step = min(nbytes, 1 << 20)
+        scratch = memory.allocate(step)
+        for position in range(offset, offset + nbytes, step):
+            self.file.read_into(position, [scratch.sub(0, min(step, offset + nbytes - position))])
+
+
+_CUFILE = "libcufile.so.0"
+_CUDA_LIBRARIES = "/usr/local/cuda/lib64"
+_MODULES = Path("/proc/modules")
+
+
+def _cufile_paths() -> Iterator[str]:
+    """Return where the library may be: loaded by torch, known to the linker, in NVIDIA's wheels, in CUDA's toolkit."""
+    yield _CUFILE
+    spec = find_spec("nvidia")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        yield from map(str, sorted(Path(folder).glob(f"*/lib/{_CUFILE}")))
+    yield f"{_CUDA_LIBRARIES}/{_CUFILE}"
+
+
+_load_cufile = cache(native.load_cufile)
+
+
+def require_cufile() -> int:
+    """Load cuFile; return the table of its functions.
+
+    Raises:
+        ImportError: It is not installed, or cannot be loaded here.
+    """
+    reasons = []
+    for path in _cufile_paths():
+        try:
+            return _load_cufile(path)
+        except OSError as error:
+            reasons.append(str(error))
+    raise ImportError(
+        f"memory='gds' reads with NVIDIA's cuFile ({_CUFILE}): {install_command('gds')}, or, with a torch for "
+        f"CUDA 12, pip install nvidia-cufile-cu12; {reasons[0]}"
+    )
+
+
+class GdsFile(native.CuFile):
+    """One open file that cuFile reads. The device is the current one of the thread that makes it.
+
+    Args:
+        file: The file; the caller owns it.
+
+    Raises:
+        ImportError: cuFile is not installed.
+        StorageError: cuFile does not work on this machine, or not for this file.
+    """
+
+    def __init__(self, file: LocalFile) -> None:
+        table, self._file = require_cufile(), file
+        if not _MODULES.exists():  # cuFile 1.20 reads that file without end if it cannot be opened
+            raise self._refused(f"this system has no {_MODULES}, which cuFile needs")
+        link, flags = f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC
+        try:
+            try:
+                self._fd = os.open(link, flags | os.O_DIRECT)
+            except OSError:  # the filesystem has no direct I/O; cuFile decides
+                self._fd = os.open(link, flags)
+            try:
+                super().__init__(table, self._fd)
+            except BaseException:
+                os.close(self._fd)
+                raise
+        except OSError as error:
+            raise self._refused(str(error)) from error
+
+    @property
+    def error(self) -> StorageError | None:
+        """The first read that failed, if one did."""
+        found = self.failure
+        if found is None:
+            return None
+        whys = {native.TRUNCATED: "the file ends there", native.READING: os.strerror(found.code)}
+        return self._refused(whys.get(found.kind, found.text), offset=found.offset, doing="reading")
+
+    def close(self) -> None:
+        """Close it. No read may be under way."""
+        super().close()
+        os.close(self._fd)
+
+    def _refused(self, why: str, *, offset: int | None = None, doing: str = "opening") -> StorageError:
+        text = f"{doing} by GPUDirect Storage failed: {why}"
+        return StorageError(text, path=self._file.path, offset=offset, errno=errno.EIO)

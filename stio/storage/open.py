@@ -54,15 +54,15 @@ def open_url(url: str) -> tuple[Root, str]:
     return root, name
 
 
-def open_destination(url: str) -> Any:
-    """Return a URL as a destination of saves (`stio.saving.options.Destination`); sends nothing.
+def open_destination(url: str | Root) -> Any:
+    """Return a URL, or a `RemoteRoot`, as a destination of saves (`stio.saving.options.Destination`); sends nothing.
 
     Raises:
         ImportError: obstore is not installed.
         ValueError: Nothing can be saved there.
         StioError: The URL or the settings for its store are wrong.
     """
-    if url.partition("://")[0].lower() in ("http", "https", "hf"):
+    if isinstance(url, str) and url.partition("://")[0].lower() in ("http", "https", "hf"):
         raise ValueError(f"saves go to local paths, and to URLs of s3, gs and az; not to {without_secrets(url)}")
     return import_module("stio.storage.remote.save").open_destination(url)
 

@@ -19,9 +19,9 @@ from stio.errors import CommitUncertainError, ConcurrentSaveError
 from stio.format.naming import index_name, is_checkpoint_file
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
-from stio.storage.base import Identity, Note, Transaction
+from stio.storage.base import Ending, Identity, Note, Transaction
 from stio.storage.commit.file_writer import write_refused
-from stio.storage.commit.small_files import digest_of
+from stio.storage.commit.files import digest_of
 from stio.storage.commit.target import CommitPlan, ExistingCheckpoint, SaveTarget, choose_names
 from stio.testing.gate import Gated
 
@@ -188,20 +188,17 @@ class MemoryDestination(Gated):
             raise AssertionError(message)
 
 
-class _MemoryTransaction:
+class _MemoryTransaction(Transaction):
     """One save; a `Transaction`."""
 
     def __init__(self, destination: MemoryDestination, names: CommitPlan, old: set[str]) -> None:
         self._destination, self._names, self._old = destination, names, old
-        self._require = destination.require
         self._num_commits = destination.num_commits
         self._sinks: list[_MemorySink] = []
         self.path, self.shard_names, self.takes_index = destination.path, names.shards, names.index is not None
-        self.ended = False
-        """True once it was committed or rolled back."""
 
     def create(self, nbytes: Sequence[int]) -> Sequence[_MemorySink]:
-        self._require(not self.ended, "files are created after the save's end")
+        self._require(not self.has_ended, "files are created after the save's end")
         self._require(not self._sinks, "files are created twice")
         self._require(len(nbytes) == len(self.shard_names), f"{len(nbytes)} files for {len(self.shard_names)} names")
         self._destination.step("create", needed_bytes=sum(nbytes))
@@ -213,11 +210,11 @@ class _MemoryTransaction:
         return self._sinks
 
     def read_note(self, name: str) -> bytes | None:
-        self._require(not self.ended, "a note is read after the save's end")
+        self._require(not self.has_ended, "a note is read after the save's end")
         return self._destination.files.get(name)
 
     def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
-        self._require(not self.ended, "a save is committed after its end")
+        self._require(not self.has_ended, "a save is committed after its end")
         self._require(bool(self._sinks), "a save is committed without files")
         for sink in self._sinks:
             self._require(sink.finished, f"a save is committed before {sink.name} is finished")
@@ -231,16 +228,17 @@ class _MemoryTransaction:
             self._destination.publish(new, self._old | {note.name for note in notes}, self._num_commits)
             self._destination.step("confirm")
         finally:
-            self._end()
+            self._end_once("published")
 
     def roll_back(self) -> None:
         for sink in self._sinks:
             self._require(not sink.num_writing, f"a save is aborted while {sink.name} is written")
-        if not self.ended:
-            self._end()
+        super().roll_back()
 
-    def _end(self) -> None:
-        self.ended = True
+    def _require(self, condition: bool, message: str) -> None:
+        self._destination.require(condition, message)
+
+    def _end(self, ending: Ending) -> None:
         for sink in self._sinks:
             sink.close()
         self._destination.count(transactions=-1)
@@ -268,7 +266,7 @@ class _MemorySink:
     def write_from(self, offset: int, region: Region) -> None:
         end = offset + region.nbytes
         what = f"bytes [{offset}, {end}) of {self.name}"
-        self._require(not self._transaction.ended, f"{what} are written after the save's end")
+        self._require(not self._transaction.has_ended, f"{what} are written after the save's end")
         self._require(self._open, f"{what} are written after the file was finished")
         self._require(offset >= 0 and end <= len(self.data), f"{what}, which has {len(self.data)}")
         self._require(not offset % PAGE_BYTES and not region.address % PAGE_BYTES, f"{what} do not begin at a page")
@@ -283,7 +281,7 @@ class _MemorySink:
             self._destination.fail("write", number, self.path, offset=offset)
             # After the gate, so that late changes of the memory are written too.
             self.data[offset:end] = region.tobytes()
-            self._require(not self._transaction.ended, f"{what} are written across the save's end")
+            self._require(not self._transaction.has_ended, f"{what} are written across the save's end")
         finally:
             with self._lock:
                 self.num_writing -= 1

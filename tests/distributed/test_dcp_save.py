@@ -36,9 +36,8 @@ from stio.distributed import StioStager, StioStorageWriter, dcp_writer
 from stio.errors import SaveInProgressError
 from stio.saving import pending
 from stio.saving.staging_pool import StagingPool
-from stio.storage.commit import joined, transaction
 from stio.storage.commit.recovery import collect_garbage
-from stio.storage.commit.transaction import LocalTransaction
+from stio.storage.commit.transaction import FilesTransaction, LocalTransaction
 
 
 def whole_of(tensor: Any) -> Any:
@@ -245,13 +244,13 @@ def nested(folder: str) -> None:
 
 def names_of_hashed_files(save: Callable[[], object]) -> list[str]:
     """Return the names of the files of a save that this rank has read to hash them."""
-    names, digest = list[str](), joined.digest_of_file
+    names, digest = list[str](), FilesTransaction.digest
 
-    def noted(dir_fd: int, name: str, *rest: Any) -> str:
+    def noted(self: FilesTransaction, name: str, *rest: Any) -> str:
         names.append(name)
-        return digest(dir_fd, name, *rest)
+        return digest(self, name, *rest)
 
-    with patched(joined, "digest_of_file", noted), patched(transaction, "digest_of_file", noted):
+    with patched(FilesTransaction, "digest", noted):
         save()
     return names
 

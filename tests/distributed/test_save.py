@@ -33,8 +33,8 @@ from stio.format.placements import Cut, local_part
 from stio.runtime.workers import is_interrupted
 from stio.saving import pending, scheduler
 from stio.saving.staging_pool import StagingPool
-from stio.storage.commit import joined
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit import transaction
 from stio.storage.commit.transaction import LocalTransaction
 from tests.storage.transactions import sweep
 
@@ -398,7 +398,7 @@ def failures(folder: str) -> dict[str, tuple[str, str, float]]:
     for name, failing in (("write", 3), ("write first", 0)):
         with before_writes(failing_once(None) if rank == failing else lambda: None):
             found[name] = one_failure(path, "a disk that fails|Input/output error", spread)
-    with patched(joined, "_open_files", (lambda _: None) if rank == 1 else joined._open_files):
+    with patched(transaction, "_open_files", (lambda _: -1) if rank == 1 else transaction._open_files):
         found["shared"] = one_failure(path, "a filesystem that all processes share", spread)
     found["cancel"] = asyncio.run(cancelled(path, spread))
     return found

@@ -17,7 +17,7 @@ import stio.sync
 from stio.loading import page_cache
 from stio.loading.gds_path import GdsPath
 from stio.runtime.trace import Trace
-from stio.storage import gds
+from stio.storage import local
 
 Tensors = dict[str, torch.Tensor]
 
@@ -81,7 +81,7 @@ def cufile_itself() -> Iterator[None]:
     if simdevice.installed():
         pytest.skip("cuFile reads to devices of NVIDIA's")
     try:
-        gds.require_cufile()
+        local.require_cufile()
     except ImportError as error:
         pytest.skip(str(error))
     yield

@@ -26,8 +26,7 @@ from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.runtime.spans import Span
 from stio.runtime.trace import Trace
-from stio.storage.local import LocalFile, open_file
-from stio.storage.mapped import MappedFile
+from stio.storage.local import LocalFile, MappedFile, open_file
 
 pytestmark = needs_engine
 

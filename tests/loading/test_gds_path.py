@@ -26,7 +26,7 @@ from stio.errors import DeviceError, DeviceMemoryError, TruncatedError
 from stio.loading import page_cache
 from stio.loading.gds_path import GdsPath
 from stio.runtime.trace import Trace
-from stio.storage import gds
+from stio.storage import local
 from stio.testing import FakeDevice, write_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="GPUDirect Storage is Linux's")
@@ -361,7 +361,7 @@ def test_cancel(make, source) -> None:
 def test_without_the_engine(source, tensors, monkeypatch, warnings) -> None:
     """cuFile is not looked for."""
     monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(gds, "_paths", list)
+    monkeypatch.setattr(local, "_cufile_paths", list)
     device = FakeDevice()
     require_equal(stio.sync.load(source, device=device, memory="gds"), tensors)
     (warning,) = warnings()
@@ -378,7 +378,7 @@ def test_on_a_device_that_is_not_nvidia_s(source, tensors, monkeypatch, warnings
 @needs_engine
 def test_without_cufile(make, source, monkeypatch) -> None:
     here = make()
-    monkeypatch.setattr(gds, "_paths", lambda: ["/nowhere/libcufile.so.0"])
+    monkeypatch.setattr(local, "_cufile_paths", lambda: ["/nowhere/libcufile.so.0"])
     with pytest.raises(
         ImportError, match=r"pip install 'stio-torch\[gds\]', or, .*libcufile.*cannot open shared object"
     ):

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from proxy import Proxy, proxy_to
 from servers import HttpServer, http_server, s3_server
 
+from stio.storage.remote import folder as remote_folder
 from stio.storage.remote import save as remote_save
-from stio.storage.remote import upload as remote_upload
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -78,7 +78,7 @@ def _no_uploads(s3: Any) -> Iterator[None]:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
     """Make parts as small as a store allows."""
-    monkeypatch.setattr(remote_upload, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(remote_folder, "PART_BYTES", 5 << 20)
     return 5 << 20
 
 

@@ -29,7 +29,7 @@ from stio.loading.cache import disk_cache
 from stio.loading.engine import EngineExecutor
 from stio.runtime.blocking import run_blocking
 from stio.storage import download
-from stio.storage.commit import syscalls
+from stio.storage.commit import directory_lock, syscalls
 from stio.testing import FakeDevice
 
 NBYTES = 1 << 20
@@ -605,7 +605,7 @@ def test_processes_share_the_work(server: HttpServer, cache: stio.DiskCache, tmp
     )
     os.makedirs(cache.path)
     with download.opened_directory(cache.path) as dir_fd:
-        lock = download.FileLock(key + ".lock", dir_fd)
+        lock = directory_lock.FileLock(key + ".lock", dir_fd)
         assert lock.try_lock()
         found: list[dict[str, torch.Tensor]] = []
         thread = threading.Thread(target=lambda: found.append(stio.sync.load(f"{server.url}/m", cache=cache)))
@@ -622,7 +622,7 @@ def test_processes_share_the_work(server: HttpServer, cache: stio.DiskCache, tmp
 def test_a_forked_child_holds_no_lock(server: HttpServer, cache: stio.DiskCache) -> None:
     os.makedirs(cache.path)
     with download.opened_directory(cache.path) as dir_fd:
-        lock = download.FileLock("a.lock", dir_fd)
+        lock = directory_lock.FileLock("a.lock", dir_fd)
         assert lock.try_lock()
         reading, writing = os.pipe()
         child = os.fork()
@@ -635,7 +635,7 @@ def test_a_forked_child_holds_no_lock(server: HttpServer, cache: stio.DiskCache)
             os.close(os.dup(lock._fd))  # as a process that dies: its descriptors are closed, without an unlock
             syscalls._locked.discard(lock._fd)
             os.close(lock._fd)
-            other = download.FileLock("a.lock", dir_fd)
+            other = directory_lock.FileLock("a.lock", dir_fd)
             wait_for(other.try_lock)
             other.release()
         finally:

@@ -27,7 +27,6 @@ from stio.errors import (
     StorageError,
 )
 from stio.storage.remote import save as remote_save
-from stio.storage.remote import unused
 from stio.storage.remote.folder import Folder
 from stio.storage.remote.requests import Patience
 from stio.storage.remote.source import RemoteRoot
@@ -360,8 +359,8 @@ def test_many_uploads_are_listed_in_pages(s3: Any, monkeypatch: pytest.MonkeyPat
         queries.append(dict(query))
         return pages[len(queries) - 1].encode()
 
-    monkeypatch.setattr(unused, "_send", send)
-    found = [*unused._listed_uploads(Folder(RemoteRoot("s3://bucket/m")))]
+    monkeypatch.setattr(remote_save, "_send", send)
+    found = [*remote_save._listed_uploads(Folder(RemoteRoot("s3://bucket/m")))]
     assert [(one.name, one.id) for one in found] == [("a", "1"), ("b", "2")]
     assert queries[1] == {"uploads": "", "prefix": "m/", "key-marker": "m/a", "upload-id-marker": "1"}
 
@@ -380,8 +379,8 @@ def test_a_list_of_uploads_that_is_none(
     s3: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, page: str, message: str
 ) -> None:
     answers = iter([page] * 4)
-    monkeypatch.setattr(unused, "_send", lambda *request: next(answers).encode())
-    assert unused._uploads(Folder(RemoteRoot("s3://bucket/m"))) == []
+    monkeypatch.setattr(remote_save, "_send", lambda *request: next(answers).encode())
+    assert remote_save._uploads(Folder(RemoteRoot("s3://bucket/m"))) == []
     assert message in caplog.text
 
 
@@ -401,7 +400,7 @@ def test_a_store_that_lists_no_uploads(
     """One that has no such request (501) is asked once."""
     server.fault = lambda number, request: Fault(status=status)
     root = RemoteRoot("s3://bucket/m", config={"endpoint": server.url}, patience=Patience(2, first_pause_seconds=0.01))
-    assert unused._uploads(Folder(root)) == []
+    assert remote_save._uploads(Folder(root)) == []
     assert "cannot be listed" in caplog.text
     assert len(server.requests) == num_requests
     assert all("X-Amz-Signature" in request.path for request in server.requests)

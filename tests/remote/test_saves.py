@@ -26,8 +26,8 @@ import stio
 from stio.cli.main import main
 from stio.errors import CommitUncertainError, ConcurrentSaveError, StioError, StorageError
 from stio.storage.base import Note
+from stio.storage.remote import folder as remote_folder
 from stio.storage.remote import save as remote_save
-from stio.storage.remote import upload as remote_upload
 from stio.storage.remote.source import RemoteRoot
 
 pytestmark = pytest.mark.usefixtures("_honours_conditions", "_no_uploads")
@@ -96,8 +96,8 @@ def test_parts_grow_with_the_object() -> None:
     root = RemoteRoot("s3://bucket/x", config={"skip_signature": "true", "region": "us-east-1"})
     folder = remote_save.Folder(root)
     for nbytes in (1, 80 << 30, 5 << 40):
-        part = remote_upload.Upload(folder, "x", nbytes, remote_upload.PartMemory())._part_bytes
-        assert part >= min(nbytes, remote_upload.PART_BYTES)
+        part = remote_folder.Upload(folder, "x", nbytes, remote_folder.PartMemory())._part_bytes
+        assert part >= min(nbytes, remote_folder.PART_BYTES)
         assert -(-nbytes // part) <= 10_000
 
 
@@ -180,14 +180,14 @@ def test_refused(s3: Any, place: Any, options: dict[str, Any], kind: type[Except
 def test_two_saves_at_one_time(s3: Any, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that commits first is there; the other one says so, and leaves nothing."""
     stio.sync.save(generation(1), place)
-    plain = remote_upload.Upload.finish
+    plain = remote_folder.Upload.finish
 
     def finish(self: Any) -> None:
         plain(self)
-        monkeypatch.setattr(remote_upload.Upload, "finish", plain)
+        monkeypatch.setattr(remote_folder.Upload, "finish", plain)
         stio.sync.save(generation(2), place)
 
-    monkeypatch.setattr(remote_upload.Upload, "finish", finish)
+    monkeypatch.setattr(remote_folder.Upload, "finish", finish)
     with pytest.raises(ConcurrentSaveError):
         stio.sync.save(generation(3), place)
     assert same(stio.sync.load(place), generation(2))

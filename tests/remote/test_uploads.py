@@ -16,10 +16,9 @@ from stio.runtime import calls, memory
 from stio.saving.scheduler import WRITE_DEPTH, SaveScheduler
 from stio.saving.staging_pool import StagingPool
 from stio.storage.remote import save as remote_save
-from stio.storage.remote.folder import Folder
+from stio.storage.remote.folder import DEFAULT_BYTES, PART_BYTES, SMALLEST_PART_BYTES, Folder, PartMemory, Upload
 from stio.storage.remote.requests import Patience
 from stio.storage.remote.source import RemoteRoot
-from stio.storage.remote.upload import DEFAULT_BYTES, PART_BYTES, SMALLEST_PART_BYTES, PartMemory, Upload
 
 pytestmark = pytest.mark.usefixtures("_honours_conditions", "_no_uploads")
 
@@ -92,7 +91,7 @@ def test_the_memory_of_parts_is_within_the_budget() -> None:
         part = PartMemory(nbytes).part_bytes
         assert SMALLEST_PART_BYTES <= part <= min(PART_BYTES, nbytes)
     root = RemoteRoot("s3://bucket/m", config={"region": "us-east-1"})
-    assert root.within(64 * MIB)[0].root is root
+    assert remote_save.open_destination(root).within(64 * MIB)[0].root is root
 
 
 @pytest.mark.parametrize("budget_mib", [8, 64])

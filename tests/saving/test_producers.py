@@ -16,7 +16,7 @@ from stio.device.describe import LazyTensor, describe_tensors
 from stio.runtime import memory
 from stio.runtime.calls import LoopTask, run_on_loop
 from stio.runtime.operation import Cancelled, start_thread
-from stio.saving.producers import ProducedTensors
+from stio.saving.tensors import ProducedTensors
 
 pytestmark = pytest.mark.usefixtures("plain_workers")
 

@@ -11,8 +11,7 @@ from support import needs_engine
 
 from stio.errors import StorageError, TruncatedError
 from stio.runtime.memory import HAVE_MMAP
-from stio.storage.local import LocalFile, open_file
-from stio.storage.mapped import MappedFile
+from stio.storage.local import LocalFile, MappedFile, open_file
 
 pytestmark = pytest.mark.skipif(not HAVE_MMAP, reason="no mmap on this system")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import stio
+from stio.storage.checks import open_by_rule, open_resolved, resolve_links, stat_by_rule
 from stio.storage.commit.recovery import collect_garbage
-from stio.storage.paths import open_by_rule, open_resolved, resolve_links, stat_by_rule
 
 NOBODY = 65534
 

@@ -28,8 +28,7 @@ from stio.format.other_sources import kind_of
 from stio.runtime import memory
 from stio.runtime.limits import HUGE_PAGE_BYTES
 from stio.runtime.memory import Region
-from stio.storage.local import LocalFile, open_file
-from stio.storage.mapped import map_if_possible
+from stio.storage.local import LocalFile, map_if_possible, open_file
 
 Backend = Literal["mmap", "pread"]
 

@@ -39,12 +39,12 @@ from stio.runtime.text import show_bytes
 from stio.storage.base import Identity, RequestedSource, Source
 from stio.storage.checks import OPEN_FLAGS, identity_of, stat_of
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.small_files import status_at
+from stio.storage.commit.directory_lock import FileLock
+from stio.storage.commit.files import status_at
 from stio.storage.download import (
     LOCK_SUFFIX,
     PART_SUFFIX,
     Download,
-    FileLock,
     object_key,
     opened_directory,
     same_bytes,

@@ -4,9 +4,9 @@ Prepare: `target.py` describes the destination and plans names and commit step; 
 beside the new files' place and locks it; `file_writer.py` writes the new files into it; `directory_lock.py` excludes
 other saves from the directory that is changed. Commit: `publication.py` renames, by the plan; `journal.py` records in
 `intent.json` what a save over an existing checkpoint will change, before it changes it. Roll back: the staging
-directory is removed. `joined.py` lets other processes write into the staging directory; they hold no lock, and its
-owner alone commits. `attributes.py` (what a new file keeps of the one it replaces), `small_files.py` and `syscalls.py`
-(every call that changes a disk) serve all.
+directory is removed. Other processes may write into the staging directory too (`JoinedTransaction`); they hold no
+lock, and its owner alone commits. `files.py` (small files, and what a new file keeps of the one it replaces) and
+`syscalls.py` (every call that changes a disk) serve all.
 
 After a crash, the next save in the directory, or `collect_garbage` (`stio gc`), cleans up by `recovery.py`:
 
@@ -15,7 +15,7 @@ After a crash, the next save in the directory, or `collect_garbage` (`stio gc`),
   destination are removed, notes get their old content; then the staging directory is removed;
 - one with a record, its commit in place: rolled forward: the remaining files are replaced, notes get their new
   content, old files are removed; then the staging directory is removed;
-- `.stio-aside-<id>`, a directory for what a deletion or a replacement has set aside (`aside.py`): its content is put
+- `.stio-aside-<id>`, a directory for what a deletion or a replacement has set aside: its content is put
   back, or gets a name `.stio-kept-<id>` if its own is in use; what has that name is never deleted;
 - `.stio-trash-<id>`, a directory whose deletion was interrupted: deleted.
 

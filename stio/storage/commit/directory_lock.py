@@ -1,13 +1,13 @@
-"""The lock of a directory that saves and recovery change: held while they change it, and only then.
+"""Lock files, and the lock of a directory that saves and recovery change: held while they change it, and only then.
 
-The lock is a `flock` on the file `.stio-lock` in the directory. Its mode, or its access control list, follows from the
+A lock file (`FileLock`) is locked by `flock`. Its owner removes it before it releases the lock, so a file that a crash
+left is free: the next owner of the lock takes and removes it. `stio pull` and `DiskCache` have such files too.
+
+The lock of a directory is the file `.stio-lock` in it. Its mode, or its access control list, follows from the
 directory's: the users that may write the directory may open the file. Other users cannot hold the lock. In a sticky
 directory such as /tmp each user has a file of its own, `.stio-lock-<uid>`: there no user can replace files of another
-user. The owner of the lock writes its process into the file, and removes the file before it releases the lock. A
-file that a crash left is free: the next owner of the lock, or the next recovery, removes it.
-
-Older versions lock the directory itself instead. That lock is taken too, but no save waits long for it: every user that
-may read the directory can hold it. Locks alone decide nothing: each change compares first what is in the directory.
+user. The owner of the lock writes its process into the file. Locks alone decide nothing: each change compares first
+what is in the directory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import re
 import secrets
 import socket
 import stat
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ from functools import cache
 from stio.errors import ConcurrentSaveError, printable
 from stio.runtime.log import log
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.small_files import status_at
+from stio.storage.commit.files import ACCESS_LIST, USER_OBJ, FileAttributes, entries_of, packed_list, status_at
 
 LOCK_TIMEOUT_SECONDS = 60.0
 """Default of `lock_timeout=`."""
@@ -42,16 +41,10 @@ _LOCK_FILE = re.compile(rf"{re.escape(DIRECTORY_LOCK_NAME)}(-\d+)?(\.[0-9a-f]{{1
 it, even if its maker dies."""
 
 _SHORT_SECONDS = 0.5
-"""Longest wait for a lock that perhaps no save holds: the directory's own, or a lock file that cannot be opened. An
-older version publishes within this time, unless the disk is slow."""
+"""Longest wait for a lock file that cannot be opened: its maker may be about to set its rights."""
 
 _OWNER_BYTES = 512
 """Length of the owner's description, padded by spaces: so a new owner replaces all of an old one's."""
-
-_USER_OBJ, _GROUP_OBJ, _OTHER, _NO_ID = 1, 4, 32, 0xFFFFFFFF
-_ACCESS_LIST, _LIST_VERSION = "system.posix_acl_access", struct.pack("<I", 2)
-_ENTRY = struct.Struct("<HHI")
-"""One entry of an access control list: tag, rights, id (acl(5), linux/posix_acl_xattr.h)."""
 
 _UNUSABLE = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO, errno.ENODEV}
 
@@ -78,18 +71,14 @@ class LockTimeout:
         """Return a part of this time, at most `seconds`: what it does not use is still there."""
         return LockTimeout(min(seconds, self._left_seconds), self)
 
-    def wait_until(
-        self, ready: Callable[[], bool], check: Callable[[], None] = _no_check, *, at_most_seconds: float = float("inf")
-    ) -> bool:
+    def wait_until(self, ready: Callable[[], bool | None], check: Callable[[], None] = _no_check) -> bool:
         """Call `ready` again and again until it returns True; return False if the time passed before.
 
         Args:
             ready: Called at least once. No blocking `flock`: its wait could not be interrupted.
             check: Called between two calls; it raises to end the wait, as `Operation.check` does.
-            at_most_seconds: Limit of this wait.
         """
-        begin, pause = time.monotonic(), 0.001
-        longest = min(self._left_seconds, at_most_seconds)
+        begin, pause, longest = time.monotonic(), 0.001, self._left_seconds
         try:
             while not ready():
                 check()
@@ -122,7 +111,7 @@ def directory_lock(
     Where there are no locks the block runs without one.
 
     Args:
-        dir_fd: The directory, by a descriptor that the caller alone uses.
+        dir_fd: The directory.
         path: Its path, for messages.
         timeout: How long to wait; None: for `LOCK_TIMEOUT_SECONDS`.
         check: Raises to end the wait; see `LockTimeout.wait_until`.
@@ -133,8 +122,7 @@ def directory_lock(
         OSError: The lock file could not be made.
     """
     timeout = timeout or LockTimeout()
-    lock = _LockFile(dir_fd, path)
-    older = timeout.wait_until(lambda: calls.try_lock(dir_fd) is not False, check, at_most_seconds=_SHORT_SECONDS)
+    lock = _DirectoryLock(dir_fd, path)
     try:
         if not timeout.wait_until(lambda: lock.try_lock() is not False, check):
             raise ConcurrentSaveError(
@@ -143,18 +131,15 @@ def directory_lock(
                 path=path if destination is None else destination,
                 found=lock.owner,
             )
-        older = older or calls.try_lock(dir_fd) is True
         yield
     finally:
         lock.release()
-        if older:
-            calls.unlock(dir_fd)
 
 
 def remove_free_lock(dir_fd: int, name: str) -> None:
     """Remove a lock file that a crash left. One that is held, or that another user made, stays. Never raises."""
     with suppress(OSError):
-        lock = _LockFile(dir_fd, "")
+        lock = _DirectoryLock(dir_fd, "")
         if name.startswith(f"{lock.name}."):
             found = status_at(dir_fd, name)  # its maker, if it lives, makes another one
             if found is not None and (not lock.is_sticky or found.st_uid == os.geteuid()):
@@ -169,8 +154,72 @@ def is_directory_lock(name: str) -> bool:
     return _LOCK_FILE.fullmatch(name) is not None
 
 
-class _LockFile:
-    """The lock file of a directory.
+class FileLock:
+    """A lock that a file stands for: held by at most one user on this machine, and free when its process dies.
+
+    Args:
+        name: Name of the lock file.
+        dir_fd: Its directory; the caller keeps it open.
+    """
+
+    def __init__(self, name: str, dir_fd: int) -> None:
+        self.name, self._dir_fd = name, dir_fd
+        self._fd = -1
+        self.owner: str | None = None
+        """Description of the process that holds it, as far as it is known."""
+
+    def try_lock(self) -> bool | None:
+        """Take the lock without waiting; return False if another user holds it.
+
+        Raises:
+            OSError: The file could not be made, or the filesystem has no locks.
+        """
+        return self._try(calls.open_file(self.name, os.O_RDWR | os.O_CREAT, dir_fd=self._dir_fd))
+
+    def _try(self, fd: int) -> bool:
+        """Take the lock of a file that is open, which is closed otherwise."""
+        taken: bool | None = False
+        try:
+            taken = calls.try_lock(fd)
+            if taken is None:
+                calls.unlink(self.name, dir_fd=self._dir_fd)  # it has no use where there are no locks
+                raise NoLocksError("the filesystem has no locks")
+            if taken and is_same(self._dir_fd, self.name, fd):
+                self._fd = fd
+                with suppress(OSError):  # it is for messages only
+                    calls.write_bytes(fd, owner_record().ljust(_OWNER_BYTES), 0)
+                return True
+            if not taken:
+                self.owner = _read_owner(fd)
+            return False  # held by another, or its last owner has removed the file
+        finally:
+            if self._fd != fd:
+                if taken:
+                    calls.unlock(fd)
+                calls.close(fd)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the lock is held."""
+        return self._fd >= 0
+
+    def release(self) -> None:
+        """Remove the file and release the lock, if it is held. Never raises."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                if is_same(self._dir_fd, self.name, fd):
+                    calls.unlink(self.name, dir_fd=self._dir_fd)
+            calls.unlock(fd)
+            calls.close(fd)
+
+
+class NoLocksError(OSError):
+    """The filesystem has no locks."""
+
+
+class _DirectoryLock(FileLock):
+    """The lock of a directory.
 
     Args:
         dir_fd: The directory; the caller keeps it open.
@@ -178,15 +227,10 @@ class _LockFile:
     """
 
     def __init__(self, dir_fd: int, path: str) -> None:
-        self._dir_fd, self._path = dir_fd, path
-        self._home = os.fstat(dir_fd)
+        self._path, self._home = path, os.fstat(dir_fd)
         self.is_sticky = bool(self._home.st_mode & stat.S_ISVTX)
-        self._fd = -1
         self._unusable_since: float | None = None
-        self.name = f"{DIRECTORY_LOCK_NAME}-{os.geteuid()}" if self.is_sticky else DIRECTORY_LOCK_NAME
-        """Name in the directory."""
-        self.owner: str | None = None
-        """Description of the process that holds it, as far as it is known."""
+        super().__init__(f"{DIRECTORY_LOCK_NAME}-{os.geteuid()}" if self.is_sticky else DIRECTORY_LOCK_NAME, dir_fd)
 
     def try_lock(self, *, may_create: bool = True) -> bool | None:
         """Take the lock without waiting: True; False if another holds it; None if there is none to take.
@@ -198,32 +242,10 @@ class _LockFile:
         fd = self._create() if must_create else self._open()
         if fd is None:
             return self._refused()
-        taken: bool | None = False
         try:
-            taken = calls.try_lock(fd)
-            if taken is False:
-                self.owner = _read_owner(fd)
-            elif taken is None:
-                calls.unlink(self.name, dir_fd=self._dir_fd)  # it has no use where there are no locks
-            elif not is_same(self._dir_fd, self.name, fd):
-                taken = False  # its last owner has removed it
-            else:
-                self._fd = fd
-                _write_owner(fd)
-        finally:
-            if self._fd != fd:
-                calls.close(fd)
-        return taken
-
-    def release(self) -> None:
-        """Remove the file and release the lock, if it is held. Never raises."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with suppress(OSError):
-                if is_same(self._dir_fd, self.name, fd):
-                    calls.unlink(self.name, dir_fd=self._dir_fd)
-            calls.unlock(fd)
-            calls.close(fd)
+            return self._try(fd)
+        except NoLocksError:
+            return None
 
     def _open(self) -> int | None:
         """Open the file; None if it is not there any more, or is none that this process may use."""
@@ -248,17 +270,10 @@ class _LockFile:
 
     def _create(self) -> int | None:
         """Make the file; None if another process has made it meanwhile."""
-        mode = 0o600 if self.is_sticky else _mode_for(self._home.st_mode)
         new = f"{self.name}.{secrets.token_hex(5)}"
-        fd = calls.open_file(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=self._dir_fd, mode=mode)
+        fd = calls.open_file(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=self._dir_fd, mode=0o600)
         try:
-            same_group = True
-            if not self.is_sticky:
-                calls.copy_owner(self._home, fd)
-                same_group = os.fstat(fd).st_gid == self._home.st_gid
-            # The umask may have limited the mode. And the group's rights are for the directory's group.
-            calls.fchmod(fd, mode if same_group else mode & ~0o070)
-            self._set_list(fd, same_group)
+            self._attributes(fd).apply(fd)
             calls.rename_new(new, self.name, source_fd=self._dir_fd, target_fd=self._dir_fd)
         except BaseException as error:
             calls.close(fd)
@@ -269,20 +284,14 @@ class _LockFile:
             raise
         return fd
 
-    def _set_list(self, fd: int, same_group: bool) -> None:
-        """Set an access control list if the directory has one, or if the file has inherited one."""
-        raw = None if self.is_sticky else calls.read_attributes(self._dir_fd).get(_ACCESS_LIST)
-        if raw is None and _ACCESS_LIST not in calls.read_attributes(fd):
-            return
-        if raw is None or not same_group:
-            mode = 0o600 if self.is_sticky else self._home.st_mode
-            rights = (mode >> 6 & 7, mode >> 3 & 7 if same_group else 0, mode & 7)
-            found = list(zip((_USER_OBJ, _GROUP_OBJ, _OTHER), rights, (_NO_ID,) * 3, strict=True))
-        else:
-            found = list(_ENTRY.iter_unpack(raw[len(_LIST_VERSION) :]))
-        packed = (_ENTRY.pack(tag, 6 if rights & 2 or tag == _USER_OBJ else 0, number) for tag, rights, number in found)
-        if not calls.write_attribute(fd, _ACCESS_LIST, _LIST_VERSION + b"".join(packed)):
-            calls.fchmod(fd, 0o600)
+    def _attributes(self, fd: int) -> FileAttributes:
+        """Return those of a new file: the users that may write the directory, and its maker, may read and write it."""
+        if self.is_sticky:
+            return FileAttributes(_with_mode(os.fstat(fd), 0o600))
+        mode = 0o600 | sum(6 << shift for shift in (3, 0) if self._home.st_mode >> shift & 2)
+        found = entries_of(calls.read_attributes(self._dir_fd).get(ACCESS_LIST))
+        entries = [(tag, 6 if rights & 2 or tag == USER_OBJ else 0, number) for tag, rights, number in found]
+        return FileAttributes(_with_mode(self._home, mode), {ACCESS_LIST: packed_list(entries)} if entries else {})
 
     def _refused(self) -> bool | None:
         """Return the answer of `try_lock` where the file was not opened."""
@@ -294,9 +303,8 @@ class _LockFile:
         return None
 
 
-def _mode_for(directory_mode: int) -> int:
-    """Return the mode of a lock file: read and write for the users that may write the directory, and for its maker."""
-    return 0o600 | sum(6 << shift for shift in (3, 0) if directory_mode >> shift & 2)
+def _with_mode(found: os.stat_result, mode: int) -> os.stat_result:
+    return os.stat_result((stat.S_IFREG | mode, *tuple(found)[1:]))
 
 
 # The owner of a lock.
@@ -322,11 +330,6 @@ def is_same(dir_fd: int, name: str, fd: int) -> bool:
     """Return whether a name in a directory still is that of an open file or directory."""
     found = status_at(dir_fd, name)
     return found is not None and os.path.samestat(found, os.fstat(fd))
-
-
-def _write_owner(fd: int) -> None:
-    with suppress(OSError):  # it is for messages only
-        calls.write_bytes(fd, owner_record().ljust(_OWNER_BYTES), 0)
 
 
 def _read_owner(fd: int) -> str | None:

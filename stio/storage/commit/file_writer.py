@@ -29,8 +29,7 @@ from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.storage.checks import refused
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.attributes import FileAttributes
-from stio.storage.commit.small_files import closing
+from stio.storage.commit.files import FileAttributes, closing
 from stio.storage.local import is_local
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -168,7 +167,17 @@ class LocalFileWriter:
         return self._refused(OSError(failure.code, ""), failure.offset, failure.nbytes)
 
     def write_strided(self, offset: int, region: Region, nbytes: int, stride: int) -> None:
-        """Write parts of a region to places at even distances; see `PartWriter.write_strided`."""
+        """Write parts of a region to places at even distances, as one of several processes. Blocks.
+
+        Args:
+            offset: First byte of the first place.
+            region: Host memory; the parts follow each other in it without a gap.
+            nbytes: Length of one part.
+            stride: Distance between the starts of two places.
+
+        Raises:
+            StorageError: See `FileWriter.write_from`.
+        """
         fd, address, start, at = self._opened()[0], region.address, 0, offset
         write = calls.write
         while start < region.nbytes:

@@ -18,10 +18,10 @@ import msgspec
 from stio.format.naming import INDEX_SUFFIX
 from stio.storage.base import Note
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.attributes import attributes_at
-from stio.storage.commit.small_files import (
+from stio.storage.commit.files import (
     MAX_INDEX_BYTES,
     Stamp,
+    attributes_at,
     digest_of,
     read_small,
     remove_file,

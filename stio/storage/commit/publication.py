@@ -16,8 +16,8 @@ from contextlib import ExitStack, suppress
 from stio.errors import CommitUncertainError, ConcurrentSaveError, StorageError
 from stio.storage.base import Identity, Note
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.aside import Aside, aside_directory, put_back
 from stio.storage.commit.directory_lock import is_same
+from stio.storage.commit.files import MAX_INDEX_BYTES, Stamp, digest_of, read_small, stamp_of, write_small
 from stio.storage.commit.journal import (
     MAX_NOTE_BYTES,
     JournalRecord,
@@ -32,8 +32,7 @@ from stio.storage.commit.journal import (
     write_record,
 )
 from stio.storage.commit.retention import WrittenFiles, survey
-from stio.storage.commit.small_files import MAX_INDEX_BYTES, Stamp, digest_of, read_small, stamp_of, write_small
-from stio.storage.commit.staging_dir import FILES_NAME, StagingDirectory
+from stio.storage.commit.staging_dir import FILES_NAME, Aside, StagingDirectory, aside_directory, put_back
 from stio.storage.commit.target import CommitPlan, DirectoryIdentity, SaveTarget, directory_identity, identity_at
 from stio.storage.commit.written_list import merge_replaced
 

@@ -2,7 +2,7 @@
 
 A save works in `.stio-<id>` and holds a lock on a file in it until it ends. On a filesystem of this machine a
 free lock means a dead owner: the save is rolled forward or back by its journal record, then the directory is renamed to
-`.stio-trash-<id>` and deleted. What a dead owner has set aside (`aside.py`) is put back. On other filesystems locks may
+`.stio-trash-<id>` and deleted. What a dead owner has set aside is put back. On other filesystems locks may
 not reach other machines: there the age decides too. It is measured by the clock of the filesystem, since the clocks of
 machines differ.
 
@@ -26,11 +26,10 @@ from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from operator import add
 
-from stio.errors import CheckpointNotFoundError, ConcurrentSaveError, StorageError
+from stio.errors import CheckpointNotFoundError, ConcurrentSaveError
 from stio.runtime.log import log
-from stio.storage.checks import refused
+from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.aside import ASIDE_PREFIX, Aside, entries, put_back, remove_aside
 from stio.storage.commit.directory_lock import (
     LockTimeout,
     boot_id,
@@ -39,6 +38,7 @@ from stio.storage.commit.directory_lock import (
     is_same,
     remove_free_lock,
 )
+from stio.storage.commit.files import MAX_INDEX_BYTES, closing, digest_of, read_small, status_at
 from stio.storage.commit.journal import (
     JournalRecord,
     clean_up,
@@ -47,17 +47,20 @@ from stio.storage.commit.journal import (
     replace_files,
     roll_back,
 )
-from stio.storage.commit.small_files import MAX_INDEX_BYTES, closing, digest_of, read_small, status_at
 from stio.storage.commit.staging_dir import (
+    ASIDE_PREFIX,
     DELETED_PREFIX,
     FILES_NAME,
     LOCK_NAME,
     STAGING_PREFIX,
+    Aside,
+    entries,
+    put_back,
+    remove_aside,
     rename_for_deletion,
 )
 from stio.storage.commit.written_list import merge_replaced
 from stio.storage.local import is_local
-from stio.storage.paths import resolve_links
 
 MAX_AGE_SECONDS = 24 * 3600.0
 """On filesystems whose locks prove nothing, the owner of an older staging directory counts as dead."""
@@ -114,12 +117,8 @@ def collect_garbage(
             /tmp is on the way.
     """
     name = os.fsdecode(path)
-    try:
+    with refusals("examining the destination", name):
         where = resolve_links(name)
-    except StorageError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise refused("examining the destination", name, error) from error
     report, num_opened, timeout = GarbageReport(), 0, LockTimeout()
     for directory in (where, os.path.dirname(where)):
         try:
@@ -150,7 +149,7 @@ def recover(
     """Clean up one directory; see `collect_garbage`. A directory that cannot be removed stays, without an error.
 
     Args:
-        home_fd: The directory, by a descriptor that the caller alone uses (its lock is taken).
+        home_fd: The directory.
         path: Name for messages.
         timeout: How long to wait for the directory's lock, for all staging directories together; None: the default.
         check: Called between steps and during waits; it raises to end the recovery, as `Operation.check` does.
@@ -167,14 +166,15 @@ def recover(
         where = os.path.join(path, name)
         check()
         if name.startswith(DELETED_PREFIX):
-            is_left = not _is_trusted_at(home_fd, name) or (not dry_run and not _delete(home_fd, name, check))
+            is_left = not _is_trusted(home_fd, status_at(home_fd, name)) or (
+                not dry_run and not _delete(home_fd, name, check)
+            )
             report += GarbageReport(**{"kept" if is_left else "removed": (where,)})
         elif is_directory_lock(name) and not dry_run:
             remove_free_lock(home_fd, name)
         elif _STAGING_NAME.fullmatch(name) or name.startswith(ASIDE_PREFIX):
-            recover_one = _recover_aside if name.startswith(ASIDE_PREFIX) else _recover_one
             try:
-                outcome, deleted = recover_one(home_fd, name, path, max_age_seconds, dry_run, timeout, check)
+                outcome, deleted = _recover_one(home_fd, name, path, max_age_seconds, dry_run, timeout, check)
                 if deleted is not None:
                     _delete(home_fd, deleted, check)
             except (OSError, ConcurrentSaveError) as error:
@@ -204,96 +204,62 @@ def _recover_one(
     timeout: LockTimeout,
     check: Callable[[], None],
 ) -> tuple[str | None, str | None]:
-    """Roll one save forward or back if its owner is dead.
+    """Roll one save forward or back, or put back what was set aside, if its owner is dead.
 
     Returns:
         What was done, None if another recovery did it; and the directory's new name, to delete it by. It is deleted
         when none of its files is open: filesystems in user space keep the names of open files.
     """
+    is_aside = name.startswith(ASIDE_PREFIX)
     with ExitStack() as stack:
         try:
             fd = stack.enter_context(closing(calls.open_directory(name, dir_fd=home_fd)))
-            if not _is_trusted(home_fd, fd):
+            if not _is_trusted(home_fd, os.fstat(fd)):
                 return "kept", None
-            lock = _open_lock(home_fd, fd, may_create=not dry_run)
+            lock = fd if is_aside else _open_lock(home_fd, fd, may_create=not dry_run)
         except FileNotFoundError:
             return None, None
         if lock is None:
             return "kept", None
-        stack.callback(calls.close, lock)
+        if lock != fd:
+            stack.callback(calls.close, lock)
         held = calls.try_lock(lock)
         if held:
             stack.callback(calls.unlock, lock)
-        is_free = held is not False and (
+        is_dead = held is not False and (
             (held and is_local(lock))
-            or (_age_seconds(home_fd, lock, dry_run=dry_run) >= max_age_seconds and not _owner_runs_here(lock))
+            or (
+                _age_seconds(home_fd, lock, dry_run=dry_run) >= max_age_seconds
+                and (is_aside or not _owner_runs_here(lock))
+            )
         )
-        if not is_free:
+        if not is_dead:
             return "kept", None
         if not is_same(home_fd, name, fd):
             return None, None
         if dry_run:
-            return "finished" if _is_forward(home_fd, read_record(fd)) else "undone", None
+            return "finished" if not is_aside and _is_forward(home_fd, read_record(fd)) else "undone", None
         with directory_lock(home_fd, path, timeout, check):
-            outcome = _roll(home_fd, fd)
-            return outcome, rename_for_deletion(home_fd, name)
-
-
-def _recover_aside(
-    home_fd: int,
-    name: str,
-    path: str,
-    max_age_seconds: float,
-    dry_run: bool,
-    timeout: LockTimeout,
-    check: Callable[[], None],
-) -> tuple[str | None, str | None]:
-    """Put back what a dead owner has set aside; return as `_recover_one` does."""
-    with ExitStack() as stack:
-        try:
-            fd = stack.enter_context(closing(calls.open_directory(name, dir_fd=home_fd)))
-        except FileNotFoundError:
-            return None, None
-        if not _is_trusted(home_fd, fd):
-            return "kept", None
-        held = calls.try_lock(fd)
-        if held:
-            stack.callback(calls.unlock, fd)
-        is_free = held is not False and (
-            (held and is_local(fd)) or _age_seconds(home_fd, fd, dry_run=dry_run) >= max_age_seconds
-        )
-        if not is_free:
-            return "kept", None
-        if not is_same(home_fd, name, fd):
-            return None, None
-        if not dry_run:
+            if not is_aside:
+                return _roll(home_fd, fd), rename_for_deletion(home_fd, name)
             aside, where = Aside(name, fd), os.path.join(path, name)
-            with directory_lock(home_fd, path, timeout, check):
-                put_back(home_fd, path, aside, lambda entry: merge_replaced(where, fd, home_fd, entry))
-            remove_aside(home_fd, aside)
-            if entries(aside):
-                return "kept", None
-        return "undone", None
+            put_back(home_fd, path, aside, lambda entry: merge_replaced(where, fd, home_fd, entry))
+        remove_aside(home_fd, aside)
+        return "kept" if entries(aside) else "undone", None
 
 
-def _is_trusted_at(home_fd: int, name: str) -> bool:
-    """Return whether a directory may be deleted; see `_is_trusted`."""
-    found = status_at(home_fd, name)
-    return found is None or _is_trusted_owner(home_fd, found)
-
-
-def _is_trusted(home_fd: int, fd: int) -> bool:
-    """Return whether the record of a staging directory may decide what is deleted beside it.
+def _is_trusted(home_fd: int, found: os.stat_result | None) -> bool:
+    """Return whether a directory may be deleted, and its record may decide what is deleted beside it.
 
     In a directory such as /tmp every user may create files, and may delete only files of that user. There, the record
     of another user would cause deletions with the rights of this process.
+
+    Args:
+        home_fd: The directory that holds it.
+        found: Its status; None: it does not exist.
     """
-    return _is_trusted_owner(home_fd, os.fstat(fd))
-
-
-def _is_trusted_owner(home_fd: int, found: os.stat_result) -> bool:
     home = os.fstat(home_fd)
-    return not home.st_mode & stat.S_ISVTX or found.st_uid in (os.geteuid(), home.st_uid)
+    return found is None or not home.st_mode & stat.S_ISVTX or found.st_uid in (os.geteuid(), home.st_uid)
 
 
 def _open_lock(home_fd: int, fd: int, *, may_create: bool) -> int | None:

@@ -3,8 +3,8 @@
 A transaction records the identity of each file and directory that it published (`WrittenFiles`). A deletion compares
 again: what another program has replaced, changed or added since stays, and a warning names it. A directory that the
 save made, and that holds nothing else, disappears in one step; then its content is deleted. Directories and files are
-first set aside (`aside.py`) and compared there: what took the name, or was added, between a comparison and the move is
-put back. A reader that opened the checkpoint before can read its open files to the end.
+first set aside (`staging_dir.py`) and compared there: what took the name, or was added, between a comparison and the
+move is put back. A reader that opened the checkpoint before can read its open files to the end.
 
 Each directory is opened by its path without links, one component at a time, and compared with the recorded one.
 """
@@ -19,18 +19,16 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
-from stio.errors import StorageError, listed, printable
+from stio.errors import listed, printable
 from stio.format.naming import INDEX_SUFFIX, MANIFEST_SUFFIX
 from stio.runtime.log import log
 from stio.storage.base import Identity
-from stio.storage.checks import refused
+from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.aside import KEPT_BY_SYSTEM, Aside, aside_directory, put_back
 from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
-from stio.storage.commit.small_files import closing, remove_file
-from stio.storage.commit.staging_dir import DELETED_PREFIX
+from stio.storage.commit.files import closing, remove_file
+from stio.storage.commit.staging_dir import DELETED_PREFIX, KEPT_BY_SYSTEM, Aside, aside_directory, put_back
 from stio.storage.commit.target import DirectoryIdentity, directory_identity, identity_at
-from stio.storage.paths import resolve_links
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ def describe_file(path: str) -> WrittenFiles:
     """
     folder, name = os.path.split(path)
     files, directories = {}, {}
-    try:
+    with refusals("examining the checkpoint", path), suppress(FileNotFoundError):
         where = resolve_links(folder or ".")
         with closing(calls.open_directory(where)) as fd:
             directories[where] = directory_identity(fd)
@@ -93,12 +91,6 @@ def describe_file(path: str) -> WrittenFiles:
                 found = identity_at(fd, file)
                 if found is not None:
                     files[os.path.join(where, file)] = found
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise refused("examining the checkpoint", path, error) from error
     return WrittenFiles(files, directories)
 
 
@@ -175,7 +167,7 @@ class _Removal:
             if fd is None:
                 self._ended.add(path)
                 return
-            with self._entered(fd, name, path) as below:
+            with self._opened(path, name, fd) as below:
                 if below is None:
                     self._ended.add(path)
                     return
@@ -197,7 +189,7 @@ class _Removal:
 
     def _delete_aside(self, fd: int, aside: Aside, name: str, path: str) -> bool:
         """Delete a directory that is set aside, if it still is the one of this path and holds nothing else."""
-        with self._entered(aside.fd, name, path) as below:
+        with self._opened(path, name, aside.fd) as below:
             if below is None or not self._compare(below, path, warn=False)[1]:
                 return False
         deleted = f"{DELETED_PREFIX}{secrets.token_hex(5)}"
@@ -220,7 +212,7 @@ class _Removal:
                 is_own = _is_same(self._files[below], identity_at(fd, name))
                 num_files, is_pure = num_files + is_own, is_pure and is_own
             elif below in self._made:
-                with self._entered(fd, name, below) as opened:
+                with self._opened(below, name, fd) as opened:
                     inside = (0, False) if opened is None else self._compare(opened, below, warn=warn)
                 num_files, is_pure = num_files + inside[0], is_pure and inside[1]
             elif not name.startswith(KEPT_BY_SYSTEM):
@@ -265,7 +257,7 @@ class _Removal:
         with self._opened(parent) as fd:
             if fd is None:
                 return
-            with self._entered(fd, name, path) as below:
+            with self._opened(path, name, fd) as below:
                 is_own = below is not None and not os.listdir(below)
             if is_own:
                 with suppress(OSError):  # a file was added in this moment
@@ -318,28 +310,15 @@ class _Removal:
     # Comparing.
 
     @contextmanager
-    def _opened(self, path: str) -> Iterator[int | None]:
-        """Open a directory by its path; None if it does not exist, or is not the recorded one."""
+    def _opened(self, path: str, name: str = "", dir_fd: int | None = None) -> Iterator[int | None]:
+        """Open a directory, by its path or in another one; None if it does not exist, or is not the recorded one."""
         try:
-            fd = calls.open_directory(path)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            if isinstance(error, NotADirectoryError):
+            fd = calls.open_directory(name or path, dir_fd=dir_fd)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                if dir_fd is None and not isinstance(error, NotADirectoryError):
+                    raise
                 self._warn(path, "it is a link, or no directory")
-            yield None
-            return
-        with closing(fd):
-            yield fd if self._is_directory(fd, path, warn=True) else None
-
-    @contextmanager
-    def _entered(self, dir_fd: int, name: str, path: str) -> Iterator[int | None]:
-        """Open a directory in a directory; None if it does not exist, or is not the recorded one."""
-        try:
-            fd = calls.open_directory(name, dir_fd=dir_fd)
-        except FileNotFoundError:
-            yield None
-            return
-        except OSError:
-            self._warn(path, "it is a link, or no directory")
             yield None
             return
         with closing(fd):

@@ -18,8 +18,8 @@ from typing import Any
 
 from stio.runtime.memory import libc
 from stio.runtime.process import after_fork_in_child
+from stio.storage.checks import open_resolved
 from stio.storage.local import function_of
-from stio.storage.paths import open_resolved
 
 fcntl: ModuleType | None
 try:

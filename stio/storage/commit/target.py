@@ -15,12 +15,19 @@ from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, index_name, is_checkpoint_file, shard_name
 from stio.runtime.limits import Limits
 from stio.storage.base import Identity
-from stio.storage.checks import identity_of, kind_of_file, refused
+from stio.storage.checks import identity_of, kind_of_file, refusals, resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.attributes import FileAttributes, attributes_at
-from stio.storage.commit.small_files import MAX_INDEX_BYTES, digest_of, file_at, read_small, status_at
+from stio.storage.commit.files import (
+    MAX_INDEX_BYTES,
+    FileAttributes,
+    attributes_at,
+    closing,
+    digest_of,
+    file_at,
+    read_small,
+    status_at,
+)
 from stio.storage.local import is_local
-from stio.storage.paths import resolve_links
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +76,7 @@ def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
 
     Raises:
         StorageError: Something of another kind has this path, a link of another user in a directory such as /tmp is on
-            the way (`stio.storage.paths`), or the operating system reported an error.
+            the way (`stio.storage.checks`), or the operating system reported an error.
     """
     path = os.fsdecode(destination)
 
@@ -78,17 +85,15 @@ def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
 
     if not path:
         raise wrong(errno.ENOENT, "the destination is an empty path")
-    try:
+    mode = 0
+    with refusals("examining the destination", path):
         if isinstance(destination, OneFile) and destination.replaces_link and os.path.islink(path):
             folder, name = os.path.split(path)
-            real, mode = os.path.join(resolve_links(folder or "."), name), 0
+            real = os.path.join(resolve_links(folder or "."), name)
         else:
             real = resolve_links(path)
-            mode = _mode_of(real)
-    except StorageError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise refused("examining the destination", path, error) from error
+            with suppress(FileNotFoundError):
+                mode = os.stat(real, follow_symlinks=False).st_mode
     parent, name = os.path.split(real)
     if mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise wrong(errno.EINVAL, f"the destination is {kind_of_file(mode)}; choose another path")
@@ -99,14 +104,6 @@ def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
     if stat.S_ISREG(mode):
         raise wrong(errno.ENOTDIR, f"the destination is a file; a name that means one file ends in {FILE_SUFFIX}")
     return SaveTarget(path, "update", real, "") if mode else SaveTarget(path, "fresh", parent, name)
-
-
-def _mode_of(real: str) -> int:
-    """Return the mode of what has a path, 0 if it does not exist."""
-    try:
-        return os.stat(real, follow_symlinks=False).st_mode
-    except FileNotFoundError:
-        return 0
 
 
 def make_and_open(directory: str, *, durable: bool) -> tuple[int, dict[str, DirectoryIdentity]]:
@@ -124,7 +121,15 @@ def make_and_open(directory: str, *, durable: bool) -> tuple[int, dict[str, Dire
     Raises:
         OSError: The operating system reported an error.
     """
-    fd, where, missing = _open_existing(directory)
+    where, missing, fd = directory, list[str](), -1
+    while fd < 0:
+        try:
+            fd = calls.open_directory(where)
+        except FileNotFoundError:
+            where, name = os.path.split(where)
+            if not name:
+                raise
+            missing.append(name)
     made: dict[str, DirectoryIdentity] = {}
     try:
         if not missing and durable:
@@ -149,29 +154,14 @@ def make_and_open(directory: str, *, durable: bool) -> tuple[int, dict[str, Dire
     return fd, made
 
 
-def _open_existing(directory: str) -> tuple[int, str, list[str]]:
-    """Open the first of a directory and its parents that exists; return also its path, and the names below it."""
-    missing: list[str] = []
-    while True:
-        try:
-            return calls.open_directory(directory), directory, missing
-        except FileNotFoundError:
-            directory, name = os.path.split(directory)
-            if not name:
-                raise
-            missing.append(name)
-
-
 def _sync_parent(directory: str) -> None:
     """Make the name of a directory durable: the caller may have made it a moment ago, without a sync."""
     try:
         fd = calls.open_directory(os.path.dirname(directory))
     except PermissionError:
         return
-    try:
+    with closing(fd):
         calls.sync_directory(fd)
-    finally:
-        calls.close(fd)
 
 
 @dataclass(frozen=True, slots=True)

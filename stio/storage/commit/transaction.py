@@ -4,38 +4,52 @@ Prepare: new files are created in a staging directory, written and made durable 
 lock is taken that the commit needs (`prepare_commit`, the last step that can be cancelled). Commit: a `Publication`
 makes them visible, by the plan that the transaction's policy made. Roll back: the staging directory is removed. After a
 crash recovery does the same.
+
+Other processes may write into the files too. The process that has the transaction owns the staging directory: it makes
+it, locks it, creates the files, commits, and removes it. It gives the others an `Invitation`. They open the directory
+by its path, and compare a random text in it, since the same path may lead to another directory on another machine. They
+hold no lock: if the owner dies, recovery removes the directory, and what they still write goes into files that have no
+name any more. Their `JoinedTransaction` ends with the last byte that they write.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Literal
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Literal, Self
 
 from stio.errors import StorageError
 from stio.runtime.hashing import Hasher
 from stio.runtime.log import log
-from stio.storage.base import Note
-from stio.storage.checks import refused
+from stio.runtime.memory import allocate
+from stio.storage.base import Ending, Note, Transaction, digest_of_source
+from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.attributes import FileAttributes, attributes_at, keep_default_list, keep_tree
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS, LockTimeout, directory_lock
 from stio.storage.commit.file_writer import LocalFileWriter, create_files, write_refused
-from stio.storage.commit.joined import NONCE_NAME, Invitation, digest_of_file
+from stio.storage.commit.files import (
+    FileAttributes,
+    attributes_at,
+    closing,
+    keep_default_list,
+    keep_tree,
+    read_small,
+    write_small,
+)
 from stio.storage.commit.journal import MAX_NOTE_BYTES, is_plain
 from stio.storage.commit.publication import Publication
 from stio.storage.commit.recovery import recover
 from stio.storage.commit.retention import WrittenFiles
-from stio.storage.commit.small_files import closing, read_small, write_small
 from stio.storage.commit.staging_dir import FILES_NAME, STAGING_PREFIX, StagingDirectory
 from stio.storage.commit.target import (
     CommitPlan,
     CommitPolicy,
-    DirectoryIdentity,
     OneFile,
     SaveTarget,
     choose_names,
@@ -44,7 +58,10 @@ from stio.storage.commit.target import (
     require_replaceable,
     resolve,
 )
-from stio.storage.paths import resolve_links
+from stio.storage.local import is_local, open_at
+
+NONCE_NAME = "shared"
+"""File in a staging directory with the text that the processes compare."""
 
 _ID_BYTES = 5
 _NONCE_BYTES = 16
@@ -52,6 +69,9 @@ _ATTEMPTS = 8
 _RECOVERY_SECONDS = 1.0
 """Most of its `lock_timeout` that a save spends on recovery, which it can do without."""
 _DEFAULT_NAME_BYTES = 255
+_VISIBLE_SECONDS = 5.0
+"""Longest time after which a network filesystem shows a new directory to another machine."""
+_HASHED_BYTES = 4 << 20
 
 
 def begin_local(
@@ -108,7 +128,7 @@ def begin_local(
             require_replaceable(home_fd, target, plan.shards)
         return plan
 
-    return _begin(
+    return LocalTransaction(
         target,
         policy,
         durable=durability == "full",
@@ -136,101 +156,109 @@ def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTran
     Raises:
         StorageError: The operating system reported an error.
     """
-    try:
+    with refusals("examining the destination", os.fspath(path)):
         home, name = os.path.split(os.path.abspath(path))  # raises if there is no working directory
         if "\0" in name:
             raise ValueError("a path cannot contain NUL")
         target = SaveTarget(os.fspath(path), "fresh", resolve_links(home), name)
-    except StorageError:
-        raise
-    except (OSError, ValueError) as error:
-        raise refused("examining the destination", os.fspath(path), error) from error
-    return _begin(target, lambda home_fd, save_id: CommitPlan("replacement", (), None), durable=durable)
+    return LocalTransaction(target, lambda home_fd, save_id: CommitPlan("replacement", (), None), durable=durable)
 
 
-def _begin(
-    target: SaveTarget,
-    policy: CommitPolicy,
-    *,
-    durable: bool,
-    last_wins: bool = False,
-    lock_timeout: float = LOCK_TIMEOUT_SECONDS,
-    check: Callable[[], None] = lambda: None,
-) -> LocalTransaction:
-    if os.open not in os.supports_dir_fd:
-        raise StorageError("saving needs a system with POSIX files", errno=errno.ENOSYS)
-    needed = "readable and writable"
-    try:
-        home_fd, made = make_and_open(target.home, durable=durable)
-        needed = "writable"
-        return LocalTransaction(
-            target,
-            home_fd,
-            policy,
-            durable=durable,
-            last_wins=last_wins,
-            made=made,
-            lock_timeout=lock_timeout,
-            check=check,
-        )
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        failure = write_refused("beginning the save", target.path, error)
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            failure.message += f"; the directory that holds the checkpoint must be {needed}"
-        raise failure from error
+class FilesTransaction(Transaction):
+    """What the transactions have in common that write into one staging directory."""
+
+    _files_fd = -1
+    """The directory with the new files."""
+    _is_one_file = False
+    """Whether the destination is one file."""
+
+    def digest(self, name: str, hasher: Hasher, check: Callable[[], None]) -> str:
+        """Return the digest of a shard that is complete.
+
+        Args:
+            name: Its name.
+            hasher: A new one.
+            check: Called between reads; it raises to end them.
+
+        Raises:
+            StorageError: The operating system reported an error.
+        """
+        file = open_at(name, self._final_path(name), self._files_fd)
+        try:
+            return digest_of_source(file, hasher, allocate(_HASHED_BYTES), lambda nbytes: check())
+        finally:
+            file.close()
+
+    def _final_path(self, name: str) -> str:
+        """Return the path that a file will have, for messages."""
+        return self.path if self._is_one_file else os.path.join(self.path, name)
 
 
-class LocalTransaction:
-    """One save to a local filesystem; a `Transaction`. Made by `begin_local` or `begin_directory`.
+class LocalTransaction(FilesTransaction):
+    """One save to a local filesystem. Made by `begin_local` or `begin_directory`.
 
     Args:
         target: Its destination.
-        home_fd: `target.home`, open; owned by the transaction, also if this raises.
         policy: Makes the plan: names of new files, files to replace, step that commits.
         durable: Whether anything is synced.
         last_wins: Of several saves at once the last one replaces the others: `commit` makes the plan again, under the
             lock, and replaces the files of that moment. Otherwise it raises if the destination has changed since the
             first plan.
-        made: The parents of the destination that were made for this save.
+        home_fd: `target.home`, open; owned by the transaction, also if this raises. None: it is opened, and made if it
+            does not exist.
         lock_timeout: Seconds for which it waits for locks of other saves, all waits together.
         check: Called while it waits here; it raises to end the wait.
 
     Raises:
         ValueError: The policy refused.
-        StorageError: A name is too long, or the old checkpoint could not be read.
-        OSError: The operating system reported an error. All that was made is removed again.
+        StorageError: A name is too long, the old checkpoint could not be read, or the operating system reported an
+            error. All that was made is removed again.
     """
+
+    is_recorded = True
 
     def __init__(
         self,
         target: SaveTarget,
-        home_fd: int,
         policy: CommitPolicy,
         *,
         durable: bool,
-        last_wins: bool,
-        made: Mapping[str, DirectoryIdentity] | None = None,
+        last_wins: bool = False,
+        home_fd: int | None = None,
         lock_timeout: float = LOCK_TIMEOUT_SECONDS,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._parents = dict(made or {})
-        self._target, self._home_fd, self._policy = target, home_fd, policy
-        self._durable, self._last_wins = durable, last_wins
-        self._writers: list[LocalFileWriter] = []
+        if os.open not in os.supports_dir_fd:
+            raise StorageError("saving needs a system with POSIX files", errno=errno.ENOSYS)
+        self._target, self._policy, self._durable, self._last_wins = target, policy, durable, last_wins
+        self.path = target.real
+        self._is_one_file = target.kind == "file"
+        self._own_bytes: Sequence[int] | None = None
         self._finished: set[str] = set()  # names of the files that other libraries or processes wrote
-        self._is_shared = False  # whether other processes write into the shards
-        self._ended = False
         self._timeout = LockTimeout(lock_timeout)
         self._publication: Publication | None = None  # once the commit has begun
         self._lock: ExitStack | None = None  # holds the lock of the directory, where the commit needs it
+        self._parents: Mapping[str, tuple[int, int]] = {}  # those of the destination that were made for this save
+        needed = "readable and writable"
         try:
-            recover(home_fd, target.home, self._timeout.part(_RECOVERY_SECONDS), check)
-            self._plan, self._staging = self._stage()
-        except BaseException:
-            calls.close(home_fd)
-            raise
+            if home_fd is None:
+                home_fd, self._parents = make_and_open(target.home, durable=durable)
+            needed, self._home_fd = "writable", home_fd
+            try:
+                recover(home_fd, target.home, self._timeout.part(_RECOVERY_SECONDS), check)
+                self._plan, self._staging = self._stage()
+            except BaseException:
+                calls.close(home_fd)
+                raise
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            failure = write_refused("beginning the save", target.path, error)
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                failure.message += f"; the directory that holds the checkpoint must be {needed}"
+            raise failure from error
+        self._files_fd = self._staging.files_fd
+        self.shard_names, self.takes_index = self._plan.shards, self._plan.index is not None
 
     def _stage(self) -> tuple[CommitPlan, StagingDirectory]:
         for _ in range(_ATTEMPTS):
@@ -257,24 +285,9 @@ class LocalTransaction:
             raise refused("reading the old checkpoint", path, error) from error
 
     @property
-    def path(self) -> str:
-        """The destination, links followed, for messages and results."""
-        return self._target.real
-
-    @property
     def files_path(self) -> str:
         """Directory of the new files while the transaction is open, for libraries that write files by their path."""
         return os.path.join(self._target.home, STAGING_PREFIX + self._staging.save_id, FILES_NAME)
-
-    @property
-    def shard_names(self) -> tuple[str, ...]:
-        """Names that the shards will have after the commit, in the plan's order."""
-        return self._plan.shards
-
-    @property
-    def takes_index(self) -> bool:
-        """Whether `commit` takes an index (more than one shard, or a directory that has one already)."""
-        return self._plan.index is not None
 
     # Prepare.
 
@@ -299,23 +312,20 @@ class LocalTransaction:
                 )
 
     def invite(self) -> Invitation:
-        """Return what other processes need to write into the shards (`JoinedStaging`); called once, after `create`.
+        """Return what other processes need to write into the shards (`JoinedTransaction`); called once, after `create`.
 
         Raises:
             StorageError: The operating system reported an error.
         """
         nonce = secrets.token_hex(_NONCE_BYTES)
-        try:
+        with refusals("preparing the files for several processes", self.path, write_refused):
             write_small(self._staging.fd, NONCE_NAME, nonce.encode(), durable=False)
-        except OSError as error:
-            raise write_refused("preparing the files for several processes", self.path, error) from error
         return Invitation(
             staging=os.path.dirname(self.files_path),
             nonce=nonce,
             destination=self.path,
             shard_names=self.shard_names,
-            is_file=self._target.kind == "file",
-            takes_index=self.takes_index,
+            is_file=self._is_one_file,
             durable=self._durable,
         )
 
@@ -327,24 +337,24 @@ class LocalTransaction:
             own_bytes: Bytes of each that this process writes. If given, other processes write the rest: a writer's
                 `finish` makes this process's part durable, and `finish_file` completes a shard when all have ended.
         """
-        shards = self._plan.shards
-        self._require(not self._ended, "the save has ended")
-        self._require(not self._writers and len(nbytes) == len(shards), f"{len(shards)} shards are created, once")
-        single = self._target.kind == "file"
-        self._writers = create_files(
-            self._staging.files_fd,
+        self._own_bytes = own_bytes
+        super().create(nbytes)
+        return self._writers
+
+    def _create(self, nbytes: Sequence[int]) -> Sequence[LocalFileWriter]:
+        own_bytes, shards = self._own_bytes, self.shard_names
+        writers = create_files(
+            self._files_fd,
             list(zip(shards, nbytes, strict=True)),
             path=self.path,
-            where=[self.path if single else os.path.join(self.path, name) for name in shards],
+            where=[self._final_path(name) for name in shards],
             attributes=[None if own_bytes else self._replaced_attributes(name) for name in shards],
             durable=self._durable,
             is_shared=own_bytes is not None,
         )
-        if own_bytes is not None:
-            self._is_shared = True
-            for writer, own in zip(self._writers, own_bytes, strict=True):
-                writer.own_bytes = own
-        return self._writers
+        for writer, own in zip(writers, own_bytes or (), strict=own_bytes is not None):
+            writer.own_bytes = own
+        return writers
 
     def _replaced_attributes(self, shard: str) -> FileAttributes | None:
         """Return the attributes that a new shard keeps: of the file that it replaces, else of an old shard."""
@@ -362,26 +372,19 @@ class LocalTransaction:
         Raises:
             StorageError: It has another size, or the operating system reported an error.
         """
-        try:
-            with closing(calls.open_file(name, os.O_RDWR, dir_fd=self._staging.files_fd)) as fd:
-                found = os.fstat(fd).st_size
-                if nbytes is not None and found != nbytes:
-                    message, path = "a file has another size than it was created with", os.path.join(self.path, name)
-                    raise StorageError(message, path=path, expected=nbytes, found=found)
-                attributes = self._replaced_attributes(name)
-                if attributes is not None:
-                    attributes.apply(fd)
-                if self._durable:
-                    calls.fsync(fd)
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise write_refused("syncing", os.path.join(self.path, name), error) from error
+        path = self._final_path(name)
+        with refusals("syncing", path, write_refused), ExitStack() as stack:
+            fd = stack.enter_context(closing(calls.open_file(name, os.O_RDWR, dir_fd=self._files_fd)))
+            found = os.fstat(fd).st_size
+            if nbytes is not None and found != nbytes:
+                message = "a file has another size than it was created with"
+                raise StorageError(message, path=path, expected=nbytes, found=found)
+            attributes = self._replaced_attributes(name)
+            if attributes is not None:
+                attributes.apply(fd)
+            if self._durable:
+                calls.fsync(fd)
         self._finished.add(name)
-
-    def digest(self, name: str, hasher: Hasher, check: Callable[[], None]) -> str:
-        """Return the digest of a shard that is complete; see `digest_of_file`."""
-        return digest_of_file(self._staging.files_fd, name, os.path.join(self.path, name), hasher, check)
 
     def read_note(self, name: str) -> bytes | None:
         """Return the content of a small file beside the old checkpoint, None if it does not exist.
@@ -390,15 +393,11 @@ class LocalTransaction:
             StorageError: The operating system reported an error, or it is larger than 64 MiB.
         """
         _require_plain(name)
-        self._require(not self._ended, "the save has ended")
+        self._require_open()
         if self._target.kind == "fresh":
             return None
-        try:
+        with refusals(f"reading {name}", self.path):
             return read_small(self._home_fd, name, MAX_NOTE_BYTES, where=self.path)
-        except StorageError:
-            raise
-        except OSError as error:
-            raise refused(f"reading {name}", self.path, error) from error
 
     def prepare_commit(self, check: Callable[[], None] = lambda: None) -> None:
         """Do all that precedes the commit and can be cancelled: take the directory's lock where the commit needs it.
@@ -412,50 +411,38 @@ class LocalTransaction:
             ConcurrentSaveError: Another save holds the lock, and the save's `lock_timeout` has passed.
             StorageError: The operating system reported an error.
         """
-        if self._lock is not None or self._ended:
+        if self._lock is not None or self.has_ended:
             return
-        try:
+        with refusals("publishing the checkpoint", self.path, write_refused):
             if self._plan.commit == "replacement":
-                keep_tree(self._home_fd, self._target.name, self._staging.files_fd)
+                keep_tree(self._home_fd, self._target.name, self._files_fd)
                 if self._durable:
                     _sync_tree(self.files_path)
             with ExitStack() as stack:
                 if self._plan.commit != "directory":
-                    stack.enter_context(self._directory_lock(check))
+                    home, path = self._target.home, self._target.path
+                    stack.enter_context(directory_lock(self._home_fd, home, self._timeout, check, destination=path))
                 self._lock = stack.pop_all()
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise write_refused("publishing the checkpoint", self.path, error) from error
-
-    def _directory_lock(self, check: Callable[[], None]) -> AbstractContextManager[None]:
-        home, path = self._target.home, self._target.path
-        return directory_lock(self._home_fd, home, self._timeout, check, destination=path)
 
     # Commit.
 
-    def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
-        """Publish; see `Transaction.commit`. After any error but a ValueError the transaction has ended.
-
-        Raises:
-            ValueError: Files are not complete, or an index is missing or superfluous; nothing was done.
-            ConcurrentSaveError: Another save changed the destination since this one started. Nothing was changed.
-            CommitUncertainError: The checkpoint is in place, but may not be durable; or, with `commit="files"`, some
-                of its files are replaced, and the next save or `collect_garbage` replaces the others.
-            StorageError: The operating system reported an error; the old checkpoint is unchanged.
-        """
-        plan = self._plan
-        written = (writer.name for writer in self._writers if writer.finished and not self._is_shared)
-        finished = self._finished.union(written)
-        self._require(not self._ended, "the save has ended")
-        self._require(finished.issuperset(plan.shards), "not all files are finished")
-        self._require((index is not None) == self.takes_index, "an index is missing" if index is None else "no index")
+    def _require_complete(self, notes: Sequence[Note]) -> None:
+        written = (writer.name for writer in self._writers if writer.finished and self._own_bytes is None)
+        self._require(self._finished.union(written).issuperset(self.shard_names), "not all files are finished")
         for note in notes:
             _require_plain(note.name)
-        try:
-            self.prepare_commit()
-            if self._last_wins and plan.commit not in ("directory", "replacement"):
+
+    def _publish(self, index: bytes | None, notes: Sequence[Note]) -> None:
+        """Publish; see `Transaction.commit`.
+
+        Raises:
+            CommitUncertainError: The checkpoint is in place, but may not be durable; or, with `commit="files"`, some
+                of its files are replaced, and the next save or `collect_garbage` replaces the others.
+        """
+        with refusals("publishing the checkpoint", self.path, write_refused):
+            if self._last_wins and self._plan.commit not in ("directory", "replacement"):
                 self._plan = self._planned(self._staging.save_id)
+            assert self._lock is not None
             self._publication = Publication(
                 self._target,
                 self._home_fd,
@@ -463,15 +450,9 @@ class LocalTransaction:
                 self._plan,
                 durable=self._durable,
                 parents=self._parents,
-                lock=self._lock or ExitStack(),
+                lock=self._lock,
             )
             self._publication.publish(index, notes)
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise write_refused("publishing the checkpoint", self.path, error) from error
-        finally:
-            self._end()
 
     # The end.
 
@@ -479,13 +460,8 @@ class LocalTransaction:
         """Return what the commit published."""
         return WrittenFiles() if self._publication is None else self._publication.written
 
-    def roll_back(self) -> None:
-        """Remove all new files. Idempotent; never raises; does nothing after a commit."""
-        if not self._ended:
-            self._end()
-
-    def _end(self) -> None:
-        self._ended = True
+    def _end(self, ending: Ending) -> None:
+        """Close everything, and remove the staging directory, unless recovery reads it; see `Publication`."""
         if self._lock is not None:
             self._lock.close()
         for writer in self._writers:
@@ -500,11 +476,115 @@ class LocalTransaction:
             message = "%s: cleaning up failed, the next save here or `stio gc` completes it: %s"
             log(logging.WARNING, message, self._target.path, begun.cleanup_error)
 
-    # Errors.
 
-    def _require(self, condition: bool, message: str) -> None:
-        if not condition:
-            raise ValueError(f"{self.path}: {message}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """What another process needs to write into the files of a save."""
+
+    staging: str
+    """Path of the staging directory."""
+    nonce: str
+    """Text of the file `NONCE_NAME` in it."""
+    destination: str
+    """The destination, links followed."""
+    shard_names: tuple[str, ...]
+    """Names of the files, in the plan's order."""
+    is_file: bool
+    """Whether the destination is one file."""
+    durable: bool
+    """Whether complete files must survive a power cut."""
+
+    def to_json(self) -> bytes:
+        """Return it as text for another process."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Self:
+        """Return the invitation that `to_json` described."""
+        values = json.loads(text)
+        return cls(**{**values, "shard_names": tuple(values["shard_names"])})
+
+
+class JoinedTransaction(FilesTransaction):
+    """The part of a process that writes into the files of another process's save, which that one commits.
+
+    Args:
+        invitation: The owner's.
+        own_bytes: Bytes that this process writes to each file, if that is not what `create` gets.
+        check: Called while it waits for a network filesystem; it raises to end the wait.
+
+    Raises:
+        StorageError: This process does not see the owner's staging directory.
+    """
+
+    takes_index = False
+
+    def __init__(
+        self,
+        invitation: Invitation,
+        own_bytes: Sequence[int] | None = None,
+        *,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.invitation, self._own_bytes = invitation, own_bytes
+        self.path, self.shard_names, self._is_one_file = (
+            invitation.destination,
+            invitation.shard_names,
+            invitation.is_file,
+        )
+
+        def look() -> bool:
+            self._files_fd = _open_files(invitation)
+            return self._files_fd >= 0 or _is_on_local_filesystem(invitation.staging)
+
+        with refusals("opening the staging directory of the save", invitation.staging):
+            LockTimeout(_VISIBLE_SECONDS).wait_until(look, check)
+        if self._files_fd < 0:
+            raise StorageError(
+                "this process does not see the files that the owner of the save has made; is the destination on a "
+                "filesystem that all processes share?",
+                path=invitation.destination,
+                errno=errno.ENOENT,
+                expected=invitation.staging,
+            )
+
+    def _create(self, nbytes: Sequence[int]) -> list[LocalFileWriter]:
+        """Return writers of the files, which the owner has created; `finish` makes the part of this process durable."""
+        own_bytes, durable = self._own_bytes or nbytes, self.invitation.durable
+        return [
+            LocalFileWriter(
+                self._files_fd, name, self._final_path(name), own, attributes=None, durable=durable, is_shared=True
+            )
+            for name, own in zip(self.shard_names, own_bytes, strict=True)
+        ]
+
+    def _publish(self, index: bytes | None, notes: Sequence[Note]) -> None:
+        """Do nothing: the owner commits."""
+
+    def _end(self, ending: Ending) -> None:
+        """Close all descriptors; no write may be under way."""
+        for writer in self._writers:
+            writer.close()
+        calls.close(self._files_fd)
+
+
+def _open_files(invitation: Invitation) -> int:
+    """Open the directory of the files; -1 if the staging directory is not there, or is another one."""
+    try:
+        with closing(calls.open_directory(resolve_links(invitation.staging))) as fd:
+            nonce = read_small(fd, NONCE_NAME, 2 * _NONCE_BYTES, where=invitation.staging)
+            return calls.open_directory(FILES_NAME, dir_fd=fd) if nonce == invitation.nonce.encode() else -1
+    except FileNotFoundError:
+        return -1
+
+
+def _is_on_local_filesystem(staging: str) -> bool:
+    """Return whether the directory above a staging directory is here, on a filesystem of this machine."""
+    try:
+        with closing(calls.open_directory(resolve_links(os.path.dirname(staging)))) as fd:
+            return is_local(fd)
+    except FileNotFoundError:
+        return False
 
 
 def _require_plain(name: str) -> None:

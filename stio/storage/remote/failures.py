@@ -41,17 +41,10 @@ _SLOW = ("stalled", "anonymous")
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _PROVIDER = re.compile(r"credential provider: (Busy)?CredentialsError: (.*)")
-_METADATA = re.compile(r"169\.254\.\d+\.\d+|metadata\.google\.internal|/latest/api/token|/metadata/identity")
-_BUCKET = re.compile(
-    r"<Code>(NoSuchBucket|ContainerNotFound)</Code>|The specified (bucket|container) does not exist", re.IGNORECASE
-)
 _ANSWERED = re.compile("Server returned non-2xx status code: ")
 _CODE = re.compile(r"<Code>([^<]*)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _LINK = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://[^\s<>\"']+")
-_EXPIRED = re.compile(
-    r"Expired|has expired|TokenRefreshRequired|AuthenticationFailed.*expir", re.IGNORECASE | re.DOTALL
-)
 _TLS = (
     (re.compile(r"UnknownIssuer"), "its authority is not known here (UnknownIssuer)"),
     (re.compile(r"NotValidForName"), "it is for another host (NotValidForName)"),
@@ -76,14 +69,6 @@ _CAUSES = (
 _MOST_CHARACTERS = 300
 
 
-class WrongAnswerError(Exception):
-    """An answer that is not what was requested; the text says in what."""
-
-
-class StalledError(Exception):
-    """An answer that comes too slowly; the text is the rate; "": no bytes came."""
-
-
 class RefusedError(Exception):
     """An answer with a status that is no success, of which the whole head is known, unlike in an error of obstore.
 
@@ -104,20 +89,10 @@ class RefusedError(Exception):
         self.region = region
 
 
-class UnansweredError(Exception):
-    """A request without an answer, or with one that ended early; the text says why."""
-
-
-class UnrangedError(Exception):
-    """An answer that is the whole object in place of a range."""
-
+WEB_PAGE = "a web page (HTML)"
 
 PAGE = "no answer of a store"
 """What `StorageError.found` is where a server sent a web page, or what may be one."""
-
-
-class PageError(Exception):
-    """An answer that is a web page; the text is its title."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,24 +219,30 @@ _MESSAGES: dict[Kind, tuple[str, str, int]] = {
 """What happened, what to do, and the number of the error."""
 
 
+class RequestError(Exception):
+    """A request or an answer of which stio itself found what is wrong.
+
+    Args:
+        kind: See `Failure`.
+        cause: See `Failure`.
+        rate: See `Failure`.
+    """
+
+    def __init__(self, kind: Kind, cause: str = "", *, rate: str = "") -> None:
+        self.failure = Failure(kind, cause, rate=rate)
+        super().__init__(cause or rate)
+
+
 def failure_of(error: BaseException) -> Failure:
     """Return what an error of obstore means. Errors that a request cannot raise are raised again."""
     name = type(error).__name__
-    if isinstance(error, WrongAnswerError):
-        return Failure("wrong", str(error))
+    if isinstance(error, RequestError):
+        return error.failure
     error = without_panic(error)
     if isinstance(error, PanicError):
         return Failure("panic", error.cause)
     if isinstance(error, StioError):
         raise error
-    if isinstance(error, StalledError):
-        return Failure("stalled", "", rate=str(error))
-    if isinstance(error, UnansweredError):
-        return Failure("unreachable", _summary(str(error)))
-    if isinstance(error, UnrangedError):
-        return Failure("unranged", "")
-    if isinstance(error, PageError):
-        return Failure("page", f"a web page (HTML) {_summary(str(error))}".rstrip())
     if isinstance(error, RefusedError):
         found = _of_text(name, str(error), "")
         if found.kind == "elsewhere" and error.region:
@@ -274,54 +255,44 @@ def failure_of(error: BaseException) -> Failure:
     return _of_text(name, text, details)
 
 
+_RULES: tuple[tuple[Kind, str], ...] = (
+    (
+        "no bucket",
+        r"<Code>(NoSuchBucket|ContainerNotFound)</Code>|(?i:The specified (bucket|container) does not exist)",
+    ),
+    ("missing", r"\AFileNotFoundError "),
+    ("no credentials", _PROVIDER.pattern),
+    ("anonymous", r"169\.254\.\d+\.\d+|metadata\.google\.internal|/latest/api/token|/metadata/identity"),
+    ("no name", "Could not parse path"),
+    ("busy", "ConditionalRequestConflict"),  # S3 has not compared: another request to the object was under way
+    ("missing", r"\A(NotFoundError |\w+ (404|410) )"),
+    ("changed", r"\A(PreconditionError |AlreadyExistsError |\w+ 412 )"),
+    ("page", "Header missing from response|invalid list response"),
+    ("unranged", r"\ANotSupportedError |Received non-partial response"),
+    ("range", r"\A\w+ 416 "),
+    ("expired", r"\A\w+ 40[013] (?is:.*(expired|TokenRefreshRequired|AuthenticationFailed.*expir))"),
+    ("denied", r"\A(PermissionDeniedError |UnauthenticatedError |\w+ 40[13] )"),
+    ("busy", r"\A\w+ (408|409|425|429|5(?!01)\d\d) |RequestTimeout|SlowDown"),
+    ("elsewhere", r"\A\w+ 3\d\d |Received redirect without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed"),
+    ("other", r"\A\w+ [1-9]"),
+)
+"""What an error means, by the name of its class, the status ("0": none), and its text; the first rule decides."""
+
+
 def _of_text(name: str, text: str, details: str) -> Failure:
     """Return what an error means by the name of its class, its text, and obstore's description of its source."""
     answered = _STATUS.search(text)
     status = int(answered[1]) if answered else 0
-    summary = _summary(text)
-    if _BUCKET.search(text):
-        return Failure("no bucket", summary)
-    if name == "FileNotFoundError":
-        return Failure("missing", summary)
-    if found := _PROVIDER.search(text):
+    summary = summary_of(text)
+    kind = next((kind for kind, pattern in _RULES if re.search(pattern, f"{name} {status} {text}")), None)
+    if kind == "no credentials" and (found := _PROVIDER.search(text)):
         return Failure("busy" if found[1] else "no credentials", found[2])
-    if _METADATA.search(text):
-        return Failure("anonymous", f"the metadata service of the machine: {summary}")
-    if "Could not parse path" in text:
-        return Failure("no name", summary)
-    if "ConditionalRequestConflict" in text:  # S3 has not compared: another request to the object was under way
-        return Failure("busy", summary)
-    if name == "NotFoundError" or status in (404, 410):
-        return Failure("missing", summary)
-    if name in ("PreconditionError", "AlreadyExistsError") or status == 412:
-        return Failure("changed", summary)
-    if "Header missing from response" in text or "invalid list response" in text:
-        return Failure("page", summary)
-    if name == "NotSupportedError" or "Received non-partial response" in text:
-        return Failure("unranged", "")
-    if status == 416:
-        return Failure("range", summary)
-    if status in (400, 401, 403) and _EXPIRED.search(text):
-        return Failure("expired", summary)
-    if name in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
-        return Failure("denied", summary)
-    if (
-        status in (408, 409, 425, 429)
-        or (status >= 500 and status != 501)
-        or "RequestTimeout" in text
-        or "SlowDown" in text
-    ):
-        return Failure("busy", summary, is_throttled=status in (429, 503) or "SlowDown" in text)
-    if (
-        300 <= status < 400
-        or "Received redirect without LOCATION" in text
-        or "PermanentRedirect" in text
-        or "AuthorizationHeaderMalformed" in text
-    ):
-        return Failure("elsewhere", summary)
-    if status:
-        return Failure("other", summary)
-    return _without_status(summary, text + details)
+    if kind is None:
+        return _without_status(summary, text + details)
+    if kind == "anonymous":
+        return Failure(kind, f"the metadata service of the machine: {summary}")
+    is_throttled = kind == "busy" and (status in (429, 503) or "SlowDown" in text)
+    return Failure(kind, "" if kind == "unranged" else summary, is_throttled=is_throttled)
 
 
 def _without_status(summary: str, details: str) -> Failure:
@@ -343,7 +314,7 @@ def _without_status(summary: str, details: str) -> Failure:
     return Failure("other", summary)
 
 
-def _summary(text: str) -> str:
+def summary_of(text: str) -> str:
     """Return the message of a server as one short line without URLs."""
     code, message = _CODE.search(text), _MESSAGE.search(text)
     if code is not None:

@@ -1,16 +1,31 @@
-"""The objects below a URL that a save reads, puts and deletes."""
+"""The objects below a URL that a save reads, puts, uploads and deletes.
+
+An upload copies bytes into parts, and obstore sends them. obstore takes the parts of an object from an iterator, sends
+several at one time without a copy, and frees each when the store has it. It aborts the upload if the iterator raises.
+The memory of all parts of a save has one bound.
+"""
 
 from __future__ import annotations
 
 import errno
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
-from stio.errors import CheckpointNotFoundError, StorageError
-from stio.runtime.workers import WorkerPool
+import numpy as np
+
+from stio.errors import CheckpointNotFoundError, StioError, StorageError
+from stio.runtime import memory
+from stio.runtime.calls import LOOK_SECONDS, Call
+from stio.runtime.locks import Condition
+from stio.runtime.memory import Region
+from stio.runtime.operation import Cancelled
+from stio.runtime.workers import WorkerPool, is_interrupted
+from stio.storage.remote.failures import Failure, failure_of
 from stio.storage.remote.source import RemoteRoot
 from stio.storage.remote.stores import require_obstore
 
@@ -189,3 +204,253 @@ def _state_of(meta: Any) -> State:
 
 def _delete(store: Any, *, key: str) -> None:
     require_obstore().delete(store, key)
+
+
+_Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+
+_MIB = 1 << 20
+
+PART_BYTES = 8 << 20
+"""One part of an upload. With 16 under way, 60 MB/s a connection give 1 GB/s."""
+
+SMALLEST_PART_BYTES = 5 << 20
+"""By the rules of S3, for all parts but the last."""
+
+DEFAULT_BYTES = (NUM_IN_FLIGHT + 2) * PART_BYTES
+"""Memory of parts: those that are sent, one that is full, one that is being filled."""
+
+_MOST_PARTS = 10_000
+"""Of one object, by the stores' rules."""
+
+
+class PartMemory:
+    """Memory of the parts of one save, from the first byte in a part until the store has it; then it is used again.
+
+    An object of which no part is in memory always gets one: otherwise objects that are begun would wait for each other.
+
+    Args:
+        most_bytes: Most bytes of parts; by the rule above, one part more for each further object that is begun.
+    """
+
+    def __init__(self, most_bytes: int = DEFAULT_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self.part_bytes = min(PART_BYTES, max(SMALLEST_PART_BYTES, most_bytes // 4))
+        """Size of a part, unless the object would have too many."""
+        self.changed = Condition()
+        """Guards this and the uploads."""
+        self._held: dict[str, int] = {}  # bytes in memory, by object
+        self._freed: deque[tuple[str, _Bytes]] = deque()  # by obstore's threads, which must not wait for the lock
+        self._free: list[_Bytes] = []
+
+    def has_room(self, name: str, nbytes: int) -> bool:
+        """Return whether an object may take a part now. The caller holds the condition."""
+        while self._freed:
+            freed, whole = self._freed.popleft()
+            self._held[freed] -= len(whole)
+            self._free.append(whole)
+        return not self._held.get(name) or sum(self._held.values()) + nbytes <= self._most_bytes
+
+    def take(self, name: str, nbytes: int, *, whole_bytes: int) -> _Bytes:
+        """Take a part for an object. The caller holds the condition.
+
+        Args:
+            name: Name of the object.
+            nbytes: Size of the part.
+            whole_bytes: Size of the object's other parts.
+        """
+        if self._free and len(self._free[-1]) != whole_bytes:
+            self._free.clear()
+        whole = self._free.pop() if self._free else np.empty(whole_bytes, np.uint8)
+        self._held[name] = self._held.get(name, 0) + whole_bytes
+        part = whole[:nbytes]  # obstore holds this object
+        weakref.finalize(part, self._give_back, name, whole).atexit = False
+        return part
+
+    def _give_back(self, name: str, whole: _Bytes) -> None:
+        self._freed.append((name, whole))
+        self.changed.wake()
+
+
+class Upload:
+    """One object; an `OrderedWriter`. With its last byte the upload is completed, unless that is the commit.
+
+    Args:
+        folder: The directory.
+        name: Name of the object.
+        nbytes: Its size.
+        parts: Memory of the save's parts.
+        save_id: The object is the checkpoint: `complete` publishes it, and not `finish`. Stored with it.
+    """
+
+    is_ordered: Literal[True] = True
+    """See `OrderedWriter`."""
+
+    def __init__(self, folder: Folder, name: str, nbytes: int, parts: PartMemory, *, save_id: str = "") -> None:
+        self._folder, self.name, self._nbytes, self._save_id = folder, name, nbytes, save_id
+        self.path = f"{folder.path}/{name}"
+        """URL without secrets."""
+        self._memory = parts
+        self._changed = parts.changed
+        part_bytes = max(parts.part_bytes, -(-nbytes // _MOST_PARTS // _MIB) * _MIB)
+        self.is_one = nbytes <= part_bytes
+        """Whether it is one put, and not an upload of parts."""
+        self._part_bytes = min(part_bytes, nbytes)
+        self._at = 0  # bytes that were taken from the writers, which call in any order
+        self._part: _Bytes = np.empty(0, np.uint8)
+        self._filled = 0
+        self._ready: deque[Any] = deque()
+        self._ends = self._stopped = self._is_over = False
+        self._call: Call[None] | None = None
+        self._failure: Failure | None = None
+        self._error: BaseException | None = None  # what is no failure of a request
+        self.may_complete_yet = False
+        """Whether the store may complete the upload, although it has failed: it was one put, or it was not aborted."""
+        self.etag = ""
+        """Its ETag, once it is complete."""
+
+    def write_from(self, offset: int, region: Region) -> None:
+        """Take a block; wait until those before it were taken, and while too many parts are in memory."""
+        with self._changed:
+            self._wait(lambda: self._at == offset)
+            if self._call is None:
+                self._begin()
+        at = 0
+        while at < region.nbytes:
+            if self._filled == len(self._part):
+                self._part, self._filled = self._new_part(min(self._part_bytes, self._nbytes - offset - at)), 0
+            length = min(region.nbytes - at, len(self._part) - self._filled)
+            memory.move(self._part.ctypes.data + self._filled, region.address + at, length)
+            at += length
+            self._filled += length
+            if self._filled == len(self._part):
+                with self._changed:
+                    self._ready.append(self._part)
+                    self._part, self._filled = np.empty(0, np.uint8), 0
+                    self._changed.notify_all()
+        with self._changed:
+            self._at = offset + region.nbytes
+            self._ends = self._at == self._nbytes and not self._save_id
+            self._changed.notify_all()
+
+    def _begin(self) -> None:
+        try:
+            self._call = Call(self._put, on_own_thread=True)
+        except RuntimeError as error:
+            raise StorageError(
+                f"the upload cannot begin, the system starts no more threads: {error}", path=self.path
+            ) from None
+
+    def _new_part(self, nbytes: int) -> _Bytes:
+        with self._changed:
+            self._wait(lambda: not self._ready and self._memory.has_room(self.name, self._part_bytes))
+            return self._memory.take(self.name, nbytes, whole_bytes=self._part_bytes)
+
+    def finish(self) -> None:
+        """Wait until the upload is complete, unless that is the commit.
+
+        Raises:
+            StorageError: It failed.
+        """
+        if not self._save_id and (failure := self.complete()) is not None:
+            raise self._error_of(failure)
+
+    def complete(self) -> Failure | None:
+        """Complete the upload; return what failed.
+
+        Raises:
+            Cancelled: The thread should end.
+        """
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        assert self._call is not None
+        self._call.result()
+        self._is_over = True
+        if self._error is not None:
+            raise self._error
+        return self._failure
+
+    def stop(self) -> None:
+        """Begin to end the upload; `abort` waits for it. Idempotent."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def abort(self) -> bool:
+        """End the upload; return whether there may be something of it in the store."""
+        self.stop()
+        if self._call is None:
+            return False
+        if not self._is_over:
+            with suppress(Cancelled):
+                self._call.result()
+        return True
+
+    def _error_of(self, failure: Failure) -> StioError:
+        return failure.error(
+            self.path,
+            self._folder.patience.num_attempts if failure.may_succeed else 1,
+            stall_seconds=self._folder.patience.stall_seconds,
+            work="save",
+        )
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """Wait, under the condition, until something holds.
+
+        Raises:
+            Cancelled: The thread should end.
+            StorageError: The upload has failed.
+        """
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self._failure is not None:
+                raise self._error_of(self._failure)
+            if self._stopped or is_interrupted():
+                raise Cancelled
+            if ready():
+                return
+            self._changed.wait(LOOK_SECONDS)
+
+    def _put(self) -> None:
+        try:
+            self.etag = self._folder.upload(
+                self.name,
+                self._parts(),
+                part_bytes=self._part_bytes,
+                is_one=self.is_one,
+                save_id=self._save_id,
+            )
+            if self._stopped and not self._save_id:
+                self._folder.delete([self.name])  # a cancel came when all parts were under way
+        except _StoppedError:
+            pass
+        except BaseException as error:
+            try:
+                self._failure = failure_of(error)
+                # obstore reports the failure of the abort, and not the one that led to it.
+                self.may_complete_yet = self._failure.may_have_worked and (
+                    self.is_one or "performing DELETE" in str(error)
+                )
+            except BaseException as other:
+                self._error = other
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _parts(self) -> Iterator[Any]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._stopped or self._ends)
+                if self._stopped:
+                    raise _StoppedError
+                if not self._ready:
+                    return
+                part = self._ready.popleft()
+                self._changed.notify_all()
+            yield part
+            del part
+
+
+class _StoppedError(Exception):
+    """Raised to obstore, which aborts the upload then."""

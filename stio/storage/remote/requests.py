@@ -1,30 +1,137 @@
-"""Requests that a cancel leaves within a second, and that are repeated if they fail.
+"""Requests: repeated if they fail, left within a second by a cancel, judged by what an answer says beside its bytes.
 
-A call of obstore cannot be interrupted: it ends with its answer, or when the store was silent for too long. So it is a
-`stio.runtime.calls.Call`, and writes only to memory that obstore allocates. A worker that ends leaves it behind.
+Most are made by obstore (`Requester`). A call of obstore cannot be interrupted: it ends with its answer, or when the
+store was silent for too long. So it is a `stio.runtime.calls.Call`, and writes only to memory that obstore allocates. A
+worker that ends leaves it behind.
+
+An error of obstore has a status and a text, but no `Retry-After`, no region of a bucket and no type of the content. So
+a request that obstore was refused is repeated by Python's own client (`ask`), whose answer has its whole head. It also
+makes the requests that obstore has no function for. It follows no redirect, and blocks: callers run it on a thread that
+a cancel leaves behind.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import re
+import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from html import unescape
+from http.client import HTTPException
 from typing import Any, TypeVar
+from urllib.error import HTTPError
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 from stio.errors import StorageError
 from stio.runtime.calls import LOOK_SECONDS, Call
 from stio.runtime.log import RareWarnings, log
 from stio.runtime.operation import Cancelled
 from stio.runtime.workers import is_interrupted
-from stio.storage.remote.answers import RateWatch
-from stio.storage.remote.failures import Failure, Work, failure_of
-from stio.storage.remote.stores import STALL_SECONDS
+from stio.storage.remote.failures import (
+    WEB_PAGE,
+    Failure,
+    RefusedError,
+    RequestError,
+    Work,
+    failure_of,
+    summary_of,
+)
+from stio.storage.remote.settings import added_authorities
+
+LEAST_BYTES_PER_SECOND = 4096
+"""A connection that sends less, for the time of a stall, counts as stalled. 32 connections share 130 kB/s then."""
+
+_TITLE = re.compile(rb"<title[^>]*>(.{0,200}?)</title", re.IGNORECASE | re.DOTALL)
+
+
+class RateWatch:
+    """Judges whether bytes come fast enough. Written by one thread, checked by another.
+
+    Args:
+        stall_seconds: The time over which the rate is taken.
+        in_pieces: Bytes are counted by whole pieces of `piece_bytes`, from a library that has a limit of its own for
+            the time without any byte.
+    """
+
+    def __init__(self, stall_seconds: float, *, in_pieces: bool = False) -> None:
+        self.piece_bytes = max(1, int(LEAST_BYTES_PER_SECOND * stall_seconds))
+        """What must come within the time of a stall, at the least rate."""
+        self._seconds = stall_seconds * _PIECES_FACTOR if in_pieces else stall_seconds
+        self._in_pieces = in_pieces
+        self._num_bytes = 0
+        self._mark: tuple[float, int] | None = None
+
+    def begin(self) -> None:
+        """Begin to judge: the head of the answer is there."""
+        self._mark = time.monotonic(), self._num_bytes
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that came."""
+        self._num_bytes += num_bytes
+
+    def end(self) -> None:
+        """Judge no more: all bytes came."""
+        self._mark = None
+
+    def check(self) -> None:
+        """Require that the bytes since the last check came fast enough, if that was long enough ago.
+
+        Raises:
+            RequestError: They did not.
+        """
+        mark, now = self._mark, time.monotonic()
+        if mark is None or now - mark[0] < self._seconds:
+            return
+        came = self._num_bytes - mark[1]
+        if came < self.piece_bytes:
+            if self._in_pieces:
+                raise RequestError("stalled", rate=f"fewer than {LEAST_BYTES_PER_SECOND:,} bytes/s")
+            raise RequestError("stalled", rate=f"only {came / (now - mark[0]):,.0f} bytes/s" if came else "")
+        self._mark = now, self._num_bytes
+
+
+_PIECES_FACTOR = 1.25
+
+
+def retry_after(text: str) -> float:
+    """Return the seconds of a field `Retry-After`, which is a number or a date; 0: none that is later than now."""
+    if re.fullmatch(r"\s*\d{1,9}(\.\d*)?\s*", text, re.ASCII):
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+
+
+def is_page(body: bytes) -> bool:
+    """Return whether bytes begin a web page."""
+    start = body[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    return start.startswith((b"<!doctype html", b"<html", b"<head", b"<!--"))
+
+
+def require_no_page(content_type: str, body: bytes) -> None:
+    """Require that an answer is no web page: neither a checkpoint nor a listing is one.
+
+    Raises:
+        RequestError: It is one.
+    """
+    if is_page(body) or (content_type.lower().startswith("text/html") and body[:1] == b"<"):
+        title = _TITLE.search(body)
+        text = unescape(title[1].decode(errors="replace")) if title else ""
+        titled = f"of the title {' '.join(text.split())!r}" if text.strip() else ""
+        raise RequestError("page", f"{WEB_PAGE} {summary_of(titled)}".rstrip())
+
 
 T = TypeVar("T")
 
+
+STALL_SECONDS = 30.0
+"""Longest time without a byte before a request counts as failed."""
 
 BUSY_SECONDS = 180.0
 """Longest time for which a request is repeated that the store refuses for the moment, unless the caller sets it."""
@@ -285,3 +392,108 @@ def require_usable(path: str) -> None:
             "'spawn' or 'forkserver' (multiprocessing.set_start_method), or read no URL before the fork",
             path=path,
         )
+
+
+_REGION = re.compile(r"<Region>([\w-]+)</Region>|s3[.-]([a-z]{2,}-[a-z-]+-\d)\.amazonaws")
+_PIECE_BYTES = 64 << 10
+_MOST_BODY_BYTES = 64 << 10
+"""Of the answer of a request that was refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The head of an answer, and its body."""
+
+    status: int
+    """200 or another success."""
+    fields: Mapping[str, str]
+    """Its fields, by their names in lower case."""
+    body: bytes
+    """As many bytes as were asked for; of a status 200 not more than those."""
+
+
+def ask(
+    url: str,
+    headers: Mapping[str, str],
+    num_bytes: int,
+    *,
+    stall_seconds: float,
+    scheme: str,
+    method: str = "GET",
+    data: bytes | None = None,
+    is_local: bool = False,
+) -> Head:
+    """Make one request. Blocks, and cannot be interrupted.
+
+    Args:
+        url: A URL of http or https, without a user.
+        headers: Fields of the request.
+        num_bytes: Most bytes of the body to read.
+        stall_seconds: Longest time without enough bytes; see `RateWatch`.
+        scheme: Scheme of the store, for the authorities of TLS.
+        method: Its method.
+        data: Body of the request.
+        is_local: No proxy is used.
+
+    Raises:
+        RefusedError: The status is no success.
+        RequestError: It is a web page, the bytes come too slowly, or there was no answer, or it ended early.
+        StorageError: The authorities of the environment cannot be read.
+    """
+    handlers: list[Any] = [_NoRedirect(), *([ProxyHandler({})] if is_local else [])]
+    if url.lower().startswith("https:"):
+        context = ssl.create_default_context()
+        if added := added_authorities(scheme):
+            context.load_verify_locations(cadata=added["root_certificate"].decode())
+        handlers.append(HTTPSHandler(context=context))
+    try:
+        request = Request(url, data, dict(headers), method=method)
+        with build_opener(*handlers).open(request, timeout=stall_seconds) as answer:
+            fields = {name.lower(): value for name, value in answer.headers.items()}
+            body = _read(answer, num_bytes, stall_seconds)
+            require_no_page(fields.get("content-type", ""), body)
+            return Head(answer.status, fields, body)
+    except HTTPError as error:
+        with error:
+            raise _refused(error) from None
+    except TimeoutError:
+        raise RequestError("stalled") from None
+    except (OSError, HTTPException, ValueError) as error:
+        if isinstance(getattr(error, "reason", None), TimeoutError):
+            raise RequestError("stalled") from None
+        raise RequestError("unreachable", summary_of(str(error))) from None
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    def redirect_request(self, *values: Any) -> None:
+        return None
+
+
+def _read(answer: Any, num_bytes: int, stall_seconds: float) -> bytes:
+    watch, found = RateWatch(stall_seconds), bytearray()
+    watch.begin()
+    while len(found) < num_bytes:
+        data = answer.read1(min(_PIECE_BYTES, num_bytes - len(found)))
+        if not data:
+            break
+        found += data
+        watch.add(len(data))
+        watch.check()
+    return bytes(found)
+
+
+def _refused(error: HTTPError) -> Exception:
+    try:
+        body = error.read(_MOST_BODY_BYTES)
+    except (OSError, HTTPException):
+        body = b""
+    text = body.decode(errors="replace")
+    region = _REGION.search(text)
+    named = error.headers.get("x-amz-bucket-region") or (region and (region[1] or region[2])) or ""
+    return RefusedError(
+        error.code,
+        str(error.reason or ""),
+        text,
+        retry_after_seconds=retry_after(error.headers.get("Retry-After", "")),
+        region=named if re.fullmatch(r"[\w-]{1,40}", named) else "",
+    )

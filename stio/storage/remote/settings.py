@@ -49,7 +49,7 @@ def without_values(scheme: str, reason: str, config: Options) -> str:
     """Return a message of obstore without the values of settings, which may be secrets; paths of files are shown."""
     values = {one: os.environ[one] for one in set_variables(scheme)} | dict(config)
     for name, value in values.items():
-        if isinstance(value, str) and len(value.strip()) > 3 and _KINDS.get(bare(name), _TEXT) is not _FILE:
+        if isinstance(value, str) and len(value.strip()) > 3 and _kind_of(bare(name)) is not _FILE:
             reason = reason.replace(value.strip(), "...")
     return _QUOTED.sub("another value", reason)
 
@@ -65,8 +65,6 @@ class _Kind:
     is_valid: Callable[[str], bool]
     expected: str
     """For the error."""
-    default: str | None = None
-    """Stands for a variable that is set and empty; None: there is none."""
 
 
 def _is_url(value: str) -> bool:
@@ -91,76 +89,41 @@ def _matches(pattern: str) -> Callable[[str], bool]:
     return lambda value: compiled.fullmatch(value) is not None
 
 
-def _url(default: str | None = None) -> _Kind:
-    return _Kind(_is_url, "a URL that begins with http:// or https://", default)
-
-
-def _host_part(default: str | None = None) -> _Kind:
-    return _Kind(_matches(r"[A-Za-z0-9._-]+"), "letters, digits, '.', '_' and '-'", default)
-
-
 _TEXT = _Kind(_matches(r"[^\x00-\x1f\x7f]*"), "text without line breaks and control characters")
-_KEY = _Kind(_matches(r"[!-~]*"), "letters, digits and punctuation of ASCII")
-_BASE64 = _Kind(_matches(r"[A-Za-z0-9+/_-]+={0,2}"), "base64")
 _FILE = _Kind(lambda value: _TEXT.is_valid(value) and not value.startswith("{"), "a path of a file")
-_FLAG = _Kind(lambda value: value.lower() in _FLAGS, "true or false", "false")
+_FLAG = _Kind(lambda value: value.lower() in _FLAGS, "true or false")
+
+_URL = _Kind(_is_url, "a URL that begins with http:// or https://")
+_HOST_PART = _Kind(_matches(r"[A-Za-z0-9._-]+"), "letters, digits, '.', '_' and '-'")
+_BASE64 = _Kind(_matches(r"[A-Za-z0-9+/_-]+={0,2}"), "base64")
+_KEY = _Kind(_matches(r"[!-~]*"), "letters, digits and punctuation of ASCII")
 
 _KINDS = {
-    "endpoint": _url(),
-    "endpoint_url": _url(),
-    "endpoint_url_s3": _url(),
-    "base_url": _url(),
-    "storage_endpoint": _url(),
-    "metadata_endpoint": _url("http://169.254.169.254"),
-    "authority_host": _url("https://login.microsoftonline.com"),
-    "storage_authority_host": _url("https://login.microsoftonline.com"),
-    "msi_endpoint": _url("http://169.254.169.254/metadata/identity/oauth2/token"),
-    "identity_endpoint": _url("http://169.254.169.254/metadata/identity/oauth2/token"),
-    "region": _host_part("us-east-1"),
-    "default_region": _host_part("us-east-1"),
-    "account_name": _host_part(),
-    "storage_account_name": _host_part(),
-    "tenant_id": _host_part(),
-    "authority_id": _host_part(),
-    "storage_tenant_id": _host_part(),
-    "storage_authority_id": _host_part(),
-    "account_key": _BASE64,
-    "storage_account_key": _BASE64,
-    "storage_access_key": _BASE64,
-    "storage_master_key": _BASE64,
-    "access_key_id": _KEY,
-    "session_token": _KEY,
-    "token": _KEY,
-    "storage_token": _KEY,
-    "bearer_token": _KEY,
-    "service_account": _FILE,
-    "service_account_path": _FILE,
-    "application_credentials": _FILE,
     "service_account_key": _Kind(_is_object, "a JSON object"),
-    **dict.fromkeys(
-        (
-            "allow_http", "virtual_hosted_style_request", "skip_signature", "unsigned_payload", "imdsv1_fallback",
-            "s3_express", "request_payer", "disable_tagging", "disable_bulk_delete", "sse_bucket_key_enabled",
-            "use_emulator", "storage_use_emulator", "use_fabric_endpoint", "use_azure_cli",
-        ),
-        _FLAG,
-    ),
-}  # fmt: skip
-"""Settings by their names without prefix; all others are text."""
+    "service_account(_path)?|application_credentials": _FILE,
+    "(allow|disable|skip|unsigned|virtual|(storage_)?use)_.*|s3_express|request_payer|.*_(fallback|enabled)": _FLAG,
+    ".*endpoint(_url)?(_s3)?|base_url|.*authority_host": _URL,
+    ".*region|.*account_name|.*(tenant|authority)_id": _HOST_PART,
+    ".*account_key|storage_(access|master)_key": _BASE64,
+    "access_key_id|(session_|storage_|bearer_)?token": _KEY,
+}
+"""By a pattern of the setting's name without prefix; the first one decides, and all others are text."""
 
-_FOR_NO_KEYS = {
-    "s3": (
-        {"access_key_id", "skip_signature"},
-        {"metadata_endpoint", "container_credentials_relative_uri", "container_credentials_full_uri"},
-    ),
-    "az": (
-        {"account_key", "storage_account_key", "sas_key", "sas_token", "storage_sas_key", "storage_sas_token",
-         "token", "storage_token", "skip_signature"},
-        {"authority_host", "storage_authority_host", "tenant_id", "authority_id", "storage_tenant_id",
-         "storage_authority_id", "msi_endpoint", "identity_endpoint"},
-    ),
-}  # fmt: skip
-"""By kind of store: credentials, and the settings that have no effect if there are any of those."""
+_DEFAULTS = {
+    "metadata_endpoint": "http://169.254.169.254",
+    "authority_host": "https://login.microsoftonline.com",
+    "storage_authority_host": "https://login.microsoftonline.com",
+    "msi_endpoint": "http://169.254.169.254/metadata/identity/oauth2/token",
+    "identity_endpoint": "http://169.254.169.254/metadata/identity/oauth2/token",
+    "region": "us-east-1",
+    "default_region": "us-east-1",
+}
+"""Stand for a variable that is set and empty."""
+
+
+def _kind_of(name: str) -> _Kind:
+    return next((kind for pattern, kind in _KINDS.items() if re.fullmatch(pattern, name)), _TEXT)
+
 
 _OF_THE_URL = ("bucket", "bucket_name", "container_name")
 
@@ -187,20 +150,19 @@ def checked(scheme: str, given: Options, path: str) -> dict[str, Any]:
     for name, value in given.items():
         settings[name] = usable(bare(name), _origin(scheme, name, value), value, path)
     names = {bare(name) for name in given}
-    keys, without_keys = _FOR_NO_KEYS.get(scheme, (set[str](), set[str]()))
     found = _in_environment(scheme)
-    has_keys = bool(keys & names) or any(found[one][1].strip() for one in keys & found.keys())
     for name, (origin, raw) in found.items():
-        kind = _KINDS.get(name, _TEXT)
+        kind = _kind_of(name)
+        default = "false" if kind is _FLAG else _DEFAULTS.get(name)
         if {name, _SAME.get(name, name)} & (names | {_SAME.get(one, one) for one in names}):
             continue  # the value that was given goes before it
-        if (has_keys and name in without_keys) or (name == "default_region" and "region" in found):
+        if name == "default_region" and "region" in found:
             continue
         value = raw.strip()
-        if not raw and kind.default is None and kind.is_valid is not _is_url:
+        if not raw and default is None and kind.is_valid is not _is_url:
             continue  # obstore reads it as it reads one that is not set, or says what is missing
-        if not value and kind.default is not None:
-            value = (name == "region" and variable("AWS_DEFAULT_REGION")) or kind.default
+        if not value and default is not None:
+            value = (name == "region" and variable("AWS_DEFAULT_REGION")) or default
         if name.endswith("authority_host") and "://" not in value:
             value = f"https://{value}"  # the tools of Azure take it so
         if (value and value == raw and kind.is_valid(value)) or not _has_setting(scheme, "config", origin):
@@ -232,7 +194,7 @@ def usable(name: str, origin: str, value: Any, path: str) -> Any:
     """
     if not isinstance(value, str):
         return value
-    text, kind = value.strip(), _KINDS.get(name, _TEXT)
+    text, kind = value.strip(), _kind_of(name)
     if not kind.is_valid(text):
         raise StorageError(
             f"{origin} cannot be used; correct it, or unset it",

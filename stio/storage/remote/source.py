@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from functools import partial
-from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,23 +18,32 @@ from stio.errors import CheckpointNotFoundError, StioError, StorageError
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, names_checkpoint
 from stio.runtime import memory
 from stio.runtime.calls import Call
+from stio.runtime.locks import new_lock
 from stio.runtime.log import log
 from stio.runtime.memory import Region
 from stio.runtime.workers import WorkerPool
-from stio.storage.base import Identity, Requests, Transaction
+from stio.storage.base import Identity, Requests
 from stio.storage.checks import cut_short
-from stio.storage.remote.answers import is_page
 from stio.storage.remote.failures import (
     PAGE,
-    PageError,
+    WEB_PAGE,
+    Failure,
     RefusedError,
-    UnansweredError,
-    UnrangedError,
-    WrongAnswerError,
+    RequestError,
     failure_of,
 )
-from stio.storage.remote.one_request import Head, ask
-from stio.storage.remote.requests import Patience, Requester, current_watch, patience_of
+from stio.storage.remote.requests import (
+    Attempts,
+    Head,
+    Patience,
+    RateWatch,
+    Requester,
+    ask,
+    current_watch,
+    is_page,
+    patience_of,
+    require_no_page,
+)
 from stio.storage.remote.settings import Options
 from stio.storage.remote.stores import (
     Location,
@@ -46,7 +54,8 @@ from stio.storage.remote.stores import (
     require_obstore,
     without_user,
 )
-from stio.storage.remote.whole import WholeObject
+
+T = TypeVar("T")
 
 REQUESTS = Requests(nbytes=8 << 20, num_in_flight=32, gap_bytes=1 << 20)
 """At 30 ms to the first byte and 60 MB/s a connection, 8 MiB take 0.17 s, a fifth of it latency, and 32 connections
@@ -213,20 +222,17 @@ class RemoteRoot:
     def open_ahead(self, names: Sequence[str]) -> None:
         """Open objects at one time, each of which `open` returns later. Blocks; raises no error of an object."""
         left = [name for name in dict.fromkeys(names) if name not in self._ahead][::-1]
+        pool = WorkerPool("open")
 
         def work() -> None:
-            while left:
-                try:
-                    name = left.pop()
-                except IndexError:
-                    return
+            for name in pool.items(left):
                 try:
                     self._ahead[name] = self._open(name)
                 except StioError as error:
                     self._ahead[name] = error
 
         if len(left) > 1:
-            WorkerPool("open").run(work, min(len(left), self._requests.num_in_flight))
+            pool.run(work, min(len(left), self._requests.num_in_flight))
 
     def open(self, name: str, *, trusted: bool = False) -> RemoteSource | WholeObject:
         """Open one object.
@@ -260,20 +266,12 @@ class RemoteRoot:
                 raise
         head = b"".join(map(bytes, answer.pieces))
         if is_page(head) and name.endswith(_NO_PAGES):
-            raise failure_of(PageError()).error(path, 1, stall_seconds=self.requester.patience.stall_seconds)
+            raise Failure("page", WEB_PAGE).error(path, 1, stall_seconds=self.requester.patience.stall_seconds)
         return RemoteSource(self, key, path, answer.identity, head, self._requests)
 
     def _whole(self, key: str, path: str) -> WholeObject:
         """Open an object of a server that sends no parts of files."""
-        found = WholeObject(
-            self.requester,
-            key,
-            path,
-            identify=partial(_identity, path=path),
-            requests=self._requests,
-            head_bytes=_HEAD_BYTES,
-            target=_Target,
-        )
+        found = WholeObject(self.requester, key, path, self._requests)
         log(
             self.requester.warnings.level(),
             "%s: the server sends no parts of files (it ignores Range), so the whole file is read in order, by one "
@@ -306,25 +304,17 @@ class RemoteRoot:
                 stall_seconds=self.requester.patience.stall_seconds,
                 scheme=self.location.scheme,
             )
-        except UnansweredError:
-            return _get(store, wanted)
+        except RequestError as error:
+            if error.failure.kind == "unreachable":
+                return _get(store, wanted)
+            raise
         except RefusedError as error:
             if 300 <= error.status < 400 and not error.region:  # obstore follows it, or says why not
                 return _get(store, wanted)
             raise
         if found.status != 206:
-            raise UnrangedError
+            raise RequestError("unranged")
         return _checked(found, wanted) or _get(store, wanted)
-
-    def begin(self, **options: Any) -> Transaction:
-        """Begin a save to the directory; see `stio.storage.remote.save.RemoteDestination`."""
-        transaction: Transaction = import_module("stio.storage.remote.save").RemoteDestination(self).begin(**options)
-        return transaction
-
-    def within(self, budget_bytes: int) -> tuple[Any, int]:
-        """Return it as a destination of saves; see `stio.storage.remote.save.RemoteDestination.within`."""
-        found: tuple[Any, int] = import_module("stio.storage.remote.save").RemoteDestination(self).within(budget_bytes)
-        return found
 
     def close(self) -> None:
         """Drop what was opened ahead; objects opened from it can still be read. Idempotent."""
@@ -430,6 +420,117 @@ class RemoteSource:
         self._head = None
 
 
+class WholeObject:
+    """One object of a server that sends no parts of files (it ignores Range), in the state in which it was opened.
+
+    A `Source`. The loader reads it by one request at a time, in the order of the offsets. Bytes between two reads are
+    received and dropped. A read before the place of the last one begins the object again. So memory stays as small as
+    with ranges, and a load that needs few tensors receives most of the file.
+
+    Args:
+        requester: Makes its requests.
+        key: Its name in the store.
+        path: Its URL without secrets.
+        requests: Size of the reads of a load.
+
+    Raises:
+        StioError: It cannot be read.
+    """
+
+    def __init__(self, requester: Requester, key: str, path: str, requests: Requests) -> None:
+        self.path = path
+        """See above."""
+        self.requests = replace(requests, num_in_flight=1)
+        """See `RequestedSource`."""
+        self._requester = requester
+        self._key = key
+        self._lock = new_lock()
+        self._stream: Any = None
+        self._piece: Any = b""  # the bytes that the stream gave last
+        self._begin = 0  # their offset
+        self.identity, self._head = self._repeated(self._open, None)
+        """The state of the object."""
+
+    def read_into(self, offset: int, regions: Sequence[Region]) -> None:
+        """Fill the regions, one after the other, with the bytes from `offset` on; see `RemoteSource.read_into`."""
+        end = offset + sum(region.nbytes for region in regions)
+        if end == offset:
+            return
+        if end > self.identity.nbytes:
+            raise cut_short(self.path, self.identity.nbytes, end - max(offset, self.identity.nbytes))
+        if end <= len(self._head):
+            _Target(regions).fill(self._head, offset, end)
+            return
+        with self._lock:
+            self._repeated(lambda: self._read(offset, end, _Target(regions)), self.identity)
+
+    def check_unchanged(self) -> None:
+        """Raise `ChangedDuringReadError` if the server has another state of the object by now, or none."""
+        found = self._requester.run(self._get, self.path, expected=self.identity)
+        self.identity.require_same(_identity(found.meta, self.path), self.path)
+
+    def close(self) -> None:
+        """End the request that is under way. Idempotent; no read may be under way."""
+        self._stream = None
+        self._head = b""
+
+    def _get(self, store: Any) -> Any:
+        return require_obstore().get(store, self._key)
+
+    def _repeated(self, work: Callable[[], T], expected: Identity | None) -> T:
+        """Call a function again while it fails, and may succeed."""
+        attempts = Attempts(self._requester, self.path, expected=expected)
+        while True:
+            try:
+                return work()
+            except Exception as error:
+                failure = failure_of(error)
+            attempts.failed(failure)
+
+    def _open(self) -> tuple[Identity, bytes]:
+        result = self._requester.begin(self._get).result()
+        identity = _identity(result.meta, self.path)
+        stream, head = self._pieces(result), b""
+        while len(head) < min(_HEAD_BYTES, identity.nbytes):
+            head += bytes(self._next(stream))
+        require_no_page(str(result.attributes.get("Content-Type", "")), head)
+        return identity, head
+
+    def _pieces(self, result: Any) -> Any:
+        """Return the iterator of the bytes of an answer, in pieces that come within the time of a stall."""
+        return iter(result.stream(min_chunk_size=RateWatch(self._requester.patience.stall_seconds).piece_bytes))
+
+    def _next(self, stream: Any) -> Any:
+        """Return the next bytes of a stream, which has more.
+
+        Raises:
+            RequestError: It has ended.
+        """
+        watch = RateWatch(self._requester.patience.stall_seconds, in_pieces=True)
+        watch.begin()
+        piece = Call(lambda: next(stream, None), check=watch.check).result()
+        if not piece:
+            raise RequestError("wrong", "the answer has ended early")
+        return piece
+
+    def _read(self, offset: int, end: int, target: _Target) -> None:
+        stream, self._stream = self._stream, None  # kept again if the read succeeds
+        if stream is None or offset < self._begin:
+            result = self._requester.begin(self._get).result()
+            self.identity.require_same(_identity(result.meta, self.path), self.path)
+            stream = self._pieces(result)
+            self._piece, self._begin = b"", 0
+        while True:
+            stop = self._begin + len(self._piece)
+            if offset < stop:
+                target.fill(self._piece, offset - self._begin, min(end, stop) - self._begin)
+                offset = min(end, stop)
+            if offset >= end:
+                self._stream = stream
+                return
+            self._piece, self._begin = self._next(stream), stop
+
+
 _MOST_AT_ONCE = 8
 """Requests of one read. Several threads read at one time."""
 
@@ -461,7 +562,7 @@ def _get(store: Any, wanted: Range) -> Answer:
     """Return the bytes of a range, which the end of the object may shorten if no state is expected.
 
     Raises:
-        WrongAnswerError: The answer has other bytes than were requested.
+        RequestError: The answer has other bytes than were requested.
         ChangedDuringReadError: The answer is from another state than the expected one.
     """
     options: dict[str, Any] = {"range": (wanted.begin, wanted.end)}
@@ -471,9 +572,7 @@ def _get(store: Any, wanted: Range) -> Answer:
     identity = _identity(result.meta, wanted.path)
     if wanted.expected is not None and identity != wanted.expected:
         return Answer((), identity)  # the caller compares it
-    begin, stop = wanted.begin, min(wanted.end, identity.nbytes)
-    if tuple(result.range) != (begin, stop):
-        raise WrongAnswerError(f"bytes {result.range[0]:,} to {result.range[1]:,} instead of {begin:,} to {stop:,}")
+    expected_bytes = _expected_bytes(wanted, identity, *result.range)
     watch = current_watch()
     watch.begin()
     pieces = []
@@ -482,9 +581,17 @@ def _get(store: Any, wanted: Range) -> Answer:
         watch.add(len(piece))
     watch.end()
     num_bytes = sum(map(len, pieces))
-    if num_bytes != stop - begin:
-        raise WrongAnswerError(f"{num_bytes:,} bytes instead of {stop - begin:,}")
+    if num_bytes != expected_bytes:
+        raise RequestError("wrong", f"{num_bytes:,} bytes instead of {expected_bytes:,}")
     return Answer(pieces, identity)
+
+
+def _expected_bytes(wanted: Range, identity: Identity, begin: int, end: int) -> int:
+    """Return how many bytes an answer must have; raise `RequestError` if it is of another range."""
+    first, stop = wanted.begin, min(wanted.end, identity.nbytes)
+    if (begin, end) != (first, stop):
+        raise RequestError("wrong", f"bytes {begin:,} to {end:,} instead of {first:,} to {stop:,}")
+    return stop - first
 
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
@@ -494,7 +601,7 @@ def _checked(found: Head, wanted: Range) -> Answer | None:
     """Return the answer of Python's client as `_get` does; None if it does not say what state it is of.
 
     Raises:
-        WrongAnswerError: It has other bytes than were requested.
+        RequestError: It has other bytes than were requested.
     """
     fields = found.fields
     sent = _CONTENT_RANGE.fullmatch(fields.get("content-range", ""))
@@ -508,12 +615,10 @@ def _checked(found: Head, wanted: Range) -> Answer | None:
     identity = _identity(meta, wanted.path)
     if wanted.expected is not None and identity != wanted.expected:
         return Answer((), identity)
-    begin, stop = wanted.begin, min(wanted.end, identity.nbytes)
-    if (int(sent[1]), int(sent[2]) + 1) != (begin, stop):
-        raise WrongAnswerError(f"bytes {int(sent[1]):,} to {int(sent[2]) + 1:,} instead of {begin:,} to {stop:,}")
+    expected_bytes = _expected_bytes(wanted, identity, int(sent[1]), int(sent[2]) + 1)
     length = fields.get("content-length", "")
-    if len(found.body) != stop - begin or (length and length != str(stop - begin)):
-        raise WrongAnswerError(f"{length or len(found.body)} bytes instead of {stop - begin:,}")
+    if len(found.body) != expected_bytes or (length and length != str(expected_bytes)):
+        raise RequestError("wrong", f"{length or len(found.body)} bytes instead of {expected_bytes:,}")
     return Answer((found.body,), identity)
 
 

@@ -14,7 +14,7 @@ import pytest
 from storage.transactions import HUB_FILES, INDEX, save
 
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.attributes import attributes_at
+from stio.storage.commit.files import attributes_at
 from stio.storage.commit.transaction import begin_directory
 
 ACCESS_LIST, DEFAULT_LIST = "system.posix_acl_access", "system.posix_acl_default"
@@ -151,7 +151,7 @@ def test_attributes_that_cannot_be_read_leave_the_rights_of_all(
 ) -> None:
     made(tmp_path / "old", 0o664)
     new = made(tmp_path / "new")
-    monkeypatch.setattr("stio.storage.commit.attributes._extended_at", lambda *_, **__: None)
+    monkeypatch.setattr("stio.storage.commit.files._extended_at", lambda *_, **__: None)
     replaced(place, "old", new)
     assert stat.S_IMODE(new.stat().st_mode) == 0o644
 

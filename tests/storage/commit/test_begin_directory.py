@@ -160,8 +160,6 @@ def test_killed_at_every_call_nothing_of_others_is_lost(
     """The new checkpoint or the old one is there after recovery, and what others added and replaced is somewhere."""
     for name in ("fsync", "sync_directory"):  # no power cut here, so nothing has to reach the disk
         monkeypatch.setattr(calls, name, lambda fd: None)
-    # The dead one still has its directory open here, and a recovery waits so long for its lock.
-    monkeypatch.setattr("stio.storage.commit.directory_lock._SHORT_SECONDS", 0.01)
     found = []
     for n in range(1, 400, every):
         home = fast_path / str(n)

@@ -348,7 +348,7 @@ def test_all_waits_have_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     whole = LockTimeout(10)
-    assert not whole.wait_until(lambda: False, at_most_seconds=3)
+    assert not whole.part(3).wait_until(lambda: False)
     assert now[0] == pytest.approx(3)
     part = whole.part(4)
     assert not part.wait_until(lambda: False) and now[0] == pytest.approx(7)
@@ -357,7 +357,7 @@ def test_all_waits_have_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not whole.wait_until(lambda: False) and not whole.part(5).wait_until(lambda: False)
     assert now[0] == pytest.approx(10, abs=0.1)
     assert whole.wait_until(lambda: True)
-    assert not LockTimeout(float("inf")).wait_until(lambda: False, at_most_seconds=1)
+    assert not LockTimeout(float("inf")).part(1).wait_until(lambda: False)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
@@ -381,29 +381,6 @@ def test_a_directory_that_vanished_is_an_error_and_no_wait(tmp_path: Path) -> No
 
 
 # Locks of others.
-
-
-def test_the_lock_of_the_directory_itself_is_held_too(tmp_path: Path) -> None:
-    """Older versions take no other one."""
-    with opened(tmp_path) as fd:
-        with held(tmp_path):
-            assert calls.try_lock(fd) is False
-        assert calls.try_lock(fd)
-
-
-def test_the_lock_of_the_directory_itself_is_waited_for_shortly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A reader can hold it, for ever."""
-    monkeypatch.setattr(module, "_SHORT_SECONDS", A_WHILE)
-    save(tmp_path / "c", "old", 2)
-    with opened(tmp_path / "c") as fd:
-        assert calls.try_lock(fd)
-        begin = time.monotonic()
-        save(tmp_path / "c", "new", 2)
-        assert A_WHILE <= time.monotonic() - begin < 5
-    assert read(tmp_path / "c") == "new"
-    assert DIRECTORY_LOCK_NAME not in names_in(tmp_path / "c")
 
 
 PLANTED: dict[str, Callable[[Path, Path], object]] = {
@@ -472,7 +449,7 @@ def test_members_of_the_group_exclude_each_other_and_readers_do_not(shared: Path
         path = str(lock_file(shared))
         mode = stat.S_IMODE(os.stat(path).st_mode)
         with opened(shared) as fd:
-            member = as_user(MEMBER, [GROUP], lambda: module._LockFile(fd, "").try_lock())
+            member = as_user(MEMBER, [GROUP], lambda: module._DirectoryLock(fd, "").try_lock())
             reader = as_user(NOBODY, [], lambda: os.open(path, os.O_RDONLY))
         return f"{mode:o} {os.stat(path).st_gid}", member, reader
 
@@ -507,7 +484,7 @@ def test_the_file_that_root_makes_belongs_to_the_directorys_owner(shared: Path) 
     os.chown(shared, MAKER, MAKER)
     with held(shared), opened(shared) as fd:
         assert lock_file(shared).stat().st_uid == MAKER
-        assert as_user(MAKER, [], lambda: module._LockFile(fd, "").try_lock()) == "False"
+        assert as_user(MAKER, [], lambda: module._DirectoryLock(fd, "").try_lock()) == "False"
 
 
 def access_list(*entries: tuple[int, int, int]) -> bytes:
@@ -531,7 +508,7 @@ def test_a_list_of_the_directory_decides(shared: Path, inherited: bool) -> None:
     os.chown(shared, 0, GROUP)
     with held(shared), opened(shared) as fd:
         path = lock_file(shared)
-        assert as_user(MEMBER, [], lambda: module._LockFile(fd, "").try_lock()) == "False"
+        assert as_user(MEMBER, [], lambda: module._DirectoryLock(fd, "").try_lock()) == "False"
         for user, groups in ((NOBODY, []), (MAKER, [GROUP]), (MAKER, [])):
             assert as_user(user, groups, lambda: os.open(path, os.O_RDONLY)).startswith("PermissionError")
 

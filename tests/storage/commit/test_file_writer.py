@@ -27,9 +27,8 @@ from stio.runtime.memory import Region, allocate
 from stio.storage.base import FileWriter
 from stio.storage.commit import file_writer
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.attributes import FileAttributes, attributes_at
 from stio.storage.commit.file_writer import LocalFileWriter, create_files
-from stio.storage.commit.small_files import write_small
+from stio.storage.commit.files import FileAttributes, attributes_at, write_small
 
 DATA = random.Random(1).randbytes(3 * PAGE_BYTES + 777)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own calls")

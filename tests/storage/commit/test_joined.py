@@ -19,9 +19,8 @@ import pytest
 from stio.errors import StorageError
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region, allocate
-from stio.storage.commit import file_writer, joined
-from stio.storage.commit.joined import Invitation, JoinedStaging
-from stio.storage.commit.transaction import LocalTransaction, begin_local
+from stio.storage.commit import file_writer, transaction
+from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction, begin_local
 from tests.storage.transactions import (
     INDEX,
     SINGLE,
@@ -46,19 +45,19 @@ def region_of(data: bytes) -> Region:
     return region.sub(0, len(data))
 
 
-def begun(destination: Path, num_shards: int = 2) -> tuple[LocalTransaction, JoinedStaging]:
+def begun(destination: Path, num_shards: int = 2) -> tuple[LocalTransaction, JoinedTransaction]:
     """Return a transaction whose first halves are written, and another process's view of it."""
     owner = begin_local(destination, num_shards=num_shards)
     data, half = DATA[:num_shards], HALF[:num_shards]
     writers = owner.create([len(one) for one in data], half)
-    other = JoinedStaging.open(Invitation.from_json(owner.invite().to_json()))
+    other = JoinedTransaction(Invitation.from_json(owner.invite().to_json()))
     for writer, one, own in zip(writers, data, half, strict=True):
         writer.write_from(0, region_of(one[:own]))
         writer.finish()
     return owner, other
 
 
-def write_rest(other: JoinedStaging, num_shards: int = 2) -> None:
+def write_rest(other: JoinedTransaction, num_shards: int = 2) -> None:
     data, half = DATA[:num_shards], HALF[:num_shards]
     writers = other.create([len(one) - own for one, own in zip(data, half, strict=True)])
     for writer, one, own in zip(writers, data, half, strict=True):
@@ -87,7 +86,7 @@ def test_files_of_two_processes_are_one_checkpoint(tmp_path: Path, old: str) -> 
     expected = hashlib.sha256(DATA[0]).hexdigest()
     assert other.digest(name, hashlib.sha256(), lambda: None) == expected
     assert owner.digest(name, hashlib.sha256(), lambda: None) == expected
-    other.close()
+    other.roll_back()
     publish(owner)
     files = [destination] if old == "file" else [destination / name for name in owner.shard_names]
     assert [file.read_bytes() for file in files] == DATA[:num_shards]
@@ -108,7 +107,7 @@ def test_parts_alone_are_no_file(tmp_path: Path) -> None:
     owner.finish_file(owner.shard_names[0], len(DATA[0]))
     with pytest.raises(StorageError, match="another size"):
         owner.finish_file(owner.shard_names[1], len(DATA[1]))
-    other.close()
+    other.roll_back()
     owner.roll_back()
     assert names_in(tmp_path) == set()
 
@@ -116,9 +115,9 @@ def test_parts_alone_are_no_file(tmp_path: Path) -> None:
 def test_another_directory_of_the_same_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on another machine without a shared filesystem; on one that shows files late it is tried again."""
     owner, other = begun(tmp_path / "a")
-    other.close()
+    other.roll_back()
     invitation = other.invitation
-    nonce = Path(invitation.staging, joined.NONCE_NAME)
+    nonce = Path(invitation.staging, transaction.NONCE_NAME)
     text = nonce.read_text()
     nonce.write_text(text[::-1])
     for is_local, tries in ((True, 1), (False, 2)):
@@ -128,29 +127,29 @@ def test_another_directory_of_the_same_path_is_refused(tmp_path: Path, monkeypat
             looks.append(True)
             return is_local
 
-        monkeypatch.setattr(joined, "_VISIBLE_SECONDS", 0.05)
-        monkeypatch.setattr(joined, "_is_on_local_filesystem", lambda _, look=look: look())
+        monkeypatch.setattr(transaction, "_VISIBLE_SECONDS", 0.05)
+        monkeypatch.setattr(transaction, "_is_on_local_filesystem", lambda _, look=look: look())
         with pytest.raises(StorageError, match="a filesystem that all processes share"):
-            JoinedStaging.open(invitation)
+            JoinedTransaction(invitation)
         assert len(looks) >= tries
         assert is_local == (len(looks) == 1)
     nonce.write_text(text)
-    JoinedStaging.open(invitation).close()
+    JoinedTransaction(invitation).roll_back()
     owner.roll_back()
     with pytest.raises(StorageError, match="a filesystem that all processes share"):
-        JoinedStaging.open(invitation)
+        JoinedTransaction(invitation)
     shutil.rmtree(tmp_path)
     with pytest.raises(StorageError, match="a filesystem that all processes share"):
-        JoinedStaging.open(invitation)
+        JoinedTransaction(invitation)
 
 
 def test_a_wait_for_the_directory_can_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, other = begun(tmp_path / "a")
-    other.close()
+    other.roll_back()
     owner.roll_back()
-    monkeypatch.setattr(joined, "_is_on_local_filesystem", lambda _: False)
+    monkeypatch.setattr(transaction, "_is_on_local_filesystem", lambda _: False)
     with pytest.raises(RuntimeError):
-        JoinedStaging.open(other.invitation, check)
+        JoinedTransaction(other.invitation, check=check)
 
 
 def check() -> None:
@@ -166,7 +165,7 @@ def test_a_late_writer_changes_nothing_after_a_roll_back(tmp_path: Path) -> None
     writers[0].finish()  # into a file that has no name any more
     with pytest.raises(StorageError, match="No such file"):
         writers[1].write_from(HALF[1], region_of(DATA[1][HALF[1] :]))
-    other.close()
+    other.roll_back()
     assert read(tmp_path / "a") == "old"
     assert names_in(tmp_path) == {"a"}
 
@@ -188,7 +187,7 @@ def test_the_death_of_the_owner_is_found_in_spite_of_others(tmp_path: Path, monk
     process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdin is not None
     try:
-        other = JoinedStaging.open(Invitation.from_json(process.stdout.readline()))
+        other = JoinedTransaction(Invitation.from_json(process.stdout.readline()))
         (writer,) = other.create([len(DATA[0]) - HALF[0]])
         writer.write_from(HALF[0], region_of(DATA[0][HALF[0] :]))
         assert sweep(monkeypatch, destination).kept, "the owner lives"
@@ -198,7 +197,7 @@ def test_the_death_of_the_owner_is_found_in_spite_of_others(tmp_path: Path, monk
         assert len(report.undone) == 1 and not report.kept
         assert read(destination) == "old" and names_in(tmp_path) == {"a"}
         assert not [name for name in names_in(destination) if name.startswith(".stio")]
-        other.close()
+        other.roll_back()
     finally:
         process.kill()
         process.wait()
@@ -213,12 +212,12 @@ def test_the_death_of_the_owner_is_found_in_spite_of_others(tmp_path: Path, monk
 def shared_save(destination: Path, tag: str, num_shards: int) -> None:
     """Save as `save` does, by two processes; the second one writes columns of some pages and the end."""
     owner = begin_local(destination, num_shards=num_shards)
-    other: JoinedStaging | None = None
+    other: JoinedTransaction | None = None
     try:
         shards = [content(tag, k) for k in range(num_shards)]
         cuts = [PAGE_BYTES + 8 * (k + 1) for k in range(num_shards)]
         writers = owner.create([len(one) for one in shards], [cut // 2 for cut in cuts])
-        other = JoinedStaging.open(owner.invite())
+        other = JoinedTransaction(owner.invite())
         others = other.create([len(one) - cut // 2 for one, cut in zip(shards, cuts, strict=True)])
         for data, cut, writer, second in zip(shards, cuts, writers, others, strict=True):
             width = cut // 8
@@ -228,13 +227,13 @@ def shared_save(destination: Path, tag: str, num_shards: int) -> None:
             second.write_from(cut, region_of(data[cut:]))
             writer.finish()
             second.finish()
-        other.close()
+        other.roll_back()
         for name, data in zip(owner.shard_names, shards, strict=True):
             owner.finish_file(name, len(data))
         owner.commit(index=index_of(owner, tag))
     finally:
         if other is not None:
-            other.close()
+            other.roll_back()
         owner.roll_back()
 
 

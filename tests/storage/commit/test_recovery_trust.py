@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stio.storage.commit.files import Stamp, stamp_of
 from stio.storage.commit.journal import JournalRecord
 from stio.storage.commit.recovery import collect_garbage
-from stio.storage.commit.small_files import Stamp, stamp_of
 
 pytestmark = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs another user to be")
 

@@ -1,32 +1,38 @@
-"""What a new file keeps of the file that it replaces: owner, mode, access control list, extended attributes.
+"""Files in an open directory: small ones read, written, compared, removed; what a new one keeps of the one it replaces.
 
-All of it is set before the new file is visible. What the system refuses is left out, and then no user gets wider rights
-than before: a mode shows the mask of an access control list as the rights of the group, so without its list the file
-gets only the rights that the list grants to all. The same holds for the group's rights if the group cannot be kept.
+Each function takes the descriptor of a directory and a name in it. Functions that compare or remove a file never follow
+a link: they compare or remove the link itself.
 
-Not kept: capabilities and signatures, which are about the old content; attributes in `trusted.`.
+Kept are owner, mode, access control list, extended attributes. All of it is set before the new file is visible. What
+the system refuses is left out, and then no user gets wider rights than before: a mode shows the mask of an access
+control list as the rights of the group, so without its list the file gets only the rights that the list grants to all.
+The same holds for the group's rights if the group cannot be kept. Not kept: capabilities and signatures, which are
+about the old content; attributes in `trusted.`.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import stat
 import struct
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from stio.errors import StorageError
+from stio.storage.checks import OPEN_FLAGS, open_by_rule, require_regular, stat_by_rule
 from stio.storage.commit import syscalls as calls
-from stio.storage.paths import open_by_rule, stat_by_rule
 
-_ACCESS_LIST = "system.posix_acl_access"
+ACCESS_LIST = "system.posix_acl_access"
 _DEFAULT_LIST = "system.posix_acl_default"
 """The list that new files in a directory get."""
 
 _OF_CONTENT = frozenset({"security.capability", "security.ima", "security.evm"})
 _VERSION_BYTES = 4
 _ENTRY = struct.Struct("<HHI")  # tag, rights, id; linux/posix_acl_xattr.h
-_USER_OBJ, _USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER = 1, 2, 4, 8, 16, 32
+USER_OBJ, _USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER = 1, 2, 4, 8, 16, 32
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 _DIRECTORY_FLAGS = _READ_FLAGS | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
@@ -56,11 +62,11 @@ class FileAttributes:
             calls.write_attribute(fd, name, value)
         is_narrow = all(
             calls.remove_attribute(fd, name)  # inherited from the directory
-            for name in (_ACCESS_LIST, _DEFAULT_LIST)
+            for name in (ACCESS_LIST, _DEFAULT_LIST)
             if name in present and name not in extended
         )
         same_group = os.fstat(fd).st_gid == self.status.st_gid
-        entries = _entries(extended.get(_ACCESS_LIST))
+        entries = entries_of(extended.get(ACCESS_LIST))
         mode, rights = self.mode, _rights_of_all(self.mode, entries)
         if entries or not same_group or self.extended is None:
             mode = mode & ~0o077 | rights << 3 | rights
@@ -70,7 +76,7 @@ class FileAttributes:
             mode |= 0o300
         calls.fchmod(fd, mode)
         for name, value in _by_kind(extended, "system.", "security."):
-            if name == _ACCESS_LIST and not same_group:
+            if name == ACCESS_LIST and not same_group:
                 value = _narrowed(entries, rights)
             is_label = name.startswith("security.")  # mostly the one that the system gives each file
             if name not in _OF_CONTENT and not (is_label and present.get(name) == value):
@@ -82,7 +88,7 @@ def attributes_at(dir_fd: int, name: str, *, follow_symlinks: bool = True) -> Fi
 
     Args:
         dir_fd: The directory that holds it.
-        name: Its name; a link is followed by the rule of `stio.storage.paths`.
+        name: Its name; a link is followed by the rule of `stio.storage.checks`.
         follow_symlinks: False: there is neither if this is the name of a link.
 
     Raises:
@@ -187,7 +193,7 @@ def _by_kind(extended: dict[str, bytes], *prefixes: str) -> Iterator[tuple[str, 
     return ((name, value) for name, value in extended.items() if name.startswith(prefixes))
 
 
-def _entries(access_list: bytes | None) -> list[tuple[int, int, int]]:
+def entries_of(access_list: bytes | None) -> list[tuple[int, int, int]]:
     """Return tag, rights and id of each entry of an access control list; nothing for None."""
     raw = b"" if access_list is None else access_list[_VERSION_BYTES:]
     return list(_ENTRY.iter_unpack(raw[: len(raw) - len(raw) % _ENTRY.size]))
@@ -197,7 +203,7 @@ def _rights_of_all(mode: int, entries: list[tuple[int, int, int]]) -> int:
     """Return the rights that all users except the owner have."""
     rights = mode >> 3 & mode & 7
     for tag, allowed, _ in entries:
-        if tag not in (_USER_OBJ, _MASK):
+        if tag not in (USER_OBJ, _MASK):
             rights &= allowed
     return rights
 
@@ -205,4 +211,149 @@ def _rights_of_all(mode: int, entries: list[tuple[int, int, int]]) -> int:
 def _narrowed(entries: list[tuple[int, int, int]], rights: int) -> bytes:
     """Return a list in which the owning group, which is another one, and all others have only these rights."""
     changed = ((tag, rights if tag in (_GROUP_OBJ, _OTHER) else allowed, number) for tag, allowed, number in entries)
-    return (2).to_bytes(_VERSION_BYTES, "little") + b"".join(_ENTRY.pack(*entry) for entry in changed)
+    return packed_list(changed)
+
+
+def packed_list(entries: Iterable[tuple[int, int, int]]) -> bytes:
+    """Return an access control list with these entries."""
+    return (2).to_bytes(_VERSION_BYTES, "little") + b"".join(_ENTRY.pack(*entry) for entry in entries)
+
+
+_ABSENT = {errno.ENOENT, errno.ENAMETOOLONG}
+"""Errors of a name that nothing has. With the second one nothing can have it; an index may hold such a name."""
+
+MAX_INDEX_BYTES = 256 << 20
+"""Longest index that a save reads; a load has a smaller limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Distinguishes two files of one name. Without an inode: some FUSE filesystems assign a new one at each call."""
+
+    nbytes: int
+    """Size."""
+    mtime_ns: int
+    """Time of the last change, nanoseconds; a rename does not change it."""
+
+
+@contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Give an open file or directory to a block, and close it at the end of the block."""
+    try:
+        yield fd
+    finally:
+        calls.close(fd)
+
+
+def write_small(
+    dir_fd: int, name: str, data: bytes, *, attributes: FileAttributes | None = None, durable: bool = True
+) -> None:
+    """Write a small new file.
+
+    Args:
+        dir_fd: Its directory.
+        name: Its name, which must be free.
+        data: Its content.
+        attributes: Those of the file that it will replace; None: those that a new file gets.
+        durable: Whether its content survives a power cut (its name needs a sync of the directory).
+
+    Raises:
+        OSError: The operating system reported an error; part of the file may be there.
+    """
+    with closing(calls.open_file(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, dir_fd=dir_fd)) as fd:
+        write_whole(fd, data, 0)
+        if attributes is not None:
+            attributes.apply(fd)
+        if durable:
+            calls.fsync(fd)
+
+
+def write_whole(fd: int, data: bytes, offset: int) -> None:
+    """Write all bytes at an offset of an open file.
+
+    Raises:
+        OSError: The operating system reported an error, or wrote nothing; some of the bytes may be there.
+    """
+    done = 0
+    while done < len(data):
+        count = calls.write_bytes(fd, data[done:] if done else data, offset + done)
+        if count <= 0:
+            raise OSError(errno.EIO, "the system wrote no bytes")
+        done += count
+
+
+def read_small(dir_fd: int, name: str, limit_bytes: int, *, where: str = "") -> bytes | None:
+    """Return the bytes of a small file, None if it does not exist.
+
+    Args:
+        dir_fd: Its directory.
+        name: Its name; a link is followed by the rule of `stio.storage.checks`.
+        limit_bytes: Its largest allowed size.
+        where: Path of the directory, for messages.
+
+    Raises:
+        StorageError: It is larger, or no regular file.
+        OSError: The operating system reported an error.
+    """
+    path = os.path.join(where, name)
+    try:
+        # Checked before it is opened: to open a device may have an effect.
+        require_regular(stat_by_rule(name, dir_fd=dir_fd), path)
+        fd = open_by_rule(name, OPEN_FLAGS, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
+        return None
+    with open(fd, "rb") as file:
+        require_regular(os.fstat(fd), path)
+        data = file.read(limit_bytes + 1)
+    if len(data) > limit_bytes:
+        raise StorageError(f"the file is larger than {limit_bytes:,} bytes", path=path, errno=errno.EOVERFLOW)
+    return data
+
+
+def remove_file(dir_fd: int, name: str) -> None:
+    """Remove a file; if it does not exist, do nothing.
+
+    Raises:
+        OSError: The operating system reported an error.
+    """
+    with suppress(FileNotFoundError):
+        calls.unlink(name, dir_fd=dir_fd)
+
+
+def digest_of(data: bytes | None) -> str | None:
+    """Return the SHA-256 of bytes, None for None."""
+    return None if data is None else hashlib.sha256(data).hexdigest()
+
+
+def status_at(dir_fd: int, name: str, *, follow_symlinks: bool = False) -> os.stat_result | None:
+    """Return the status of what has a name, None if nothing has it.
+
+    Raises:
+        OSError: The operating system reported an error.
+    """
+    try:
+        if follow_symlinks:
+            return stat_by_rule(name, dir_fd=dir_fd)
+        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
+        return None
+
+
+def file_at(dir_fd: int, name: str) -> os.stat_result | None:
+    """Return the status of a regular file or a link, None if there is neither of this name.
+
+    Raises:
+        OSError: The operating system reported an error.
+    """
+    found = status_at(dir_fd, name)
+    return found if found and (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)) else None
+
+
+def stamp_of(dir_fd: int, name: str) -> Stamp | None:
+    """Return the stamp of a regular file or a link, None if there is neither of this name."""
+    found = file_at(dir_fd, name)
+    return None if found is None else Stamp(found.st_size, found.st_mtime_ns)
