@@ -13,8 +13,8 @@ import click
 
 from stio.cli.output import JSON_OPTION, NO_PROGRESS_OPTION, PATH, Bar, CommandError, rate_text, say
 from stio.errors import StioError, one_line
-from stio.loading.pull import PullResult
-from stio.loading.pull import pull as copy
+from stio.pull import PullResult
+from stio.pull import pull as copy
 from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Operation
 from stio.runtime.units import counted, show_bytes

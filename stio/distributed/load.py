@@ -14,10 +14,11 @@ from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.same_checkpoint import describe_opened, require_same
 from stio.loading.api import fill_from
 from stio.loading.body import Target
-from stio.loading.module import LoadReport, ModuleTarget
+from stio.loading.module import ModuleTarget
 from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
+from stio.loading.target import LoadReport
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress

@@ -32,13 +32,14 @@ from stio.loading.body import (
     verify,
 )
 from stio.loading.group_queue import GroupQueue
-from stio.loading.module import LoadReport, ModuleTarget
+from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.placed import PlacementsLike, checked_placements
 from stio.loading.plan import Names
 from stio.loading.representation import as_html, headline
 from stio.loading.select import plain_names, reusable_names, shards_of
+from stio.loading.target import LoadReport
 from stio.runtime.blocking import runs_blocking
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation, close_all

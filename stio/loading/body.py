@@ -17,19 +17,17 @@ from stio.device.placement import resolve_placement
 from stio.device.tensors import Casts
 from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex
-from stio.format.state_tree import STATE_KEY
 from stio.loading.cache.file_image import ObjectCache
 from stio.loading.group_queue import GroupQueue
 from stio.loading.integrity import verify_files
 from stio.loading.module import ModuleTarget
-from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions, SourceLike
-from stio.loading.parts import PartsTarget
 from stio.loading.placed import PlacementsLike
 from stio.loading.plan import Names
 from stio.loading.prepare import prepare
 from stio.loading.scheduler import LoadScheduler
+from stio.loading.target import LoadTarget
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused
@@ -38,7 +36,7 @@ from stio.runtime.trace import shown, traced
 
 T = TypeVar("T")
 
-Target: TypeAlias = ModuleTarget | StateTarget | PartsTarget
+Target: TypeAlias = LoadTarget
 """What a load fills: the tensors of a module, of a nested state, or other memory."""
 
 FillSome: TypeAlias = Callable[[Operation[Any], OpenCheckpoint, Target, list[str]], list[str]]
@@ -214,17 +212,7 @@ def _fill_module(
     *,
     verified: bool,
 ) -> None:
-    if isinstance(target, StateTarget):
-        names = target.select(opened, options, operation.check)
-    else:
-        with collection_paused(sum(map(len, opened.headers))):
-            names, _ = target.match(
-                opened.dtypes_and_shapes(),
-                opened.aliases,
-                strict=options.strict,
-                path=opened.path,
-                is_state=STATE_KEY in opened.metadata,
-            )
+    names = target.select(opened, options, operation.check)
     if not verified:
         verify(operation, opened, options)
     if fill_first is not None:

@@ -22,9 +22,10 @@ from stio.device.placement import Placement, resolve_placement
 from stio.device.tensors import DtypeLike
 from stio.errors import ClosedError
 from stio.loading.body import gather, open_source, verify
-from stio.loading.module import LoadReport, ModuleTarget
+from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
+from stio.loading.target import LoadReport
 from stio.loading.warm_start.load import WarmStartLoad, record
 from stio.loading.warm_start.match import Match, in_order, place_buffers, require_supported, restore_ended
 from stio.runtime.blocking import runs_blocking

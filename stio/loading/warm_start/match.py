@@ -18,8 +18,9 @@ from stio.device.tensors import TORCH_DTYPES, cast, loses_values, require_dtypes
 from stio.device.torch_private import copy_of, moved
 from stio.errors import MismatchError, TensorNotFoundError, WarmStartError, listed, printable
 from stio.format.state_tree import STATE_KEY
-from stio.loading.module import LoadReport, ModuleTarget
+from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
+from stio.loading.target import LoadReport
 from stio.loading.warm_start.load import MatchedParameter
 from stio.loading.warm_start.parameter import PlaceholderParameter, placeholder_of
 
