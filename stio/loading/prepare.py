@@ -11,7 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import TypeAlias
 
 import torch
 
@@ -37,7 +39,7 @@ from stio.loading.page_cache import (
 from stio.loading.placed import Placed, PlacementsLike, place
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import GAP_BYTES, FileSelection, Group, Names, ReadPlan, plan_reads
-from stio.loading.read_paths import CacheFillPath, CopiedPath, DevicePath, MappedPath, StagingSlots
+from stio.loading.read_paths import CacheFillPath, CopiedPath, Delivery, DevicePath, MappedPath, StagingSlots
 from stio.loading.scheduler import Executor, LoadScheduler, ReadPath
 from stio.loading.select import Selected, reusable_names, select_by_device
 from stio.runtime import memory
@@ -124,23 +126,31 @@ def prepare(
             files = opened.open_files(wanted, owned)
             if options.disk_cache is not None:
                 files = _fetched(options.disk_cache, opened, files, selections, by_stored_name, options, owned)
-            loads = _device_loads(
-                opened, files, selections, options, casts or options.cast_dtype, views=views, prompt=prompt
-            )
+            delivery = Delivery(casts or options.cast_dtype, views, kept=kept is None and not hold)
+            loads = _device_loads(opened, files, selections, options, delivery, prompt=prompt)
             for load in loads:
                 undo.callback(load.close)
-            scheduler = _scheduler(
-                opened,
-                files,
-                loads,
-                options,
-                by_stored_name,
-                deliver,
+            reads = _reads(opened, files, loads)
+            plan = plan_reads([selection for _, _, selection in reads], by_stored_name)
+            cached = {} if options.host_cache is None else _held_images(options.host_cache, reads, plan)
+            for one in cached.values():
+                undo.callback(one.release)
+            paths = [load.read_path(file, cached.get(id(file))) for file, load, _ in reads]
+            budget_bytes = _budget_bytes(plan, paths, loads, kept, path=opened.path)
+            num_workers = min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize)
+            scheduler = LoadScheduler(
+                plan,
+                paths,
+                _executor(plan, paths, budget_bytes, options, num_workers),
+                deliver=lambda group, loaded: deliver(group, reads[group.selection][1].under_selected_names(loaded)),
                 hold=hold,
-                kept=kept,
-                owned=owned,
-                max_workers=max_workers,
                 on_blocked=on_blocked,
+                budget_bytes=budget_bytes,
+                files=list({id(file): file for file, _, _ in reads}.values()),
+                owned=owned,
+                cached_files=list(cached.values()),
+                progress=progress_callback(options.progress),
+                trace=options.trace,
             )
             undo.pop_all()  # the scheduler closes them
             return scheduler
@@ -204,63 +214,65 @@ def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], optio
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """What the loads of all devices have in common."""
+
+    options: LoadOptions
+    delivery: Delivery
+    prompt: bool
+    """See `prepare`."""
+    num_accelerators: int
+    """All of them share half of the budget for their slots."""
+    budget_bytes: int
+    """The load's budget, without the memory of a source behind a network."""
+    resident: Mapping[LocalFile, float]
+    """The resident fraction of each local file."""
+    requests: Requests | None
+    """How the files are read if they are behind a network."""
+
+
 class DeviceLoad:
     """The tensors of one device, and how they are read for it.
 
     Args:
-        accelerator: The device; None: the CPU.
+        shared: What it has in common with those of other devices.
+        device: The device.
         positions: For each shard, the ascending positions of its tensors in the header.
         selected: By the name that has data, the names under which its tensor is returned. Empty: its own.
-        options: Options of the load.
-        casts: Cast to it; see `stio.device.tensors.Casts`.
-        num_accelerators: How many accelerators the load has, all of which share half of the budget for their slots.
         total_bytes: Size of its tensors.
-        budget_bytes: The load's budget, for all devices together, without the memory of a source behind a network.
-        resident: The resident fraction of each of its local files.
-        views: See `prepare`.
-        prompt: See `prepare`.
-        requests: How the files are read if they are behind a network.
     """
 
     def __init__(
         self,
-        accelerator: Accelerator | None,
+        shared: _Shared,
+        device: Target,
         positions: Sequence[Sequence[int]],
         selected: Mapping[str, Sequence[str]],
-        options: LoadOptions,
-        *,
-        casts: Casts | None,
-        num_accelerators: int,
         total_bytes: int,
-        budget_bytes: int,
-        resident: Mapping[LocalFile, float],
-        views: bool,
-        prompt: bool,
-        requests: Requests | None = None,
     ) -> None:
         self.positions = positions
         """See above."""
-        self.budget_bytes = budget_bytes
-        """See above."""
-        self._accelerator = accelerator
+        self.budget_bytes = shared.budget_bytes
+        """The load's budget."""
+        self._shared = shared
         self._selected = selected
-        self._options = options
-        self._casts = casts
-        self._views = views
         self._total_bytes = total_bytes
-        self._resident = resident
-        self._requests = requests
+        requests, options = shared.requests, shared.options
         self.num_workers = NUM_WORKERS if requests is None else requests.num_in_flight
         """Threads of the plain executor that read for it."""
         self._mapped: dict[LocalFile, MappedFile | None] = {}
         self._slots: StagingSlots | None = None
         self._gds: GdsDevice | None = None
-        self.block_bytes = whole_pages(min(GROUP_BYTES, budget_bytes // 4)) if requests is None else requests.nbytes
+        self.block_bytes = (
+            whole_pages(min(GROUP_BYTES, self.budget_bytes // 4)) if requests is None else requests.nbytes
+        )
         """Size of its groups, and of requests behind a network."""
         self.staging_bytes = 0
         """Part of the budget that slots of the plain executor use."""
+        accelerator = _accelerator(device, options)
         if accelerator is not None:
-            slot_bytes = min(_SLOT_BYTES, budget_bytes // (2 * self.num_workers * num_accelerators))
+            slot_bytes = min(_SLOT_BYTES, self.budget_bytes // (2 * self.num_workers * shared.num_accelerators))
             if requests is not None:
                 slot_bytes = requests.nbytes
             else:
@@ -268,7 +280,7 @@ class DeviceLoad:
             self._slots = StagingSlots(accelerator, max(_LEAST_SLOT_BYTES, whole_pages(slot_bytes)))
             if options.memory == "gds":
                 self._gds = GdsDevice(accelerator)
-        if prompt:
+        if shared.prompt:
             most_bytes = total_bytes // _SMALLEST_PARTS if requests is None else requests.nbytes // 4
             self.block_bytes = min(self.block_bytes, whole_pages(most_bytes))
 
@@ -281,13 +293,14 @@ class DeviceLoad:
 
     def selection(self, file: Source, header: Header, shard: int) -> FileSelection:
         """Return what is read of a shard for this device."""
+        requests = self._shared.requests
         maps = isinstance(file, LocalFile) and self._mapping(file) is not None
         return FileSelection(
             header=header,
             positions=self.positions[shard],
             block_bytes=self.block_bytes,
-            gap_bytes=GAP_BYTES if self._requests is None else self._requests.gap_bytes,
-            rest_bytes=0 if self._requests is None or self._accelerator is not None else PAGE_BYTES,
+            gap_bytes=GAP_BYTES if requests is None else requests.gap_bytes,
+            rest_bytes=0 if requests is None or self._slots is not None else PAGE_BYTES,
             image_bytes=sys.maxsize if maps else self.budget_bytes // 4,
         )
 
@@ -297,55 +310,42 @@ class DeviceLoad:
             loaded.tensors = {new: tensor for name, tensor in loaded.tensors.items() for new in self._selected[name]}
         return loaded
 
-    def read_path(self, file: Source, cached: CachedFile | None, *, kept: bool) -> ReadPath:
+    def read_path(self, file: Source, cached: CachedFile | None) -> ReadPath:
         """Choose the read path of a file.
 
         Args:
             file: The open file.
             cached: Its image in a cache, if there is one.
-            kept: Whether the consumer keeps all tensors.
         """
-        fraction = self._resident[file] if isinstance(file, LocalFile) else UNKNOWN
-        mapped = self._mapping(file) if isinstance(file, LocalFile) else None
-        if mapped is not None:
-            return MappedPath(
-                mapped,
-                CopiedPath(file, dtype=self._casts, views=self._views, kept=kept),
-                populates=self._populates,
-                cold=self._populates and is_cold(fraction),
-                dtype=self._casts,
-                views=self._views,
-                kept=kept,
-            )
+        fraction, delivery = UNKNOWN, self._shared.delivery
+        if isinstance(file, LocalFile):
+            fraction = self._shared.resident[file]
+            if (mapped := self._mapping(file)) is not None:
+                cold = self._populates and is_cold(fraction)
+                return MappedPath(mapped, delivery, populates=self._populates, cold=cold)
         read_past_cache(file, fraction)
         if self._slots is None:
-            return CopiedPath(file, dtype=self._casts, cached=cached, views=self._views, kept=kept)
+            return CopiedPath(file, delivery, cached)
         # If the kernel does not report the resident fraction, memory="gds" decides.
         if self._gds is not None and isinstance(file, LocalFile) and fraction <= UNKNOWN:
             direct = self._gds.open(file)
             if direct is not None:
-                return GdsPath(self._gds, direct, file, self._slots, dtype=self._casts, kept=kept)
-        return DevicePath(file, self._slots, dtype=self._casts, cached=cached, kept=kept, trace=self._options.trace)
+                return GdsPath(self._gds, direct, file, self._slots, delivery)
+        return DevicePath(file, self._slots, delivery, cached, trace=self._shared.options.trace)
 
     def _mapping(self, file: LocalFile) -> MappedFile | None:
         """Return the mapping of a file; None if it is not to be mapped, or cannot be."""
         if file not in self._mapped:
-            self._mapped[file] = map_if_possible(file, lazy=not self._populates) if self._maps_file(file) else None
+            memory_, on_host = self._shared.options.memory, self._slots is None and memory.HAVE_MMAP
+            copies = memory_ == "copy" or self._shared.options.host_cache is not None
+            maps = on_host and not copies and (memory_ in ("map", "lazy") or file.on_local_filesystem)
+            self._mapped[file] = map_if_possible(file, lazy=not self._populates) if maps else None
         return self._mapped[file]
-
-    @property
-    def _maps(self) -> bool:
-        """Whether its files are mapped if that is possible."""
-        copies = self._options.memory == "copy" or self._options.host_cache is not None
-        return self._accelerator is None and not copies and memory.HAVE_MMAP
-
-    def _maps_file(self, file: LocalFile) -> bool:
-        return self._maps and (self._options.memory in ("map", "lazy") or file.on_local_filesystem)
 
     @cached_property
     def _populates(self) -> bool:
         """Whether mapped files are read now: not if memory is too small to hold all their pages."""
-        if self._options.memory == "lazy":
+        if self._shared.options.memory == "lazy":
             return False
         return self._total_bytes <= SMALL_LOAD_BYTES or memory.fits(self._total_bytes)
 
@@ -355,9 +355,8 @@ def _device_loads(
     opened_files: Sequence[Source],
     selections: Sequence[Selected],
     options: LoadOptions,
-    casts: Casts | None,
+    delivery: Delivery,
     *,
-    views: bool,
     prompt: bool,
 ) -> list[DeviceLoad]:
     """Return the load of each device; all share one budget."""
@@ -366,12 +365,9 @@ def _device_loads(
         for _, positions, _ in selections
     ]
     files = [file for shard, file in enumerate(opened_files) if any(chosen[shard] for _, chosen, _ in selections)]
-    resident = resident_fractions(files, sum(sizes))
-    accelerators = [_accelerator(device, options) for device, _, _ in selections]
-    if options.memory == "gds":
-        if accelerators and not any(accelerators):
-            raise DeviceError("memory='gds' reads to an accelerator", requested="cpu", expected="an accelerator")
-    num_accelerators = sum(accelerator is not None for accelerator in accelerators)
+    num_accelerators = sum(not _is_cpu(device) for device, _, _ in selections)
+    if options.memory == "gds" and selections and not num_accelerators:
+        raise DeviceError("memory='gds' reads to an accelerator", requested="cpu", expected="an accelerator")
     most_bytes = ACCELERATOR_BUDGET_BYTES if num_accelerators else DEFAULT_BUDGET_BYTES
     budget_bytes = options.budget or memory.default_budget_bytes(sum(sizes), most_bytes=most_bytes)
     requests = _requests(files)
@@ -381,79 +377,38 @@ def _device_loads(
         # Half of the budget for what the source holds; with accelerators each request has a slot of its size too.
         requests = requests.within(budget_bytes // 2 // (1 + num_accelerators))
         budget_bytes -= requests.buffer_bytes * (1 + num_accelerators)
-    return [
-        DeviceLoad(
-            accelerator,
-            positions,
-            selected,
-            options,
-            casts=casts,
-            num_accelerators=num_accelerators,
-            total_bytes=total_bytes,
-            budget_bytes=max(1, budget_bytes),
-            resident={
-                file: resident[file]
-                for file, chosen in zip(opened_files, positions, strict=True)
-                if chosen and isinstance(file, LocalFile)
-            },
-            views=views,
-            prompt=prompt,
-            requests=requests,
-        )
-        for (_, positions, selected), accelerator, total_bytes in zip(selections, accelerators, sizes, strict=True)
-    ]
+    shared = _Shared(
+        options=options,
+        delivery=delivery,
+        prompt=prompt,
+        num_accelerators=num_accelerators,
+        budget_bytes=max(1, budget_bytes),
+        resident=resident_fractions(files, sum(sizes)),
+        requests=requests,
+    )
+    return [DeviceLoad(shared, *one, nbytes) for one, nbytes in zip(selections, sizes, strict=True)]
 
 
-def _scheduler(
-    opened: OpenCheckpoint,
-    opened_files: Sequence[Source],
-    loads: Sequence[DeviceLoad],
-    options: LoadOptions,
-    slices: Mapping[str, object],
-    deliver: Callable[[Group, LoadedGroup], None],
-    *,
-    hold: bool,
-    kept: Collection[str] | None,
-    owned: ExitStack,
-    max_workers: int | None,
-    on_blocked: Callable[[], None],
-) -> LoadScheduler:
-    """Plan the reads of each file for each device; choose the read paths."""
+_Read: TypeAlias = tuple[Source, DeviceLoad, FileSelection]
+"""A file, the device that it is read for, and what is read."""
+
+
+def _reads(opened: OpenCheckpoint, files: Sequence[Source], loads: Sequence[DeviceLoad]) -> list[_Read]:
+    """Return what is read of each file for each device.
+
+    Raises:
+        UnsupportedDtypeError: torch does not have the dtype of a tensor.
+    """
     reads = [
         (file, load, load.selection(file, header, shard))
-        for shard, (file, header) in enumerate(zip(opened_files, opened.headers, strict=True))
+        for shard, (file, header) in enumerate(zip(files, opened.headers, strict=True))
         for load in loads
         if load.positions[shard]
     ]
     for _, _, selection in reads:
         dtypes = selection.header.dtypes
         require_dtypes(dtypes if selection.is_whole else [dtypes[k] for k in selection.positions], path=opened.path)
-    plan = plan_reads([selection for _, _, selection in reads], slices)
-    cached = {} if options.host_cache is None else _held_images(options.host_cache, reads, plan)
-    try:
-        keeps = kept is None and not hold
-        paths = [load.read_path(file, cached.get(id(file)), kept=keeps) for file, load, _ in reads]
-        budget_bytes = _budget_bytes(plan, paths, loads, kept, path=opened.path)
-        num_workers = min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize)
-        executor = _executor(plan, paths, budget_bytes, options, num_workers)
-    except BaseException:
-        for one in cached.values():
-            one.release()
-        raise
-    return LoadScheduler(
-        plan,
-        paths,
-        executor,
-        deliver=lambda group, loaded: deliver(group, reads[group.selection][1].under_selected_names(loaded)),
-        hold=hold,
-        on_blocked=on_blocked,
-        budget_bytes=budget_bytes,
-        files=list({id(file): file for file, _, _ in reads}.values()),
-        owned=owned,
-        cached_files=list(cached.values()),
-        progress=progress_callback(options.progress),
-        trace=options.trace,
-    )
+    return reads
 
 
 def _executor(
@@ -468,9 +423,7 @@ def _executor(
     return PlainExecutor(paths, num_workers=max(1, min(num_workers, plan.num_reads)), trace=options.trace)
 
 
-def _held_images(
-    cache: FileCache, reads: Sequence[tuple[Source, DeviceLoad, FileSelection]], plan: ReadPlan
-) -> dict[int, CachedFile]:
+def _held_images(cache: FileCache, reads: Sequence[_Read], plan: ReadPlan) -> dict[int, CachedFile]:
     """Return holds on the images of files in a cache in memory, by the identity of the file's object."""
     files = {id(file): file for file, _, _ in reads}
     nbytes = {id(file): selection.header.data_start for file, _, selection in reads}  # of a whole file: its header too
@@ -558,10 +511,14 @@ def _selected_bytes(header: Header, chosen: Sequence[int], without: Collection[s
     return sum(header.ends[k] - header.begins[k] for k in chosen if header.names[k] not in without)
 
 
+def _is_cpu(device: Target) -> bool:
+    return isinstance(device, torch.device) and device.type == "cpu"
+
+
 def _accelerator(device: Target, options: LoadOptions) -> Accelerator | None:
     if not isinstance(device, torch.device):
         return device
-    if device.type == "cpu":
+    if _is_cpu(device):
         return None
     if options.streams == "copy":
         return TorchAccelerator(device)

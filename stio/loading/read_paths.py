@@ -10,7 +10,9 @@ The engine (`engine.py`) moves what `add_ranges` describes. The plain executor (
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from time import perf_counter
 from typing import TypeGuard
@@ -42,42 +44,6 @@ PIECE_BYTES = 8 << 20
 # Blocks.
 
 
-def pieces(block: Block, most_bytes: int) -> Iterator[Block]:
-    """Cut a block into blocks that read, and fill, at most so many bytes of the file, and of the image."""
-    if not block.scatter:
-        for at in range(0, block.nbytes, most_bytes):
-            nbytes = min(most_bytes, block.nbytes - at)
-            yield Block(block.group, block.offset + at, nbytes, block.at + at)
-        return
-    places: list[tuple[int, int]] = []
-    begin = position = block.offset
-    for at, length in block.scatter:
-        taken = 0
-        while taken < length:
-            left = most_bytes - (position - begin)
-            if at != GAP and places:
-                left = min(left, most_bytes - (at + taken - places[0][0]))
-            if left <= 0 and places:
-                yield Block(block.group, begin, position - begin, places[0][0], tuple(places))
-                places = []
-                continue
-            if not places:
-                begin = position
-                left = most_bytes
-            step = length - taken if at == GAP else min(length - taken, left)
-            if at != GAP:
-                places.append((at + taken, step))
-            elif places and step < left:
-                places.append((GAP, step))
-            elif places:  # the gap would fill the rest
-                yield Block(block.group, begin, position - begin, places[0][0], tuple(places))
-                places = []
-            taken += step
-            position += step
-    if places:
-        yield Block(block.group, begin, position - begin, places[0][0], tuple(places))
-
-
 def runs(block: Block) -> Iterator[tuple[int, int, int]]:
     """Return a block's contiguous parts: offset in the file, offset in the image, length."""
     position = block.offset
@@ -87,39 +53,33 @@ def runs(block: Block) -> Iterator[tuple[int, int, int]]:
         position += length
 
 
-def filled_bytes(block: Block) -> int:
-    """Return how many bytes of its group a block fills, from `block.at` on."""
-    return max((at + length for _, at, length in runs(block)), default=block.at) - block.at
+def pieces(block: Block, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Cut a block into reads: lists of parts as `runs` returns them, over so many bytes of file and image at most."""
+    piece: list[tuple[int, int, int]] = []
+    for offset, at, length in runs(block):
+        for start in range(0, length, most_bytes):
+            nbytes = min(most_bytes, length - start)
+            end, end_at = offset + start + nbytes, at + start + nbytes
+            if piece and max(end - piece[0][0], end_at - piece[0][1]) > most_bytes:
+                yield piece
+                piece = []
+            piece.append((offset + start, at + start, nbytes))
+    if piece:
+        yield piece
 
 
-def read_block(source: Source, block: Block, target: Region, base: int) -> None:
-    """Fill `target`, which holds the group's bytes from `base` on, with the bytes of a block, in one call."""
-    if not block.scatter:
-        source.read_into(block.offset, [target.sub(block.at - base, block.nbytes)])
-        return
-    discarded = memory.allocate(max((length for at, length in block.scatter if at == GAP), default=1))
-    regions = [discarded.sub(0, length) if at == GAP else target.sub(at - base, length) for at, length in block.scatter]
-    source.read_into(block.offset, regions)
-
-
-def _read_pieces(source: Source, block: Block, target: Region, stopped: Callable[[], bool]) -> None:
-    """Fill a group's memory with the bytes of a block; a request behind a network is not cut."""
-    most_bytes = block.nbytes if isinstance(source, RequestedSource) else PIECE_BYTES
-    for piece in pieces(block, max(most_bytes, 1)):
-        if stopped():
-            raise Cancelled
-        read_block(source, piece, target, 0)
+def read_piece(source: Source, piece: Sequence[tuple[int, int, int]], target: Region, base: int) -> None:
+    """Fill `target`, which holds the group's bytes from `base` on, in one call; gaps of the file are discarded."""
+    ends = [offset + length for offset, _, length in piece]
+    gaps = [0, *(begin - end for (begin, _, _), end in zip(piece[1:], ends, strict=False))]
+    discarded = memory.allocate(max(gaps)) if any(gaps) else target
+    regions: list[Region] = []
+    for gap, (_, at, length) in zip(gaps, piece, strict=True):
+        regions += [discarded.sub(0, gap)] * (gap > 0) + [target.sub(at - base, length)]
+    source.read_into(piece[0][0], regions)
 
 
 # Tensors.
-
-
-def _tensors_of(
-    group: Group, region: Region, dtype: Casts | None, path: str, *, views: bool
-) -> dict[str, torch.Tensor]:
-    with memory.reporting_shortage(path):
-        tensors = tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets)
-        return _finished(group, tensors, dtype, views=views)
 
 
 def _held_bytes(group: Group, dtype: Casts | None, *, is_mapped: bool) -> int:
@@ -152,11 +112,35 @@ def _finished(
     return select_and_cast(tensors, posts, dtype, views=views)
 
 
-class _FromSource:
-    """What read paths have in common that read a source by its offsets, into memory or through its image in a cache."""
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How the consumer of a load gets its tensors."""
 
-    def __init__(self, source: Source, cached: CachedFile | None) -> None:
+    casts: Casts | None = None
+    """Cast to it; see `stio.device.tensors.Casts`."""
+    views: bool = False
+    """On the CPU, selected parts are views of what was read; see `stio.device.tensors.select_and_cast`."""
+    kept: bool = False
+    """The consumer keeps the tensors, so memory that they own is not under way."""
+
+
+AS_READ = Delivery()
+
+
+class _ReadPath:
+    """What read paths have in common.
+
+    Args:
+        source: The open file.
+        delivery: How the consumer gets the tensors.
+        cached: The file in a cache.
+    """
+
+    label = "read"
+
+    def __init__(self, source: Source, delivery: Delivery = AS_READ, cached: CachedFile | None = None) -> None:
         self._source = source
+        self._delivery = delivery
         self.image = None if cached is None else cached.image
         """See `stio.loading.scheduler.ReadPath`."""
         is_there = self.image is not None and self.image.holds(0, self.image.nbytes)
@@ -174,34 +158,37 @@ class _FromSource:
         """Return the error of a read."""
         return read_error(self._source, failure)
 
+    def budget_bytes(self, group: Group) -> int:
+        """Return the size of the group's memory, if it is not what the consumer keeps."""
+        return 0 if self._delivery.kept and _is_final(group, self._delivery.casts) else group.nbytes
 
-class CopiedPath(_FromSource):
+    def held_bytes(self, group: Group) -> int:
+        """Return how much host memory the tensors of a group will hold."""
+        return 0
+
+    def _fill_image(self, block: Block, stopped: Callable[[], bool]) -> FileImage | None:
+        """Read what a cache lacks of a block; return its image, None if it has no memory for the block."""
+        image = self.image
+        return image if image is not None and fill_image(self._source, image, block, stopped) else None
+
+    def _pieces(self, block: Block, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
+        """Return the reads of a block; a request behind a network is not cut for a cancel."""
+        is_requested = isinstance(self._source, RequestedSource)
+        return pieces(block, most_bytes if is_requested else min(most_bytes, PIECE_BYTES))
+
+
+class CopiedPath(_ReadPath):
     """Reads a file into separate memory of the tensors, directly or through the file's image in a cache.
 
     Args:
         source: The open file.
-        dtype: Cast to it; see `stio.device.tensors.Casts`.
-        cached: The file in the cache.
-        views: See `stio.device.tensors.select_and_cast`.
-        kept: The consumer keeps the tensors, so memory that they own is not under way.
+        delivery: See `_ReadPath`.
+        cached: See `_ReadPath`.
     """
 
-    label = "read"
-
-    def __init__(
-        self,
-        source: Source,
-        *,
-        dtype: Casts | None = None,
-        cached: CachedFile | None = None,
-        views: bool = False,
-        kept: bool = False,
-    ) -> None:
-        super().__init__(source, cached)
+    def __init__(self, source: Source, delivery: Delivery = AS_READ, cached: CachedFile | None = None) -> None:
+        super().__init__(source, delivery, cached)
         self._regions: dict[int, Region] = {}  # by group
-        self._dtype = dtype
-        self._views = views
-        self._kept = kept
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the image of each group."""
@@ -228,125 +215,88 @@ class CopiedPath(_FromSource):
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Read a block into its group's memory."""
         target = self._regions[group.index]
-        if self.image is None or not fill_image(self._source, self.image, block, stopped):
-            _read_pieces(self._source, block, target, stopped)
+        if (image := self._fill_image(block, stopped)) is not None:
+            for at, region in image_regions(image, block):
+                if stopped():
+                    raise Cancelled
+                memory.copy(target.sub(at, region.nbytes), region)
             return
-        for at, region in image_regions(self.image, block):
+        for piece in self._pieces(block, sys.maxsize):
             if stopped():
                 raise Cancelled
-            memory.copy(target.sub(at, region.nbytes), region)
+            read_piece(self._source, piece, target, 0)
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make tensors over the group's memory, which they own together."""
-        region = self._regions.pop(group.index)
-        return LoadedGroup(_tensors_of(group, region, self._dtype, self._source.path, views=self._views))
+        return self._tensors_over(group, self._regions.pop(group.index))
 
-    def budget_bytes(self, group: Group) -> int:
-        """Return the size of the group's image, if the tensors do not keep it."""
-        return 0 if self._kept and _is_final(group, self._dtype) else group.nbytes
+    def _tensors_over(self, group: Group, region: Region) -> LoadedGroup:
+        with memory.reporting_shortage(self._source.path):
+            tensors = tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets)
+            return LoadedGroup(_finished(group, tensors, self._delivery.casts, views=self._delivery.views))
 
     def held_bytes(self, group: Group) -> int:
-        """Return how much host memory the tensors of a group will hold."""
-        return _held_bytes(group, self._dtype, is_mapped=False)
+        """See `_ReadPath.held_bytes`."""
+        return _held_bytes(group, self._delivery.casts, is_mapped=False)
 
     def close(self) -> None:
         """Release the memory of groups that were not completed."""
         self._regions.clear()
 
 
-class MappedPath:
+class MappedPath(CopiedPath):
     """Maps a file, so that its tensors use the page cache. Slices that are not contiguous in the file are copied.
 
     Args:
         mapped: The mapping of the file.
-        copy: The read path of scattered groups.
+        delivery: See `_ReadPath`.
         populates: Read now; otherwise each page is read at its first access.
         cold: The disk limits the rate, so there is time to touch each page after its read.
-        dtype: Cast to it; see `stio.device.tensors.Casts`.
-        views: See `stio.device.tensors.select_and_cast`.
-        kept: See `CopiedPath`.
     """
 
-    def __init__(
-        self,
-        mapped: MappedFile,
-        copy: CopiedPath,
-        *,
-        populates: bool,
-        cold: bool,
-        dtype: Casts | None = None,
-        views: bool = False,
-        kept: bool = False,
-    ) -> None:
+    def __init__(self, mapped: MappedFile, delivery: Delivery = AS_READ, *, populates: bool, cold: bool) -> None:
+        super().__init__(mapped.file, delivery)
         self._mapped = mapped
-        self._views = views
-        self._copy = copy
         self._populates = populates
         self._cold = cold
-        self._dtype = dtype
-        self._kept = kept
         self.label = "populate" if populates else "map"
-        """Name of its reads in a trace."""
-        self.is_native = copy.is_native
-        self.image = None
-        """A mapping uses no cache."""
-
-    @property
-    def file(self) -> LocalFile:
-        """See `stio.loading.scheduler.ReadPath`."""
-        return self._mapped.file
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the images of scattered groups."""
-        self._copy.begin([group for group in groups if not self._is_mapped(group)])
+        super().begin([group for group in groups if not self._is_mapped(group)])
 
     def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
         """Add the group's pages."""
         if not self._is_mapped(group):
-            self._copy.add_ranges(group, ranges)
+            super().add_ranges(group, ranges)
         elif self._populates and group.nbytes:
             flags = native.POPULATE | (native.TOUCH if self._cold else 0)
             address = self._mapped.region.address + group.offset
             ranges.file_to_host(group.index, self._mapped.file.fd, -1, group.offset, group.nbytes, address, flags)
 
-    def error(self, failure: native.Failure) -> StioError:
-        """Return the error of a read."""
-        return read_error(self._mapped.file, failure)
-
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Populate a block's range of the mapping."""
         if not self._is_mapped(group):
-            self._copy.read(group, block, stopped)
-        elif self._populates:
-            for piece in pieces(block, PIECE_BYTES):
-                if stopped():
-                    raise Cancelled
-                self._mapped.populate(piece.offset, piece.nbytes)
+            super().read(group, block, stopped)
+            return
+        for ((offset, _, nbytes),) in pieces(block, PIECE_BYTES) if self._populates else ():
+            if stopped():
+                raise Cancelled
+            self._mapped.populate(offset, nbytes)
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make tensors over the mapping, which they own together."""
         if not self._is_mapped(group):
-            return self._copy.make_tensors(group)
-        region = self._mapped.region.sub(group.offset, group.nbytes)
-        return LoadedGroup(_tensors_of(group, region, self._dtype, self._mapped.path, views=self._views))
-
-    def budget_bytes(self, group: Group) -> int:
-        """Return the size of the group's image; a mapping that the consumer keeps needs no memory of the load."""
-        if not self._is_mapped(group):
-            return self._copy.budget_bytes(group)
-        return 0 if self._kept and _is_final(group, self._dtype) else group.nbytes
+            return super().make_tensors(group)
+        return self._tensors_over(group, self._mapped.region.sub(group.offset, group.nbytes))
 
     def held_bytes(self, group: Group) -> int:
-        """Return how much host memory the tensors of a group will hold beside the mapping."""
-        return _held_bytes(group, self._dtype, is_mapped=self._is_mapped(group))
+        """See `_ReadPath.held_bytes`; pages of the mapping do not count."""
+        return _held_bytes(group, self._delivery.casts, is_mapped=self._is_mapped(group))
 
     def _is_mapped(self, group: Group) -> bool:
         """Return whether a group is mapped. A mapping reads 2 MiB at a time: a smaller slice is copied instead."""
         return group.offset >= 0 and not (group.sliced and group.nbytes < HUGE_PAGE_BYTES)
-
-    def close(self) -> None:
-        """Release the memory of groups that were not completed. The tensors own the mapping."""
-        self._copy.close()
 
 
 class StagingSlots:
@@ -394,7 +344,7 @@ class StagingSlots:
         self.held_bytes = 0
 
 
-class DevicePath(_FromSource):
+class DevicePath(_ReadPath):
     """Reads a file into the memory of a device.
 
     If a cache has the bytes of a block, the device copies from the cache.
@@ -402,29 +352,23 @@ class DevicePath(_FromSource):
     Args:
         source: The open file.
         slots: The device, and staging memory for the plain executor, for all files of the load.
-        dtype: Cast to it on the device; see `stio.device.tensors.Casts`.
-        cached: The file in the cache, held until this is closed.
-        kept: See `CopiedPath`.
+        delivery: See `_ReadPath`.
+        cached: See `_ReadPath`.
         trace: Records spans of copies by the plain executor.
     """
-
-    label = "read"
 
     def __init__(
         self,
         source: Source,
         slots: StagingSlots,
-        *,
-        dtype: Casts | None = None,
+        delivery: Delivery = AS_READ,
         cached: CachedFile | None = None,
-        kept: bool = False,
+        *,
         trace: Trace | None = None,
     ) -> None:
-        super().__init__(source, cached)
+        super().__init__(source, delivery, cached)
         self._slots = slots
         self._accelerator = slots.accelerator
-        self._dtype = dtype
-        self._kept = kept
         self._trace = trace
         self._memories: dict[int, GroupMemory] = {}  # by group
         self._ring: DeviceRing | None = ring_of(self._accelerator) if self.is_native else None
@@ -467,25 +411,20 @@ class DevicePath(_FromSource):
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Read a block into a slot piece by piece, or find it in the cache; wait for the copies."""
         target = self._memories[group.index]
-        if self.image is not None and not block.scatter and fill_image(self._source, self.image, block, stopped):
-            self._copy([copy for at, region in image_regions(self.image, block) for copy in target.copies(at, region)])
+        if (image := self._fill_image(block, stopped)) is not None:
+            self._copy([copy for at, region in image_regions(image, block) for copy in target.copies(at, region)])
             return
         slot = self._slots.take()
-        most_bytes = slot.nbytes if isinstance(self._source, RequestedSource) else min(slot.nbytes, PIECE_BYTES)
-        for piece in pieces(block, most_bytes):
-            if stopped():
-                self._slots.give(slot)
-                raise Cancelled
+        for piece in self._pieces(block, slot.nbytes):
+            begin, end = piece[0][1], piece[-1][1] + piece[-1][2]
             try:
-                if self.image is None or not fill_image(self._source, self.image, piece, stopped):
-                    read_block(self._source, piece, slot, piece.at)
-                else:
-                    for at, region in image_regions(self.image, piece):
-                        memory.copy(slot.sub(at - piece.at, region.nbytes), region)
+                if stopped():
+                    raise Cancelled
+                read_piece(self._source, piece, slot, begin)
             except BaseException:
                 self._slots.give(slot)
                 raise
-            self._copy(target.copies(piece.at, slot.sub(0, filled_bytes(piece))))
+            self._copy(target.copies(begin, slot.sub(0, end - begin)))
         self._slots.give(slot)
 
     def _copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> None:
@@ -501,19 +440,11 @@ class DevicePath(_FromSource):
         tensors = self._memories[group.index].tensors
         if self._ring is not None:
             self._ring.warn_if_refused()
-        if not _is_final(group, self._dtype):
+        if not _is_final(group, self._delivery.casts):
             with self._accelerator.on_stream():
-                tensors = _finished(group, tensors, self._dtype)
+                tensors = _finished(group, tensors, self._delivery.casts)
         del self._memories[group.index]
         return LoadedGroup(tensors)
-
-    def budget_bytes(self, group: Group) -> int:
-        """Return the size of the group's tensors, if they are not what the consumer keeps."""
-        return 0 if self._kept and _is_final(group, self._dtype) else group.nbytes
-
-    def held_bytes(self, group: Group) -> int:
-        """Return 0: the tensors are on the device."""
-        return 0
 
     def close(self) -> None:
         """Release the memory of groups under way, and the slots, which all files of the load share."""
@@ -521,7 +452,7 @@ class DevicePath(_FromSource):
         self._slots.close()
 
 
-class CacheFillPath(_FromSource):
+class CacheFillPath(_ReadPath):
     """Reads a file into its image in a cache, without tensors.
 
     Args:
@@ -529,11 +460,8 @@ class CacheFillPath(_FromSource):
         cached: The file in the cache; its holder releases it.
     """
 
-    label = "read"
-
     def __init__(self, source: Source, cached: CachedFile) -> None:
-        super().__init__(source, cached)
-        self._image = cached.image
+        super().__init__(source, cached=cached)
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Do nothing: the image allocates its memory."""
@@ -545,7 +473,7 @@ class CacheFillPath(_FromSource):
             HostMemoryError: The host has too little memory for it.
         """
         for block in group.blocks:
-            if not is_in_image(self._image, block):
+            if not is_in_image(self.image, block):
                 raise self._shortage(block)
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
@@ -554,7 +482,7 @@ class CacheFillPath(_FromSource):
         Raises:
             HostMemoryError: The host has too little memory.
         """
-        if not fill_image(self._source, self._image, block, stopped):
+        if self._fill_image(block, stopped) is None:
             raise self._shortage(block)
 
     def _shortage(self, block: Block) -> StioError:
@@ -567,10 +495,6 @@ class CacheFillPath(_FromSource):
 
     def budget_bytes(self, group: Group) -> int:
         """Return 0: the image is the cache's memory."""
-        return 0
-
-    def held_bytes(self, group: Group) -> int:
-        """Return 0: there are no tensors."""
         return 0
 
     def close(self) -> None:

@@ -69,8 +69,7 @@ def scattered(index: int, offset: int, *lengths: int) -> Group:
 def path_of(file: LocalFile, kind: str) -> ReadPath:
     if kind == "direct" and not file.use_direct():
         pytest.skip("the filesystem of the tests has no direct I/O")
-    copied = CopiedPath(file)
-    return MappedPath(MappedFile(file), copied, populates=True, cold=True) if kind == "map" else copied
+    return MappedPath(MappedFile(file), populates=True, cold=True) if kind == "map" else CopiedPath(file)
 
 
 def load(path: ReadPath, groups: Sequence[Group], **options: Any) -> dict[int, bytes]:
