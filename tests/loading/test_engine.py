@@ -186,9 +186,8 @@ def test_p4_nothing_is_written_after_the_end(file: LocalFile, kind: str) -> None
         executor = EngineExecutor([path], 1000, budget_bytes=64 * MIB)
         groups = [scattered(k, k * 5 + 1, 4 * MIB, 10, 4 * MIB) for k in range(4)]
         path.begin(groups)
-        copied = path._copy if isinstance(path, MappedPath) else path
-        assert isinstance(copied, CopiedPath)
-        regions = list(copied._regions.values())
+        assert isinstance(path, CopiedPath)
+        regions = list(path._regions.values())
         executor.add(groups)
         threading.Event().wait(delay * 0.0002)
         executor.close()
