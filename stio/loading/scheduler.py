@@ -322,19 +322,7 @@ class LoadScheduler:
         Callable from any thread; takes no lock.
         """
         promoted = set(names)
-
-        order = [group.index for group in self.plan.groups if not promoted.isdisjoint(group.names)]
-        chosen = set(order)
-
-        def reorder() -> None:
-            first = [group for group in self._waiting if group.index in chosen]
-            self._waiting = deque([*first, *(group for group in self._waiting if group.index not in chosen)])
-            self._executor.arrange(order)
-
-        self._reorderings.append(reorder)
-        self._blocked = False  # before the scheduler looks again
-        self._executor.arrange(order)  # what has begun; a thread that must be woken would come later
-        self._executor.wake()
+        self.arrange([group.index for group in self.plan.groups if not promoted.isdisjoint(group.names)])
 
     def is_blocked(self, group: Group) -> bool:
         """Return whether a group has not begun, and the first of those that have not waits for budget.
@@ -349,19 +337,20 @@ class LoadScheduler:
         self._executor.wake()
 
     def arrange(self, order: Iterable[int]) -> None:
-        """Read what is left in this order of groups; it must have the indices of all groups.
+        """Read what is left in this order of groups, given by their indices; the others follow as they were.
 
         What is left of a group that has begun is reordered too: it may be one large tensor that nothing waits for.
         Callable from any thread; takes no lock.
         """
         order = list(order)
+        rank = {index: k for k, index in enumerate(dict.fromkeys(order))}
 
         def reorder() -> None:
-            rank = {index: k for k, index in enumerate(dict.fromkeys(order))}
-            self._waiting = deque(sorted(self._waiting, key=lambda group: rank[group.index]))
+            self._waiting = deque(sorted(self._waiting, key=lambda group: rank.get(group.index, len(rank))))
             self._executor.arrange(order)
 
         self._reorderings.append(reorder)
+        self._blocked = False  # before the scheduler looks again
         self._executor.arrange(order)  # what has begun; a thread that must be woken would come later
         self._executor.wake()
 

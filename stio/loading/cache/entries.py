@@ -12,7 +12,9 @@ import errno
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from stio.errors import ClosedError, NoSpaceError, StorageError
 from stio.loading.cache.file_image import CachedFile, FileImage
@@ -20,8 +22,11 @@ from stio.runtime import memory
 from stio.runtime.control_groups import room_in_memory
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
+from stio.runtime.operation import Operation
+from stio.runtime.process import thread_name
 from stio.storage.base import Source
 
+T = TypeVar("T")
 logger = logging.getLogger("stio")
 
 
@@ -39,6 +44,19 @@ class CacheStats:
     """Files of loads and prefetches that were not in the cache."""
     evictions: int = 0
     """Files that were evicted: to hold others, by `evict`, or because they had changed."""
+
+
+def counted(counts: CacheStats, **more: int) -> CacheStats:
+    """Return counters with these added."""
+    return replace(counts, **{name: getattr(counts, name) + number for name, number in more.items()})
+
+
+def on_own_thread(work: Callable[[], T]) -> T:
+    """Call a function that takes locks on a thread of stio's, and wait for it; see `stio.runtime.locks`."""
+    if not thread_name():
+        with suppress(StorageError):  # no more threads
+            return Operation(lambda _: work(), name="evict").result()
+    return work()
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,14 +336,8 @@ class CacheEntries:
         if self._labels.get(entry.label) == entry.key:
             del self._labels[entry.label]
 
-    def _count(self, hits: int = 0, misses: int = 0, evictions: int = 0) -> None:
-        counts = self._counts
-        self._counts = replace(
-            counts,
-            hits=counts.hits + hits,
-            misses=counts.misses + misses,
-            evictions=counts.evictions + evictions,
-        )
+    def _count(self, **more: int) -> None:
+        self._counts = counted(self._counts, **more)
 
     # Called by holds.
 

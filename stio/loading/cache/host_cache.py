@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -21,10 +21,9 @@ import torch
 from stio.device.base import current_device, resolve_device, with_current_index
 from stio.device.cuda import TorchAccelerator, has_streams
 from stio.device.pinned import is_pinned
-from stio.errors import StorageError
 from stio.format.naming import is_index
 from stio.loading.body import carry_out, fetch_all, open_source
-from stio.loading.cache.entries import CacheEntries, CacheStats, RequestedFile
+from stio.loading.cache.entries import CacheEntries, CacheStats, RequestedFile, on_own_thread
 from stio.loading.cache.file_image import SEGMENT_BYTES, CachedFile, FileImage
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.prepare import prepare_prefetch
@@ -33,7 +32,7 @@ from stio.runtime.limits import Limits, checked_size
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation, start_thread
-from stio.runtime.process import after_fork_in_child, thread_name
+from stio.runtime.process import after_fork_in_child
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
 from stio.runtime.urls import is_url
@@ -193,7 +192,7 @@ class HostCache:
             Size of the evicted files, in bytes.
         """
         place = None if source is None else _place_of(source)
-        return _on_own_thread(
+        return on_own_thread(
             lambda: self._free(self._entries.evict(lambda label: place is None or _is_below(label, place)))
         )
 
@@ -202,7 +201,7 @@ class HostCache:
 
         Loads under way continue; the memory that they use is freed when they have ended.
         """
-        _on_own_thread(lambda: self._free(self._entries.close()))
+        on_own_thread(lambda: self._free(self._entries.close()))
         for known in self._operations.valuerefs():
             operation = known()
             if operation is not None:
@@ -265,14 +264,6 @@ class HostCache:
         operation = Operation(body, name="prefetch")
         self._operations[id(operation)] = operation
         return operation
-
-
-def _on_own_thread(work: Callable[[], T]) -> T:
-    """Call a function that takes locks on a thread of stio's, and wait for it; see `stio.runtime.locks`."""
-    if not thread_name():
-        with suppress(StorageError):  # no more threads
-            return Operation(lambda _: work(), name="evict").result()
-    return work()
 
 
 def _place_of(source: SourceLike) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from stio.device.torch_private import copy_of
 from stio.errors import ClosedError, TensorNotFoundError, WarmStartError, printable
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
-from stio.loading.plan import Group, ReadPlan
+from stio.loading.plan import Group
 from stio.loading.prepare import prepare
 from stio.loading.scheduler import LoadScheduler
 from stio.loading.warm_start.parameter import Placeholder
@@ -64,31 +64,6 @@ class _Owner:
     """Its hook."""
 
 
-@dataclass(slots=True)
-class _Order:
-    """The groups of a plan in the order of the parameters."""
-
-    groups: list[int] = field(default_factory=list)
-    """Indices in the plan."""
-    at: dict[int, int] = field(default_factory=dict)
-    """Position of each group in `groups`."""
-    group_of: dict[str, int] = field(default_factory=dict)
-    """Group of each name in the checkpoint."""
-
-    @classmethod
-    def of(cls, plan: ReadPlan, names: Sequence[str]) -> _Order:
-        """Return a plan's groups in the order of the first of their names."""
-        group_of = {name: group.index for group in plan.groups for name in group.names}
-        groups = list(dict.fromkeys(group_of[name] for name in names))
-        return cls(groups, {group: k for k, group in enumerate(groups)}, group_of)
-
-    def starting_with(self, names: Sequence[str]) -> list[int]:
-        """Return the groups with these names first, then those behind the first of them, then those before it."""
-        first = [self.group_of[name] for name in names]
-        start = self.at[first[0]]
-        return [*first, *self.groups[start:], *self.groups[:start]]
-
-
 class WarmStartLoad:
     """One load into placeholder parameters.
 
@@ -112,7 +87,8 @@ class WarmStartLoad:
         self._lock = new_lock()  # for fills, `_owners` and `_encoders`, on stio's threads
         self._abandoned = False
         self._run: LoadScheduler | None = None
-        self._order = _Order()
+        self._groups: list[int] = []  # of the plan, in the order of the parameters
+        self._group_of: dict[str, int] = {}
         self._needed: list[str] = []
         self._process = os.getpid()
         self._stream: Any = None
@@ -223,8 +199,9 @@ class WarmStartLoad:
                 scheduler = prepare(
                     self._opened, names, self._options, casts=self._casts, prompt=True, deliver=self._deliver
                 )
-                self._order = _Order.of(scheduler.plan, names)
-                scheduler.arrange(self._order.groups)
+                self._group_of = {name: group.index for group in scheduler.plan.groups for name in group.names}
+                self._groups = list(dict.fromkeys(self._group_of[name] for name in names))
+                scheduler.arrange(self._groups)
                 self._run = scheduler
                 self._reorder()  # for uses that started to wait before there was a scheduler
                 operation.on_cancel(scheduler.stop)
@@ -316,7 +293,8 @@ class WarmStartLoad:
             for sibling in owner.placeholders
             if sibling.source is not None
         ]
-        run.arrange(self._order.starting_with([*needed, *own]))
+        first = [self._group_of[name] for name in (*needed, *own)]
+        run.arrange([*first, *self._groups[self._groups.index(first[0]) :]])
 
     def _error_for(self, placeholder: Placeholder) -> ClosedError:
         name, failure = printable(placeholder.name), self.operation.failure

@@ -19,6 +19,7 @@ from stio.device.torch_private import copy_of, moved
 from stio.errors import MismatchError, TensorNotFoundError, WarmStartError, listed, printable
 from stio.format.state_tree import STATE_KEY
 from stio.loading.module import ModuleTarget
+from stio.loading.module_tree import is_from
 from stio.loading.open import OpenCheckpoint
 from stio.loading.target import LoadReport
 from stio.loading.warm_start.load import MatchedParameter
@@ -45,7 +46,7 @@ def require_supported(module: nn.Module) -> None:
     for name, part in module.named_modules():
         kind = type(part)
         if kind not in reasons:
-            reasons[kind] = next((why for package, why in _FOREIGN.items() if _is_from(kind, package)), "")
+            reasons[kind] = next((why for package, why in _FOREIGN.items() if is_from(kind, package)), "")
         why = reasons[kind]
         if not why and getattr(part, "_compiled_call_impl", None) is not None:
             why = _FOREIGN["torch._dynamo"]
@@ -59,10 +60,6 @@ def require_supported(module: nn.Module) -> None:
             if tensor is not None and (why := _unsupported(tensor)):
                 shown = f"{name}.{leaf}" if name else leaf
                 raise WarmStartError(f"{printable(shown)} cannot be warm-started, {why}")
-
-
-def _is_from(kind: type[nn.Module], package: str) -> bool:
-    return any(f"{base.__module__}.".startswith(f"{package}.") for base in kind.__mro__)
 
 
 def _unsupported(tensor: torch.Tensor) -> str:
