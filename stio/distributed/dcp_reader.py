@@ -38,7 +38,7 @@ from stio.distributed.same_checkpoint import describe_opened, require_same
 from stio.errors import ClosedError, MismatchError, StioError, printable
 from stio.format.state_tree import HOST_KINDS, STATE_KEY, Reference
 from stio.loading.api import fill_from
-from stio.loading.body import open_source, verify
+from stio.loading.body import open_with_options, verify
 from stio.loading.nested import read_nested
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
@@ -136,7 +136,7 @@ class StioStorageReader(StorageReader):
         source, options = self._path, self._options
 
         def body(operation: Operation[Any]) -> _Opened:
-            opened = open_source(operation, source, options)
+            opened = open_with_options(operation, source, options)
             try:
                 verify(operation, opened, options)
                 return _described(operation, opened, options.limits or Limits())

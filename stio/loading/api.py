@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from heapq import nsmallest
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,7 +27,7 @@ from stio.loading.body import (
     Target,
     collect,
     fill_module,
-    open_source,
+    open_with_options,
     reading_operation,
     stream_to,
     verify,
@@ -35,17 +36,17 @@ from stio.loading.group_queue import GroupQueue
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
-from stio.loading.placed import PlacementsLike, checked_placements
 from stio.loading.plan import Names
-from stio.loading.representation import as_html, headline
-from stio.loading.select import plain_names, reusable_names, shards_of
+from stio.loading.select import PlacementsLike, checked_placements, plain_names, reusable_names, shards_of
 from stio.loading.target import LoadReport
 from stio.runtime.blocking import runs_blocking
 from stio.runtime.limits import Limits
+from stio.runtime.notebook import MAX_ROWS, table
 from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace, shown
+from stio.runtime.units import counted, natural_key, show_bytes
 
 
 async def load(
@@ -399,7 +400,7 @@ class Checkpoint:
         source, options = self._source, self._options
 
         def body(operation: Operation[Any]) -> OpenCheckpoint:
-            opened = open_source(operation, source, options)
+            opened = open_with_options(operation, source, options)
             operation.set_log_detail(lambda: f"{len(opened.files):,} files")
             try:
                 verify(operation, opened, options)
@@ -626,3 +627,27 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
     def __del__(self) -> None:
         if hasattr(self, "_queue"):
             self._queue.operation.cancel()
+
+
+def headline(opened: OpenCheckpoint) -> str:
+    """Return one line: the path, and what the checkpoint holds."""
+    headers = opened.headers
+    parts = [counted(sum(map(len, headers)), "tensor"), show_bytes(sum(header.data_bytes for header in headers))]
+    if len(headers) > 1:
+        parts.append(counted(len(headers), "shard"))
+    if opened.aliases:
+        parts.append(f"tied names: {len(opened.aliases):,}")
+    return f"{printable(opened.path)!r}: {', '.join(parts)}"
+
+
+def as_html(opened: OpenCheckpoint) -> str:
+    """Return a table of the tensors, in the natural order of their names; of many, the first ones."""
+    numbers = {header.shard: f"{k}/{len(opened.headers)}" for k, header in enumerate(opened.headers, 1)}
+    every = ((name, header) for header in opened.headers for name in header.names)
+    rows = []
+    for name, header in nsmallest(MAX_ROWS, every, key=lambda one: natural_key(one[0])):
+        info = header.info(name)
+        row = [name, info.dtype, str(list(info.shape)), show_bytes(info.nbytes)]
+        rows.append([*row, numbers[info.shard]] if len(numbers) > 1 else row)
+    columns = ["name", "dtype", "shape", "size", *(["shard"] if len(numbers) > 1 else [])]
+    return table(f"Checkpoint {headline(opened)}", columns, rows, num_rows=sum(map(len, opened.headers)))

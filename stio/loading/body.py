@@ -17,16 +17,16 @@ from stio.device.placement import resolve_placement
 from stio.device.tensors import Casts
 from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex
-from stio.loading.cache.file_image import ObjectCache
+from stio.loading.cache.entries import ObjectCache
 from stio.loading.group_queue import GroupQueue
 from stio.loading.integrity import verify_files
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions, SourceLike
-from stio.loading.placed import PlacementsLike
 from stio.loading.plan import Names
 from stio.loading.prepare import prepare
 from stio.loading.scheduler import LoadScheduler
+from stio.loading.select import PlacementsLike
 from stio.loading.target import LoadTarget
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.operation import Operation
@@ -44,7 +44,7 @@ FillSome: TypeAlias = Callable[[Operation[Any], OpenCheckpoint, Target, list[str
 names to load; returns those that remain."""
 
 
-def open_source(
+def open_with_options(
     operation: Operation[Any],
     source: SourceLike,
     options: LoadOptions,
@@ -198,7 +198,7 @@ def fill_module(
             _fill_module(operation, queue, source, target, options, None, verified=True)
             return
         # The names that the module needs are compared, and not those of the index.
-        with closing(open_source(operation, source, options, strict=False)) as opened:
+        with closing(open_with_options(operation, source, options, strict=False)) as opened:
             _fill_module(operation, queue, opened, target, options, fill_first, verified=False)
 
 
@@ -259,7 +259,7 @@ def reading_operation(
     def body(operation: Operation[Any]) -> T:
         with shortened(options.switch_interval):
             resolve_placement(options.device)  # a missing device is an error before any file is opened
-            with closing(open_source(operation, source, options, shards_of=shards_of)) as opened:
+            with closing(open_with_options(operation, source, options, shards_of=shards_of)) as opened:
                 verify(operation, opened, options)
                 return read(operation, opened)
 

@@ -1,15 +1,21 @@
 """Prepares a load: the tensors of each device, the read path of each file, the plan, and its scheduler.
 
 A `DeviceLoad` has the tensors of one device. It decides the size of its blocks, and chooses the read path of each file,
-by the kind of memory, the filesystem, and the fraction of the file in the page cache (`stio.loading.page_cache`). The
+by the kind of memory, the filesystem, and the fraction of the file in the page cache. The
 engine carries a load out if it can do so for all of its files, otherwise the plain executor. Preparing reads no data
 and allocates no tensor.
+
+A file is cold if less than half of it is in the page cache (`is_cold`). The disk limits the rate of a cold file: it is
+read past the page cache (`read_past_cache`), or, mapped, each page is touched after its read. A file that is not cold
+is read through the page cache. If the kernel does not report it, a file is neither cold nor resident (`UNKNOWN`). If
+several ranks load on one host, no file is read past the cache: the first rank fills it for the others.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,25 +29,16 @@ from stio.device.placement import resolve_placement
 from stio.device.tensors import Casts, require_dtypes
 from stio.errors import DeviceError, TensorNotFoundError, printable
 from stio.format.header import Header
-from stio.loading.cache.file_image import CachedFile, FileCache, ObjectCache
+from stio.loading.cache.entries import CachedFile, FileCache, ObjectCache
 from stio.loading.engine import EngineExecutor
 from stio.loading.gds_path import GdsDevice, GdsPath
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
-from stio.loading.page_cache import (
-    SMALL_LOAD_BYTES,
-    UNKNOWN,
-    is_cold,
-    read_past_cache,
-    resident_fraction,
-    resident_fractions,
-)
-from stio.loading.placed import Placed, PlacementsLike, place
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import GAP_BYTES, FileSelection, Group, Names, ReadPlan, plan_reads
 from stio.loading.read_paths import CacheFillPath, CopiedPath, Delivery, DevicePath, MappedPath, StagingSlots
 from stio.loading.scheduler import Executor, LoadScheduler, ReadPath
-from stio.loading.select import Selected, reusable_names, select_by_device
+from stio.loading.select import PlacedParts, PlacementsLike, Selected, placed_parts, reusable_names, select_by_device
 from stio.runtime import memory
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
 from stio.runtime.progress import progress_callback
@@ -107,7 +104,7 @@ def prepare(
         device = resolve_placement(options.device)
         if placements is not None:
             names = reusable_names(names)
-            placed = place(
+            placed = placed_parts(
                 opened.headers,
                 opened.aliases,
                 names,
@@ -175,7 +172,7 @@ def _fetched(
 
 
 def _deliver_made(
-    deliver: Callable[[Group, LoadedGroup], None], placed: Placed, group: Group, loaded: LoadedGroup
+    deliver: Callable[[Group, LoadedGroup], None], placed: PlacedParts, group: Group, loaded: LoadedGroup
 ) -> None:
     loaded.results = placed.made(loaded.tensors)  # on a worker's thread: torch imports its compiler for the first one
     deliver(group, loaded)
@@ -529,3 +526,46 @@ def _accelerator(device: Target, options: LoadOptions) -> Accelerator | None:
 def whole_pages(nbytes: int) -> int:
     """Return the size rounded down to whole pages, one page at least."""
     return max(PAGE_BYTES, nbytes // PAGE_BYTES * PAGE_BYTES)
+
+
+UNKNOWN = 0.5
+"""Resident fraction of a file if it is not known. From this fraction on the disk does not limit the rate."""
+SMALL_LOAD_BYTES = 16 << 20
+"""Up to this size a query to the kernel costs more than a read by the slower read path."""
+
+
+def resident_fractions(files: Iterable[Source], total_bytes: int) -> dict[LocalFile, float]:
+    """Return the resident fraction of each local file of a load that reads so many bytes; `UNKNOWN` if they are few."""
+    is_small = total_bytes <= SMALL_LOAD_BYTES
+    return {file: UNKNOWN if is_small else resident_fraction(file) for file in files if isinstance(file, LocalFile)}
+
+
+def resident_fraction(file: Source) -> float:
+    """Return the fraction of a file in the page cache, from 0 to 1; `UNKNOWN` if the kernel does not report it."""
+    fraction = file.resident_fraction() if isinstance(file, LocalFile) else None
+    return UNKNOWN if fraction is None else fraction
+
+
+def is_cold(fraction: float) -> bool:
+    """Return whether a file counts as cold, of which this fraction is in the page cache."""
+    return fraction < UNKNOWN
+
+
+def read_past_cache(file: Source, fraction: float) -> None:
+    """Read a cold file past the page cache, unless ranks share the host: the first one fills the cache for all."""
+    if isinstance(file, LocalFile) and is_cold(fraction) and not host_is_shared():
+        file.use_direct()
+
+
+def host_is_shared() -> bool:
+    """Return whether other ranks of this job run on this host.
+
+    `LOCAL_WORLD_SIZE`, which torchrun sets, decides. If no launcher sets it (`torch.multiprocessing.spawn`), all ranks
+    of a process group are assumed to be on one host: a query of the other ranks would be a collective operation, and a
+    load must not be one.
+    """
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local_ranks.isdecimal():
+        return int(local_ranks) > 1
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

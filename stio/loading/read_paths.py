@@ -26,7 +26,7 @@ from stio.device.rings import DeviceRing, ring_of
 from stio.device.tensors import TORCH_DTYPES, Casts, cast_dtype, select_and_cast, tensors_in
 from stio.errors import StioError
 from stio.format.dtypes import BITS
-from stio.loading.cache.file_image import CachedFile, FileImage
+from stio.loading.cache.entries import CachedFile, FileImage
 from stio.loading.plan import GAP, Block, Group
 from stio.runtime import memory, stats
 from stio.runtime.limits import HUGE_PAGE_BYTES, PAGE_BYTES
@@ -44,7 +44,7 @@ PIECE_BYTES = 8 << 20
 # Blocks.
 
 
-def runs(block: Block) -> Iterator[tuple[int, int, int]]:
+def contiguous(block: Block) -> Iterator[tuple[int, int, int]]:
     """Return a block's contiguous parts: offset in the file, offset in the image, length."""
     position = block.offset
     for at, length in block.scatter or ((block.at, block.nbytes),):
@@ -53,30 +53,30 @@ def runs(block: Block) -> Iterator[tuple[int, int, int]]:
         position += length
 
 
-def pieces(block: Block, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut a block into reads: lists of parts as `runs` returns them, over so many bytes of file and image at most."""
-    piece: list[tuple[int, int, int]] = []
-    for offset, at, length in runs(block):
+def reads_of(block: Block, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Cut a block into reads: lists of ranges as of `contiguous`, over so many bytes of file and image at most."""
+    read: list[tuple[int, int, int]] = []
+    for offset, at, length in contiguous(block):
         for start in range(0, length, most_bytes):
             nbytes = min(most_bytes, length - start)
             end, end_at = offset + start + nbytes, at + start + nbytes
-            if piece and max(end - piece[0][0], end_at - piece[0][1]) > most_bytes:
-                yield piece
-                piece = []
-            piece.append((offset + start, at + start, nbytes))
-    if piece:
-        yield piece
+            if read and max(end - read[0][0], end_at - read[0][1]) > most_bytes:
+                yield read
+                read = []
+            read.append((offset + start, at + start, nbytes))
+    if read:
+        yield read
 
 
-def read_piece(source: Source, piece: Sequence[tuple[int, int, int]], target: Region, base: int) -> None:
+def read_ranges(source: Source, read: Sequence[tuple[int, int, int]], target: Region, base: int) -> None:
     """Fill `target`, which holds the group's bytes from `base` on, in one call; gaps of the file are discarded."""
-    ends = [offset + length for offset, _, length in piece]
-    gaps = [0, *(begin - end for (begin, _, _), end in zip(piece[1:], ends, strict=False))]
+    ends = [offset + length for offset, _, length in read]
+    gaps = [0, *(begin - end for (begin, _, _), end in zip(read[1:], ends, strict=False))]
     discarded = memory.allocate(max(gaps)) if any(gaps) else target
     regions: list[Region] = []
-    for gap, (_, at, length) in zip(gaps, piece, strict=True):
+    for gap, (_, at, length) in zip(gaps, read, strict=True):
         regions += [discarded.sub(0, gap)] * (gap > 0) + [target.sub(at - base, length)]
-    source.read_into(piece[0][0], regions)
+    source.read_into(read[0][0], regions)
 
 
 # Tensors.
@@ -171,10 +171,10 @@ class _ReadPath:
         image = self.image
         return image if image is not None and fill_image(self._source, image, block, stopped) else None
 
-    def _pieces(self, block: Block, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
+    def _reads(self, block: Block, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
         """Return the reads of a block; a request behind a network is not cut for a cancel."""
         is_requested = isinstance(self._source, RequestedSource)
-        return pieces(block, most_bytes if is_requested else min(most_bytes, PIECE_BYTES))
+        return reads_of(block, most_bytes if is_requested else min(most_bytes, PIECE_BYTES))
 
 
 class CopiedPath(_ReadPath):
@@ -207,7 +207,7 @@ class CopiedPath(_ReadPath):
                     ranges.host_to_host(group.index, source.address, source.nbytes, region.address + at)
                 continue
             file = self.file
-            for offset, at, length in runs(block):
+            for offset, at, length in contiguous(block):
                 if group.offset >= 0 and at + length == group.nbytes:
                     length = max(length, min(region.nbytes - at, file.identity.nbytes - offset))
                 ranges.file_to_host(group.index, file.fd, file.direct_fd, offset, length, region.address + at)
@@ -221,10 +221,10 @@ class CopiedPath(_ReadPath):
                     raise Cancelled
                 memory.copy(target.sub(at, region.nbytes), region)
             return
-        for piece in self._pieces(block, sys.maxsize):
+        for read in self._reads(block, sys.maxsize):
             if stopped():
                 raise Cancelled
-            read_piece(self._source, piece, target, 0)
+            read_ranges(self._source, read, target, 0)
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make tensors over the group's memory, which they own together."""
@@ -279,7 +279,7 @@ class MappedPath(CopiedPath):
         if not self._is_mapped(group):
             super().read(group, block, stopped)
             return
-        for ((offset, _, nbytes),) in pieces(block, PIECE_BYTES) if self._populates else ():
+        for ((offset, _, nbytes),) in reads_of(block, PIECE_BYTES) if self._populates else ():
             if stopped():
                 raise Cancelled
             self._mapped.populate(offset, nbytes)
@@ -392,7 +392,7 @@ class DevicePath(_ReadPath):
                         ranges.host_to_device(group.index, source, nbytes, where, ring.ring)
                 continue
             file = self.file
-            for offset, at, length in runs(block):
+            for offset, at, length in contiguous(block):
                 for storage, start, low, nbytes in target.places(at, length):
                     where = storage.data_ptr() + start
                     begin, cufile = offset + low - at, self.cufile(block, nbytes)
@@ -409,18 +409,18 @@ class DevicePath(_ReadPath):
         return super().error(failure)
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
-        """Read a block into a slot piece by piece, or find it in the cache; wait for the copies."""
+        """Read a block into a slot read by read, or find it in the cache; wait for the copies."""
         target = self._memories[group.index]
         if (image := self._fill_image(block, stopped)) is not None:
             self._copy([copy for at, region in image_regions(image, block) for copy in target.copies(at, region)])
             return
         slot = self._slots.take()
-        for piece in self._pieces(block, slot.nbytes):
-            begin, end = piece[0][1], piece[-1][1] + piece[-1][2]
+        for read in self._reads(block, slot.nbytes):
+            begin, end = read[0][1], read[-1][1] + read[-1][2]
             try:
                 if stopped():
                     raise Cancelled
-                read_piece(self._source, piece, slot, begin)
+                read_ranges(self._source, read, slot, begin)
             except BaseException:
                 self._slots.give(slot)
                 raise
@@ -540,7 +540,7 @@ def is_in_image(image: FileImage | None, block: Block) -> TypeGuard[FileImage]:
 
 def image_regions(image: FileImage, block: Block) -> Iterator[tuple[int, Region]]:
     """Return the image's memory of a block, each region with its offset in the group."""
-    for offset, at, length in runs(block):
+    for offset, at, length in contiguous(block):
         for region in image.regions(offset, length):
             yield at, region
             at += region.nbytes

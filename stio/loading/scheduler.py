@@ -19,7 +19,7 @@ from typing import Protocol
 from stio import native
 from stio.device.base import LoadedGroup
 from stio.errors import StioError
-from stio.loading.cache.file_image import CachedFile, FileImage
+from stio.loading.cache.entries import CachedFile, FileImage
 from stio.loading.plan import Block, Group, ReadPlan
 from stio.runtime import stats
 from stio.runtime.limits import checked_size

@@ -24,7 +24,7 @@ from stio.device.tensors import TORCH_DTYPES, require_dtypes, torch_shape
 from stio.errors import MismatchError, listed, with_article
 from stio.format.dtypes import tensor_nbytes
 from stio.loading.api import fill_from
-from stio.loading.body import collect, open_source, verify
+from stio.loading.body import collect, open_with_options, verify
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import ModuleTree
 from stio.loading.open import OpenCheckpoint
@@ -141,7 +141,7 @@ class Content:
             StioError: See `stio.load`.
         """
         self._require_module()
-        with closing(open_source(operation, source, replace(self.options, verify=False))) as opened:
+        with closing(open_with_options(operation, source, replace(self.options, verify=False))) as opened:
             return self._contents_of(opened)
 
     def load(self, operation: Operation[Any], source: SourceLike, expected: Contents) -> None:
@@ -153,7 +153,7 @@ class Content:
             StioError: See `stio.load` and `stio.load_into`.
         """
         options = self.options
-        with closing(open_source(operation, source, options)) as opened:
+        with closing(open_with_options(operation, source, options)) as opened:
             if (found := self._contents_of(opened)) != expected:
                 raise OtherContents(found)
             verify(operation, opened, options)

@@ -16,7 +16,7 @@ from support import eventually, needs_engine
 
 from stio import native
 from stio.errors import StorageError, TruncatedError
-from stio.loading.cache.file_image import CHUNK_BYTES, CachedFile, FileImage
+from stio.loading.cache.entries import CHUNK_BYTES, CachedFile, FileImage
 from stio.loading.engine import EngineExecutor
 from stio.loading.plan import GAP, Block, Group
 from stio.loading.read_paths import CopiedPath, MappedPath

@@ -22,9 +22,16 @@ from stio.device.base import current_device, resolve_device, with_current_index
 from stio.device.cuda import TorchAccelerator, has_streams
 from stio.device.pinned import is_pinned
 from stio.format.naming import is_index
-from stio.loading.body import carry_out, fetch_all, open_source
-from stio.loading.cache.entries import CacheEntries, CacheStats, RequestedFile, on_own_thread
-from stio.loading.cache.file_image import SEGMENT_BYTES, CachedFile, FileImage
+from stio.loading.body import carry_out, fetch_all, open_with_options
+from stio.loading.cache.entries import (
+    SEGMENT_BYTES,
+    CachedFile,
+    CacheEntries,
+    CacheStats,
+    FileImage,
+    RequestedFile,
+    on_own_thread,
+)
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.prepare import prepare_prefetch
 from stio.runtime import memory
@@ -252,7 +259,7 @@ class HostCache:
 
     def _prefetch_operation(self, source: SourceLike, settings: LoadOptions) -> Operation[list[str]]:
         def body(operation: Operation[list[str]]) -> list[str]:
-            with closing(open_source(operation, source, settings)) as opened:
+            with closing(open_with_options(operation, source, settings)) as opened:
                 if settings.disk_cache is not None:
                     fetch_all(opened, settings.disk_cache, settings)
                 requested = self._requested([(file, file.identity.nbytes) for file in opened.files])
