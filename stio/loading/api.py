@@ -32,7 +32,7 @@ from stio.loading.body import (
     stream_to,
     verify,
 )
-from stio.loading.group_queue import GroupQueue
+from stio.loading.consumers import GroupQueue
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike

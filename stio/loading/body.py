@@ -18,14 +18,13 @@ from stio.device.tensors import Casts
 from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex
 from stio.loading.cache.entries import ObjectCache
-from stio.loading.group_queue import GroupQueue
+from stio.loading.consumers import GroupQueue
 from stio.loading.integrity import verify_files
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.plan import Names
 from stio.loading.prepare import prepare
-from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import PlacementsLike
 from stio.loading.target import LoadTarget
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
@@ -108,13 +107,6 @@ def verify(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOptio
             verify_files(opened, check=operation.check, budget_bytes=options.budget or DEFAULT_BUDGET_BYTES)
 
 
-def carry_out(operation: Operation[Any], scheduler: LoadScheduler) -> None:
-    """Run a load to its end; a cancel of the operation stops it."""
-    operation.set_log_detail(scheduler.describe)
-    operation.on_cancel(scheduler.stop)
-    scheduler.run()
-
-
 def gather(
     operation: Operation[Any],
     opened: OpenCheckpoint,
@@ -136,7 +128,7 @@ def gather(
         casts=casts,
         deliver=lambda _, group: groups.append(group),
     )
-    carry_out(operation, scheduler)
+    scheduler.run_for(operation)
     return groups
 
 
@@ -181,7 +173,7 @@ def stream_to(
         opened, names, options, slices=slices, placements=placements, deliver=queue.put, hold=True, kept=()
     )
     queue.attach(scheduler, opened.aliases)
-    carry_out(operation, scheduler)
+    scheduler.run_for(operation)
 
 
 def fill_module(
@@ -222,7 +214,7 @@ def _fill_module(
     if isinstance(target, ModuleTarget) and target.assigns:
         scheduler = prepare(opened, names, options, deliver=lambda _, loaded: target.keep(loaded))
         queue.attach(scheduler)
-        carry_out(operation, scheduler)
+        scheduler.run_for(operation)
         with collection_paused(len(names)):
             target.make()
         return
@@ -241,7 +233,7 @@ def _fill_module(
         views=not kept,
     )
     queue.attach(scheduler)
-    carry_out(operation, scheduler)
+    scheduler.run_for(operation)
 
 
 def reading_operation(

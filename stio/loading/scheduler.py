@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 from stio import native
 from stio.device.base import LoadedGroup
@@ -23,7 +23,7 @@ from stio.loading.cache.entries import CachedFile, FileImage
 from stio.loading.plan import Block, Group, ReadPlan
 from stio.runtime import stats
 from stio.runtime.limits import checked_size
-from stio.runtime.operation import Cancelled
+from stio.runtime.operation import Cancelled, Operation
 from stio.runtime.process import be_nice
 from stio.runtime.progress import ProgressEvent, ProgressReporter, close_bar
 from stio.runtime.trace import Trace
@@ -213,6 +213,12 @@ class LoadScheduler:
             self._progress.report()
             self._load()
             self._require_unchanged()
+
+    def run_for(self, operation: Operation[Any]) -> None:
+        """Run the load on the thread of an operation; a cancel of the operation stops it."""
+        operation.set_log_detail(self.describe)
+        operation.on_cancel(self.stop)
+        self.run()
 
     def _load(self) -> None:
         num_under_way = 0

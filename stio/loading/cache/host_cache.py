@@ -22,7 +22,7 @@ from stio.device.base import current_device, resolve_device, with_current_index
 from stio.device.cuda import TorchAccelerator, has_streams
 from stio.device.pinned import is_pinned
 from stio.format.naming import is_index
-from stio.loading.body import carry_out, fetch_all, open_with_options
+from stio.loading.body import fetch_all, open_with_options
 from stio.loading.cache.entries import (
     SEGMENT_BYTES,
     CachedFile,
@@ -264,7 +264,7 @@ class HostCache:
                     fetch_all(opened, settings.disk_cache, settings)
                 requested = self._requested([(file, file.identity.nbytes) for file in opened.files])
                 held = [one for one in self._entries.hold(requested, every=opened.path) if one is not None]
-                carry_out(operation, prepare_prefetch(opened, held, settings))
+                prepare_prefetch(opened, held, settings).run_for(operation)
                 return [file.path for file in opened.files]
 
         self._entries.require_open()
