@@ -117,7 +117,13 @@ async def load_into(
             opened_as = describe_opened(opened, source)
             return fill_shared(operation, opened, target, names, ranks=ranks, options=options, broadcast=broadcast)
 
-        report = await fill_from(source, _filled(target), options, on_begin=ranks.on_failure, fill_first=fill_first)
+        report = await fill_from(
+            source,
+            _filled(target),
+            options,
+            on_begin=lambda load: ranks.on_failure(load.cancel),
+            fill_first=fill_first,
+        )
         require_same(await ranks.arrive("loaded", opened_as), path=report.path)
         return report
 

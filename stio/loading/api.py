@@ -26,7 +26,7 @@ from stio.loading.body import (
     FillSome,
     Target,
     collect,
-    fill_module,
+    fill,
     open_with_options,
     reading_operation,
     stream_to,
@@ -218,7 +218,7 @@ async def fill_from(
     target: Target,
     options: LoadOptions,
     *,
-    on_begin: Callable[[Callable[[], None]], None] = lambda abort: None,
+    on_begin: Callable[[Operation[Any]], object] = lambda operation: None,
     fill_first: FillSome | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a target; see `load_into`.
@@ -227,32 +227,17 @@ async def fill_from(
         source: See `load_into`. An open checkpoint stays open, and is not verified.
         target: What is filled.
         options: Options of the load.
-        on_begin: Called with a function that ends the load early: then this raises `ClosedError`.
+        on_begin: Called with the operation of the load, before it is started. If it is cancelled, this raises
+            `ClosedError`.
         fill_first: Called when names and shapes have been compared, before tensors are read.
     """
-    about = source.path if isinstance(source, OpenCheckpoint) else shown(source)
-    queue = _queue_for(target, source, options, about=about, fill_first=fill_first)
-    on_begin(queue.operation.cancel)
-    return await _fill(target, queue)
-
-
-def _queue_for(
-    target: Target,
-    source: SourceLike | OpenCheckpoint,
-    options: LoadOptions,
-    *,
-    about: str,
-    fill_first: FillSome | None = None,
-) -> GroupQueue:
-    """Return the queue of a load into a target; its operation is not started."""
 
     def body(operation: Operation[None], queue: GroupQueue) -> None:
-        fill_module(operation, queue, source, target, options, fill_first)
+        fill(operation, queue, source, target, options, fill_first)
 
-    return GroupQueue(body, name="load_into", about=about, trace=options.trace)
-
-
-async def _fill(target: Target, queue: GroupQueue) -> LoadReport:
+    about = source.path if isinstance(source, OpenCheckpoint) else shown(source)
+    queue = GroupQueue(body, name="load_into", about=about, trace=options.trace)
+    on_begin(queue.operation)
     queue.operation.start()
     try:
         while (loaded := await queue.next()) is not None:
@@ -518,10 +503,7 @@ class Checkpoint:
         options = self._options_here()
         if strict is not None:
             options = replace(options, strict=strict)
-        opened, target = self._now, ModuleTarget(module, assign=assign)
-        queue = _queue_for(target, opened, options, about=opened.path)
-        self._own(queue.operation)
-        return await _fill(target, queue)
+        return await fill_from(self._now, ModuleTarget(module, assign=assign), options, on_begin=self._own)
 
     def _load_operation(
         self, names: Names | None, slices: Mapping[str, object] | None, placements: PlacementsLike | None = None

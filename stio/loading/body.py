@@ -176,7 +176,7 @@ def stream_to(
     scheduler.run_for(operation)
 
 
-def fill_module(
+def fill(
     operation: Operation[None],
     queue: GroupQueue,
     source: SourceLike | OpenCheckpoint,
@@ -185,32 +185,28 @@ def fill_module(
     fill_first: FillSome | None = None,
 ) -> None:
     """Load into a target; groups that the consumer's thread must copy are put in the queue."""
-    with shortened(options.switch_interval):
+    with shortened(options.switch_interval), ExitStack() as closing_all:
         if isinstance(source, OpenCheckpoint):  # it was verified when it was opened
-            _fill_module(operation, queue, source, target, options, None, verified=True)
-            return
-        # The names that the module needs are compared, and not those of the index.
-        with closing(open_with_options(operation, source, options, strict=False)) as opened:
-            _fill_module(operation, queue, opened, target, options, fill_first, verified=False)
+            opened, options = source, replace(options, verify=False)
+        else:  # the names that the target needs are compared, and not those of the index
+            opened = open_with_options(operation, source, options, strict=False)
+            closing_all.callback(opened.close)
+        names = target.select(opened, options, operation.check)
+        verify(operation, opened, options)
+        if fill_first is not None:
+            names = fill_first(operation, opened, target, names)
+        if names or fill_first is None:
+            _fill(operation, queue, opened, target, options, names)
 
 
-def _fill_module(
+def _fill(
     operation: Operation[None],
     queue: GroupQueue,
     opened: OpenCheckpoint,
     target: Target,
     options: LoadOptions,
-    fill_first: FillSome | None,
-    *,
-    verified: bool,
+    names: list[str],
 ) -> None:
-    names = target.select(opened, options, operation.check)
-    if not verified:
-        verify(operation, opened, options)
-    if fill_first is not None:
-        names = fill_first(operation, opened, target, names)
-        if not names:
-            return
     if isinstance(target, ModuleTarget) and target.assigns:
         scheduler = prepare(opened, names, options, deliver=lambda _, loaded: target.keep(loaded))
         queue.attach(scheduler)

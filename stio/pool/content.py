@@ -161,7 +161,7 @@ class Content:
                 self._tensors = collect(operation, opened, None, options)()
                 return
             target = ModuleTarget(self._module, assign=True)
-            run_blocking(fill_from(opened, target, options, on_begin=operation.on_cancel))
+            run_blocking(fill_from(opened, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
         device = resolve_device(options.device)
         with _own_stream(device):
             self._move_unstored(device)
@@ -176,7 +176,9 @@ class Content:
         # The device of the target is that of its tensors.
         options = replace(self.options, device="cpu", budget_bytes=_UPDATE_BYTES)
         with _own_stream(resolve_device(self.options.device)):
-            run_blocking(fill_from(source, ModuleTarget(module), options, on_begin=operation.on_cancel))
+            run_blocking(
+                fill_from(source, ModuleTarget(module), options, on_begin=lambda load: operation.on_cancel(load.cancel))
+            )
 
     def can_replace(self) -> bool:
         """Return whether `replace` can find all tensors by their names."""

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -217,17 +216,13 @@ class HostCache:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.close()
 
     def hold(self, files: Sequence[tuple[Source, int]]) -> Sequence[CachedFile | None]:
