@@ -215,7 +215,7 @@ def _fill(
             target.make()
         return
     options = replace(options, device=target.device)  # the copies stay on one device
-    # If no device queue orders the copies the workers make them, and no event loop is needed.
+    # If no device queue orders the copies, the load's thread makes them, and no event loop is needed.
     direct = target.on_cpu and resolve_placement(options.device) == torch.device("cpu")
     kept = target.kept_names
     scheduler = prepare(

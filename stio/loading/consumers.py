@@ -31,7 +31,6 @@ from stio.loading.plan import Group
 from stio.loading.prepare import prepare
 from stio.loading.scheduler import LoadScheduler
 from stio.runtime.blocking import run_blocking
-from stio.runtime.locks import new_lock
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation, close_all
 from stio.runtime.trace import Trace
@@ -62,7 +61,6 @@ class GroupQueue:
         self._aliases: Mapping[str, str] = {}
         self._unreleased: deque[Group] = deque()  # with the groups in `_items`, those that consumers use
         self._waiting: list[bool] = []  # an item for each consumer that waits
-        self._putting = new_lock()
         self._trace = trace
         self._taken = 0.0  # when the consumer took the group that it uses
         self.operation: Operation[None] = Operation(
@@ -90,10 +88,9 @@ class GroupQueue:
             scheduler.promote(self._with_data(names))
 
     def put(self, group: Group, loaded: LoadedGroup) -> None:
-        """Deliver a group (called by workers)."""
-        with self._putting:  # both in one order
-            self._items.append((group, loaded))
-            self._unreleased.append(group)
+        """Deliver a group."""
+        self._items.append((group, loaded))
+        self._unreleased.append(group)
         self._notifier.notify()
 
     async def next(self) -> LoadedGroup | None:

@@ -438,7 +438,7 @@ class ModuleTarget(LoadTarget):
         return target.view(torch.uint8).flatten().view(target.shape[dim], -1)[begin:end].flatten()
 
     def keep(self, group: LoadedGroup) -> None:
-        """With `assign`, collect a group's tensors for `make` (called by workers)."""
+        """With `assign`, collect a group's tensors for `make`."""
         self._groups.append(group)  # for the thread that calls `complete`
         self._loaded.update(group.tensors)
 

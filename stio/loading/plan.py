@@ -3,7 +3,7 @@
 Selected tensors become groups of neighbours. A group has one image: the memory for its bytes. If a run of the file is
 selected almost completely, the image is dense: it equals that run, from a page boundary on, so that it can be mapped,
 or read past the page cache. Otherwise (slices, every other tensor) the image is compact, and each block has the places
-in the image to which its bytes are scattered. A block is one read of one worker.
+in the image to which its bytes are scattered. A block is one read.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def _fetched(
 def _deliver_made(
     deliver: Callable[[Group, LoadedGroup], None], placed: PlacedParts, group: Group, loaded: LoadedGroup
 ) -> None:
-    loaded.results = placed.made(loaded.tensors)  # on a worker's thread: torch imports its compiler for the first one
+    loaded.results = placed.made(loaded.tensors)  # on the load's thread: torch imports its compiler for the first one
     deliver(group, loaded)
 
 

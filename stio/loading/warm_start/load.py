@@ -5,10 +5,10 @@ rejected: by names, shapes and dtypes, before the first tensor is read. Paramete
 loaded before the caller's block: a computation with a buffer on `meta` would raise no error.
 
 Groups are small, so that the first ones arrive early, and are read in the given order. A use that waits for a parameter
-moves its submodule to the front, and then the submodules behind it, since the forward uses them next. Workers fill the
-parameters, so no fill waits for the thread of an event loop that a forward blocks. Until a submodule's own parameters
-are filled, a hook blocks its forward: custom kernels and `autograd.Function` use parameters without regard to their
-class. A hook is removed when the submodule's last parameter is filled, and all hooks at the end of the load.
+moves its submodule to the front, and then the submodules behind it, since the forward uses them next. The load's thread
+fills the parameters, so no fill waits for the thread of an event loop that a forward blocks. Until a submodule's own
+parameters are filled, a hook blocks its forward: custom kernels and `autograd.Function` use parameters without regard
+to their class. A hook is removed when the submodule's last parameter is filled, and all hooks at the end of the load.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class WarmStartLoad:
             self._release_all()
 
     def _deliver(self, _: Group, group: LoadedGroup) -> None:
-        """Fill a group's parameters (called by workers)."""
+        """Fill a group's parameters."""
         tensors = group.take()
         record(tensors.values(), self._device, self._stream)  # the load has allocated them under the copy stream
         # Names that are tied in the checkpoint and not in the module: copied before a use may change the first one.
@@ -235,7 +235,7 @@ class WarmStartLoad:
         """Fill placeholders.
 
         The hook of a module is removed before the last fill, so no copy of the module has the hook, and when all other
-        parameters of the module are filled. So one worker fills at a time; each fill needs the GIL in any case.
+        parameters of the module are filled.
         """
         with self._lock:
             for placeholder, tensor in filled:
