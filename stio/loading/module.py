@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -233,31 +233,21 @@ class ModuleTarget(LoadTarget):
         if self.assigns and torch.__future__.get_swap_module_params_on_conversion():
             return True
         crossing = any(len({self._tree.is_hooked(name) for name in names}) > 1 for names in self._ties.values())
-        return crossing or (not self.assigns and self._has_overlaps())
-
-    def _has_overlaps(self) -> bool:
-        return overlapping(self._targets, {key: name for name, key in self._keys.items() if name in self._names})
-
-    @property
-    def _expected(self) -> Iterable[str]:
-        yield from self._targets
-        yield from self._tree.extra_states
+        names = {key: name for name, key in self._keys.items() if name in self._names}
+        return crossing or (not self.assigns and overlapping(self._targets, names))
 
     def _differences(self, stored: Mapping[str, Stored]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         tree = self._tree
         missing = tuple(
             name
-            for name in self._expected
+            for name in (*self._targets, *tree.extra_states)
             if name not in self._names
             and name not in tree.may_lack
-            and not self._is_loaded_by_a_tie(name)
+            and not any(twin in self._names for twin in self._ties.get(self._keys.get(name), ()))
             and not tree.is_hooked(name)
         )
         unexpected = tuple(name for name in stored if not tree.expects(name) and not tree.is_hooked(name))
         return missing, unexpected
-
-    def _is_loaded_by_a_tie(self, name: str) -> bool:
-        return any(twin in self._names for twin in self._ties.get(self._keys.get(name), ()))
 
     def _require_shapes(self, stored: Mapping[str, Stored]) -> None:
         wrong = []
@@ -469,19 +459,14 @@ class ModuleTarget(LoadTarget):
                 self._tree.put(name, new)
             if self.assigns:
                 self._make_lacking()
-            report = self._complete_hooks()
+            report = self._load_as_torch() if self._tree.hooked else self._report
+            for name, submodule in self._tree.extra_states.items() if not self._tree.hooked else ():
+                if name in self._names:
+                    submodule.set_extra_state(self._kept(name))
             self._warn_of_meta(report)
             return report
         finally:
             self.discard()
-
-    def _complete_hooks(self) -> LoadReport:
-        if self._tree.hooked:
-            return self._load_as_torch()
-        for name, submodule in self._tree.extra_states.items():
-            if name in self._names:
-                submodule.set_extra_state(self._kept(name))
-        return self._report
 
     def _warn_of_meta(self, report: LoadReport) -> None:
         """Warn of tensors that have no data after the load: a forward would fail, or compute wrong values."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -29,7 +29,7 @@ from stio.device.placement import resolve_placement
 from stio.device.tensors import Casts, require_dtypes
 from stio.errors import DeviceError, TensorNotFoundError, printable
 from stio.format.header import Header
-from stio.loading.cache.entries import CachedFile, FileCache, ObjectCache
+from stio.loading.cache.entries import CachedFile, FileCache
 from stio.loading.engine import EngineExecutor
 from stio.loading.gds_path import GdsDevice, GdsPath
 from stio.loading.open import OpenCheckpoint
@@ -122,7 +122,13 @@ def prepare(
             owned = undo.enter_context(ExitStack())
             files = opened.open_files(wanted, owned)
             if options.disk_cache is not None:
-                files = _fetched(options.disk_cache, opened, files, selections, by_stored_name, options, owned)
+                nbytes = [
+                    sum(_selected_bytes(header, chosen[shard], by_stored_name) for _, chosen, _ in selections)
+                    for shard, header in enumerate(opened.headers)
+                ]
+                with traced(options.trace, "fetch"):
+                    budget_bytes = options.budget or DEFAULT_BUDGET_BYTES
+                    files = options.disk_cache.fetch(files, nbytes, budget_bytes=budget_bytes, owned=owned)
             delivery = Delivery(casts or options.cast_dtype, views, kept=kept is None and not hold)
             loads = _device_loads(opened, files, selections, options, delivery, prompt=prompt)
             for load in loads:
@@ -151,24 +157,6 @@ def prepare(
             )
             undo.pop_all()  # the scheduler closes them
             return scheduler
-
-
-def _fetched(
-    cache: ObjectCache,
-    opened: OpenCheckpoint,
-    files: Sequence[Source],
-    selections: Sequence[Selected],
-    sliced: Collection[str],
-    options: LoadOptions,
-    owned: ExitStack,
-) -> Sequence[Source]:
-    """Return the files of a load, those in a cache on disk in place of objects."""
-    nbytes = [
-        sum(_selected_bytes(header, chosen[shard], sliced) for _, chosen, _ in selections)
-        for shard, header in enumerate(opened.headers)
-    ]
-    with traced(options.trace, "fetch"):
-        return cache.fetch(files, nbytes, budget_bytes=options.budget or DEFAULT_BUDGET_BYTES, owned=owned)
 
 
 def _deliver_made(
@@ -361,12 +349,13 @@ def _device_loads(
         sum(_selected_bytes(header, chosen) for header, chosen in zip(opened.headers, positions, strict=True))
         for _, positions, _ in selections
     ]
+    total_bytes = sum(sizes)
     files = [file for shard, file in enumerate(opened_files) if any(chosen[shard] for _, chosen, _ in selections)]
     num_accelerators = sum(not _is_cpu(device) for device, _, _ in selections)
     if options.memory == "gds" and selections and not num_accelerators:
         raise DeviceError("memory='gds' reads to an accelerator", requested="cpu", expected="an accelerator")
     most_bytes = ACCELERATOR_BUDGET_BYTES if num_accelerators else DEFAULT_BUDGET_BYTES
-    budget_bytes = options.budget or memory.default_budget_bytes(sum(sizes), most_bytes=most_bytes)
+    budget_bytes = options.budget or memory.default_budget_bytes(total_bytes, most_bytes=most_bytes)
     requests = _requests(files)
     if requests is not None:
         if options.memory in ("map", "lazy") and options.disk_cache is None:  # what is not in that is streamed
@@ -380,7 +369,11 @@ def _device_loads(
         prompt=prompt,
         num_accelerators=num_accelerators,
         budget_bytes=max(1, budget_bytes),
-        resident=resident_fractions(files, sum(sizes)),
+        resident={
+            file: UNKNOWN if total_bytes <= SMALL_LOAD_BYTES else resident_fraction(file)
+            for file in files
+            if isinstance(file, LocalFile)
+        },
         requests=requests,
     )
     return [DeviceLoad(shared, *one, nbytes) for one, nbytes in zip(selections, sizes, strict=True)]
@@ -441,30 +434,17 @@ def _budget_bytes(
     budget_bytes = loads[0].budget_bytes if loads else DEFAULT_BUDGET_BYTES
     if not all(path.is_native for path in paths):
         budget_bytes = max(1, budget_bytes - sum(load.staging_bytes for load in loads))
-    if kept is not None and not kept:
-        return budget_bytes
-    return min(budget_bytes, _budget_beside(plan, paths, kept, path=path))
-
-
-def _budget_beside(plan: ReadPlan, paths: Sequence[ReadPath], kept: Collection[str] | None, *, path: str) -> int:
-    """Return the most bytes that may be under way beside the tensors of a load that the caller keeps.
-
-    A tensor keeps the memory of its group.
-
-    Raises:
-        HostMemoryError: The tensors themselves do not fit.
-    """
     groups = plan.groups
-    if kept is not None:
+    if kept is not None:  # a tensor keeps the memory of its group
         groups = tuple(group for group in groups if any(name in kept for name in group.names))
     held = [paths[group.selection].held_bytes(group) for group in groups]
     total_bytes = sum(held)
     if total_bytes <= memory.UNCHECKED_BYTES:
-        return sys.maxsize
+        return budget_bytes
     left = memory.require(total_bytes, path=path)
     if len(groups) == len(plan.groups) and all(n in (0, group.nbytes) for n, group in zip(held, groups, strict=True)):
-        return sys.maxsize  # what is under way is the tensors' own memory
-    return max(1, left)
+        return budget_bytes  # what is under way is the tensors' own memory
+    return min(budget_bytes, max(1, left))
 
 
 def _requests(files: Sequence[Source]) -> Requests | None:
@@ -532,12 +512,6 @@ UNKNOWN = 0.5
 """Resident fraction of a file if it is not known. From this fraction on the disk does not limit the rate."""
 SMALL_LOAD_BYTES = 16 << 20
 """Up to this size a query to the kernel costs more than a read by the slower read path."""
-
-
-def resident_fractions(files: Iterable[Source], total_bytes: int) -> dict[LocalFile, float]:
-    """Return the resident fraction of each local file of a load that reads so many bytes; `UNKNOWN` if they are few."""
-    is_small = total_bytes <= SMALL_LOAD_BYTES
-    return {file: UNKNOWN if is_small else resident_fraction(file) for file in files if isinstance(file, LocalFile)}
 
 
 def resident_fraction(file: Source) -> float:

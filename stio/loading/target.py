@@ -141,7 +141,7 @@ class LoadTarget(ABC):
         if not memory.is_quantized and not self._fits(dtype, memory.dtype):
             message = f"{shown} has another dtype in the checkpoint, and a copy may lose values"
             raise MismatchError(message, path=self._path, expected=str(memory.dtype), found=dtype)
-        self._places.setdefault(source, []).append(Place(name, memory, _unless_whole(part)))
+        self._places.setdefault(source, []).append(Place(name, memory, part))
 
     def _join_parts(self) -> None:
         """Determine which part of each tensor to read: one that contains all that are wanted of it."""
@@ -241,10 +241,6 @@ class PartsTarget(LoadTarget):
         """See `LoadTarget.discard`."""
         super().discard()
         self._parts = ()
-
-
-def _unless_whole(part: LocalPart | None) -> LocalPart | None:
-    return None if part is None or part.index == whole_of(part.shape) else part
 
 
 def whole_of(shape: Sequence[int]) -> Box:

@@ -384,4 +384,4 @@ def test_optimizers(found: list[dict[str, Any]]) -> None:
 
 def test_nested_states(found: list[dict[str, Any]]) -> None:
     """Each kind of value, and each difference."""
-    assert {one["plain"] for one in found} == {13}
+    assert {one["plain"] for one in found} == {12}
